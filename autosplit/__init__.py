@@ -1,0 +1,54 @@
+"""How much of the batch goes on which GPU, how big may it be, and how many accumulation steps?"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autosplit.balanced import BalancedDataParallel as BalancedDataParallel
+    from autosplit.balanced import data_parallel as data_parallel
+    from autosplit.devices import list_devices as list_devices
+    from autosplit.devices import parse_devices as parse_devices
+    from autosplit.errors import AutosplitError as AutosplitError
+    from autosplit.oom import OutOfMemoryError as OutOfMemoryError
+    from autosplit.plan import Plan as Plan
+    from autosplit.probe import find_ceiling as find_ceiling
+    from autosplit.tuning import tune as tune
+    from autosplit.workload import Workload as Workload
+
+# Where each public name lives. Nothing is imported before it is asked for: `--help` and a remembered plan
+# must not wait for torch.
+_HOMES = {
+    "AutosplitError": "errors",
+    "BalancedDataParallel": "balanced",
+    "OutOfMemoryError": "oom",
+    "Plan": "plan",
+    "Workload": "workload",
+    "data_parallel": "balanced",
+    "find_ceiling": "probe",
+    "list_devices": "devices",
+    "parse_devices": "devices",
+    "tune": "tuning",
+}
+
+__all__ = ["__version__", "ddp", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"autosplit.{_HOMES[name]}"), name)
+    elif name == "ddp":
+        value = importlib.import_module("autosplit.ddp")
+    elif name == "__version__":
+        from importlib.metadata import version
+
+        value = version("autosplit")
+    else:
+        raise AttributeError(f"module 'autosplit' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,243 @@
+"""The tree of a batch: walk it, find its batch size, cut it, make one of another size.
+
+A batch is a tensor, or any nesting of tuples, lists, mappings, dataclasses, namedtuples and `UserDict`-like
+encodings of them. Everything that takes a batch apart (the workload, the wrapper, the schedule) uses this.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import WorkloadError
+
+__all__ = ["Whole", "batch_size_of", "chunk", "map_tensors", "resize", "tensors_of"]
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(Generic[T]):
+    """A marker: give this value whole to every device, whatever its shape.
+
+    Args:
+        value: A tensor, or a nesting of them, whose first dimension is not the batch.
+    """
+
+    value: T
+
+
+def is_namedtuple(value: object) -> bool:
+    """Tell whether a value is a namedtuple, which is built from positional arguments."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Rebuild a tree with each leaf replaced; a `Whole` is a leaf, and containers keep their types."""
+    if isinstance(tree, Whole):
+        return function(tree)
+    if is_namedtuple(tree):
+        return type(tree)(*(map_leaves(function, item) for item in tree))
+    if isinstance(tree, (tuple, list)):
+        return _rebuilt_sequence(tree, [map_leaves(function, item) for item in tree])
+    # Before mappings in general: a ModelOutput is a dataclass and an OrderedDict, and is built as a mapping.
+    if isinstance(tree, (Mapping, UserDict)):
+        return rebuilt(tree, {key: map_leaves(function, item) for key, item in tree.items()})
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return rebuilt(
+            tree, {field.name: map_leaves(function, getattr(tree, field.name)) for field in dataclasses.fields(tree)}
+        )
+    return function(tree)
+
+
+def _rebuilt_sequence(old: Any, items: list[Any]) -> Any:
+    return items if type(old) is list else type(old)(items)
+
+
+def rebuilt(old: Any, items: dict[Any, Any]) -> Any:
+    """Make a mapping or dataclass like `old` with other values.
+
+    Args:
+        old: A mapping, a `UserDict`-like encoding, or a dataclass instance.
+        items: A value for each of its keys or fields.
+
+    Returns:
+        An object of the same type.
+    """
+    if type(old) is dict:
+        return items
+    # Encodings, defaultdicts and dataclasses have constructors of their own: a shallow copy, refilled, needs none.
+    new = copy.copy(old)
+    if isinstance(new, UserDict):
+        new.data = dict(items)
+    elif isinstance(new, MutableMapping):
+        for key, item in items.items():
+            new[key] = item
+    elif isinstance(new, Mapping):
+        return type(old)(items)
+    else:
+        for name, item in items.items():
+            object.__setattr__(new, name, item)
+    return new
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of a tree in order; a `Whole` is one leaf."""
+    if isinstance(tree, Whole):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from leaves_of(item)
+    elif isinstance(tree, (Mapping, UserDict)):
+        for item in tree.values():
+            yield from leaves_of(item)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from leaves_of(getattr(tree, field.name))
+    else:
+        yield tree
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a tree in order, those inside a `Whole` too."""
+    for leaf in leaves_of(tree):
+        if isinstance(leaf, Whole):
+            yield from tensors_of(leaf.value)
+        elif isinstance(leaf, Tensor):
+            yield leaf
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Rebuild a tree with `function` applied to each tensor; a `Whole` is unwrapped."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Whole):
+            return map_tensors(function, value.value)
+        return function(value) if isinstance(value, Tensor) else value
+
+    return map_leaves(leaf, tree)
+
+
+def batch_size_of(tree: Any, dim: int = 0) -> int:
+    """Find how many samples a batch holds.
+
+    The batch size is the size at `dim` on which the tensors agree. A tensor of another size is let through as
+    one that belongs to no sample only if nothing about it looks like a batch: its size at `dim` is 1, or every
+    one of its dimensions is a size that the batch tensors have elsewhere (a `(T, T)` mask beside `(n, T)`
+    tokens). What that can't tell apart, `Whole` does.
+
+    Args:
+        tree: The batch.
+        dim: The batch dimension.
+
+    Returns:
+        The number of samples, at least 1.
+
+    Raises:
+        WorkloadError: No tensor has a batch dimension, the batch is empty, or its tensors disagree.
+    """
+    candidates = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim() > dim]
+    if not candidates:
+        raise WorkloadError(
+            f"the batch has no tensor with a dimension {dim} among {_shapes(tree)}; "
+            f"expected at least one whose dimension {dim} is the batch; pass such a batch, or batch_dim="
+        )
+    counts = Counter(tensor.size(dim) for tensor in candidates)
+    for size, _ in counts.most_common():
+        if all(is_batched(tensor, size, dim, _other_sizes(candidates, size, dim)) is not None for tensor in candidates):
+            if size == 0:
+                raise WorkloadError(
+                    f"the batch is empty: dimension {dim} of {_shapes(tree)} has 0 samples; "
+                    "expected at least 1; pass a sample batch with real samples in it"
+                )
+            return size
+    raise WorkloadError(
+        f"the tensors of the batch disagree on the batch size: dimension {dim} of {_shapes(tree)}; expected one size; "
+        "mark what belongs to no sample with autosplit.batches.Whole(tensor), or pass make_batch="
+    )
+
+
+def _other_sizes(tensors: list[Tensor], size: int, dim: int) -> set[int]:
+    """Return the sizes that the tensors with `size` at `dim` have in their other dimensions."""
+    return {
+        other
+        for tensor in tensors
+        if tensor.size(dim) == size
+        for position, other in enumerate(tensor.shape)
+        if position != dim
+    }
+
+
+def is_batched(tensor: Tensor, size: int, dim: int, other_sizes: set[int]) -> bool | None:
+    """Tell whether a tensor holds samples (True), is shared by all of them (False), or neither fits (None)."""
+    if tensor.dim() <= dim:
+        return False
+    if tensor.size(dim) == size:
+        return True
+    shared = tensor.size(dim) == 1 or all(extent == 1 or extent in other_sizes for extent in tensor.shape)
+    return False if shared else None
+
+
+def _shapes(tree: Any) -> str:
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree))
+    return f"shapes {shapes}" if shapes else f"a {type(tree).__name__}"
+
+
+def _map_batched(function: Callable[[Tensor], Tensor], tree: Any, size: int, dim: int) -> Any:
+    """Apply `function` to the tensors that hold samples; leave the rest as it is, `Whole` unwrapped."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Whole):
+            return value.value
+        if isinstance(value, Tensor) and value.dim() > dim and value.size(dim) == size:
+            return function(value)
+        return value
+
+    return map_leaves(leaf, tree)
+
+
+def chunk(tree: Any, sizes: tuple[int, ...], dim: int = 0, size: int | None = None) -> list[Any]:
+    """Cut a batch into chunks of the given sizes; what holds no samples goes whole into each.
+
+    Args:
+        tree: The batch.
+        sizes: Samples per chunk; they add up to the batch size.
+        dim: The batch dimension.
+        size: The batch size, where the caller knows it already.
+
+    Returns:
+        One tree per size, with views of the batch's tensors.
+    """
+    size = batch_size_of(tree, dim) if size is None else size
+    assert sum(sizes) == size, (sizes, size)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        _map_batched(lambda tensor, a=start, n=n: tensor.narrow(dim, a, n), tree, size, dim)  # type: ignore[misc]
+        for start, n in zip(starts, sizes, strict=True)
+    ]
+
+
+def resize(tree: Any, n: int, dim: int = 0) -> Any:
+    """Make a batch of `n` samples by repeating those of a sample batch in order.
+
+    Args:
+        tree: The sample batch.
+        n: Samples wanted, at least 1.
+        dim: The batch dimension.
+
+    Returns:
+        A tree like the given one; tensors that hold no samples are the very same.
+    """
+    size = batch_size_of(tree, dim)
+
+    def repeat(tensor: Tensor) -> Tensor:
+        index = torch.arange(n, device=tensor.device).remainder_(size)
+        return tensor.detach().index_select(dim, index)
+
+    return _map_batched(repeat, tree, size, dim)

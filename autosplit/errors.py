@@ -1,0 +1,99 @@
+"""What autosplit raises: each message says the value, what was expected, and what to do next."""
+
+import linecache
+import sysconfig
+from pathlib import Path
+from types import TracebackType
+
+__all__ = [
+    "AutosplitError",
+    "DeviceError",
+    "InputError",
+    "PlanError",
+    "ProfileError",
+    "UserCodeError",
+    "WorkloadError",
+    "from_user_code",
+    "user_frames",
+]
+
+
+class AutosplitError(Exception):
+    """The base of every error that autosplit raises on purpose.
+
+    Attributes:
+        exit_code: What the command line exits with (2 bad input, 3 does not fit, 5 the user's own code raised).
+    """
+
+    exit_code = 2
+
+
+class InputError(AutosplitError, ValueError):
+    """An argument that cannot be used: a batch below 1, a negative reserve, a missing file."""
+
+
+class DeviceError(InputError):
+    """A device that is unknown, absent, or unfit for what was asked of it."""
+
+
+class WorkloadError(InputError):
+    """A model, batch, loss or optimizer from which no training step can be made."""
+
+
+class PlanError(InputError):
+    """A plan that cannot be read, or cannot be used here."""
+
+
+class ProfileError(PlanError):
+    """A profile that is stale, foreign, truncated or of an unknown version; it is named and ignored."""
+
+
+class UserCodeError(AutosplitError):
+    """The user's own code raised; `__cause__` is what it raised.
+
+    Attributes:
+        frames: The user's own frames, innermost last, as ``"file:line in function: source"``.
+    """
+
+    exit_code = 5
+
+    def __init__(self, message: str, frames: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.frames = frames
+
+
+_OWN_FOLDER = str(Path(__file__).parent)
+_FOREIGN_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
+    """Pick the user's own frames from a traceback: neither ours, nor an installed library's, nor Python's.
+
+    Args:
+        trace: Where an exception went.
+
+    Returns:
+        ``"file:line in function: source"`` for each, innermost last.
+    """
+    frames = []
+    while trace is not None:
+        path, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        if not path.startswith((_OWN_FOLDER, *_FOREIGN_FOLDERS, "<frozen")):
+            source = linecache.getline(path, line).strip()
+            frames.append(f"{path}:{line} in {trace.tb_frame.f_code.co_name}: {source}")
+        trace = trace.tb_next
+    return tuple(frames)
+
+
+def from_user_code(error: BaseException, what: str) -> UserCodeError:
+    """Turn what the user's own code raised into an error that shows where.
+
+    Args:
+        error: What was raised; it becomes the cause.
+        what: What was being run.
+    """
+    lines = str(error).strip().splitlines()
+    message = f"{what} raised {type(error).__name__}{': ' + lines[0] if lines else ''}; mend it and run again"
+    wrapped = UserCodeError(message, user_frames(error.__traceback__))
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,1 @@
+"""Where a training step runs and is measured: cuda, cpu, sim."""

@@ -1,0 +1,90 @@
+"""What a runtime is asked and what it answers: plain numbers, and the one small protocol of the three runtimes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from autosplit.devices import Device
+
+__all__ = ["Arrangement", "Measurement", "Runtime", "StepShape"]
+
+Arrangement = Literal["balanced", "rank", "eval"]
+"""``balanced``: BalancedDataParallel over the devices; ``rank``: one DDP process; ``eval``: a forward, no gradients."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """One optimizer step: which samples go where.
+
+    Attributes:
+        splits: Samples per device, for each micro-step in turn.
+        arrangement: How the devices share the work. For ``rank`` and ``eval`` exactly one device has samples.
+        num_ranks: DDP processes in the job, for ``rank``: more than one keeps gradient buckets.
+    """
+
+    splits: tuple[tuple[int, ...], ...]
+    arrangement: Arrangement = "balanced"
+    num_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.splits, "a step has at least one micro-step"
+        assert all(sum(split) > 0 for split in self.splits), self.splits
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the whole step."""
+        return sum(sum(split) for split in self.splits)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one optimizer step took.
+
+    Attributes:
+        seconds: Wall time of the step, the median where it was repeated.
+        error_s: Standard error of that median; 0 where the time is exact (`sim`).
+        peak_bytes: The most each device held; empty where it was not measured.
+        busy_s: Time each device worked; empty where it was not measured.
+        repeats: How often the step was timed.
+    """
+
+    seconds: float
+    error_s: float = 0.0
+    peak_bytes: tuple[int, ...] = ()
+    busy_s: tuple[float, ...] = ()
+    repeats: int = 1
+
+
+class Runtime(Protocol):
+    """Where a training step runs and is measured.
+
+    Attributes:
+        devices: What the step is spread over.
+        capacities_bytes: What each may hold, the reserve taken off.
+        simulated: The numbers are computed, and a peak is exact.
+        shares_processor: The devices run in turn on one processor: their busy times add.
+    """
+
+    devices: tuple[Device, ...]
+    capacities_bytes: tuple[int, ...]
+    simulated: bool
+    shares_processor: bool
+
+    def peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a step for its memory and return each device's peak, in bytes.
+
+        Raises:
+            OutOfMemoryError: A device would hold more than its capacity; it is named.
+        """
+
+    def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
+        """Run a step for its time (and its memory, where one run gives both).
+
+        Args:
+            shape: The step.
+            budget_s: Stop repeating after this long.
+
+        Raises:
+            OutOfMemoryError: A device would hold more than its capacity; it is named.
+        """

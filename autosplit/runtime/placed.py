@@ -1,0 +1,81 @@
+"""Run a training step over devices that are there for the tracker only: the CPU does the work, each device pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from autosplit.balanced import BalancedDataParallel
+from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.tracking import Tracker
+from autosplit.trainee import Trainee
+from autosplit.workload import Workload, modules_of
+
+__all__ = ["bucket_bytes", "run_placed", "wrapper_for"]
+
+
+def wrapper_for(workload: Workload, split: tuple[int, ...]) -> Callable[[nn.Module], nn.Module]:
+    """Return what wraps a model so that its batch is split over CPU devices."""
+    return lambda module: BalancedDataParallel(
+        None,
+        module,
+        ["cpu"] * len(split),
+        dim=workload.batch_dim,
+        split=split,
+        reduce="sum" if workload.loss_reduction == "sum" else "samples",
+    )
+
+
+def bucket_bytes(trainee: Trainee) -> int:
+    """Return what DDP's gradient buckets hold: a copy of every trainable parameter's gradient, all through the step."""
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for module in modules_of(trainee.models)
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    )
+
+
+def run_placed(trainee: Trainee, shape: StepShape, tracker: Tracker, mark: Callable[[str], None]) -> tuple[int, ...]:
+    """Run one optimizer step under a tracker.
+
+    Args:
+        trainee: It is trained by one step.
+        shape: The step.
+        tracker: A new one, with a device for each entry of the split.
+        mark: Told when a phase begins.
+
+    Returns:
+        The peak of each device, in bytes.
+
+    Raises:
+        OutOfMemoryError: A device would hold more than its capacity.
+    """
+    sizes = [sum(split) for split in shape.splits]
+    models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0]))
+    try:
+        with trainee.fake_mode or nullcontext():
+            made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
+            batches = [made[size] for size in sizes]
+            with tracker:
+                trainee.adopt_on(tracker)
+                if shape.arrangement == "eval":
+                    outputs = trainee.evaluate(models, batches[0])
+                    del outputs
+                else:
+                    buckets = _adopt_buckets(trainee, tracker) if shape.num_ranks > 1 else None
+                    trainee.step(models, batches, sizes, mark)
+                    del buckets
+                return tuple(tracker.peak_bytes)
+    finally:
+        for module in modules_of(trainee.models):
+            module.zero_grad(set_to_none=True)  # an out-of-memory error leaves gradients behind
+
+
+def _adopt_buckets(trainee: Trainee, tracker: Tracker) -> torch.Tensor:
+    buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8)
+    tracker.adopt(buckets, 0)
+    return buckets

@@ -1,0 +1,261 @@
+"""GPUs that are not there: a roofline clock for each card, fed with traces.
+
+Order of a simulated micro-step: scatter, broadcast the parameters, run every replica, gather, loss, and the way
+back; then the optimizer on device 0. A device's clock runs by itself between transfers; a transfer starts when
+both ends are free and keeps both. This is nn.DataParallel without NCCL: device 0's link carries every copy in turn.
+
+Tracing a step over eight cards costs eight times a step over one. So a step is composed: device 0 from a trace
+with its own share and all others' together, each other device from a trace of its share alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autosplit.devices import Device, GpuSpec
+from autosplit.oom import OutOfMemoryError
+from autosplit.runtime.measurement import Measurement, StepShape
+from autosplit.runtime.tracing import Event, Move, OpCost, Trace, Tracer, Work
+from autosplit.transfer import HOST
+
+__all__ = ["SimulatedRuntime"]
+
+
+@dataclass
+class _Clocks:
+    """The time on each card, and how long each worked."""
+
+    specs: Sequence[GpuSpec]
+    now_s: list[float] = field(default_factory=list)
+    busy_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now_s = [0.0] * len(self.specs)
+        self.busy_s = [0.0] * len(self.specs)
+
+    def work(self, device: int, seconds: float) -> None:
+        self.now_s[device] += seconds
+        self.busy_s[device] += seconds
+
+    def move(self, source: int, destination: int, nbytes: int) -> None:
+        ends = [device for device in (source, destination) if device != HOST]
+        link = min(self.specs[device].link_bytes_per_s for device in ends)
+        launch_s = max(self.specs[device].launch_s for device in ends)
+        end_s = max(self.now_s[device] for device in ends) + launch_s + nbytes / link
+        for device in ends:
+            self.now_s[device] = end_s
+
+    def meet(self) -> float:
+        """Let all devices wait for the slowest, and return that time."""
+        end_s = max(self.now_s)
+        self.now_s = [end_s] * len(self.now_s)
+        return end_s
+
+
+class SimulatedRuntime:
+    """A training step on simulated cards.
+
+    Args:
+        devices: Simulated devices, each with the row of its card.
+        capacities_bytes: What each may hold.
+        tracer: Follows the workload.
+        composed: False runs every step whole over all its devices: slower, and what the composition is checked by.
+    """
+
+    simulated = True
+    shares_processor = False
+
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        capacities_bytes: tuple[int, ...],
+        tracer: Tracer,
+        *,
+        composed: bool = True,
+    ) -> None:
+        self.devices = devices
+        self.capacities_bytes = capacities_bytes
+        self.tracer = tracer
+        self.composed = composed
+        self._specs = [_spec(device) for device in devices]
+
+    def peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Return each card's peak, in bytes.
+
+        Raises:
+            OutOfMemoryError: A card would hold more than its capacity; it is named.
+        """
+        peaks = self._source(shape).peaks()
+        self._refuse_overflow(peaks, shape)
+        return peaks
+
+    def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:
+        """Return the time and the peaks of one optimizer step.
+
+        Args:
+            shape: The step.
+            budget_s: Not needed: a simulated time is exact.
+
+        Raises:
+            OutOfMemoryError: A card would hold more than its capacity; it is named.
+        """
+        source = self._source(shape)
+        peaks = source.peaks()
+        self._refuse_overflow(peaks, shape)
+        clocks = _Clocks(self._specs)
+        for index, split in enumerate(shape.splits):
+            source.play_micro_step(clocks, split, first=index == 0)
+            clocks.meet()
+        source.play_update(clocks)
+        return Measurement(clocks.meet(), 0.0, peaks, tuple(clocks.busy_s))
+
+    def _source(self, shape: StepShape) -> _Whole | _Composed:
+        active = sum(1 for samples in shape.splits[0] if samples)
+        if shape.arrangement != "balanced" or active == 1:
+            return _Whole(self.tracer, shape, len(self.devices))
+        composed = _Composed(self.tracer, shape)
+        return composed if self.composed and composed.fits_together() else _Whole(self.tracer, shape, len(self.devices))
+
+    def _refuse_overflow(self, peaks: tuple[int, ...], shape: StepShape) -> None:
+        for index, (device, peak_bytes) in enumerate(zip(self.devices, peaks, strict=True)):
+            if peak_bytes > self.capacities_bytes[index]:
+                raise OutOfMemoryError(
+                    f"{device.label} ({device.name}) is out of memory: {shape.splits[0][index]} samples need "
+                    f"{peak_bytes} bytes, {self.capacities_bytes[index]} allowed; give it fewer samples",
+                    device=device.label,
+                    device_index=index,
+                    requested_bytes=peak_bytes,
+                    capacity_bytes=self.capacities_bytes[index],
+                )
+
+
+def _spec(device: Device) -> GpuSpec:
+    assert device.spec is not None, device
+    return device.spec
+
+
+def _followed(shape: StepShape, splits: tuple[tuple[int, ...], ...]) -> StepShape:
+    """Return the shape to trace: of many equal micro-steps the first two tell all."""
+    return StepShape(splits[:2], shape.arrangement, shape.num_ranks)
+
+
+def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
+    """Let the events of a trace pass on the clocks; `place` says which card each of its devices is."""
+    for event in events:
+        if isinstance(event, Work):
+            device = place[event.device]
+            clocks.work(device, event.seconds(clocks.specs[device]))
+        else:
+            ends = [HOST if end == HOST else place[end] for end in (event.source, event.destination)]
+            clocks.move(ends[0], ends[1], event.nbytes)
+
+
+class _Whole:
+    """A step traced over all devices that have samples, the first one among them."""
+
+    def __init__(self, tracer: Tracer, shape: StepShape, num_devices: int) -> None:
+        self._tracer = tracer
+        self._shape = shape
+        self._num_devices = num_devices
+        alone = shape.arrangement != "balanced"
+        active = [index for index, samples in enumerate(shape.splits[0]) if samples]
+        self._place = active if alone else sorted({0, *active})
+
+    def peaks(self) -> tuple[int, ...]:
+        peaks = [0] * self._num_devices
+        for index, peak_bytes in zip(self._place, self._trace(self._shape.splits[0]).peak_bytes, strict=True):
+            peaks[index] = peak_bytes
+        return tuple(peaks)
+
+    def play_micro_step(self, clocks: _Clocks, split: tuple[int, ...], *, first: bool) -> None:
+        trace = self._trace(split)
+        _play(clocks, trace.first if first else trace.again, self._place)
+
+    def play_update(self, clocks: _Clocks) -> None:
+        _play(clocks, self._trace(self._shape.splits[0]).update, self._place)
+
+    def _trace(self, split: tuple[int, ...]) -> Trace:
+        short = tuple(split[index] for index in self._place)
+        return self._tracer.trace(_followed(self._shape, (short,) * len(self._shape.splits)))
+
+
+class _Composed:
+    """A step put together: device 0 beside one device with all the rest, and each other device beside an idle one."""
+
+    def __init__(self, tracer: Tracer, shape: StepShape) -> None:
+        self._tracer = tracer
+        self._shape = shape
+
+    def fits_together(self) -> bool:
+        """Tell whether every trace moves the same tensors, so that they can be laid over each other."""
+        return all(
+            len(_moves(self._replica(samples).first)) == len(_moves(self._primary(split).first))
+            for split in set(self._shape.splits)
+            for samples in split[1:]
+            if samples
+        )
+
+    def peaks(self) -> tuple[int, ...]:
+        split = self._shape.splits[0]  # the largest; and a replica keeps nothing from one micro-step to the next
+        others = [self._replica(samples).peak_bytes[1] if samples else 0 for samples in split[1:]]
+        return (self._primary(split).peak_bytes[0], *others)
+
+    def play_micro_step(self, clocks: _Clocks, split: tuple[int, ...], *, first: bool) -> None:
+        primary = self._primary(split)
+        replicas = {index + 1: _Replica(self._replica(n).first) for index, n in enumerate(split[1:]) if n}
+        for event in primary.first if first else primary.again:
+            if isinstance(event, Work):
+                if event.device == 0:
+                    clocks.work(0, event.seconds(clocks.specs[0]))
+            elif 1 in (event.source, event.destination):
+                self._move_all(clocks, event, replicas)
+            else:
+                _play(clocks, [event], (0,))
+        for device, replica in replicas.items():
+            replica.work(clocks, device)
+
+    def play_update(self, clocks: _Clocks) -> None:
+        _play(clocks, self._primary(self._shape.splits[0]).update, (0, 0))
+
+    def _move_all(self, clocks: _Clocks, event: Move, replicas: dict[int, _Replica]) -> None:
+        """Play a transfer between device 0 and the stand-in for the rest once for each device of the rest."""
+        for position, (device, replica) in enumerate(replicas.items()):
+            replica.work(clocks, device)
+            nbytes = replica.next_move().nbytes
+            ends = [device if end == 1 else end for end in (event.source, event.destination)]
+            clocks.move(ends[0], ends[1], nbytes)
+            if event.purpose == "gradient" and position > 0:
+                # The stand-in's gradient is added once in the trace; each further device's is added, too:
+                # two tensors read, one written.
+                clocks.work(0, OpCost(0, 3 * nbytes, "float32").seconds(clocks.specs[0]))
+
+    def _primary(self, split: tuple[int, ...]) -> Trace:
+        pair = (split[0], sum(split[1:]))
+        return self._tracer.trace(_followed(self._shape, (pair,) * len(self._shape.splits)))
+
+    def _replica(self, samples: int) -> Trace:
+        return self._tracer.trace(StepShape(((0, samples),)))
+
+
+class _Replica:
+    """The events of device 1 of a trace, played up to each transfer in turn."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = [event for event in events if isinstance(event, Move) or event.device == 1]
+        self._events = [event for event in self._events if isinstance(event, Work) or 1 in (event.source, event.destination)]
+
+    def work(self, clocks: _Clocks, device: int) -> None:
+        while self._events and isinstance(self._events[0], Work):
+            work = self._events.pop(0)
+            assert isinstance(work, Work)
+            clocks.work(device, work.seconds(clocks.specs[device]))
+
+    def next_move(self) -> Move:
+        move = self._events.pop(0)
+        assert isinstance(move, Move)
+        return move
+
+
+def _moves(events: Sequence[Event]) -> list[Move]:
+    return [event for event in events if isinstance(event, Move) and 1 in (event.source, event.destination)]

@@ -1,0 +1,301 @@
+"""Run a training step once over pretended devices, and keep what it would cost anywhere.
+
+A trace holds each device's peak and the work between transfers, so that one run tells the time on every card. The
+tensors are fake where the model allows it: no numbers, no memory, and the same cost at any batch size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import flop_counter
+
+from autosplit.devices import GpuSpec
+from autosplit.errors import AutosplitError, from_user_code
+from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.placed import run_placed
+from autosplit.runtime.tracking import Tracker
+from autosplit.trainee import Trainee, fake_mode, kept_rng, training_copy
+from autosplit.workload import Workload, modules_of
+
+__all__ = ["Event", "Move", "Trace", "Tracer", "Work", "make_tracer"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """What an op costs on any card.
+
+    Attributes:
+        flops: Floating-point operations, counted where torch has a formula for them; 0 for what only moves memory.
+        nbytes: Bytes read and written.
+        rate: Which of a card's peaks bounds it: a dtype's name, or ``"tf32"``.
+    """
+
+    flops: int
+    nbytes: int
+    rate: str
+
+    def seconds(self, spec: GpuSpec) -> float:
+        """Return the roofline time on a card: bound by launch, by arithmetic or by memory."""
+        arithmetic_s = self.flops / peak_flops(spec, self.rate)
+        return max(spec.launch_s, arithmetic_s, self.nbytes / spec.memory_bytes_per_s)
+
+
+def peak_flops(spec: GpuSpec, rate: str) -> float:
+    """Return a card's dense peak for a rate; what it has no units for runs at its float32 peak."""
+    return spec.peak_flops.get(rate) or spec.peak_flops["float32"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Ops that a device runs between two transfers, each distinct cost with how often it occurs."""
+
+    device: int
+    costs: tuple[tuple[OpCost, int], ...]
+
+    def seconds(self, spec: GpuSpec) -> float:
+        """Return the time on a card."""
+        return sum(cost.seconds(spec) * count for cost, count in self.costs)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A copy between two devices, or between a device and the host."""
+
+    source: int
+    destination: int
+    nbytes: int
+    purpose: str
+
+
+Event = Work | Move
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One optimizer step, followed.
+
+    Attributes:
+        peak_bytes: The most each device held.
+        first: Events of the first micro-step.
+        again: Events of the last micro-step, whose gradients are added to those there; `first` if there is one only.
+        update: Events of the optimizer.
+    """
+
+    peak_bytes: tuple[int, ...]
+    first: tuple[Event, ...]
+    again: tuple[Event, ...]
+    update: tuple[Event, ...]
+
+
+class _Recorder:
+    """An observer that gathers ops into work and keeps the transfers between."""
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, list[Event]]] = []
+        self._open: dict[int, Counter[OpCost]] = {}
+        self.mark("start")
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase."""
+        self._close(*list(self._open))
+        self.phases.append((phase, []))
+
+    def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Add an op to its device's open work."""
+        cost = op_cost(func, args, kwargs, outputs)
+        if cost is not None:
+            self._open.setdefault(device, Counter())[cost] += 1
+
+    def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
+        """Close the work of both ends, and keep the transfer."""
+        self._close(source, destination)
+        self.phases[-1][1].append(Move(source, destination, nbytes, purpose))
+
+    def finish(self) -> list[tuple[str, list[Event]]]:
+        """Close what is open and return the phases."""
+        self._close(*list(self._open))
+        return self.phases
+
+    def _close(self, *devices: int) -> None:
+        for device in devices:
+            costs = self._open.pop(device, None)
+            if costs:
+                self.phases[-1][1].append(Work(device, tuple(costs.items())))
+
+
+# Ops that read a few rows of their first argument, not all of it.
+_ROW_READERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
+# Ops that only reserve memory.
+_ALLOCATIONS = {aten.empty_like, aten.new_empty, aten.empty, aten.empty_strided, aten.new_empty_strided}
+_CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward}
+
+
+def _attention_flops(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
+    query, key, value = args[:3]
+    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward_flops(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
+    grad, query, key, value = args[:4]
+    return int(flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+# The fused attention of the CPU, which torch's table of formulas lacks: the arithmetic is that of any other.
+_CPU_FORMULAS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+def op_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCost | None:
+    """Return what an op costs; None where it costs nothing (views, allocations)."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in _ALLOCATIONS or getattr(func, "is_view", False):
+        return None
+    tensors = [*_flat((*args, *kwargs.values())), *_flat((outputs,))]
+    if packet in _ROW_READERS:
+        tensors = [*_flat(args[1:]), *_flat((outputs,)), *_flat((outputs,))]
+    flops = _flops(packet, args, kwargs, outputs)
+    return OpCost(flops, sum(t.numel() * t.element_size() for t in tensors), _rate(packet, tensors))
+
+
+def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
+    own = _CPU_FORMULAS.get(packet)
+    if own is not None:
+        return own(args, kwargs, outputs)
+    formula = flop_counter.flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
+
+
+def _rate(packet: Any, tensors: list[Tensor]) -> str:
+    floating = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+    # cuDNN convolutions take TF32 by default, matrix products don't (torch.backends.cuda.matmul.allow_tf32).
+    if floating == torch.float32 and packet in _CONVOLUTIONS:
+        return "tf32"
+    return str(floating).removeprefix("torch.")
+
+
+def _flat(values: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _flat(value)
+    return found
+
+
+class Tracer:
+    """Traces training steps of one workload.
+
+    Args:
+        workload: What is trained.
+        fake: Follow fake tensors; otherwise real ones on the CPU.
+
+    Attributes:
+        trainee: The copy that is traced.
+        runs: Steps followed so far.
+    """
+
+    def __init__(self, workload: Workload, *, fake: bool) -> None:
+        self.fake = fake
+        self.runs = 0
+        with kept_rng():
+            self.trainee: Trainee = training_copy(
+                workload, device=torch.device("cpu"), mode=fake_mode() if fake else None
+            )
+        self._kept: dict[StepShape, Trace] = {}
+        self._has_state = False
+
+    def trace(self, shape: StepShape) -> Trace:
+        """Follow one optimizer step over pretended devices; a shape is followed once.
+
+        Args:
+            shape: The step, of one or two micro-steps.
+
+        Returns:
+            The trace; peaks are not held against any capacity.
+        """
+        if shape not in self._kept:
+            if shape.arrangement != "eval" and not self._has_state:
+                self._run(shape)  # the optimizer's state appears in the first step, and is there in all that follow
+                self._has_state = True
+            self._kept[shape] = self._run(shape)
+        return self._kept[shape]
+
+    def _run(self, shape: StepShape) -> Trace:
+        recorder = _Recorder()
+        names = [f"device {index}" for index in range(len(shape.splits[0]))]
+        with kept_rng(), _without_onednn():
+            peaks = run_placed(self.trainee, shape, Tracker(names, [None] * len(names), observer=recorder), recorder.mark)
+        self.runs += 1
+        phases = recorder.finish()
+        micros = [tuple(events) for name, events in phases if name == "micro"] or [
+            tuple(event for _, events in phases for event in events)
+        ]
+        update = tuple(event for name, events in phases if name == "update" for event in events)
+        return Trace(peaks, micros[0], micros[-1], update)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Turn off what oneDNN fuses and GPUs run apart: an LSTM's memory would be several times too small."""
+    enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = enabled
+
+
+def make_tracer(workload: Workload) -> tuple[Tracer, str | None]:
+    """Make a tracer that follows fake tensors, or real ones where the model can't be faked.
+
+    Args:
+        workload: What is trained.
+
+    Returns:
+        The tracer, and a sentence that says why it is not fake, or None.
+
+    Raises:
+        UserCodeError: The workload fails on its own sample batch.
+        WorkloadError: No training step can be made of it.
+    """
+    shape = StepShape(((workload.sample_batch_size,),))
+    try:
+        tracer = Tracer(workload, fake=True)
+        tracer.trace(shape)
+    except AutosplitError:
+        raise
+    except Exception as error:  # whatever fake tensors can't do, and whatever the user's code does wrong
+        failure = error
+    else:
+        return tracer, None
+    if any(parameter.is_meta for module in _known_modules(workload) for parameter in module.parameters()):
+        raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
+    try:
+        tracer = Tracer(workload, fake=False)
+        tracer.trace(shape)
+    except AutosplitError:
+        raise
+    except Exception as error:
+        raise from_user_code(error, "the workload on its own sample batch") from error
+    reason = str(failure).strip().splitlines()
+    return tracer, (
+        f"the model can't be followed with fake tensors ({type(failure).__name__}: {reason[0] if reason else ''}); "
+        "real ones on the CPU were followed instead"
+    )
+
+
+def _known_modules(workload: Workload) -> list[nn.Module]:
+    model = workload.model
+    return modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []

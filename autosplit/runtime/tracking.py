@@ -1,0 +1,264 @@
+"""Follow every storage that a training step makes, charge it to its device, and stop where the device is full.
+
+The tracker is the memory of devices that are not there: the budgets of `cpu:2GiB,cpu:1GiB` and the cards of
+`sim:`. It sees ops as they are dispatched, below autograd, so what a backward saves or recomputes is counted
+while it lives and no longer. Its rules:
+
+* Parameters, buffers, inputs and optimizer state are adopted explicitly. A storage that was never adopted is
+  host memory and is not charged; an output that shares an input's storage is not new.
+* An op's outputs are on the device of its inputs; only `transfer` moves. What an op makes from nothing placed
+  (`torch.zeros` in a forward) is provisional: it is charged when it meets a placed, non-scalar tensor.
+* Sparse tensors are followed through their indices and values.
+* A dispatch mode does not reach worker threads, so the devices of a tracked step run in turn.
+
+Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
+(torch c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import Token
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from autosplit.oom import OutOfMemoryError
+from autosplit.transfer import HOST, TRANSFER_OP, Placement, activate_placement, deactivate_placement
+
+__all__ = ["BLOCK_BYTES", "Observer", "Tracker"]
+
+BLOCK_BYTES = 512
+
+_PROVISIONAL = -2
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+class Observer(Protocol):
+    """Who wants to know the ops of a tracked step, in order: the simulator's clock."""
+
+    def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+        """An op ran on a device."""
+
+    def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
+        """A tensor was copied between two devices."""
+
+
+@dataclass
+class _Held:
+    """A storage that lives: where, how large, and what calls back when it dies."""
+
+    device: int
+    nbytes: int
+    finalizer: weakref.finalize[..., Any]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the strided tensors that hold a tensor's memory."""
+    parts = _SPARSE_PARTS.get(tensor.layout)
+    if parts is not None:
+        for part in parts:
+            yield getattr(tensor, part)()
+    elif is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _dense_parts(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _storage_key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch declares the mode's base untyped
+    """Count the bytes each device of a step holds, and raise where one would hold more than it may.
+
+    Args:
+        labels: The devices' names for error messages, in the order of the step.
+        capacities: Bytes each may hold; None for no bound.
+        observer: Told of each op and transfer.
+
+    Raises:
+        OutOfMemoryError: From the op whose output no longer fits, naming the device.
+
+    Attributes:
+        live_bytes: Bytes held now, per device.
+        peak_bytes: The most that was held since entering or `reset_peak`, per device.
+    """
+
+    def __init__(
+        self, labels: Sequence[str], capacities: Sequence[int | None], *, observer: Observer | None = None
+    ) -> None:
+        super().__init__()
+        assert len(labels) == len(capacities), (labels, capacities)
+        self.labels = tuple(labels)
+        self.capacities = tuple(capacities)
+        self.live_bytes = [0] * len(labels)
+        self.peak_bytes = [0] * len(labels)
+        self._observer = observer
+        self._held: dict[int, _Held] = {}
+        self._token: Token[Placement | None] | None = None
+
+    def __enter__(self) -> Tracker:
+        gc.collect()  # what an earlier step left in cycles would otherwise die, and be missed, in the middle of this one
+        self._token = activate_placement(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        assert self._token is not None
+        deactivate_placement(self._token)
+        self._token = None
+        # A storage outlives its tracker wherever the user keeps it; its finalizer must not.
+        for held in self._held.values():
+            held.finalizer.detach()
+        self._held.clear()
+
+    def reset_peak(self) -> None:
+        """Start the peak anew from what is held now."""
+        self.peak_bytes = list(self.live_bytes)
+
+    def adopt(self, tensor: Tensor, device: int) -> None:
+        """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
+        for part in _dense_parts(tensor):
+            self._hold(part, device)
+
+    def device_of(self, tensor: Tensor) -> int:
+        """Return the index of the device a tensor is on, `HOST` where it is on none."""
+        for part in _dense_parts(tensor):
+            held = self._held.get(_storage_key(part))
+            return held.device if held is not None and held.device >= 0 else HOST
+        return HOST
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is TRANSFER_OP:
+            return self._transfer(func, args)
+        inputs = list(_tensors((*args, *kwargs.values())))
+        device = self._device_of_inputs(inputs)
+        outputs = func(*args, **kwargs)
+        self._follow(inputs, _tensors((outputs,)), device)
+        if self._observer is not None and device >= 0:
+            self._observer.on_op(device, func, args, kwargs, outputs)
+        return outputs
+
+    def _transfer(self, func: Any, args: Sequence[Any]) -> Tensor:
+        tensor, source, destination, purpose = args
+        copy: Tensor = func(*args)
+        if destination != HOST:
+            self.adopt(copy, destination)
+        if self._observer is not None:
+            nbytes = sum(part.untyped_storage().nbytes() for part in _dense_parts(copy))
+            self._observer.on_transfer(source, destination, nbytes, purpose)
+        return copy
+
+    def _device_of_inputs(self, inputs: list[Tensor]) -> int:
+        """Find where an op runs: where its first placed tensor is, a scalar's place counting last."""
+        scalar_device = _PROVISIONAL
+        for tensor in inputs:
+            device = self.device_of(tensor)
+            if device != HOST:
+                if tensor.dim() > 0:
+                    return device
+                scalar_device = device
+        return scalar_device
+
+    def _follow(self, inputs: list[Tensor], outputs: Iterable[Tensor], device: int) -> None:
+        """Charge what an op made, and what it brought onto the device of its other inputs."""
+        if device >= 0 and any(tensor.dim() > 0 and self.device_of(tensor) == device for tensor in inputs):
+            for tensor in inputs:
+                if tensor.dim() > 0:
+                    self._settle(tensor, device)
+        input_keys: set[int] | None = None
+        for output in outputs:
+            for part in _dense_parts(output):
+                if _storage_key(part) in self._held:
+                    self._regrow(part)
+                    continue
+                if input_keys is None:
+                    input_keys = {_storage_key(piece) for tensor in inputs for piece in _dense_parts(tensor)}
+                if _storage_key(part) not in input_keys:
+                    self._hold(part, device)
+
+    def _settle(self, tensor: Tensor, device: int) -> None:
+        """Place what was provisional."""
+        for part in _dense_parts(tensor):
+            held = self._held.get(_storage_key(part))
+            if held is not None and held.device == _PROVISIONAL:
+                held.device = device
+                self._charge(device, held.nbytes)
+
+    def _regrow(self, tensor: Tensor) -> None:
+        """Follow a storage that an op resized in place."""
+        held = self._held[_storage_key(tensor)]
+        nbytes = _rounded(tensor.untyped_storage().nbytes())
+        if nbytes != held.nbytes:
+            grown = nbytes - held.nbytes
+            held.nbytes = nbytes
+            if held.device >= 0:
+                self._charge(held.device, grown)
+
+    def _hold(self, tensor: Tensor, device: int) -> None:
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        held = self._held.get(key)
+        if held is not None:
+            if held.device == _PROVISIONAL and device >= 0:
+                self._settle(tensor, device)
+            return
+        nbytes = _rounded(storage.nbytes())
+        finalizer = weakref.finalize(storage, self._release, key)
+        finalizer.atexit = False
+        self._held[key] = _Held(device, nbytes, finalizer)
+        if device >= 0:
+            self._charge(device, nbytes)
+
+    def _charge(self, device: int, nbytes: int) -> None:
+        live_bytes = self.live_bytes[device]
+        capacity_bytes = self.capacities[device]
+        # Charged before the check: the storage is held, and its finalizer gives back what is charged here.
+        self.live_bytes[device] = live_bytes + nbytes
+        if capacity_bytes is not None and live_bytes + nbytes > capacity_bytes:
+            raise OutOfMemoryError(
+                f"{self.labels[device]} is out of memory: {nbytes} bytes asked for, {live_bytes} held, "
+                f"{capacity_bytes} allowed; give it fewer samples or a larger budget",
+                device=self.labels[device],
+                device_index=device,
+                requested_bytes=nbytes,
+                live_bytes=live_bytes,
+                capacity_bytes=capacity_bytes,
+            )
+        self.peak_bytes[device] = max(self.peak_bytes[device], live_bytes + nbytes)
+
+    def _release(self, key: int) -> None:
+        held = self._held.pop(key)
+        if held.device >= 0:
+            self.live_bytes[held.device] -= held.nbytes
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,0 +1,439 @@
+"""What an epoch is cut into: optimizer steps of exactly E samples, and their micro-batches.
+
+`ScheduledBatchSampler` cuts the epoch and publishes how; `steps` walks a loader by that schedule (or by counting, for
+any other loader) and weights each micro-batch's mean loss by its share of its optimizer step, so that the gradient is
+that of the whole step, also where the last micro-batch is smaller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import Sampler
+
+from autosplit.errors import InputError
+from autosplit.split import accumulation_steps, micro_batch_sizes, whole_number
+
+__all__ = ["OptimizerStep", "ScheduledBatchSampler", "StepSchedule", "steps"]
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """One optimizer step: the samples of each of its micro-batches, and of all of them together."""
+
+    micro_batch_sizes: tuple[int, ...]
+    num_samples: int
+
+
+class ScheduledBatchSampler(Sampler[list[int]]):
+    """Hands out an epoch as micro-batches that add up to optimizer steps of exactly `effective_batch_size` samples.
+
+    Every sample comes once an epoch. Each optimizer step is cut into micro-batches of `batch_size`, the last of them
+    smaller where it doesn't divide; the last step of the epoch, where samples run short, is cut by the same rule. Give
+    it to a ``DataLoader`` as `batch_sampler`.
+
+    Args:
+        num_samples: Samples in the dataset, 1 or more.
+        batch_size: Samples per forward over all devices, 1 or more.
+        effective_batch_size: Samples per optimizer step, 1 or more.
+        shuffle: Whether to draw a new order for each epoch (see `set_epoch`); otherwise the dataset's own order.
+        seed: The order depends on `seed` plus the epoch only. The generator is this sampler's own, so that no global
+            random state is read or changed.
+        drop_last: Whether to leave out the last step of the epoch where it is short of samples.
+
+    Raises:
+        InputError: A number is not whole or below its minimum.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        effective_batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.num_samples = whole_number("num_samples", num_samples, minimum=1)
+        self.batch_size = whole_number("batch_size", batch_size, minimum=1)
+        self.effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
+        self.shuffle = shuffle
+        self.seed = whole_number("seed", seed)
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._start_step = 0
+
+    @property
+    def schedule(self) -> tuple[StepSchedule, ...]:
+        """The optimizer steps of a whole epoch, in order."""
+        full_steps, short = divmod(self.num_samples, self.effective_batch_size)
+        full = self._step_of(self.effective_batch_size)
+        last = (self._step_of(short),) if short and not self.drop_last else ()
+        return (full,) * full_steps + last
+
+    @property
+    def start_step(self) -> int:
+        """The optimizer step at which the next iteration begins: 0, except once after `resume`."""
+        return self._start_step
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, and with it the order that the next iteration draws.
+
+        Args:
+            epoch: The epoch, 0 or more. Without `shuffle` it changes nothing.
+
+        Raises:
+            InputError: `epoch` is negative or not a whole number.
+        """
+        self.epoch = whole_number("epoch", epoch)
+
+    def resume(self, samples_consumed: int) -> None:
+        """Let the next iteration, and only that one, begin where an interrupted epoch left off.
+
+        Count what the optimizer has consumed; loader workers draw ahead, so what was drawn is more.
+
+        Args:
+            samples_consumed: Samples of this epoch that finished optimizer steps have consumed.
+
+        Raises:
+            InputError: It is negative, more than the epoch has, or within an optimizer step.
+        """
+        consumed = whole_number("samples_consumed", samples_consumed)
+        total = sum(step.num_samples for step in self.schedule)
+        if consumed > total:
+            raise InputError(
+                f"samples_consumed is {consumed}, but an epoch has {total}; expected samples of the current epoch; "
+                "subtract the finished epochs and pass their number to set_epoch"
+            )
+        if consumed % self.effective_batch_size and consumed != total:
+            raise InputError(
+                f"samples_consumed is {consumed}; expected the end of an optimizer step, a multiple of "
+                f"{self.effective_batch_size}; resume from the last finished step, "
+                f"{consumed - consumed % self.effective_batch_size}"
+            )
+        self._start_step = -(-consumed // self.effective_batch_size)
+
+    def __len__(self) -> int:
+        """Count the micro-batches of a whole epoch."""
+        full_steps, short = divmod(self.num_samples, self.effective_batch_size)
+        last = accumulation_steps(short, self.batch_size) if short and not self.drop_last else 0
+        return full_steps * accumulation_steps(self.effective_batch_size, self.batch_size) + last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator, because a DataLoader with workers asks for two iterators and draws from the second only:
+        # the resumed position is spent at the first draw.
+        start_step, self._start_step = self._start_step, 0
+        order = self._order()
+        for number, step in enumerate(self.schedule[start_step:], start_step):
+            first = number * self.effective_batch_size
+            indices = [int(i) for i in order[first : first + step.num_samples]]
+            yield from _cut(indices, step.micro_batch_sizes)
+
+    def _order(self) -> Sequence[int] | torch.Tensor:
+        if not self.shuffle:
+            return range(self.num_samples)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def _step_of(self, num_samples: int) -> StepSchedule:
+        return StepSchedule(micro_batch_sizes(num_samples, self.batch_size), num_samples)
+
+
+class OptimizerStep:
+    """One optimizer step: iterate it for its micro-batches, and call `backward` once for each.
+
+    The batches come out as the loader made them. `backward` multiplies the micro-batch's mean loss by its weight, its
+    samples over those of the whole step, so that the accumulated gradient is that of the mean over the whole step.
+
+    Args:
+        batches: The step's micro-batches, drawn as they are needed.
+        sizes: What each micro-batch counts for, in samples (or in whatever its mean loss averages over).
+        index: The number of this step within the loop, for messages.
+    """
+
+    def __init__(self, batches: Iterable[Any], sizes: Sequence[int], *, index: int = 0) -> None:
+        self.micro_batch_sizes = tuple(sizes)
+        self.num_samples = sum(sizes)
+        self.index = index
+        self._batches = iter(batches)
+        self._drawn = 0
+        self._backwards = 0
+        self._iterated = False
+        self._loss: torch.Tensor | float = 0.0
+
+    def __len__(self) -> int:
+        """Count the micro-batches of this step."""
+        return len(self.micro_batch_sizes)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterated:
+            raise InputError(
+                f"optimizer step {self.index} was iterated a second time; expected once, because its batches are "
+                "gone; take the next step from steps()"
+            )
+        self._iterated = True
+        return self._draw()
+
+    @property
+    def weight(self) -> float:
+        """The current micro-batch's share of the step: its samples over the step's; 0 where the step counts none.
+
+        Raises:
+            InputError: No micro-batch was drawn yet.
+        """
+        if not self._drawn:
+            raise InputError(
+                f"optimizer step {self.index} has no current micro-batch; expected a loop over the step; write "
+                "`for batch in step:` first"
+            )
+        return self.micro_batch_sizes[self._drawn - 1] / self.num_samples if self.num_samples else 0.0
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the step, as far as its micro-batches have gone; reading it waits for the device."""
+        return float(self._loss)
+
+    def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Weight the current micro-batch's mean loss and run its backward pass.
+
+        A micro-batch that counts for nothing (weight 0) runs none: its mean is 0/0, and would turn all gradients NaN.
+
+        Args:
+            loss: The mean loss of the micro-batch, one number.
+            scaler: Scales the weighted loss, for fp16; None for none.
+
+        Raises:
+            InputError: `loss` is not one number, no micro-batch was drawn, or this one already had its backward.
+        """
+        weight = self.weight
+        if self._backwards == self._drawn:
+            raise InputError(
+                f"backward was called twice for {self._place()}; expected once per micro-batch; add the losses up and "
+                "call it on their sum"
+            )
+        _require_one_number(loss)
+        # Counted before it runs: one that fails half-way has left gradients behind and can't be run again.
+        self._backwards = self._drawn
+        if not weight:
+            return
+        weighted = loss * weight
+        self._loss = self._loss + weighted.detach().reshape(())
+        (weighted if scaler is None else scaler.scale(weighted)).backward()
+
+    def check_finished(self) -> None:
+        """Make sure that every micro-batch of the step had its backward; `steps` does so before it goes on.
+
+        Raises:
+            InputError: One had none, so that the gradient lacks its part.
+        """
+        self._check_backward()
+        if self._drawn < len(self):
+            raise InputError(
+                f"optimizer step {self.index} was left after {self._drawn} of {len(self)} micro-batches; expected all "
+                "of them, or the gradient lacks a part; run the inner loop to its end"
+            )
+
+    def _draw(self) -> Iterator[Any]:
+        for _ in self.micro_batch_sizes:
+            self._check_backward()
+            batch = next(self._batches, _MISSING)
+            if batch is _MISSING:
+                raise InputError(
+                    f"the loader ended after {self._drawn} of the {len(self)} micro-batches of optimizer step "
+                    f"{self.index}; expected as many as its sampler's schedule; pass the loader that owns the sampler"
+                )
+            self._drawn += 1
+            yield batch
+            del batch  # or this frame would hold it while the next is made
+        self._check_backward()
+
+    def _check_backward(self) -> None:
+        if self._backwards < self._drawn:
+            raise InputError(
+                f"{self._place()} had no backward; expected one for each, or the gradient lacks its part; call "
+                "step.backward(loss) once in the loop"
+            )
+
+    def _place(self) -> str:
+        return f"micro-batch {self._drawn} of {len(self)} in optimizer step {self.index}"
+
+
+def steps(
+    loader: Iterable[Any],
+    *,
+    batch_size: int,
+    effective_batch_size: int,
+    count: Callable[[Any], int] | None = None,
+) -> Iterator[OptimizerStep]:
+    """Walk one epoch of a loader, an optimizer step at a time.
+
+        for step in steps(loader, batch_size=32, effective_batch_size=512):
+            for inputs, targets in step:
+                step.backward(loss_fn(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A loader with a `ScheduledBatchSampler` is followed by its schedule and no batch is looked into. Of any other, one
+    optimizer step's micro-batches are held back until their samples reach `effective_batch_size` (or the loader ends),
+    since the weights depend on their sum; a batch that goes beyond it belongs to the step whole.
+
+    Args:
+        loader: A ``DataLoader``, or any iterable of batches.
+        batch_size: Samples per forward, 1 or more.
+        effective_batch_size: Samples per optimizer step, 1 or more.
+        count: What a batch's mean loss averages over, for a loss that isn't a mean over samples, such as the number
+            of labels that aren't padding: each micro-batch is then weighted by that, and an optimizer step is
+            ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches of a loader without a schedule. By
+            default the samples, which are the first dimension of the first tensor in the batch.
+
+    Returns:
+        The optimizer steps, each to be iterated to its end before the next is taken.
+
+    Raises:
+        InputError: A number is below 1 or not whole; the loader's sampler was made for other sizes; while iterating:
+            a batch holds no tensor to count, or a step was left unfinished.
+    """
+    batch_size = whole_number("batch_size", batch_size, minimum=1)
+    effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, ScheduledBatchSampler):
+        _check_sizes(sampler, batch_size, effective_batch_size)
+        made = _scheduled_steps(loader, sampler, count)
+    elif count is not None:
+        made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
+    else:
+        made = _held_steps(loader, _count_samples, enough=effective_batch_size)
+    return _checked(made)
+
+
+def _require_one_number(loss: object) -> None:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return
+    got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    raise InputError(f"loss is {got}; expected a tensor of one number; pass the micro-batch's mean, loss.mean()")
+
+
+def _checked(made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
+    for step in made:
+        yield step
+        step.check_finished()
+
+
+def _scheduled_steps(
+    loader: Iterable[Any], sampler: ScheduledBatchSampler, count: Callable[[Any], int] | None
+) -> Iterator[OptimizerStep]:
+    start_step = sampler.start_step  # before iter(): workers begin to draw there, which spends it
+    batches = iter(loader)
+    for index, step in enumerate(sampler.schedule[start_step:], start_step):
+        if count is None:
+            yield OptimizerStep(batches, step.micro_batch_sizes, index=index)
+        else:
+            held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
+            sizes = [_counted(count, batch) for batch in held]
+            yield _held_step(held, sizes + [0] * (len(step.micro_batch_sizes) - len(held)), index)
+    # Drawing past the end lets a loader's workers finish in order.
+    if next(batches, _MISSING) is not _MISSING:
+        raise InputError(
+            "the loader gave more batches than its sampler's schedule; expected one per micro-batch; pass a loader "
+            "that doesn't repeat or add batches"
+        )
+
+
+def _held_steps(
+    loader: Iterable[Any],
+    count: Callable[[Any], int],
+    *,
+    most_batches: int | None = None,
+    enough: int | None = None,
+) -> Iterator[OptimizerStep]:
+    """Hold batches back until there are `most_batches` of them, or until they count for `enough`."""
+    held: list[Any] = []
+    sizes: list[int] = []
+    index = 0
+    for batch in loader:
+        held.append(batch)
+        sizes.append(_counted(count, batch))
+        if len(held) == most_batches or (enough is not None and sum(sizes) >= enough):
+            yield _held_step(held, sizes, index)
+            held, sizes, index = [], [], index + 1
+    if held:
+        yield _held_step(held, sizes, index)
+
+
+def _held_step(held: list[Any], sizes: Sequence[int], index: int) -> OptimizerStep:
+    return OptimizerStep(_let_go(held), sizes, index=index)
+
+
+def _let_go(held: list[Any]) -> Iterator[Any]:
+    """Yield what is held, in order, keeping no hold on what was yielded."""
+    held.reverse()
+    while held:
+        yield held.pop()
+
+
+def _check_sizes(sampler: ScheduledBatchSampler, batch_size: int, effective_batch_size: int) -> None:
+    for name, wanted, has in (
+        ("batch_size", batch_size, sampler.batch_size),
+        ("effective_batch_size", effective_batch_size, sampler.effective_batch_size),
+    ):
+        if wanted != has:
+            raise InputError(
+                f"{name} is {wanted}, but the loader's batch sampler was made for {has}; expected the same; make both "
+                "from one plan"
+            )
+
+
+def _cut(indices: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    ends = itertools.accumulate(sizes)
+    return (indices[end - size : end] for size, end in zip(sizes, ends, strict=True))
+
+
+# Counting --------------------------------------------------------------------------------------------------------
+
+
+def _counted(count: Callable[[Any], int], batch: Any) -> int:
+    return whole_number("the count of a batch", count(batch))
+
+
+def _count_samples(batch: Any) -> int:
+    samples = _first_size(batch)
+    if samples is None:
+        raise InputError(
+            f"a batch is a {type(batch).__name__} without a tensor of one or more dimensions; expected one, whose "
+            "first dimension is the samples; pass count= to say how many samples a batch has"
+        )
+    return samples
+
+
+def _first_size(part: Any) -> int | None:
+    """Find the first dimension of the first tensor in a batch that has one."""
+    if isinstance(part, torch.Tensor):
+        return int(part.size(0)) if part.dim() else None
+    if isinstance(part, PackedSequence):
+        return int(part.batch_sizes[0])  # its data are all time steps of all samples, one after the other
+    sizes = (_first_size(item) for item in _items(part))
+    return next((size for size in sizes if size is not None), None)
+
+
+def _items(part: Any) -> Iterable[Any]:
+    """List what a container holds; nothing for what isn't one."""
+    if isinstance(part, (str, bytes)):
+        return ()
+    if isinstance(part, Mapping):
+        return part.values()
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        return [getattr(part, field.name) for field in dataclasses.fields(part)]
+    if isinstance(part, Sequence):
+        return part
+    if hasattr(part, "keys") and hasattr(part, "__getitem__"):  # an encoding that acts as a dict without being one
+        return [part[key] for key in part.keys()]  # noqa: SIM118 - iterating it may give something else
+    return ()

@@ -1,0 +1,346 @@
+"""A copy of a workload that may be trained: the live model and optimizer are never touched.
+
+Real copies run on the CPU and on GPUs. Fake copies (torch's fake tensors) have shapes and no numbers, so that a
+model larger than this machine can be followed step by step. Where a model can't be copied it runs itself, and
+everything it was is put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autosplit.batches import Whole, map_leaves, map_tensors, resize
+from autosplit.errors import WorkloadError
+from autosplit.transfer import Placement, adopt_module
+from autosplit.workload import Workload, call_model, modules_of, on_first_device
+
+__all__ = ["Trainee", "fake_mode", "kept_rng", "training_copy"]
+
+LOSS_SCALE = 65536.0
+"""torch.amp.GradScaler's initial scale (its default `init_scale`)."""
+
+
+@dataclass
+class Trainee:
+    """Models and optimizers that a training step may change.
+
+    Attributes:
+        workload: What they are a copy of.
+        models: One module, or several as the workload has them.
+        optimizers: One optimizer, or several as the workload has them.
+        fake_mode: The mode their tensors live in; None for real ones.
+        scaler: The GradScaler of ``fp16``, real copies only.
+    """
+
+    workload: Workload
+    models: Any
+    optimizers: Any
+    fake_mode: FakeTensorMode | None = None
+    scaler: torch.amp.GradScaler | None = None
+
+    def batch(self, n: int) -> Any:
+        """Make a batch of `n` samples, fake for a fake trainee."""
+        if self.fake_mode is None:
+            return self.workload.batch(n)
+        if self.workload.make_batch is not None:
+            with self.fake_mode:
+                return self.workload.made_batch(n)
+        return _fake_batch(self.workload, n, self.fake_mode)
+
+    def wrapped(self, wrap: Callable[[nn.Module], nn.Module]) -> Any:
+        """Return the models, each in a wrapper."""
+        return _map_modules(wrap, self.models)
+
+    def adopt_on(self, placement: Placement) -> None:
+        """Charge parameters, buffers and optimizer state to the first device of a step."""
+        for module in modules_of(self.models):
+            adopt_module(placement, module, 0)
+        for optimizer in listed(self.optimizers):
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        placement.adopt(value, 0)
+
+    def step(
+        self,
+        models: Any,
+        batches: Sequence[Any],
+        sizes: Sequence[int],
+        mark: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        """Run one optimizer step.
+
+        Args:
+            models: The models, or wrappers around them.
+            batches: One micro-batch for each accumulation step.
+            sizes: Samples in each; a mean loss counts by its share of them.
+            mark: Told when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer.
+        """
+        workload = self.workload
+        device_type = _device_type(self.models)
+        if workload.step is not None:
+            assert len(batches) == 1, "a custom step can't be accumulated"
+            mark("micro")
+            with workload.autocast(device_type):
+                workload.step(models, self.optimizers, on_first_device(batches[0], models))
+            mark("update")
+        else:
+            # `loss` is held from one micro-step to the next, as the variable of a training loop holds it.
+            for batch, size in zip(batches, sizes, strict=True):
+                mark("micro")
+                with workload.autocast(device_type):
+                    loss = workload.loss(models, batch)
+                if workload.loss_reduction == "mean" and len(batches) > 1:
+                    loss = loss * (size / sum(sizes))
+                self._scaled(loss).backward()  # type: ignore[no-untyped-call]
+            mark("update")
+            for optimizer in listed(self.optimizers):
+                self._update(optimizer)
+            if self.scaler is not None:
+                self.scaler.update()
+        for optimizer in listed(self.optimizers):
+            optimizer.zero_grad(set_to_none=True)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        if self.workload.precision != "fp16":
+            return loss
+        # Fake tensors have no infinities to look for: the scaler's arithmetic without its decision.
+        return loss * LOSS_SCALE if self.scaler is None else self.scaler.scale(loss)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.scaler is not None:
+            self.scaler.step(optimizer)
+            return
+        if self.workload.precision == "fp16":
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, 1.0 / LOSS_SCALE)
+        optimizer.step()
+
+    def evaluate(self, models: Any, batch: Any) -> Any:
+        """Run one forward in evaluation mode without gradients, and return its outputs."""
+        modes = [(module, module.training) for model in modules_of(self.models) for module in model.modules()]
+        inputs = batch[0] if self.workload.loss_fn is not None else batch
+        for module, _ in modes:
+            module.training = False
+        try:
+            with torch.no_grad(), self.workload.autocast(_device_type(self.models)):
+                return call_model(models, inputs)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def listed(values: Any) -> list[Any]:
+    """Return one or several optimizers as a list."""
+    if isinstance(values, Mapping):
+        return list(values.values())
+    return list(values) if isinstance(values, (tuple, list)) else [values]
+
+
+def _map_modules(function: Callable[[nn.Module], Any], models: Any) -> Any:
+    if isinstance(models, nn.Module):
+        return function(models)
+    if isinstance(models, Mapping):
+        return {name: function(model) for name, model in models.items()}
+    return type(models)(function(model) for model in models)
+
+
+def _device_type(models: Any) -> str:
+    parameter = next((p for module in modules_of(models) for p in module.parameters()), None)
+    return "cpu" if parameter is None else parameter.device.type
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a new mode for a fake trainee; real tensors that a model holds on the side are let in as fakes."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Make the fake of a tensor, on the CPU wherever the tensor is: a CPU build of torch has no fake GPUs."""
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
+        return tensor
+    with mode:
+        if tensor.layout != torch.strided:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+def _fake_batch(workload: Workload, n: int, mode: FakeTensorMode) -> Any:
+    sample = map_leaves(lambda leaf: _fake_leaf(leaf, mode), workload.sample_batch)
+    with mode:
+        return resize(sample, n, workload.batch_dim)
+
+
+def _fake_leaf(leaf: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(leaf, Whole):
+        return Whole(map_tensors(lambda tensor: _fake_like(tensor, mode), leaf.value))
+    return _fake_like(leaf, mode) if isinstance(leaf, Tensor) else leaf
+
+
+def training_copy(workload: Workload, *, device: torch.device | None = None, mode: FakeTensorMode | None = None) -> Trainee:
+    """Copy a workload's model and optimizer so that they can be trained.
+
+    Args:
+        workload: Its model may be a factory, which is called here.
+        device: Where a real copy goes; None leaves it where the model is.
+        mode: Makes the copy fake; the optimizer then takes the variant that it would on a GPU.
+
+    Returns:
+        The copy, in training mode unless the model mixes modes.
+
+    Raises:
+        WorkloadError: A model on the meta device where a real copy was asked for, or an optimizer that fits no model.
+        Exception: Whatever the model's `__deepcopy__` or its factory raises.
+    """
+    memo: dict[int, Any] = {}
+    models, is_fresh = workload.model, False
+    if not isinstance(models, (nn.Module, tuple, list, Mapping)):
+        with mode if mode is not None else nullcontext():
+            models, is_fresh = models(), True
+        if not isinstance(models, nn.Module):
+            raise WorkloadError(
+                f"the model factory returned a {type(models).__name__}; expected an nn.Module; return the model itself"
+            )
+    if mode is not None:
+        _fake_into(memo, models, workload, mode)
+        models = copy.deepcopy(models, memo)
+    else:
+        _refuse_meta(models)
+        models = models if is_fresh else copy.deepcopy(models, memo)
+        if device is not None:
+            models = _map_modules(lambda module: module.to(device), models)
+    for module in modules_of(models):
+        _prepare(module)
+    optimizers = _copied_optimizers(workload, models, memo)
+    if mode is not None:
+        _choose_gpu_variants(optimizers)
+    scaler = None
+    if workload.precision == "fp16" and mode is None and workload.step is None:
+        scaler = torch.amp.GradScaler(_device_type(models), init_scale=LOSS_SCALE)
+    return Trainee(workload, models, optimizers, mode, scaler)
+
+
+def _fake_into(memo: dict[int, Any], models: Any, workload: Workload, mode: FakeTensorMode) -> None:
+    """Put the fakes of all tensors that will be deep-copied where deepcopy looks for copies it has made."""
+    tensors = [t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())]
+    for optimizer in _live_optimizers(workload):
+        tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    for tensor in tensors:
+        memo[id(tensor)] = _fake_like(tensor, mode)
+
+
+def _refuse_meta(models: Any) -> None:
+    for module in modules_of(models):
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                raise WorkloadError(
+                    f"parameter {name} is on the meta device; expected a model with memory; "
+                    "plan it for simulated GPUs (--devices sim:...), or build it with .to_empty()"
+                )
+
+
+def _prepare(module: nn.Module) -> None:
+    """Drop gradients that were copied along; train, unless the user trains with parts of it in evaluation mode."""
+    module.zero_grad(set_to_none=True)
+    if not module.training:
+        module.train()
+
+
+def _live_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+    return [item for item in listed(workload.optimizer) if isinstance(item, torch.optim.Optimizer)]
+
+
+def _copied_optimizers(workload: Workload, models: Any, memo: dict[int, Any]) -> Any:
+    given = workload.optimizer
+    if given is None:
+        given = torch.optim.AdamW if workload.step is None else ()
+    modules = modules_of(models)
+    if isinstance(given, Mapping):
+        return {name: _optimizer(item, _parameters(modules, i, len(given)), memo) for i, (name, item) in enumerate(given.items())}
+    if isinstance(given, (tuple, list)):
+        return type(given)(_optimizer(item, _parameters(modules, i, len(given)), memo) for i, item in enumerate(given))
+    return _optimizer(given, _parameters(modules, 0, 1), memo)
+
+
+def _parameters(modules: list[nn.Module], position: int, count: int) -> list[nn.Parameter]:
+    """Return what the optimizer at a position trains: its own model's parameters, or those of all models."""
+    owners = [modules[position]] if count == len(modules) else modules
+    unique = {id(p): p for module in owners for p in module.parameters() if p.requires_grad}
+    return list(unique.values())
+
+
+def _optimizer(given: Any, parameters: list[nn.Parameter], memo: dict[int, Any]) -> torch.optim.Optimizer:
+    if isinstance(given, torch.optim.Optimizer):
+        return _twin(given, memo)
+    if not callable(given):
+        raise WorkloadError(
+            f"optimizer is {given!r:.80}; expected a class, a factory or an optimizer; pass torch.optim.AdamW, say"
+        )
+    if not parameters:
+        raise WorkloadError("the model has no trainable parameter; expected at least one; check requires_grad")
+    made = given(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise WorkloadError(
+            f"the optimizer factory returned a {type(made).__name__}; expected a torch.optim.Optimizer; return one"
+        )
+    return made
+
+
+def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """Copy a live optimizer onto the copied parameters.
+
+    Its attributes are copied, not its constructor called, because that may take anything. Left out: hooks, and
+    what a scheduler hangs on the instance (`step`), which would reach the live optimizer.
+    """
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in memo]
+    if foreign:
+        raise WorkloadError(
+            f"the optimizer holds {len(foreign)} parameters that are not the model's, the first of shape "
+            f"{tuple(foreign[0].shape)}; expected the model's own; build it from model.parameters()"
+        )
+    twin = object.__new__(type(optimizer))
+    kept = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name != "step" and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
+    }
+    twin.__setstate__(copy.deepcopy(kept, memo))
+    return twin
+
+
+def _choose_gpu_variants(optimizers: Any) -> None:
+    """Let each optimizer run the multi-tensor variant that torch chooses by default on CUDA."""
+    for optimizer in listed(optimizers):
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True
+
+
+@contextmanager
+def kept_rng() -> Iterator[None]:
+    """Put every random number generator back to where it was: Python's, NumPy's if loaded, torch's, CUDA's."""
+    python_state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    cuda_devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=cuda_devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None and numpy_state is not None:
+                numpy.random.set_state(numpy_state)

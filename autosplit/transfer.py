@@ -1,0 +1,104 @@
+"""The one differentiable copy of a tensor between two devices of a step.
+
+On a machine without GPUs the devices of a step (`cpu:2GiB,cpu:1GiB`, `sim:...`) are all torch's one CPU, so
+moving a tensor with `.to()` moves nothing and leaves no trace. `transfer` is an op of its own: whoever follows
+a step sees it, charges the copy to its destination, and clocks the link. Its backward is the copy back.
+
+A `Placement` is whoever follows. The tracker makes itself the active one; the wrapper asks for it, because
+outside a placement all CPU devices share one set of weights and nothing has to be copied.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["HOST", "Placement", "active_placement", "adopt_module", "transfer"]
+
+HOST = -1
+"""The device index of memory that belongs to no device of the step."""
+
+
+class Placement(Protocol):
+    """Who knows which device of the step a tensor is on."""
+
+    def adopt(self, tensor: Tensor, device: int) -> None:
+        """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
+
+    def device_of(self, tensor: Tensor) -> int:
+        """Return the device a tensor is on, `HOST` where it was never adopted."""
+
+
+_active: ContextVar[Placement | None] = ContextVar("autosplit_placement", default=None)
+
+
+def active_placement() -> Placement | None:
+    """Return the placement that follows the running step, or None outside of one."""
+    return _active.get()
+
+
+def activate_placement(placement: Placement | None) -> Token[Placement | None]:
+    """Make a placement the active one; hand the token to `deactivate_placement`."""
+    return _active.set(placement)
+
+
+def deactivate_placement(token: Token[Placement | None]) -> None:
+    """Undo `activate_placement`."""
+    _active.reset(token)
+
+
+@torch.library.custom_op("autosplit::transfer", mutates_args=())
+def _transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Tensor:
+    return tensor.clone()
+
+
+@_transfer.register_fake
+def _(tensor: Tensor, source: int, destination: int, purpose: str) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.source, ctx.destination, ctx.purpose = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return transfer(grad, ctx.destination, ctx.source, ctx.purpose), None, None, None
+
+
+_transfer.register_autograd(_backward, setup_context=_setup_context)
+
+TRANSFER_OP = torch.ops.autosplit.transfer.default
+"""The op as a dispatch mode sees it: `(tensor, source, destination, purpose)`."""
+
+
+def transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Tensor:
+    """Copy a tensor from one device of the step to another, differentiably.
+
+    Args:
+        tensor: Any shape and dtype, sparse ones too.
+        source: Index of the device it is on, `HOST` for none.
+        destination: Index of the device that gets the copy, `HOST` for none.
+        purpose: What travels (``"input"``, ``"parameter"``, ``"output"``, ``"gradient"``), for whoever follows.
+
+    Returns:
+        The copy; its gradient is copied back the same way.
+    """
+    copy: Tensor = TRANSFER_OP(tensor, source, destination, purpose)
+    return copy
+
+
+def adopt_module(placement: Placement, module: torch.nn.Module, device: int) -> None:
+    """Charge a module's parameters, buffers and gradients to a device.
+
+    Args:
+        placement: Who follows the step.
+        module: Its tied and shared storages count once.
+        device: Index of the device.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        placement.adopt(tensor, device)
+        if tensor.grad is not None:
+            placement.adopt(tensor.grad, device)

@@ -1,0 +1,68 @@
+"""What every test gets: a cache of its own, fixed seeds, one thread, and no terminal that it did not ask for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Before anything imports torch, and inherited by the processes that tests start: two workers share the processor, and
+# a sum over one thread is the same sum every time.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
+# Each makes typer and rich write colour into a pipe; typer reads them while it is imported.
+for _name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
+    os.environ.pop(_name, None)
+
+# The same examples every time, and none remembered on disk; a first example may wait for an import of torch.
+settings.register_profile("autosplit", database=None, deadline=None, derandomize=True)
+settings.load_profile("autosplit")
+
+
+def pytest_report_header() -> str:
+    """Name the versions that decide how a test ends."""
+    found = ", ".join(f"{name} {version(name)}" for name in ("torch", "optuna"))
+    return f"autosplit: python {platform.python_version()}, {found}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; torch is imported only if such a test was collected."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none")
+    for item in gpu_items:
+        item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the test a profile cache of its own, not made yet, and no profile from the environment."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(path))
+    monkeypatch.delenv("AUTOSPLIT_PROFILE", raising=False)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    """Start every test from the same random state, on one thread."""
+    random.seed(0)
+    torch = sys.modules.get("torch")  # not loaded yet: its generator starts from a fixed seed anyway
+    if torch is not None:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)

@@ -1,0 +1,409 @@
+"""The uneven batch sampler, and the loop over optimizer steps: every sample once, and exact gradients."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+from autosplit.errors import InputError
+from autosplit.schedule import OptimizerStep, ScheduledBatchSampler, StepSchedule, steps
+from autosplit.split import micro_batch_sizes
+
+NUM_SAMPLES = 23
+INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randn(NUM_SAMPLES, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+class Pair(NamedTuple):
+    name: str
+    inputs: torch.Tensor
+
+
+@dataclasses.dataclass
+class Record:
+    name: str
+    inputs: torch.Tensor
+
+
+class Encoding:
+    """Acts as a dict without being one."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._fields = fields
+
+    def keys(self) -> Any:
+        return self._fields.keys()
+
+    def __getitem__(self, key: str) -> Any:
+        return self._fields[key]
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+
+
+def gradient(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def whole_gradient(indices: list[int]) -> tuple[torch.Tensor, float]:
+    """The gradient and the mean loss of these samples in one batch."""
+    model = make_model()
+    loss = torch.nn.functional.mse_loss(model(INPUTS[indices]), TARGETS[indices])
+    loss.backward()
+    return gradient(model), loss.item()
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+def sampled_loader(batch_size: int, effective_batch_size: int, **options: Any) -> DataLoader:
+    sampler = ScheduledBatchSampler(NUM_SAMPLES, batch_size, effective_batch_size, shuffle=True, seed=5)
+    return DataLoader(TensorDataset(torch.arange(NUM_SAMPLES), INPUTS, TARGETS), batch_sampler=sampler, **options)
+
+
+def check_gradients(loader: Any, batch_size: int, effective_batch_size: int) -> list[list[int]]:
+    """Walk the loader, compare each step's gradient with that of its samples in one batch; return the samples."""
+    seen = []
+    for step in steps(loader, batch_size=batch_size, effective_batch_size=effective_batch_size):
+        model = make_model()
+        indices: list[int] = []
+        for index, inputs, targets in step:
+            assert step.weight == len(index) / step.num_samples
+            indices += index.tolist()
+            step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+        expected, loss = whole_gradient(indices)
+        assert step.num_samples == len(indices)
+        assert relative_error(gradient(model), expected) < 1e-12
+        assert step.loss == pytest.approx(loss, rel=1e-12)
+        seen.append(indices)
+    return seen
+
+
+class TestScheduledBatchSampler:
+    @given(st.integers(1, 90), st.integers(1, 20), st.integers(1, 40), st.booleans(), st.booleans())
+    def test_every_sample_once_in_steps_of_the_effective_batch(
+        self, num_samples: int, batch_size: int, effective_batch_size: int, shuffle: bool, drop_last: bool
+    ) -> None:
+        sampler = ScheduledBatchSampler(
+            num_samples, batch_size, effective_batch_size, shuffle=shuffle, seed=7, drop_last=drop_last
+        )
+        batches = list(sampler)
+        assert [len(batch) for batch in batches] == [n for step in sampler.schedule for n in step.micro_batch_sizes]
+        assert len(sampler) == len(batches)
+        indices = [i for batch in batches for i in batch]
+        short = num_samples % effective_batch_size
+        if drop_last:
+            assert len(indices) == len(set(indices)) == num_samples - short
+        else:
+            assert sorted(indices) == list(range(num_samples))
+        for step in sampler.schedule[: num_samples // effective_batch_size]:
+            assert step.num_samples == effective_batch_size
+            assert step.micro_batch_sizes == micro_batch_sizes(effective_batch_size, batch_size)
+
+    def test_the_schedule(self) -> None:
+        sampler = ScheduledBatchSampler(23, 4, 10)
+        assert sampler.schedule == (
+            StepSchedule((4, 4, 2), 10),
+            StepSchedule((4, 4, 2), 10),
+            StepSchedule((3,), 3),
+        )
+        assert list(sampler)[2:4] == [[8, 9], [10, 11, 12, 13]]
+        assert all(type(i) is int for batch in ScheduledBatchSampler(9, 4, 4, shuffle=True) for i in batch)
+
+    def test_epochs_differ_and_repeat(self) -> None:
+        sampler = ScheduledBatchSampler(50, 4, 10, shuffle=True, seed=3)
+        first = list(sampler)
+        assert list(sampler) == first
+        sampler.set_epoch(1)
+        assert list(sampler) != first
+        assert list(ScheduledBatchSampler(50, 4, 10, shuffle=True, seed=4)) == list(sampler)
+        sampler.set_epoch(0)
+        assert list(sampler) == first
+
+    def test_global_random_state_is_neither_read_nor_changed(self) -> None:
+        sampler = ScheduledBatchSampler(50, 4, 10, shuffle=True)
+        torch.manual_seed(1)
+        first = list(sampler)
+        torch.manual_seed(2)
+        before = torch.get_rng_state()
+        assert list(sampler) == first
+        assert torch.equal(torch.get_rng_state(), before)
+
+    @pytest.mark.parametrize(("consumed", "micro_batches"), [(0, 0), (10, 3), (20, 6), (23, 7)])
+    def test_resuming_gives_the_rest_of_the_same_epoch_once(self, consumed: int, micro_batches: int) -> None:
+        sampler = ScheduledBatchSampler(23, 4, 10, shuffle=True)
+        sampler.set_epoch(2)
+        whole = list(sampler)
+        sampler.resume(consumed)
+        assert list(sampler) == whole[micro_batches:]
+        assert list(sampler) == whole
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((0, 4, 10), "num_samples is 0; expected a whole number, 1 or more"),
+            ((23, 0, 10), "batch_size is 0"),
+            ((23, 4, 2.5), "effective_batch_size is 2.5"),
+        ],
+    )
+    def test_bad_sizes(self, arguments: tuple[Any, ...], message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            ScheduledBatchSampler(*arguments)
+
+    @pytest.mark.parametrize(
+        ("consumed", "message"),
+        [
+            (12, "samples_consumed is 12; expected the end of an optimizer step, a multiple of 10; .* step, 10"),
+            (30, "samples_consumed is 30, but an epoch has 23"),
+            (-10, "samples_consumed is -10"),
+        ],
+    )
+    def test_bad_resume(self, consumed: int, message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            ScheduledBatchSampler(23, 4, 10).resume(consumed)
+
+    def test_bad_epoch(self) -> None:
+        with pytest.raises(InputError, match="epoch is -1"):
+            ScheduledBatchSampler(23, 4, 10).set_epoch(-1)
+
+
+class TestGradients:
+    # 23 samples: short last micro-batches, short last steps, whole ones, one step only, a batch above the effective.
+    SIZES = pytest.mark.parametrize(
+        ("batch_size", "effective_batch_size"), [(4, 10), (4, 8), (1, 5), (10, 10), (7, 23), (8, 64), (16, 6), (3, 11)]
+    )
+
+    @SIZES
+    def test_by_the_schedule(self, batch_size: int, effective_batch_size: int) -> None:
+        seen = check_gradients(sampled_loader(batch_size, effective_batch_size), batch_size, effective_batch_size)
+        assert all(len(indices) == effective_batch_size for indices in seen[:-1])
+        assert sorted(i for indices in seen for i in indices) == list(range(NUM_SAMPLES))
+
+    @SIZES
+    def test_by_counting(self, batch_size: int, effective_batch_size: int) -> None:
+        loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES), INPUTS, TARGETS), batch_size)
+        seen = check_gradients(loader, batch_size, effective_batch_size)
+        assert [i for indices in seen for i in indices] == list(range(NUM_SAMPLES))
+
+    def test_batches_of_varying_size(self) -> None:
+        parts = [(torch.arange(a, b), INPUTS[a:b], TARGETS[a:b]) for a, b in [(0, 3), (3, 4), (4, 12), (12, 13)]]
+        # 3 + 1 + 8 reaches the effective batch of 10 and goes 2 beyond; the loader then ends.
+        assert [len(indices) for indices in check_gradients(parts, 4, 10)] == [12, 1]
+
+    def test_with_workers(self) -> None:
+        loader = sampled_loader(4, 10, num_workers=2)
+        loader.batch_sampler.resume(10)
+        seen = check_gradients(loader, 4, 10)
+        assert [len(indices) for indices in seen] == [10, 3]
+        expected = list(ScheduledBatchSampler(NUM_SAMPLES, 4, 10, shuffle=True, seed=5))[3:]
+        assert [i for indices in seen for i in indices] == [i for batch in expected for i in batch]
+
+    def test_token_means(self) -> None:
+        # A mean over the labels that aren't padding is exact where micro-batches are weighted by those labels.
+        labels = torch.randint(0, 6, (NUM_SAMPLES, 4), generator=torch.Generator().manual_seed(4))
+        labels[torch.arange(NUM_SAMPLES) % 3 == 0, 1:] = -100
+        labels[8:12] = -100  # a micro-batch without any label: its own mean is 0/0
+        loader = sampled_loader(4, 12)
+        for source in (loader, list(loader)):
+            model = torch.nn.Linear(5, 24).double()
+            reference = torch.nn.Linear(5, 24).double()
+            reference.load_state_dict(model.state_dict())
+            indices: list[int] = []
+            for step in steps(
+                source,
+                batch_size=4,
+                effective_batch_size=12,
+                count=lambda batch: (labels[batch[0]] != -100).sum(),
+            ):
+                model.zero_grad()
+                indices = []
+                for index, inputs, _ in step:
+                    indices += index.tolist()
+                    logits = model(inputs).view(-1, 6)
+                    step.backward(torch.nn.functional.cross_entropy(logits, labels[index].flatten()))
+                reference.zero_grad()
+                logits = reference(INPUTS[indices]).view(-1, 6)
+                torch.nn.functional.cross_entropy(logits, labels[indices].flatten()).backward()
+                assert relative_error(gradient(model), gradient(reference)) < 1e-12
+
+    def test_a_micro_batch_that_counts_for_nothing_leaves_no_nan(self) -> None:
+        parameter = torch.ones(1, requires_grad=True)
+        step = OptimizerStep([torch.zeros(0), torch.ones(2)], [0, 2])
+        for batch in step:
+            step.backward((parameter * batch).mean())
+        assert parameter.grad == 1
+        assert step.loss == 1
+        nothing = OptimizerStep([torch.zeros(0)], [0])
+        for batch in nothing:
+            nothing.backward((parameter * batch).mean())
+        assert nothing.loss == 0
+        assert parameter.grad == 1
+
+    def test_a_scaler_scales(self) -> None:
+        parameter = torch.ones((), requires_grad=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        step = OptimizerStep([1.0, 3.0], [1, 1])
+        for batch in step:
+            step.backward(parameter * batch, scaler)
+        assert parameter.grad == 16
+        assert step.loss == 2
+
+
+class TestCounting:
+    @pytest.mark.parametrize(
+        "batch",
+        [
+            torch.zeros(3, 2),
+            (torch.zeros(3), torch.zeros(9)),
+            {"scale": 0.5, "inputs": torch.zeros(3, 2)},
+            ["text", {"temperature": torch.tensor(0.5), "deep": [(torch.zeros(3),)]}],
+            Pair("a", torch.zeros(3)),
+            Record("a", torch.zeros(3)),
+            collections.UserDict(inputs=torch.zeros(3)),
+            Encoding(length=7, inputs=torch.zeros(3)),
+            pack_sequence([torch.zeros(5), torch.zeros(4), torch.zeros(2)]),
+        ],
+        ids=lambda batch: type(batch).__name__,
+    )
+    def test_finds_the_samples_and_passes_the_batch_unchanged(self, batch: Any) -> None:
+        step = next(steps([batch, batch], batch_size=3, effective_batch_size=6))
+        assert step.micro_batch_sizes == (3, 3)
+        assert next(iter(step)) is batch
+
+    @pytest.mark.parametrize("batch", [["text"], 5, {"a": torch.tensor(1.0)}, Record])
+    def test_nothing_to_count(self, batch: Any) -> None:
+        with pytest.raises(InputError, match=r"pass count= to say how many samples"):
+            next(steps([batch], batch_size=3, effective_batch_size=6))
+        step = next(steps([batch], batch_size=3, effective_batch_size=6, count=lambda _: 3))
+        assert step.num_samples == 3
+
+    def test_a_count_makes_steps_of_so_many_micro_batches(self) -> None:
+        made = steps([0, 1, 2, 3, 4], batch_size=4, effective_batch_size=8, count=lambda batch: 100 + batch)
+        first, second, third = (finish(step) for step in made)
+        assert first.micro_batch_sizes == (100, 101)
+        assert second.micro_batch_sizes == (102, 103)
+        assert third.micro_batch_sizes == (104,)
+
+    def test_a_bad_count(self) -> None:
+        with pytest.raises(InputError, match=r"the count of a batch is 1\.5"):
+            next(steps([0], batch_size=4, effective_batch_size=8, count=lambda _: 1.5))
+
+    def test_a_schedule_is_followed_without_a_look_into_the_batch(self) -> None:
+        loader = DataLoader(range(9), batch_sampler=ScheduledBatchSampler(9, 2, 5), collate_fn=str)
+        batches = []
+        for step in steps(loader, batch_size=2, effective_batch_size=5):
+            for batch in step:
+                batches.append(batch)
+                step.backward(torch.ones((), requires_grad=True))
+        assert batches == ["[0, 1]", "[2, 3]", "[4]", "[5, 6]", "[7, 8]"]
+
+
+def finish(step: OptimizerStep) -> OptimizerStep:
+    for _ in step:
+        step.backward(torch.ones((), requires_grad=True))
+    return step
+
+
+class TestMistakes:
+    LOSS = torch.ones((), requires_grad=True)
+
+    def make(self) -> Any:
+        return steps(sampled_loader(4, 10), batch_size=4, effective_batch_size=10)
+
+    def test_backward_twice(self) -> None:
+        step = next(self.make())
+        next(iter(step))
+        step.backward(self.LOSS)
+        with pytest.raises(InputError, match="backward was called twice for micro-batch 1 of 3 in optimizer step 0"):
+            step.backward(self.LOSS)
+
+    def test_no_backward(self) -> None:
+        with pytest.raises(InputError, match="micro-batch 1 of 3 in optimizer step 0 had no backward"):  # noqa: PT012
+            for step in self.make():
+                for _ in step:
+                    pass
+
+    def test_no_backward_for_the_last(self) -> None:
+        step = next(self.make())
+        with pytest.raises(InputError, match="micro-batch 3 of 3 in optimizer step 0 had no backward"):  # noqa: PT012
+            for number, _ in enumerate(step):
+                if number < 2:
+                    step.backward(self.LOSS)
+
+    def test_an_inner_loop_left_early(self) -> None:
+        made = self.make()
+        step = next(made)
+        for _ in step:
+            step.backward(self.LOSS)
+            break
+        with pytest.raises(InputError, match="optimizer step 0 was left after 1 of 3 micro-batches"):
+            next(made)
+
+    def test_a_step_never_iterated(self) -> None:
+        with pytest.raises(InputError, match="optimizer step 0 was left after 0 of 3"):
+            list(self.make())
+
+    def test_a_step_iterated_twice(self) -> None:
+        step = finish(next(self.make()))
+        with pytest.raises(InputError, match="optimizer step 0 was iterated a second time"):
+            iter(step)
+
+    def test_backward_outside_the_loop(self) -> None:
+        step = next(self.make())
+        with pytest.raises(InputError, match="has no current micro-batch"):
+            step.backward(self.LOSS)
+
+    @pytest.mark.parametrize(
+        ("loss", "message"), [(torch.zeros(4), r"loss is of shape \(4,\)"), (0.5, "loss is a float")]
+    )
+    def test_a_loss_that_is_not_one_number(self, loss: Any, message: str) -> None:
+        step = next(self.make())
+        next(iter(step))
+        with pytest.raises(InputError, match=message):
+            step.backward(loss)
+
+    @pytest.mark.parametrize(("batch_size", "effective_batch_size"), [(5, 10), (4, 12)])
+    def test_a_sampler_of_other_sizes(self, batch_size: int, effective_batch_size: int) -> None:
+        with pytest.raises(InputError, match=r"but the loader's batch sampler was made for (4|10)"):
+            steps(sampled_loader(4, 10), batch_size=batch_size, effective_batch_size=effective_batch_size)
+
+    def test_bad_numbers_are_refused_before_the_first_step(self) -> None:
+        with pytest.raises(InputError, match="batch_size is 0"):
+            steps([], batch_size=0, effective_batch_size=4)
+        with pytest.raises(InputError, match="effective_batch_size is True"):
+            steps([], batch_size=1, effective_batch_size=True)
+
+    @pytest.mark.parametrize("count", [None, lambda batch: 4])
+    def test_a_loader_that_ends_before_its_schedule(self, count: Any) -> None:
+        loader = ShortLoader(ScheduledBatchSampler(10, 4, 10), batches=2)
+        step = next(steps(loader, batch_size=4, effective_batch_size=10, count=count))
+        with pytest.raises(InputError, match="the loader ended after 2 of the 3 micro-batches of optimizer step 0"):
+            finish(step)
+
+    def test_a_loader_that_gives_more_than_its_schedule(self) -> None:
+        loader = ShortLoader(ScheduledBatchSampler(10, 4, 10), batches=4)
+        with pytest.raises(InputError, match="more batches than its sampler's schedule"):  # noqa: PT012
+            for step in steps(loader, batch_size=4, effective_batch_size=10):
+                finish(step)
+
+
+class ShortLoader:
+    """Gives a number of batches of its own, whatever its sampler says."""
+
+    def __init__(self, batch_sampler: ScheduledBatchSampler, batches: int) -> None:
+        self.batch_sampler = batch_sampler
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(range(self._batches))
