@@ -11,6 +11,7 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,9 +21,10 @@ from autosplit.batches import (
     batch_size_of,
     chunk,
     is_namedtuple,
+    leaves_of,
     map_tensors,
     rebuilt,
-    tensors_of,
+    unmarked,
 )
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.oom import OutOfMemoryError
@@ -83,14 +85,11 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         devices = _devices_from(device_ids)
         self.module = module
         self.dim = dim
-        self.device_ids = [device.index if device.type == "cuda" else device for device in devices]
+        ids: list[Any] = [device.index if device.type == "cuda" else device for device in devices]
+        self.device_ids = ids
         self.devices = devices
         if devices:
-            self.output_device = (
-                torch.device("cuda", output_device)
-                if isinstance(output_device, int)
-                else (torch.device(output_device) if output_device is not None else devices[0])
-            )
+            self.output_device = _output_device(output_device, devices[0])
             self.src_device_obj = devices[0]
         self.reduce: Reduce = _checked_reduce(reduce)
         self.ceilings = _checked_sizes("ceilings", ceilings, len(devices))
@@ -170,10 +169,11 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             OutOfMemoryError: A device ran out of memory; it is named, with the samples it held.
         """
         if not self.devices:
-            return self.module(*inputs, **kwargs)
+            args, named = unmarked((inputs, kwargs))
+            return self.module(*args, **named)
         self._check_module_device()
         call = (inputs, kwargs)
-        if any(tensor.dim() > self.dim for tensor in tensors_of(call)):
+        if any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
             batch_size = batch_size_of(call, self.dim)
             sizes = self.split_of(batch_size)
         else:  # nothing to split: the first device runs the call as it is
@@ -188,7 +188,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             return _Gathering(self.dim, weights, _PlacedLink(tuple(active))).join(outputs)
         else:
             outputs = self._run_in_turn(chunks)
-        return _Gathering(self.dim, weights, _Link(self.output_device)).join(outputs)
+        return _Gathering(self.dim, weights, _Link(torch.device(self.output_device))).join(outputs)
 
     def _check_module_device(self) -> None:
         home = self.devices[0]
@@ -224,8 +224,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         """Scatter all, replicate, run all: on devices that are there for the placement only."""
         adopt_module(placement, self.module, 0)
         placed = [
-            map_tensors(lambda tensor, i=index: _moved(placement, tensor, i), call)
-            for index, call in zip(active, chunks, strict=True)
+            map_tensors(partial(_moved, placement, index), call) for index, call in zip(active, chunks, strict=True)
         ]
         if active == [0]:
             return [self.module(*placed[0][0], **placed[0][1])]
@@ -237,10 +236,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
     def _run_on_gpus(self, active: list[int], chunks: list[Any]) -> list[Any]:
         devices = [self.devices[index] for index in active]
-        moved = [
-            map_tensors(lambda tensor, to=device: tensor.to(to, non_blocking=True), call)
-            for device, call in zip(devices, chunks, strict=True)
-        ]
+        moved = [map_tensors(partial(_sent, device), call) for device, call in zip(devices, chunks, strict=True)]
         if active == [0]:
             args, kwargs = moved[0]
             return [self.module(*args, **kwargs)]
@@ -326,10 +322,21 @@ def _devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tupl
         raise DeviceError(f"device_ids are {[str(d) for d in devices]}; expected all of them cuda, or all of them cpu")
     if kinds == {"cuda"} and torch.cuda.device_count() == 0:
         return ()  # as nn.DataParallel: without any usable GPU, a pass-through
-    return tuple(
-        torch.device("cuda", torch.cuda.current_device()) if d.type == "cuda" and d.index is None else d
-        for d in devices
-    )
+    return tuple(_indexed(device) for device in devices)
+
+
+def _output_device(given: int | str | torch.device | None, first: torch.device) -> Any:
+    # Any: nn.DataParallel declares an index where it keeps whatever it was given.
+    if given is None:
+        return first
+    return _indexed(torch.device("cuda", given) if isinstance(given, int) else torch.device(given))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Name a device as its tensors do: `cuda` with an index, `cpu` without one."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def _checked_sizes(name: str, sizes: Sequence[int] | None, num_devices: int) -> tuple[int, ...] | None:
@@ -435,8 +442,8 @@ def _sum_on_first(grads: Sequence[Tensor | None], devices: tuple[int, ...]) -> T
 
 def _replicate_placed(module: nn.Module, devices: list[int]) -> list[nn.Module]:
     """Build a replica of the module on each device, by the protocol that nn.DataParallel's replicas follow."""
-    spread = [tensor for tensor in _unique((*module.parameters(), *module.buffers())) if tensor.is_floating_point()]
-    moving = [tensor for tensor in spread if isinstance(tensor, nn.Parameter) or tensor.requires_grad]
+    spread = _unique((*module.parameters(), *module.buffers()))
+    moving = [tensor for tensor in spread if _may_have_gradient(tensor)]
     copies = _Broadcast.apply(tuple(devices), *moving) if moving else ()
     replicas = []
     for position, device in enumerate(devices):
@@ -451,6 +458,11 @@ def _replicate_placed(module: nn.Module, devices: list[int]) -> list[nn.Module]:
                 )
         replicas.append(_replica(module, table))
     return replicas
+
+
+def _may_have_gradient(tensor: Tensor) -> bool:
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return differentiable and (isinstance(tensor, nn.Parameter) or tensor.requires_grad)
 
 
 def _unique(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -500,7 +512,11 @@ def _copy_buffers(replica: nn.Module, module: nn.Module, move: Callable[[Tensor]
                 ours.copy_(move(theirs))
 
 
-def _moved(placement: Placement, tensor: Tensor, device: int) -> Tensor:
+def _sent(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device, non_blocking=True)
+
+
+def _moved(placement: Placement, device: int, tensor: Tensor) -> Tensor:
     source = placement.device_of(tensor)
     return tensor if source == device else transfer(tensor, source, device, "input")
 
@@ -626,18 +642,31 @@ class _Gathering:
         return self.link.concatenate(tensors, self.dim)
 
     def _join_plain(self, values: list[Any]) -> Any:
+        # By type, never by whether the values happen to agree: two counts of 3 are 6, as 3 and 4 are 7.
         first = values[0]
-        if all(value is first or value == first for value in values):
-            return first
-        if isinstance(first, float):
-            return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
+        if isinstance(first, bool):
+            return all(values)
         if isinstance(first, int):
             return sum(values)
+        if isinstance(first, float):
+            return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
+        if all(_is_same(value, first) for value in values):
+            return first
         raise _cannot_join("values", values)
 
 
+def _is_same(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    try:
+        return bool(value == other)
+    except (TypeError, ValueError):  # an array compares element by element, and is neither true nor false
+        return False
+
+
 def _cannot_join(what: str, values: list[Any]) -> WorkloadError:
+    shown = " ".join(f"{values}"[:200].split())  # arrays and texts of many lines, too, on one
     return WorkloadError(
-        f"the replicas' outputs have different {what}: {values}; expected the same from each; "
+        f"the replicas' outputs have different {what}: {shown}; expected the same from each; "
         "return per-sample tensors of one shape, or combine them inside the module"
     )

@@ -72,18 +72,26 @@ def rebuilt(old: Any, items: dict[Any, Any]) -> Any:
     """
     if type(old) is dict:
         return items
-    # Encodings, defaultdicts and dataclasses have constructors of their own: a shallow copy, refilled, needs none.
+    if isinstance(old, Mapping) and not isinstance(old, MutableMapping):
+        read_only: Any = type(old)
+        return read_only(items)
+    if not isinstance(old, MutableMapping):
+        return _rebuilt_dataclass(old, items)
+    # Encodings and defaultdicts have constructors of their own: a shallow copy, refilled, needs none.
     new = copy.copy(old)
     if isinstance(new, UserDict):
         new.data = dict(items)
-    elif isinstance(new, MutableMapping):
+    else:
         for key, item in items.items():
             new[key] = item
-    elif isinstance(new, Mapping):
-        return type(old)(items)
-    else:
-        for name, item in items.items():
-            object.__setattr__(new, name, item)
+    return new
+
+
+def _rebuilt_dataclass(old: Any, items: dict[str, Any]) -> Any:
+    # Neither its constructor, which may want anything, nor copy.copy, which can't set slots that are frozen.
+    new = object.__new__(type(old))
+    for name, item in {**getattr(old, "__dict__", {}), **items}.items():
+        object.__setattr__(new, name, item)
     return new
 
 
@@ -189,15 +197,24 @@ def _shapes(tree: Any) -> str:
     return f"shapes {shapes}" if shapes else f"a {type(tree).__name__}"
 
 
-def _map_batched(function: Callable[[Tensor], Tensor], tree: Any, size: int, dim: int) -> Any:
-    """Apply `function` to the tensors that hold samples; leave the rest as it is, `Whole` unwrapped."""
+def unmarked(tree: Any) -> Any:
+    """Return a batch as a plain module takes it: without its `Whole` marks; the very same where it has none."""
+    if not any(isinstance(leaf, Whole) for leaf in leaves_of(tree)):
+        return tree
+    return map_tensors(lambda tensor: tensor, tree)
+
+
+def _map_batched(
+    function: Callable[[Tensor], Tensor], tree: Any, size: int, dim: int, shared: Callable[[Any], Any]
+) -> Any:
+    """Apply `function` to the tensors that hold samples, and `shared` to those that hold none."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Whole):
-            return value.value
-        if isinstance(value, Tensor) and value.dim() > dim and value.size(dim) == size:
-            return function(value)
-        return value
+            return shared(value.value)
+        if not isinstance(value, Tensor):
+            return value
+        return function(value) if value.dim() > dim and value.size(dim) == size else shared(value)
 
     return map_leaves(leaf, tree)
 
@@ -218,18 +235,23 @@ def chunk(tree: Any, sizes: tuple[int, ...], dim: int = 0, size: int | None = No
     assert sum(sizes) == size, (sizes, size)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [
-        _map_batched(lambda tensor, a=start, n=n: tensor.narrow(dim, a, n), tree, size, dim)  # type: ignore[misc]
+        _map_batched(lambda tensor, a=start, n=n: tensor.narrow(dim, a, n), tree, size, dim, _as_it_is)  # type: ignore[misc]
         for start, n in zip(starts, sizes, strict=True)
     ]
 
 
-def resize(tree: Any, n: int, dim: int = 0) -> Any:
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
     """Make a batch of `n` samples by repeating those of a sample batch in order.
 
     Args:
         tree: The sample batch.
         n: Samples wanted, at least 1.
         dim: The batch dimension.
+        mark: Put what holds no samples into a `Whole`: at another size, a ``(T, T)`` mask may look like a batch.
 
     Returns:
         A tree like the given one; tensors that hold no samples are the very same.
@@ -240,4 +262,4 @@ def resize(tree: Any, n: int, dim: int = 0) -> Any:
         index = torch.arange(n, device=tensor.device).remainder_(size)
         return tensor.detach().index_select(dim, index)
 
-    return _map_batched(repeat, tree, size, dim)
+    return _map_batched(repeat, tree, size, dim, Whole if mark else _as_it_is)

@@ -1,53 +1,39 @@
 """Devices: what there is to run on, how a spec such as ``sim:2xA100-40GB`` is read, and what may be planned with.
 
 Three kinds: ``cuda`` (real GPUs), ``cpu`` (this machine's processor, with or without enforced budgets) and ``sim``
-(cards from ``runtime/gpus.toml``). Importing this module loads neither torch nor NVML, and a ``sim:`` or ``cpu`` spec
-never does. NVML only adds to what CUDA says: every failure of it ends as a note.
+(cards of the catalogue). Importing this module loads neither torch nor NVML, and a ``sim:`` or ``cpu`` spec never does.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
-import importlib.metadata
-import importlib.resources
 import math
 import os
 import re
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
+from autosplit.catalog import GpuSpec, find_card, mentions_card, shown
 from autosplit.errors import DeviceError, InputError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "MAX_DEVICES",
     "Device",
-    "DeviceReport",
-    "GpuSpec",
-    "catalog_names_near",
-    "gpu_catalog",
     "list_devices",
     "parse_bytes",
     "parse_devices",
     "parse_reserve",
     "reserve_bytes",
-    "survey_devices",
+    "size_text",
 ]
-
-_T = TypeVar("_T")
 
 MAX_DEVICES = 1024
 """More devices than this are a typing error, not a machine."""
@@ -60,33 +46,6 @@ _EXPECTED = "expected 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 'sim:2xA
 
 
 # ------------------------------------------------------------------------------------------------------- facts
-
-
-@dataclass(frozen=True)
-class GpuSpec:
-    """A card of the catalogue: published figures, a row of ``gpus.toml``.
-
-    Attributes:
-        name: Its name in ``sim:`` specs, without spaces (``"A100-40GB"``).
-        memory_bytes: Nominal memory.
-        peak_flops: Dense peak by dtype name, in FLOP/s: ``float32`` (without tensor cores), ``float16`` and ``float64``
-            always, ``tf32`` and ``bfloat16`` only where the hardware has them.
-        memory_bytes_per_s: Bandwidth of the card's memory.
-        link_bytes_per_s: Bandwidth to its peers in one direction, over its usual link.
-        launch_s: What one operation costs before its kernel does any work.
-        compute_capability: ``"8.6"``.
-        source: The document that the figures are from.
-    """
-
-    name: str
-    memory_bytes: int
-    # A dict has no hash; the name says enough.
-    peak_flops: Mapping[str, float] = field(hash=False)
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    launch_s: float
-    compute_capability: str
-    source: str
 
 
 @dataclass(frozen=True)
@@ -119,39 +78,6 @@ class Device:
     def label(self) -> str:
         """The device in the words of a report: ``"cuda:0"``, ``"cpu:1"``, ``"sim:2"``; without a budget ``"cpu"``."""
         return "cpu" if self.kind == "cpu" and not self.budgeted else f"{self.kind}:{self.index}"
-
-
-@dataclass(frozen=True)
-class DeviceReport:
-    """One GPU as ``autosplit devices`` shows it; a figure that nobody could tell is None.
-
-    Attributes:
-        logical_index: Its number in CUDA (``cuda:N``); None for a GPU that this process doesn't see.
-        physical_index: Its number in NVML and nvidia-smi; None where NVML doesn't know it.
-        name: Its product name.
-        total_bytes: Its memory.
-        free_bytes: What of it nobody holds.
-        used_by_others_bytes: What other processes hold.
-        utilization_percent: Share of the last moment in which a kernel ran.
-        temperature_c: Temperature in degrees Celsius.
-        power_w: Power draw in watts.
-        uuid: ``"GPU-..."``.
-        visible: Whether this process can use it.
-        notes: What is special about it, and which figures could not be had.
-    """
-
-    logical_index: int | None
-    physical_index: int | None
-    name: str
-    total_bytes: int | None
-    free_bytes: int | None
-    used_by_others_bytes: int | None
-    utilization_percent: int | None
-    temperature_c: int | None
-    power_w: float | None
-    uuid: str | None
-    visible: bool
-    notes: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------------- sizes
@@ -189,7 +115,7 @@ def parse_bytes(text: str) -> int:
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
     if match is None or unit_bytes is None:
         raise InputError(
-            f"size {_shown(text)}: expected a number of 0 or more with a unit; write it as 600MiB or 1.5GiB"
+            f"size {shown(text)}: expected a number of 0 or more with a unit; write it as 600MiB or 1.5GiB"
         )
     return int(Fraction(match[1]) * unit_bytes)
 
@@ -209,29 +135,29 @@ def parse_reserve(value: str | float | None) -> int | float | None:
     """
     if value is None:
         return None
-    expected = (
-        "expected bytes (1GiB) or a share of at least 0 and below 1 (5%, 0.05); give one of these, or leave it out"
-    )
-    if isinstance(value, str):
-        return _parse_reserve_text(value, expected)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"reserve {_shown(value)}: {expected}")
-    if value < 0 or (isinstance(value, float) and not 0 <= value < 1):
-        raise InputError(f"reserve {_shown(value)}: {expected}")
-    return value
+    reserve = _reserve_in(value) if isinstance(value, str) else value
+    if isinstance(reserve, float):
+        usable = 0 <= reserve < 1
+    else:
+        usable = isinstance(reserve, int) and not isinstance(reserve, bool) and reserve >= 0
+    if not usable:
+        raise InputError(
+            f"reserve {shown(value)}: expected bytes (1GiB) or a share of at least 0 and below 1 (5%, 0.05); "
+            "give one of these, or leave it out"
+        )
+    return reserve
 
 
-def _parse_reserve_text(text: str, expected: str) -> int | float:
-    share = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%", text.strip())
-    if share is None and re.fullmatch(r"0?\.[0-9]{1,20}", text.strip()):
+def _reserve_in(text: str) -> int | float | None:
+    """The bytes or the share that a text says; None where it says neither."""
+    if percent := re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%", text.strip()):
+        return float(Fraction(percent[1]) / 100)
+    if re.fullmatch(r"0?\.[0-9]{1,20}", text.strip()):
         return float(text)
     try:
-        reserve = float(Fraction(share[1]) / 100) if share else parse_bytes(text)
-    except InputError as error:
-        raise InputError(f"reserve {_shown(text)}: {expected}") from error
-    if share and reserve >= 1:
-        raise InputError(f"reserve {_shown(text)}: {expected}")
-    return reserve
+        return parse_bytes(text)
+    except InputError:
+        return None
 
 
 def reserve_bytes(reserve: str | float | None, device: Device) -> int:
@@ -253,91 +179,28 @@ def reserve_bytes(reserve: str | float | None, device: Device) -> int:
     kept_bytes = wanted if isinstance(wanted, int) else math.ceil(wanted * device.capacity_bytes)
     if kept_bytes and kept_bytes >= device.capacity_bytes:
         raise InputError(
-            f"reserve {_shown(reserve)} keeps {_size(kept_bytes)} free of the {_size(device.capacity_bytes)} on "
+            f"reserve {shown(reserve)} keeps {size_text(kept_bytes)} free of the {size_text(device.capacity_bytes)} on "
             f"{device.label}: expected less than its capacity; lower the reserve"
         )
     return kept_bytes
 
 
-def _shown(value: object) -> str:
-    """What somebody wrote, for a message that has to stay on one line."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}...{text[-12:]}"
-
-
-def _size(n_bytes: int) -> str:
-    """Bytes for a message: ``"24 GiB"``."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(n_bytes) >= factor:
-            return f"{n_bytes / factor:.4g} {unit}"
-    return f"{n_bytes} B"
-
-
-# --------------------------------------------------------------------------------------------------- catalogue
-
-
-@functools.lru_cache(maxsize=1)
-def gpu_catalog() -> Mapping[str, GpuSpec]:
-    """Read the cards that ``sim:`` knows.
-
-    Returns:
-        Each card's row by its name, in the order of the file; read once.
-    """
-    text = importlib.resources.files("autosplit").joinpath("runtime/gpus.toml").read_text(encoding="utf-8")
-    table = tomllib.loads(text)
-    return {
-        name: GpuSpec(
-            name=name,
-            memory_bytes=row["memory_gib"] * 2**30,
-            peak_flops={dtype: tflops * 1e12 for dtype, tflops in row["tflops"].items()},
-            memory_bytes_per_s=row["memory_gb_per_s"] * 1e9,
-            link_bytes_per_s=table["links"][row["link"]],
-            launch_s=row.get("launch_s", table["defaults"]["launch_s"]),
-            compute_capability=row["compute_capability"],
-            source=row["source"],
-        )
-        for name, row in table["cards"].items()
-    }
-
-
-def _normal(name: str) -> str:
-    """A card's name as it is compared: no case, spaces, '-' or '_', no brand in front."""
-    plain = re.sub(r"[\s_-]", "", name).lower()
-    return re.sub(r"^(nvidia)?(geforce|tesla)?", "", plain)
-
-
-def catalog_names_near(name: str) -> tuple[str, ...]:
-    """Find the cards whose names are nearest to a name.
+def size_text(nbytes: int) -> str:
+    """Write bytes for a message.
 
     Args:
-        name: What somebody wrote.
+        nbytes: Bytes, of either sign.
 
     Returns:
-        At most five names of the catalogue, the nearest first; empty if none is near.
+        Four digits at most, in the largest unit that they fill: ``"23.5 GiB"``, ``"600 MiB"``, ``"7 B"``; beyond
+        10,000 TiB as many as it takes.
     """
-    wanted = _normal(name)
-    by_normal = {_normal(known): known for known in gpu_catalog()}
-    holding = [known for normal, known in by_normal.items() if len(wanted) > 1 and wanted in normal]
-    similar = [by_normal[normal] for normal in difflib.get_close_matches(wanted, by_normal, n=5, cutoff=0.5)]
-    return tuple(dict.fromkeys([*holding, *similar]))[:5]
-
-
-def _find_card(name: str) -> GpuSpec:
-    """Look a card up by its name, or say which names were possible."""
-    wanted = _normal(name)
-    matches = [spec for known, spec in gpu_catalog().items() if _normal(known) == wanted]
-    if matches:
-        return matches[0]
-    variants = [known for known in gpu_catalog() if wanted and _normal(known).startswith(wanted)]
-    if len(variants) > 1:
-        raise DeviceError(
-            f"card {_shown(name)} may be any of {', '.join(variants)}: expected one of these; name it in full"
-        )
-    near = catalog_names_near(name) or ("A100-40GB", "RTX3090")
-    raise DeviceError(
-        f"card {_shown(name)} is not in the catalogue of {len(gpu_catalog())} cards: expected a name such as "
-        f"{', '.join(near)}; correct the name"
-    )
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= factor:
+            value = nbytes / factor
+            # Past four digits, `g` would write an exponent.
+            return f"{value:.0f} {unit}" if abs(value) >= 1000 else f"{value:.4g} {unit}"
+    return f"{nbytes} B"
 
 
 # ------------------------------------------------------------------------------------------------ device specs
@@ -394,7 +257,7 @@ def _spec_text(part: object) -> str:
     if type(part).__module__ == "torch" and type(part).__name__ == "device":
         return str(part)
     raise DeviceError(
-        f"device {_shown(part)} is of type {type(part).__name__}: {_EXPECTED}; pass a string or a torch.device"
+        f"device {shown(part)} is of type {type(part).__name__}: {_EXPECTED}; pass a string or a torch.device"
     )
 
 
@@ -419,7 +282,7 @@ def _parse_text(text: str) -> list[Device]:
 def _unknown_device(text: str, piece: str, kind_before: str) -> str:
     """The message for an item that starts with none of the three kinds."""
     if not piece:
-        return f"device spec {_shown(text)} has an empty item: {_EXPECTED}; name at least one device"
+        return f"device spec {shown(text)} has an empty item: {_EXPECTED}; name at least one device"
     hint = "correct the name"
     word = piece.partition(":")[0].strip().lower()
     # Spelled like "cpu", meant as "cuda".
@@ -430,34 +293,34 @@ def _unknown_device(text: str, piece: str, kind_before: str) -> str:
         hint = f"cards are joined by '+', so write '+{piece}'"
     elif near:
         hint = f"did you mean {near[0]!r}?"
-    elif any(_normal(name) in _normal(piece) for name in gpu_catalog()):
+    elif mentions_card(piece):
         hint = f"for a simulated card write 'sim:{piece}'"
     elif re.fullmatch(r"[0-9]+", piece):
         hint = f"for a GPU write 'cuda:{piece}'"
-    return f"device {_shown(piece)} is unknown: {_EXPECTED}; {hint}"
+    return f"device {shown(piece)} is unknown: {_EXPECTED}; {hint}"
 
 
 def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
     """The whole spec's devices, checked against each other and numbered."""
     if not devices:
-        raise DeviceError(f"device spec {_shown(spec)} names no device: {_EXPECTED}; name at least one")
+        raise DeviceError(f"device spec {shown(spec)} names no device: {_EXPECTED}; name at least one")
     _check_count(len(devices), spec)
     kinds = sorted({device.kind for device in devices})
     if len(kinds) > 1:
         raise DeviceError(
-            f"device spec {_shown(spec)} mixes {' and '.join(kinds)}: expected one kind; make a plan for each"
+            f"device spec {shown(spec)} mixes {' and '.join(kinds)}: expected one kind; make a plan for each"
         )
     if kinds == ["cuda"]:
         indices = [device.index for device in devices]
         twice = sorted({index for index in indices if indices.count(index) > 1})
         if twice:
             raise DeviceError(
-                f"device spec {_shown(spec)} names cuda:{twice[0]} twice: expected each GPU once; remove one"
+                f"device spec {shown(spec)} names cuda:{twice[0]} twice: expected each GPU once; remove one"
             )
         return tuple(devices)
     if len(devices) > 1 and any(device.label == "cpu" for device in devices):
         raise DeviceError(
-            f"device spec {_shown(spec)} names 'cpu' beside others: expected it alone, or a budget for each; "
+            f"device spec {shown(spec)} names 'cpu' beside others: expected it alone, or a budget for each; "
             "write 'cpu:2GiB,cpu:1GiB'"
         )
     return tuple(replace(device, index=position) for position, device in enumerate(devices))
@@ -466,7 +329,7 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
 def _check_count(count: int, spec: object) -> None:
     if count > MAX_DEVICES:
         raise DeviceError(
-            f"device spec {_shown(spec)} is over {MAX_DEVICES} devices: expected at most that; lower the count"
+            f"device spec {shown(spec)} is over {MAX_DEVICES} devices: expected at most that; lower the count"
         )
 
 
@@ -485,15 +348,15 @@ def _budget(item: str, text: str) -> int:
         n_bytes = parse_bytes(text)
     except InputError as error:
         raise DeviceError(
-            f"budget {_shown(text)} in {_shown(item)}: expected a size such as 2GiB or 600MiB; correct it"
+            f"budget {shown(text)} in {shown(item)}: expected a size such as 2GiB or 600MiB; correct it"
         ) from error
     if n_bytes and re.fullmatch(r"[0-9.]+", text):
         raise DeviceError(
-            f"budget {_shown(text)} in {_shown(item)} has no unit: expected a size such as 2GiB; add the unit"
+            f"budget {shown(text)} in {shown(item)} has no unit: expected a size such as 2GiB; add the unit"
         )
     if n_bytes < 1:
         raise DeviceError(
-            f"budget {_shown(text)} in {_shown(item)}: expected at least one byte; write a size such as 2GiB"
+            f"budget {shown(text)} in {shown(item)}: expected at least one byte; write a size such as 2GiB"
         )
     return n_bytes
 
@@ -518,16 +381,16 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
     assert match is not None
     count_text, name = match[1] or "1", match[2]
     if not name:
-        raise DeviceError(f"device spec {_shown(spec)} has an item without a card: {_EXPECTED}; name a card")
+        raise DeviceError(f"device spec {shown(spec)} has an item without a card: {_EXPECTED}; name a card")
     if not re.fullmatch(r"[0-9]+", count_text) or not count_text.strip("0"):
         raise DeviceError(
-            f"count {_shown(count_text)} in {_shown(spec)}: expected a whole number of 1 or more; correct it"
+            f"count {shown(count_text)} in {shown(spec)}: expected a whole number of 1 or more; correct it"
         )
-    gpu = _find_card(name)
+    gpu = find_card(name)
     capacity_bytes = _budget(item, memory) if at else gpu.memory_bytes
     if capacity_bytes > gpu.memory_bytes:
         raise DeviceError(
-            f"memory {_shown(memory)} in {_shown(item)}: expected at most the {_size(gpu.memory_bytes)} of a "
+            f"memory {shown(memory)} in {shown(item)}: expected at most the {size_text(gpu.memory_bytes)} of a "
             f"{gpu.name}; '@' only lowers it, so write less, or choose a larger card"
         )
     # Longer texts than the bound's own are over it, and int() refuses very long ones.
@@ -541,7 +404,7 @@ def _cuda_piece(tail: str | None) -> tuple[Device, ...]:
     spec = "cuda" if tail is None else f"cuda:{tail}"
     if cuda is None:
         raise DeviceError(
-            f"device {_shown(spec)} is not here ({why}): expected a visible GPU; use 'cpu', or 'sim:' with a card"
+            f"device {shown(spec)} is not here ({why}): expected a visible GPU; use 'cpu', or 'sim:' with a card"
         )
     visible = range(cuda.device_count())
     if tail is None:
@@ -549,7 +412,7 @@ def _cuda_piece(tail: str | None) -> tuple[Device, ...]:
     elif not re.fullmatch(r"[0-9]{1,9}", tail) or int(tail) not in visible:
         known = f"cuda:0 to cuda:{len(visible) - 1}" if len(visible) > 1 else "cuda:0 alone"
         raise DeviceError(
-            f"device {_shown(spec)} is not here: expected one that this process sees, {known}; choose again"
+            f"device {shown(spec)} is not here: expected one that this process sees, {known}; choose again"
         )
     else:
         indices = [int(tail)]
@@ -654,7 +517,7 @@ def _cuda_device(cuda: Any, index: int, driver: str | None) -> Device:
         own_bytes = cuda.memory_reserved(index)
     except RuntimeError as error:
         raise DeviceError(
-            f"device 'cuda:{index}' cannot be asked for its memory ({_first_line(error)}): expected a working GPU; "
+            f"device 'cuda:{index}' cannot be asked for its memory ({first_line(error)}): expected a working GPU; "
             "look at `autosplit devices`, or choose another"
         ) from error
     return Device(
@@ -662,36 +525,39 @@ def _cuda_device(cuda: Any, index: int, driver: str | None) -> Device:
         index=index,
         name=str(properties.name),
         capacity_bytes=min(int(total_bytes), int(free_bytes) + int(own_bytes)),
-        uuid=_cuda_uuid(properties),
+        uuid=cuda_uuid(properties),
         driver=driver,
     )
 
 
-def _cuda_uuid(properties: Any) -> str | None:
-    """A CUDA device's UUID in NVML's spelling; torch gives it without the prefix."""
+def cuda_uuid(properties: Any) -> str | None:
+    """Tell a CUDA device's UUID in NVML's spelling, None in a torch that doesn't say; torch leaves the prefix out."""
     uuid = getattr(properties, "uuid", None)
     if uuid is None:
         return None
     return str(uuid) if str(uuid).startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
-def _pci_address(properties: Any) -> tuple[int, int, int] | None:
-    """A CUDA device's (domain, bus, device), None in a torch that doesn't say."""
-    if not hasattr(properties, "pci_bus_id"):
-        return None
-    return int(properties.pci_domain_id), int(properties.pci_bus_id), int(properties.pci_device_id)
-
-
-def _is_mig(name: str) -> bool:
-    """Whether CUDA's name is that of a slice of a GPU (``"NVIDIA A100-SXM4-40GB MIG 1g.5gb"``)."""
+def is_mig(name: str) -> bool:
+    """Tell whether CUDA's name is that of a slice of a GPU (``"NVIDIA A100-SXM4-40GB MIG 1g.5gb"``)."""
     return " MIG " in f"{name} "
 
 
+def mig_count(names: Iterable[str]) -> int:
+    """Count the MIG instances that this process is meant to use: CUDA gives it one, and silently loses the others.
+
+    Args:
+        names: What CUDA calls the GPUs that it sees.
+
+    Returns:
+        The instances that ``CUDA_VISIBLE_DEVICES`` or the names tell of, whichever are more.
+    """
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return max(sum(item.strip().startswith("MIG-") for item in mask), sum(map(is_mig, names)))
+
+
 def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
-    """CUDA gives one process a single MIG instance; a list of them silently loses all but the first."""
-    named = [item for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip().startswith("MIG-")]
-    slices = [index for index in indices if _is_mig(str(cuda.get_device_properties(index).name))]
-    count = max(len(named), len(slices))
+    count = mig_count(str(cuda.get_device_properties(index).name) for index in indices)
     if count > 1:
         raise DeviceError(
             f"{count} MIG instances are visible: expected one, CUDA lets a process use no more; "
@@ -701,7 +567,7 @@ def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
 
 def _refuse_unsupported(cuda: Any, indices: Iterable[int], visible: Iterable[int]) -> None:
     """A card without kernels in this torch fails at its first operation; say so before, with what would do."""
-    problems = {index: _unsupported(cuda, index) for index in visible}
+    problems = {index: why_unsupported(cuda, index) for index in visible}
     bad = [index for index in indices if problems[index] is not None]
     if bad:
         name = str(cuda.get_device_properties(bad[0]).name)
@@ -710,8 +576,8 @@ def _refuse_unsupported(cuda: Any, indices: Iterable[int], visible: Iterable[int
         raise DeviceError(f"device 'cuda:{bad[0]}' ({name}): {problems[bad[0]]}{other}")
 
 
-def _unsupported(cuda: Any, index: int) -> str | None:
-    """Why the installed torch has no kernels for a card, with the build to use; None where it has them."""
+def why_unsupported(cuda: Any, index: int) -> str | None:
+    """Say why the installed torch has no kernels for a card, with the build to use; None where it has them."""
     major, minor = cuda.get_device_capability(index)
     return _missing_arch((int(major), int(minor)), cuda.get_arch_list())
 
@@ -752,7 +618,8 @@ def _build_for(capability: tuple[int, int]) -> str:
     return "a torch built for CUDA 12.6 or newer (cu126, cu128, cu130)"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Cut an error's message to its first line; without one, its class has to do."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -767,7 +634,7 @@ def _nvml() -> tuple[Any, str]:
     except ImportError:
         return None, "NVML is not installed, so use, temperature and power are unknown; pip install nvidia-ml-py"
     except Exception as error:  # noqa: BLE001 (whatever goes wrong in a foreign module, NVML stays optional)
-        return None, f"NVML cannot be imported ({_first_line(error)}); reinstall nvidia-ml-py"
+        return None, f"NVML cannot be imported ({first_line(error)}); reinstall nvidia-ml-py"
     try:
         nvml.nvmlInit()
     except Exception as error:  # noqa: BLE001 (the same: every failure is a note)
@@ -783,234 +650,19 @@ def _nvml_start_problem(error: Exception) -> str:
         "NVMLError_LibRmVersionMismatch": "the NVIDIA driver was updated while loaded; reboot",
         "NVMLError_NoPermission": "NVML has no permission to talk to the driver; run as a user who has",
     }
-    reason = reasons.get(type(error).__name__, f"NVML does not start ({_first_line(error)})")
+    reason = reasons.get(type(error).__name__, f"NVML does not start ({first_line(error)})")
     return f"{reason}; use, temperature and power are unknown"
 
 
-def _pynvml_distribution_note() -> str | None:
-    """The old separate distribution `pynvml` hides or shadows `nvidia-ml-py`, and torch warns of it."""
-    try:
-        version = importlib.metadata.version("pynvml")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return (
-        f"the separate distribution 'pynvml' {version} is installed beside nvidia-ml-py; pip uninstall pynvml, "
-        "then pip install --force-reinstall nvidia-ml-py"
-    )
-
-
-def _ask(notes: list[str], what: str, call: Callable[[], _T]) -> _T | None:
-    """Ask for one figure; where that fails, note what is unknown and go on."""
-    try:
-        return call()
-    except Exception as error:  # noqa: BLE001 (a figure that nobody can tell must not hide the others)
-        notes.append(f"{what} unknown: {_first_line(error)}")
-        return None
-
-
-def _text(value: str | bytes) -> str:
-    """NVML's text; old bindings give bytes."""
+def nvml_text(value: str | bytes) -> str:
+    """Read a text of NVML's; old bindings give bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _driver_version() -> str | None:
     """The driver's version by NVML, None where it doesn't tell."""
     nvml, _ = _nvml()
-    version = None if nvml is None else _ask([], "driver", nvml.nvmlSystemGetDriverVersion)
-    return None if version is None else _text(version)
-
-
-# ------------------------------------------------------------------------------------------------------ survey
-
-
-@dataclass
-class _Gpu:
-    """A GPU while the two views of it, CUDA's and NVML's, are put together."""
-
-    name: str
-    notes: list[str]
-    logical_index: int | None = None
-    physical_index: int | None = None
-    uuid: str | None = None
-    pci: tuple[int, int, int] | None = None
-    mig: bool = False
-    total_bytes: int | None = None
-    free_bytes: int | None = None
-    used_bytes: int | None = None
-    own_bytes: int | None = None
-    utilization_percent: int | None = None
-    temperature_c: int | None = None
-    power_w: float | None = None
-
-
-def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
-    """Look at every GPU of the machine, whether this process sees it or not.
-
-    Returns:
-        The GPUs, those that this process sees first and in CUDA's order; and notes on the whole (no driver, no NVML,
-        how ``CUDA_VISIBLE_DEVICES`` maps). Neither CUDA's nor NVML's failures raise: they are among the notes.
-    """
-    notes: list[str] = []
-    cuda, why_no_cuda = _cuda()
-    nvml, why_no_nvml = _nvml()
-    notes.extend(note for note in (why_no_cuda, why_no_nvml, _pynvml_distribution_note()) if note)
-    logical = [] if cuda is None else _logical_gpus(cuda, notes)
-    physical = [] if nvml is None else _physical_gpus(nvml, notes)
-    rows = [_merged(gpu, physical, cuda) for gpu in logical]
-    matched = {gpu.physical_index for gpu in rows}
-    rows.extend(gpu for gpu in physical if gpu.physical_index not in matched)
-    reports = tuple(_report(gpu) for gpu in rows)
-    notes.extend(_visibility_notes(reports, nvml_answers=bool(physical)))
-    return reports, tuple(dict.fromkeys(notes))
-
-
-def _logical_gpus(cuda: Any, notes: list[str]) -> list[_Gpu]:
-    """The GPUs as CUDA sees them."""
-    gpus = []
-    for index in range(_ask(notes, "the number of GPUs", cuda.device_count) or 0):
-        gpu = _Gpu(name="unknown GPU", notes=[], logical_index=index)
-        properties = _ask(gpu.notes, "properties", functools.partial(cuda.get_device_properties, index))
-        if properties is not None:
-            gpu.name = str(properties.name)
-            gpu.uuid, gpu.pci = _cuda_uuid(properties), _pci_address(properties)
-            gpu.total_bytes = int(properties.total_memory)
-            gpu.mig = _is_mig(gpu.name)
-            problem = _ask(gpu.notes, "architecture", functools.partial(_unsupported, cuda, index))
-            gpu.notes.extend([problem] if problem else [])
-        gpus.append(gpu)
-    named = [item for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip().startswith("MIG-")]
-    if len(named) > 1 or sum(gpu.mig for gpu in gpus) > 1:
-        notes.append(
-            "several MIG instances are visible, but a process can use only one; set CUDA_VISIBLE_DEVICES to one"
-        )
-    return gpus
-
-
-def _physical_gpus(nvml: Any, notes: list[str]) -> list[_Gpu]:
-    """The GPUs as NVML sees them."""
-    gpus = []
-    for index in range(_ask(notes, "NVML's number of GPUs", nvml.nvmlDeviceGetCount) or 0):
-        handle = _ask(notes, f"physical GPU {index}", functools.partial(nvml.nvmlDeviceGetHandleByIndex, index))
-        if handle is not None:
-            gpus.append(_physical_gpu(nvml, index, handle))
-    return gpus
-
-
-def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
-    """One GPU with all that NVML tells of it."""
-    notes: list[str] = []
-    name = _ask(notes, "name", lambda: _text(nvml.nvmlDeviceGetName(handle)))
-    gpu = _Gpu(name=name or "unknown GPU", notes=notes, physical_index=index)
-    gpu.uuid = _ask(notes, "UUID", lambda: _text(nvml.nvmlDeviceGetUUID(handle)))
-    pci = _ask(notes, "PCI address", lambda: nvml.nvmlDeviceGetPciInfo(handle))
-    gpu.pci = None if pci is None else (int(pci.domain), int(pci.bus), int(pci.device))
-    memory = _ask(notes, "memory", lambda: _nvml_memory(nvml, handle))
-    if memory is not None:
-        gpu.total_bytes, gpu.free_bytes, gpu.used_bytes = int(memory.total), int(memory.free), int(memory.used)
-    gpu.own_bytes = _own_bytes(nvml, handle, notes)
-    gpu.utilization_percent = _ask(notes, "utilization", lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
-    gpu.temperature_c = _ask(
-        notes, "temperature", lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-    )
-    gpu.power_w = _ask(notes, "power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
-    # A card that has no MIG says "not supported": nothing to note.
-    mig = _ask([], "MIG", lambda: nvml.nvmlDeviceGetMigMode(handle))
-    if mig and mig[0]:
-        gpu.mig = True
-        notes.append("MIG is on: choose one instance by its MIG- UUID in CUDA_VISIBLE_DEVICES")
-    return gpu
-
-
-def _nvml_memory(nvml: Any, handle: Any) -> Any:
-    """Memory in its second version, which keeps the driver's own share apart; the first where that one fails (WSL)."""
     try:
-        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    except Exception:  # noqa: BLE001 (old bindings lack it, some drivers answer "unknown error": the first one decides)
-        return nvml.nvmlDeviceGetMemoryInfo(handle)
-
-
-def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
-    """What NVML says that this process holds; None where it lists no such process, or no figures."""
-    processes = _ask(notes, "processes", lambda: list(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
-    if processes is None:
+        return None if nvml is None else nvml_text(nvml.nvmlSystemGetDriverVersion())
+    except Exception:  # noqa: BLE001 (the same: a plan needs no driver version)
         return None
-    if any(process.usedGpuMemory is None for process in processes):
-        notes.append("the driver does not say how much each process holds (Windows and WSL do not)")
-    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
-    return sum(own) if own and None not in own else None
-
-
-def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
-    """CUDA's view of a GPU with what NVML knows of the same one."""
-    known = _same_gpu(gpu, physical)
-    if known is not None:
-        # A slice has the memory that CUDA says; NVML's figures are the whole card's.
-        for name in ("physical_index", "temperature_c", "power_w", *(() if gpu.mig else _MEASURED)):
-            if getattr(known, name) is not None:
-                setattr(gpu, name, getattr(known, name))
-        gpu.uuid = gpu.uuid or known.uuid
-        gpu.notes.extend(known.notes)
-    index = gpu.logical_index
-    if gpu.free_bytes is None:
-        # Unified memory and slices: NVML has no figures, CUDA has. This makes a context, so it is asked only here.
-        memory = _ask(gpu.notes, "free memory", lambda: cuda.mem_get_info(index))
-        if memory is not None:
-            gpu.free_bytes, gpu.total_bytes = int(memory[0]), int(memory[1])
-            gpu.used_bytes = gpu.total_bytes - gpu.free_bytes
-    if gpu.own_bytes is None:
-        gpu.own_bytes = _ask([], "own memory", lambda: int(cuda.memory_reserved(index) if cuda.is_initialized() else 0))
-    return gpu
-
-
-_MEASURED = ("total_bytes", "free_bytes", "used_bytes", "own_bytes", "utilization_percent")
-
-
-def _same_gpu(gpu: _Gpu, physical: Sequence[_Gpu]) -> _Gpu | None:
-    """NVML's view of a CUDA GPU: by UUID, else by PCI address; never by index, the two orders differ."""
-    for attribute in ("uuid", "pci"):
-        value = getattr(gpu, attribute)
-        matches = [other for other in physical if value is not None and getattr(other, attribute) == value]
-        if len(matches) == 1:
-            return matches[0]
-    if physical:
-        gpu.notes.append("NVML knows no GPU with this UUID or PCI address")
-    return None
-
-
-def _report(gpu: _Gpu) -> DeviceReport:
-    others = None if gpu.used_bytes is None else max(0, gpu.used_bytes - (gpu.own_bytes or 0))
-    return DeviceReport(
-        logical_index=gpu.logical_index,
-        physical_index=gpu.physical_index,
-        name=gpu.name,
-        total_bytes=gpu.total_bytes,
-        free_bytes=gpu.free_bytes,
-        used_by_others_bytes=others,
-        utilization_percent=gpu.utilization_percent,
-        temperature_c=gpu.temperature_c,
-        power_w=gpu.power_w,
-        uuid=gpu.uuid,
-        visible=gpu.logical_index is not None,
-        notes=tuple(dict.fromkeys(gpu.notes)),
-    )
-
-
-def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) -> list[str]:
-    """How ``CUDA_VISIBLE_DEVICES`` and CUDA's own order map CUDA's numbers to NVML's."""
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = [report for report in reports if report.visible]
-    setting = "CUDA_VISIBLE_DEVICES is not set" if mask is None else f"CUDA_VISIBLE_DEVICES={mask!r}"
-    if not visible:
-        return [f"{setting}: no GPU is visible to this process"] if reports or mask is not None else []
-    if not nvml_answers:
-        return [f"{setting}: {len(visible)} visible, their physical numbers are unknown without NVML"]
-    unknown = "an unknown GPU"
-    pairs = [
-        f"cuda:{r.logical_index} is {unknown if r.physical_index is None else f'physical {r.physical_index}'}"
-        for r in visible
-    ]
-    notes = [f"{setting}: {', '.join(pairs)}"]
-    physical = [r.physical_index for r in visible if r.physical_index is not None]
-    if mask is None and physical != sorted(physical):
-        notes.append("CUDA puts the fastest GPU first; set CUDA_DEVICE_ORDER=PCI_BUS_ID for nvidia-smi's order")
-    return notes

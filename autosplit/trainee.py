@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autosplit.batches import Whole, map_leaves, map_tensors, resize
+from autosplit.batches import Whole, map_leaves, map_tensors, resize, tensors_of
 from autosplit.errors import WorkloadError
 from autosplit.transfer import Placement, adopt_module
 from autosplit.workload import Workload, call_model, modules_of, on_first_device
@@ -40,6 +40,7 @@ class Trainee:
         optimizers: One optimizer, or several as the workload has them.
         fake_mode: The mode their tensors live in; None for real ones.
         scaler: The GradScaler of ``fp16``, real copies only.
+        restore: Puts back what had to be borrowed from the live model; nothing for a copy.
     """
 
     workload: Workload
@@ -47,15 +48,18 @@ class Trainee:
     optimizers: Any
     fake_mode: FakeTensorMode | None = None
     scaler: torch.amp.GradScaler | None = None
+    restore: Callable[[], None] = lambda: None
 
     def batch(self, n: int) -> Any:
-        """Make a batch of `n` samples, fake for a fake trainee."""
-        if self.fake_mode is None:
-            return self.workload.batch(n)
-        if self.workload.make_batch is not None:
-            with self.fake_mode:
-                return self.workload.made_batch(n)
-        return _fake_batch(self.workload, n, self.fake_mode)
+        """Make a batch of `n` samples, fake for a fake trainee; what the sample batch shares is marked as `Whole`."""
+        workload, mode = self.workload, self.fake_mode
+        sample = workload.sample_batch
+        if mode is not None and workload.make_batch is None:
+            sample = map_leaves(lambda leaf: _fake_leaf(leaf, mode), sample)
+        with mode or nullcontext():
+            if workload.make_batch is not None:
+                return workload.made_batch(n)
+            return resize(sample, n, workload.batch_dim, mark=True)
 
     def wrapped(self, wrap: Callable[[nn.Module], nn.Module]) -> Any:
         """Return the models, each in a wrapper."""
@@ -102,7 +106,7 @@ class Trainee:
                     loss = workload.loss(models, batch)
                 if workload.loss_reduction == "mean" and len(batches) > 1:
                     loss = loss * (size / sum(sizes))
-                self._scaled(loss).backward()  # type: ignore[no-untyped-call]
+                self._scaled(loss).backward()
             mark("update")
             for optimizer in listed(self.optimizers):
                 self._update(optimizer)
@@ -126,6 +130,10 @@ class Trainee:
             if grads:
                 torch._foreach_mul_(grads, 1.0 / LOSS_SCALE)
         optimizer.step()
+
+    def outputs(self) -> Any:
+        """Return what the model returns for the sample batch."""
+        return call_model(self.models, self.batch(self.workload.sample_batch_size))
 
     def evaluate(self, models: Any, batch: Any) -> Any:
         """Run one forward in evaluation mode without gradients, and return its outputs."""
@@ -166,6 +174,14 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def mode_of(workload: Workload) -> FakeTensorMode | None:
+    """Return the mode that a workload was built under; None where its tensors are real."""
+    models = workload.model
+    modules = modules_of(models) if isinstance(models, (nn.Module, tuple, list, Mapping)) else []
+    tensors = [*(p for module in modules for p in module.parameters()), *tensors_of(workload.sample_batch)]
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+
+
 def _fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """Make the fake of a tensor, on the CPU wherever the tensor is: a CPU build of torch has no fake GPUs."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
@@ -179,59 +195,109 @@ def _fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         return fake.requires_grad_(tensor.requires_grad)
 
 
-def _fake_batch(workload: Workload, n: int, mode: FakeTensorMode) -> Any:
-    sample = map_leaves(lambda leaf: _fake_leaf(leaf, mode), workload.sample_batch)
-    with mode:
-        return resize(sample, n, workload.batch_dim)
-
-
 def _fake_leaf(leaf: Any, mode: FakeTensorMode) -> Any:
     if isinstance(leaf, Whole):
         return Whole(map_tensors(lambda tensor: _fake_like(tensor, mode), leaf.value))
     return _fake_like(leaf, mode) if isinstance(leaf, Tensor) else leaf
 
 
-def training_copy(workload: Workload, *, device: torch.device | None = None, mode: FakeTensorMode | None = None) -> Trainee:
+def training_copy(
+    workload: Workload,
+    *,
+    device: torch.device | None = None,
+    mode: FakeTensorMode | None = None,
+    gpu_variants: bool = False,
+) -> Trainee:
     """Copy a workload's model and optimizer so that they can be trained.
+
+    A model whose deepcopy refuses runs itself, on copies of its tensors, until `Trainee.restore`.
 
     Args:
         workload: Its model may be a factory, which is called here.
         device: Where a real copy goes; None leaves it where the model is.
-        mode: Makes the copy fake; the optimizer then takes the variant that it would on a GPU.
+        mode: Makes the copy fake.
+        gpu_variants: Let the optimizer run the multi-tensor variant that it would choose on a GPU.
 
     Returns:
         The copy, in training mode unless the model mixes modes.
 
     Raises:
         WorkloadError: A model on the meta device where a real copy was asked for, or an optimizer that fits no model.
-        Exception: Whatever the model's `__deepcopy__` or its factory raises.
+        UserCodeError: The model factory raised.
+        Exception: Whatever a fake copy raises in the model's own code.
     """
     memo: dict[int, Any] = {}
-    models, is_fresh = workload.model, False
-    if not isinstance(models, (nn.Module, tuple, list, Mapping)):
-        with mode if mode is not None else nullcontext():
-            models, is_fresh = models(), True
-        if not isinstance(models, nn.Module):
-            raise WorkloadError(
-                f"the model factory returned a {type(models).__name__}; expected an nn.Module; return the model itself"
-            )
+    models, is_fresh = _given_models(workload, mode)
+    restore: Callable[[], None] = _nothing
     if mode is not None:
         _fake_into(memo, models, workload, mode)
         models = copy.deepcopy(models, memo)
     else:
         _refuse_meta(models)
-        models = models if is_fresh else copy.deepcopy(models, memo)
+        if not is_fresh:
+            models, restore = _copied_or_borrowed(models, memo)
         if device is not None:
             models = _map_modules(lambda module: module.to(device), models)
     for module in modules_of(models):
         _prepare(module)
     optimizers = _copied_optimizers(workload, models, memo)
-    if mode is not None:
+    if gpu_variants:
         _choose_gpu_variants(optimizers)
     scaler = None
     if workload.precision == "fp16" and mode is None and workload.step is None:
         scaler = torch.amp.GradScaler(_device_type(models), init_scale=LOSS_SCALE)
-    return Trainee(workload, models, optimizers, mode, scaler)
+    return Trainee(workload, models, optimizers, mode, scaler, restore)
+
+
+def _nothing() -> None:
+    """Restore nothing: a copy leaves nothing behind."""
+
+
+def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Any, bool]:
+    """Return the workload's model or models, and whether a factory made them just now."""
+    models = workload.model
+    if isinstance(models, (nn.Module, tuple, list, Mapping)):
+        return models, False
+    with mode if mode is not None else nullcontext():
+        made = models()
+    if not isinstance(made, nn.Module):
+        raise WorkloadError(
+            f"the model factory returned a {type(made).__name__}; expected an nn.Module; return the model itself"
+        )
+    return made, True
+
+
+def _copied_or_borrowed(models: Any, memo: dict[int, Any]) -> tuple[Any, Callable[[], None]]:
+    try:
+        return copy.deepcopy(models, memo), _nothing
+    except Exception:  # whatever a module's own __deepcopy__ or an uncopyable attribute raises
+        memo.clear()
+        restore = _borrow(models)
+        # The optimizer's twin then trains the very parameters, which hold copies of their data for now.
+        memo.update({id(p): p for module in modules_of(models) for p in module.parameters()})
+        return models, restore
+
+
+def _borrow(models: Any) -> Callable[[], None]:
+    """Give a live model copies of its data to train on, and return what puts everything back."""
+    parts = [part for module in modules_of(models) for part in module.modules()]
+    modes = [(part, part.training) for part in parts]
+    slots = [(part, dict(part._buffers)) for part in parts]
+    tensors = {id(t): t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())}
+    kept = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors.values()]
+    for tensor, data, _, _ in kept:
+        tensor.data, tensor.grad = data.clone(), None
+
+    def restore() -> None:
+        for part, buffers in slots:
+            part._buffers.update(buffers)
+        for tensor, data, grad, requires_grad in kept:
+            tensor.data, tensor.grad = data, grad
+            tensor.requires_grad_(requires_grad)
+        for part, training in modes:
+            part.training = training
+
+    return restore
 
 
 def _fake_into(memo: dict[int, Any], models: Any, workload: Workload, mode: FakeTensorMode) -> None:
@@ -270,7 +336,10 @@ def _copied_optimizers(workload: Workload, models: Any, memo: dict[int, Any]) ->
         given = torch.optim.AdamW if workload.step is None else ()
     modules = modules_of(models)
     if isinstance(given, Mapping):
-        return {name: _optimizer(item, _parameters(modules, i, len(given)), memo) for i, (name, item) in enumerate(given.items())}
+        return {
+            name: _optimizer(item, _parameters(modules, i, len(given)), memo)
+            for i, (name, item) in enumerate(given.items())
+        }
     if isinstance(given, (tuple, list)):
         return type(given)(_optimizer(item, _parameters(modules, i, len(given)), memo) for i, item in enumerate(given))
     return _optimizer(given, _parameters(modules, 0, 1), memo)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.batches import batch_size_of, map_tensors, resize, tensors_of
+from autosplit.batches import batch_size_of, map_tensors, resize, tensors_of, unmarked
 from autosplit.errors import WorkloadError
 from autosplit.transfer import HOST, active_placement, transfer
 
@@ -171,7 +171,7 @@ class Workload:
             outputs = call_model(model, inputs)
             loss = self.loss_fn(outputs, _beside(outputs, targets))
         else:
-            loss, _ = _loss_of(call_model(model, batch))
+            loss = _loss_of(call_model(model, batch))
         if not isinstance(loss, Tensor):
             raise WorkloadError(f"the loss is a {type(loss).__name__}; expected a tensor; return the tensor itself")
         if not loss.requires_grad:
@@ -181,19 +181,22 @@ class Workload:
             )
         return loss if loss.dim() == 0 else loss.mean()
 
+    @property
+    def takes_loss_itself(self) -> bool:
+        """Whether the loss comes from the outputs by the rules of the class, no function being given."""
+        return self.loss_fn is None and self.compute_loss is None and self.step is None
+
     def assumptions(self, outputs: Any = None) -> tuple[str, ...]:
         """Return what was taken for granted because it was not given, one sentence each.
 
         Args:
-            outputs: Outputs of the model, where they are at hand.
+            outputs: Outputs of the model, where the loss is taken from them.
         """
         said = []
         if self.optimizer is None and self.step is None:
             said.append("no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer=")
-        if outputs is not None and self.loss_fn is None and self.compute_loss is None and self.step is None:
-            _, rule = _loss_of(outputs)
-            if rule == "mean":
-                said.append("no loss given: the mean of the model's floating-point outputs is used; pass loss_fn=")
+        if self.takes_loss_itself and _loss_rule(outputs) == "mean":
+            said.append("no loss given: the mean of the model's floating-point outputs is used; pass loss_fn=")
         return tuple(said)
 
 
@@ -207,7 +210,12 @@ def _is_pair(batch: Any) -> bool:
 
 
 def call_model(model: Any, inputs: Any) -> Any:
-    """Call a model by the type of its inputs: a tensor, a mapping as keywords, a tuple or list as arguments."""
+    """Call a model by the type of its inputs: a tensor, a mapping as keywords, a tuple or list as arguments.
+
+    A wrapper is told what to give whole to every device; a plain module knows no `Whole`.
+    """
+    if not isinstance(model, nn.DataParallel):
+        inputs = unmarked(inputs)
     if isinstance(inputs, (Mapping, UserDict)):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)):
@@ -215,13 +223,22 @@ def call_model(model: Any, inputs: Any) -> Any:
     return model(inputs)
 
 
-def _loss_of(outputs: Any) -> tuple[Tensor, str]:
-    """Take the loss of a model's outputs; the second value is the rule that was used."""
-    loss = outputs.get("loss") if isinstance(outputs, (Mapping, UserDict)) else getattr(outputs, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss, "loss"
-    if isinstance(outputs, Tensor) and outputs.dim() == 0:
-        return outputs, "scalar"
+def _loss_rule(outputs: Any) -> str:
+    """Tell how a loss is taken of outputs: their own ``"loss"``, the ``"scalar"`` they are, or their ``"mean"``."""
+    if isinstance(_own_loss(outputs), Tensor):
+        return "loss"
+    return "scalar" if isinstance(outputs, Tensor) and outputs.dim() == 0 else "mean"
+
+
+def _own_loss(outputs: Any) -> Any:
+    return outputs.get("loss") if isinstance(outputs, (Mapping, UserDict)) else getattr(outputs, "loss", None)
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    rule = _loss_rule(outputs)
+    if rule != "mean":
+        loss: Tensor = _own_loss(outputs) if rule == "loss" else outputs
+        return loss
     floating = [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point() and tensor.requires_grad]
     if not floating:
         raise WorkloadError(
@@ -232,11 +249,12 @@ def _loss_of(outputs: Any) -> tuple[Tensor, str]:
     total = means[0]
     for mean in means[1:]:
         total = total + mean
-    return total / len(means), "mean"
+    return total / len(means)
 
 
 def _beside(outputs: Any, targets: Any) -> Any:
-    """Move the targets to where the outputs are."""
+    """Move the targets to where the outputs are; like all that reaches a user's own code, without marks."""
+    targets = unmarked(targets)
     first = next(tensors_of(outputs), None)
     if first is None:
         return targets
@@ -248,7 +266,8 @@ def _beside(outputs: Any, targets: Any) -> Any:
 
 
 def on_first_device(batch: Any, model: Any) -> Any:
-    """Move a batch to the first device of a step, where a user's own code expects it."""
+    """Move a batch to the first device of a step, where a user's own code expects it, and drop its marks."""
+    batch = unmarked(batch)
     if active_placement() is not None:
         return _placed_on(0, batch)
     parameter = next(_parameters_of(model), None)

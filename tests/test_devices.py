@@ -1,35 +1,34 @@
-"""Devices: sizes, the grammar of specs, the catalogue; CUDA and NVML through fakes in place of the two seams."""
+"""Devices: sizes and the grammar of specs; CUDA and NVML through fakes in place of the two seams."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
 import pickle
 import re
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from fake_gpus import GIB, NEW_ARCHES, FakeCard, FakeCuda, cards
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit import devices
+from autosplit.catalog import gpu_catalog
 from autosplit.devices import (
     MAX_DEVICES,
     Device,
-    catalog_names_near,
-    gpu_catalog,
     list_devices,
     parse_bytes,
     parse_devices,
     parse_reserve,
     reserve_bytes,
-    survey_devices,
+    size_text,
 )
 from autosplit.errors import DeviceError, InputError
 
@@ -37,142 +36,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-GIB = 2**30
 CARD_NAMES = tuple(gpu_catalog())
-NEW_ARCHES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
-
-
-# ---------------------------------------------------------------------------------------------- fakes of the seams
-
-
-class NVMLError(Exception):
-    """As in pynvml: the base of every error."""
-
-
-@dataclass
-class FakeCard:
-    """One card, with what CUDA and NVML would each say of it."""
-
-    name: str = "NVIDIA GeForce RTX 3090"
-    uuid: str = "00000000-0000-0000-0000-000000000000"
-    bus: int = 1
-    capability: tuple[int, int] = (8, 6)
-    total: int = 24 * GIB
-    others: int = 0
-    own: int = 0
-    fails: dict[str, Exception] = field(default_factory=dict)
-    mig: bool = False
-    nvml_uuid: str | None = None
-
-
-@dataclass
-class FakeCuda:
-    """torch.cuda, as far as it is asked."""
-
-    cards: list[FakeCard]
-    arches: list[str] = field(default_factory=lambda: list(NEW_ARCHES))
-    with_uuid: bool = True
-
-    def device_count(self) -> int:
-        return len(self.cards)
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def get_arch_list(self) -> list[str]:
-        return self.arches
-
-    def get_device_capability(self, index: int) -> tuple[int, int]:
-        return self.cards[index].capability
-
-    def get_device_properties(self, index: int) -> SimpleNamespace:
-        card = self.cards[index]
-        if "properties" in card.fails:
-            raise card.fails["properties"]
-        pci = {"pci_domain_id": 0, "pci_bus_id": card.bus, "pci_device_id": 0}
-        uuid = {"uuid": card.uuid} if self.with_uuid else {}
-        return SimpleNamespace(name=card.name, total_memory=card.total, **uuid, **pci)
-
-    def mem_get_info(self, index: int) -> tuple[int, int]:
-        card = self.cards[index]
-        if "mem_get_info" in card.fails:
-            raise card.fails["mem_get_info"]
-        return card.total - card.others - card.own, card.total
-
-    def memory_reserved(self, index: int) -> int:
-        return self.cards[index].own
-
-
-@dataclass
-class FakeNvml:
-    """pynvml, as far as it is asked; a card's `fails` names the functions that raise."""
-
-    cards: list[FakeCard]
-    driver: str | bytes = "580.65.06"
-    NVML_TEMPERATURE_GPU: int = 0
-    nvmlMemory_v2: int = 2
-    asked_versions: list[int | None] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Callable:
-        answers = {
-            "nvmlDeviceGetName": lambda card: card.name.encode(),
-            "nvmlDeviceGetUUID": lambda card: card.nvml_uuid or f"GPU-{card.uuid}",
-            "nvmlDeviceGetPciInfo": lambda card: SimpleNamespace(domain=0, bus=card.bus, device=0),
-            "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=37),
-            "nvmlDeviceGetTemperature": lambda _, sensor: 55,
-            "nvmlDeviceGetPowerUsage": lambda _: 123_400,
-            "nvmlDeviceGetMigMode": lambda card: [int(card.mig), int(card.mig)],
-            "nvmlDeviceGetComputeRunningProcesses": lambda card: [
-                SimpleNamespace(pid=os.getpid(), usedGpuMemory=card.own),
-                SimpleNamespace(pid=1, usedGpuMemory=card.others),
-            ],
-        }
-        if name not in answers:
-            raise AttributeError(name)
-
-        def call(card: FakeCard, *args: object) -> object:
-            if name in card.fails:
-                raise card.fails[name]
-            return answers[name](card, *args)
-
-        return call
-
-    def nvmlSystemGetDriverVersion(self) -> str | bytes:
-        return self.driver
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.cards)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeCard:
-        card = self.cards[index]
-        if "handle" in card.fails:
-            raise card.fails["handle"]
-        return card
-
-    def nvmlDeviceGetMemoryInfo(self, card: FakeCard, version: int | None = None) -> SimpleNamespace:
-        self.asked_versions.append(version)
-        failure = card.fails.get("memory_v2" if version else "memory_v1")
-        if failure:
-            raise failure
-        used = card.others + card.own
-        return SimpleNamespace(total=card.total, free=card.total - used, used=used)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Put a fake CUDA and a fake NVML in place of the real ones."""
+    """Put a fake CUDA and a fake NVML in place of the real ones; a text instead says why there is none."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def install(cuda: FakeCuda | str, nvml: FakeNvml | str = "no NVML") -> None:
+    def install(cuda: FakeCuda | str, nvml: SimpleNamespace | str = "no NVML") -> None:
         monkeypatch.setattr(devices, "_cuda", lambda: (None, cuda) if isinstance(cuda, str) else (cuda, ""))
         monkeypatch.setattr(devices, "_nvml", lambda: (None, nvml) if isinstance(nvml, str) else (nvml, ""))
-        monkeypatch.setattr(devices, "_pynvml_distribution_note", lambda: None)
 
     return install
-
-
-def cards(*names: str) -> list[FakeCard]:
-    return [FakeCard(name=name, uuid=f"{i:08x}-0000-0000-0000-000000000000", bus=i + 1) for i, name in enumerate(names)]
 
 
 # --------------------------------------------------------------------------------------------------------- sizes
@@ -233,6 +109,36 @@ def test_parse_reserve_refuses(value):
         parse_reserve(value)
 
 
+@pytest.mark.parametrize("value", [".99999999999999999999", "0.99999999999999999999"])
+def test_a_share_that_rounds_to_1_is_refused(value):
+    with pytest.raises(InputError, match="a share of at least 0 and below 1"):
+        parse_reserve(value)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (600 * 2**20, "600 MiB"),
+        (1023 * 2**20, "1023 MiB"),
+        (47 * 2**29, "23.5 GiB"),
+        (24 * GIB + 1, "24 GiB"),
+        (-(3 * 2**29), "-1.5 GiB"),
+        (2**40, "1 TiB"),
+        (123456 * 2**40, "123456 TiB"),
+    ],
+)
+def test_size_text(nbytes, text):
+    assert size_text(nbytes) == text
+
+
+@given(st.integers(0, 2**60))
+def test_size_text_is_read_back_within_its_digits(nbytes):
+    assert parse_bytes(size_text(nbytes)) == pytest.approx(nbytes, rel=6e-4, abs=1)
+
+
 def test_reserve_defaults():
     assert reserve_bytes(None, Device("cuda", 0, "x", 1000)) == 50
     assert reserve_bytes(None, Device("cpu", 0, "cpu", 1000)) == 0
@@ -257,61 +163,6 @@ def test_a_share_is_rounded_up(share, capacity):
         assert kept == math.ceil(share * capacity) < capacity
 
 
-# ----------------------------------------------------------------------------------------------------- catalogue
-
-
-@pytest.mark.parametrize("name", CARD_NAMES)
-def test_every_row_is_complete_and_plausible(name):
-    spec = gpu_catalog()[name]
-    major = int(spec.compute_capability.split(".")[0])
-    assert re.fullmatch(r"[0-9]{1,2}\.[0-9]", spec.compute_capability)
-    assert re.fullmatch(r"[A-Za-z0-9-]+", name)
-    assert spec.name == name
-    assert spec.source.startswith("NVIDIA ")
-    assert len(spec.source) > 15
-    assert 8 * GIB <= spec.memory_bytes <= 200 * GIB
-    assert 2e11 <= spec.memory_bytes_per_s <= 1e13
-    assert 1e10 <= spec.link_bytes_per_s <= 1e12
-    assert 1e-6 <= spec.launch_s <= 5e-5
-    assert all(1e11 < peak < 5e15 for peak in spec.peak_flops.values())
-    tensor_dtypes = {"tf32", "bfloat16"} if major >= 8 else set()
-    assert set(spec.peak_flops) == {"float32", "float16", "float64"} | tensor_dtypes
-    assert spec.peak_flops["float64"] < spec.peak_flops["float32"] <= spec.peak_flops["float16"]
-    if major >= 8:
-        peaks = spec.peak_flops
-        assert peaks["bfloat16"] == peaks["float16"]
-        assert peaks["float32"] <= peaks["tf32"]
-        # Half of the float16 rate on every generation that has it.
-        assert peaks["tf32"] == pytest.approx(peaks["float16"] / 2, rel=0.02)
-
-
-def test_the_catalogue_has_the_cards_it_must_have():
-    wanted = (
-        "GTX1080Ti P100 V100-16GB V100-32GB TITAN-RTX RTX2080Ti T4 RTX3060 RTX3070 RTX3080-10GB RTX3090 RTX3090Ti A10 "
-        "A30 A40 A100-40GB A100-80GB RTX-A4000 RTX-A6000 RTX4070 RTX4080 RTX4090 RTX-6000-Ada L4 L40S H100-80GB "
-        "H100-PCIe H200 GH200-96GB RTX5080 RTX5090 B200"
-    )
-    assert set(wanted.split()) <= set(CARD_NAMES)
-
-
-def test_names_stay_apart_when_normalised():
-    assert len({devices._normal(name) for name in CARD_NAMES}) == len(CARD_NAMES)
-    # A digit and an x in front would be read as a count.
-    assert not any(re.match(r"[0-9.]+\s*[xX*]", name) for name in CARD_NAMES)
-
-
-def test_specs_can_be_hashed_pickled_and_shown():
-    (device,) = parse_devices("sim:RTX3090")
-    assert hash(device) == hash(pickle.loads(pickle.dumps(device)))
-    assert asdict(device)["spec"]["peak_flops"]["float16"] == pytest.approx(71.2e12)
-
-
-def test_names_near():
-    assert catalog_names_near("RTX3091")[0] == "RTX3090"
-    assert "RTX3080-10GB" in catalog_names_near("3080")
-    assert catalog_names_near("") == ()
-
-
 # --------------------------------------------------------------------------------------------------- the grammar
 
 
@@ -321,6 +172,12 @@ def test_simulated_cards():
     assert [device.name for device in parsed] == ["A100-40GB", "A100-40GB", "RTX3090"]
     assert [device.capacity_bytes for device in parsed] == [40 * GIB, 40 * GIB, 24 * GIB]
     assert all(device.budgeted and device.spec is gpu_catalog()[device.name] for device in parsed)
+
+
+def test_specs_can_be_hashed_pickled_and_shown():
+    (device,) = parse_devices("sim:RTX3090")
+    assert hash(device) == hash(pickle.loads(pickle.dumps(device)))
+    assert asdict(device)["spec"]["peak_flops"]["float16"] == pytest.approx(71.2e12)
 
 
 def test_lowered_memory():
@@ -450,7 +307,7 @@ def test_the_largest_spec_is_read():
 
 
 def test_cuda_specs(machine):
-    machine(FakeCuda(cards("a", "b", "c")), FakeNvml([], driver=b"580.1"))
+    machine(FakeCuda(cards("a", "b", "c")), SimpleNamespace(nvmlSystemGetDriverVersion=lambda: b"580.1"))
     assert [device.label for device in parse_devices("cuda")] == ["cuda:0", "cuda:1", "cuda:2"]
     assert parse_devices(None) == parse_devices("cuda") == list_devices()
     for spec in ("cuda:2,0", "cuda:2, cuda:0", ["cuda:2", torch.device("cuda", 0)], [torch.device("cuda:2"), "cuda:0"]):
@@ -459,6 +316,14 @@ def test_cuda_specs(machine):
     assert (device.name, device.uuid, device.driver) == ("b", "GPU-00000001-0000-0000-0000-000000000000", "580.1")
     assert not device.budgeted
     assert parse_devices(parse_devices("cuda:2,0"))[0].index == 2
+
+
+def test_a_driver_that_is_not_told(machine):
+    def fail() -> str:
+        raise RuntimeError("Not Supported")
+
+    machine(FakeCuda(cards("a")), SimpleNamespace(nvmlSystemGetDriverVersion=fail))
+    assert list_devices()[0].driver is None
 
 
 def test_cuda_capacity_is_what_others_leave(machine):
@@ -497,7 +362,6 @@ def test_without_a_gpu(machine):
             parse_devices(spec)
     for found in (list_devices(), parse_devices(None)):
         assert [device.label for device in found] == ["cpu"]
-    assert survey_devices() == ((), ("no driver", "no NVML"))
 
 
 def test_the_real_seams_never_raise(monkeypatch):
@@ -506,7 +370,6 @@ def test_the_real_seams_never_raise(monkeypatch):
     assert (cuda is None) == bool(why)
     nvml, why = devices._nvml()
     assert (nvml is None) == bool(why)
-    survey_devices()
 
 
 def test_a_gpu_that_does_not_answer(machine):
@@ -554,9 +417,6 @@ def test_an_unsupported_card_is_named_when_it_is_chosen(machine):
         with pytest.raises(DeviceError, match=r"cuda:1.*GTX 1080 Ti.*6\.1.*cu126.*use 'cuda:0'"):
             parse_devices(spec)
     assert [device.index for device in parse_devices("cuda:0")] == [0]
-    reports, _ = survey_devices()
-    assert reports[0].notes == ()
-    assert "cu126" in reports[1].notes[0]
 
 
 def test_several_mig_instances_are_refused(machine, monkeypatch):
@@ -565,145 +425,6 @@ def test_several_mig_instances_are_refused(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-aaaa,MIG-bbbb")
     with pytest.raises(DeviceError, match="2 MIG instances are visible"):
         parse_devices("cuda")
-    assert any("several MIG instances" in note for note in survey_devices()[1])
-
-
-# ------------------------------------------------------------------------------------------------------ the survey
-
-
-def test_mixed_cards_in_differing_orders(machine, monkeypatch):
-    fast, slow, hidden = cards("RTX 4090", "GTX 1660", "T4")
-    slow.others, slow.own = 2 * GIB, GIB
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    machine(FakeCuda([fast, slow]), FakeNvml([hidden, slow, fast]))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    reports, notes = survey_devices()
-    assert [(r.logical_index, r.physical_index, r.name, r.visible) for r in reports] == [
-        (0, 2, "RTX 4090", True),
-        (1, 1, "GTX 1660", True),
-        (None, 0, "T4", False),
-    ]
-    row = reports[1]
-    assert (row.used_by_others_bytes, row.free_bytes, row.total_bytes) == (2 * GIB, 21 * GIB, 24 * GIB)
-    assert (row.utilization_percent, row.temperature_c, row.power_w) == (37, 55, 123.4)
-    assert row.uuid == f"GPU-{slow.uuid}"
-    assert "CUDA_VISIBLE_DEVICES='1,2': cuda:0 is physical 2, cuda:1 is physical 1" in notes
-
-
-def test_the_order_is_noted_where_it_differs(machine):
-    first, second = cards("GTX 1660", "RTX 4090")
-    machine(FakeCuda([second, first]), FakeNvml([first, second]))
-    _, notes = survey_devices()
-    assert notes[0] == "CUDA_VISIBLE_DEVICES is not set: cuda:0 is physical 1, cuda:1 is physical 0"
-    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in notes[1]
-
-
-def test_matched_by_pci_address_without_a_uuid(machine):
-    first, second = cards("a", "b")
-    machine(FakeCuda([second, first], with_uuid=False), FakeNvml([first, second]))
-    reports, _ = survey_devices()
-    assert [report.physical_index for report in reports] == [1, 0]
-    assert reports[0].uuid == f"GPU-{second.uuid}"
-
-
-def test_a_gpu_that_nvml_does_not_know(machine):
-    machine(FakeCuda([FakeCard(uuid="x", bus=1)]), FakeNvml([FakeCard(uuid="y", bus=2)]))
-    reports, notes = survey_devices()
-    assert [(r.logical_index, r.physical_index) for r in reports] == [(0, None), (None, 0)]
-    assert any("NVML knows no GPU" in note for note in reports[0].notes)
-    assert any("cuda:0 is an unknown GPU" in note for note in notes)
-
-
-NVML_FUNCTIONS = [
-    "nvmlDeviceGetName",
-    "nvmlDeviceGetUUID",
-    "nvmlDeviceGetPciInfo",
-    "nvmlDeviceGetUtilizationRates",
-    "nvmlDeviceGetTemperature",
-    "nvmlDeviceGetPowerUsage",
-    "nvmlDeviceGetMigMode",
-    "nvmlDeviceGetComputeRunningProcesses",
-    "memory_v1",
-    "memory_v2",
-    "handle",
-]
-
-
-@pytest.mark.parametrize("function", NVML_FUNCTIONS)
-@pytest.mark.parametrize(
-    "error", [NVMLError("Not Supported"), NVMLError("Unknown Error"), AttributeError("old binding")]
-)
-def test_every_nvml_failure_is_a_note(machine, function, error):
-    card = FakeCard(fails={function: error}, others=GIB)
-    machine(FakeCuda([card]), FakeNvml([card]))
-    reports, notes = survey_devices()
-    assert [report.logical_index for report in reports] == [0]
-    assert reports[0].name == card.name
-    assert reports[0].used_by_others_bytes == GIB
-    silent = {"memory_v1", "memory_v2", "nvmlDeviceGetMigMode"}
-    assert function in silent or any(str(error) in note for note in (*reports[0].notes, *notes))
-
-
-def test_the_first_memory_version_where_the_second_fails(machine):
-    card = FakeCard(fails={"memory_v2": NVMLError("Unknown Error")}, others=GIB)
-    nvml = FakeNvml([card])
-    machine("no CUDA", nvml)
-    (report,), notes = survey_devices()
-    assert nvml.asked_versions == [2, None]
-    assert (report.used_by_others_bytes, report.visible, report.logical_index) == (2 * GIB - GIB, False, None)
-    assert notes == ("no CUDA", "CUDA_VISIBLE_DEVICES is not set: no GPU is visible to this process")
-
-
-def test_unified_memory_is_asked_of_cuda(machine):
-    failure = NVMLError("Not Supported")
-    card = FakeCard(name="NVIDIA GB10", others=4 * GIB, fails={"memory_v1": failure, "memory_v2": failure})
-    machine(FakeCuda([card]), FakeNvml([card]))
-    (report,), _ = survey_devices()
-    assert (report.total_bytes, report.free_bytes, report.used_by_others_bytes) == (24 * GIB, 20 * GIB, 4 * GIB)
-    card.fails["mem_get_info"] = RuntimeError("CUDA error")
-    (report,), _ = survey_devices()
-    assert (report.total_bytes, report.free_bytes, report.used_by_others_bytes) == (24 * GIB, None, None)
-    assert any("free memory unknown" in note for note in report.notes)
-
-
-def test_wsl_does_not_say_what_processes_hold(machine, monkeypatch):
-    card = FakeCard(others=3 * GIB, own=GIB)
-    nvml = FakeNvml([card])
-    processes = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=None), SimpleNamespace(pid=1, usedGpuMemory=None)]
-    monkeypatch.setattr(FakeNvml, "nvmlDeviceGetComputeRunningProcesses", lambda self, handle: processes, raising=False)
-    machine(FakeCuda([card]), nvml)
-    (report,), _ = survey_devices()
-    assert report.used_by_others_bytes == 3 * GIB
-    assert any("Windows and WSL" in note for note in report.notes)
-
-
-def test_a_mig_instance_keeps_the_memory_that_cuda_says(machine):
-    whole = FakeCard(name="NVIDIA A100-SXM4-40GB", uuid="whole", bus=3, total=40 * GIB, mig=True)
-    part = FakeCard(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", uuid="part", bus=3, total=5 * GIB, capability=(8, 0))
-    machine(FakeCuda([part]), FakeNvml([whole]))
-    (report,), _ = survey_devices()
-    assert (report.physical_index, report.total_bytes, report.free_bytes) == (0, 5 * GIB, 5 * GIB)
-    assert report.utilization_percent is None
-    assert any("MIG is on" in note for note in report.notes)
-
-
-def test_cuda_alone(machine, monkeypatch):
-    machine(FakeCuda([FakeCard(others=GIB)]), "no NVML")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    (report,), notes = survey_devices()
-    assert (report.logical_index, report.physical_index, report.used_by_others_bytes) == (0, None, GIB)
-    assert report.temperature_c is None
-    assert notes == ("no NVML", "CUDA_VISIBLE_DEVICES='3': 1 visible, their physical numbers are unknown without NVML")
-
-
-def test_a_lost_gpu_does_not_hide_the_others(machine):
-    lost, fine = cards("a", "b")
-    lost.fails = {"handle": NVMLError("GPU is lost"), "properties": RuntimeError("device lost")}
-    machine(FakeCuda([lost, fine]), FakeNvml([lost, fine]))
-    reports, notes = survey_devices()
-    assert [report.name for report in reports] == ["unknown GPU", "b"]
-    assert "physical GPU 0 unknown: GPU is lost" in notes
-    assert "properties unknown: device lost" in reports[0].notes
 
 
 @pytest.mark.parametrize(
@@ -718,7 +439,7 @@ def test_a_lost_gpu_does_not_hide_the_others(machine):
 )
 def test_an_nvml_that_does_not_start(monkeypatch, name, words):
     def fail() -> None:
-        raise type(name, (NVMLError,), {})("Unknown Error")
+        raise type(name, (Exception,), {})("Unknown Error")
 
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(nvmlInit=fail))
     nvml, why = devices._nvml()
@@ -731,17 +452,6 @@ def test_nvml_is_optional(monkeypatch):
     nvml, why = devices._nvml()
     assert nvml is None
     assert "pip install nvidia-ml-py" in why
-
-
-def test_the_old_pynvml_distribution_is_noted(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"pynvml": "11.5.0"}[name])
-    assert "pip uninstall pynvml" in devices._pynvml_distribution_note()
-
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert devices._pynvml_distribution_note() is None
 
 
 # --------------------------------------------------------------------------------------------------- host memory
@@ -829,8 +539,3 @@ def test_on_a_real_gpu():
     free_bytes, total_bytes = torch.cuda.mem_get_info(0)
     assert 0 < found[0].capacity_bytes <= total_bytes
     assert abs(found[0].capacity_bytes - free_bytes) < GIB
-    reports, _ = survey_devices()
-    visible = [report for report in reports if report.visible]
-    assert [report.logical_index for report in visible] == [device.index for device in found]
-    assert [report.uuid for report in visible] == [device.uuid for device in found]
-    assert all(report.total_bytes > 0 for report in visible)

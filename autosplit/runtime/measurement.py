@@ -46,6 +46,7 @@ class Measurement:
         error_s: Standard error of that median; 0 where the time is exact (`sim`).
         peak_bytes: The most each device held; empty where it was not measured.
         busy_s: Time each device worked; empty where it was not measured.
+        update_s: The optimizer's part of `seconds`.
         repeats: How often the step was timed.
     """
 
@@ -53,6 +54,7 @@ class Measurement:
     error_s: float = 0.0
     peak_bytes: tuple[int, ...] = ()
     busy_s: tuple[float, ...] = ()
+    update_s: float = 0.0
     repeats: int = 1
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autosplit.balanced import BalancedDataParallel
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.tracking import Tracker
 from autosplit.trainee import Trainee
+from autosplit.transfer import HOST
 from autosplit.workload import Workload, modules_of
 
-__all__ = ["bucket_bytes", "run_placed", "wrapper_for"]
+__all__ = ["adopting_optimizers", "bucket_bytes", "run_placed", "wrapper_for"]
 
 
 def wrapper_for(workload: Workload, split: tuple[int, ...]) -> Callable[[nn.Module], nn.Module]:
@@ -79,3 +82,21 @@ def _adopt_buckets(trainee: Trainee, tracker: Tracker) -> torch.Tensor:
     buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8)
     tracker.adopt(buckets, 0)
     return buckets
+
+
+@contextmanager
+def adopting_optimizers(tracker: Tracker) -> Iterator[None]:
+    """Charge the state that an optimizer had before the tracker, when it steps: each tensor beside its parameter."""
+
+    def adopt(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            device = tracker.device_of(parameter) if isinstance(parameter, Tensor) else HOST
+            for value in state.values() if device != HOST else ():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    tracker.adopt(value, device)
+
+    handle = register_optimizer_step_pre_hook(adopt)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autosplit.devices import Device, GpuSpec
+from autosplit.catalog import GpuSpec
+from autosplit.devices import Device
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.tracing import Event, Move, OpCost, Trace, Tracer, Work
 from autosplit.transfer import HOST
 
-__all__ = ["SimulatedRuntime"]
+__all__ = ["SimulatedRuntime", "traced_peaks"]
 
 
 @dataclass
@@ -107,15 +108,13 @@ class SimulatedRuntime:
         for index, split in enumerate(shape.splits):
             source.play_micro_step(clocks, split, first=index == 0)
             clocks.meet()
+        before_s = clocks.meet()
         source.play_update(clocks)
-        return Measurement(clocks.meet(), 0.0, peaks, tuple(clocks.busy_s))
+        seconds = clocks.meet()
+        return Measurement(seconds, 0.0, peaks, tuple(clocks.busy_s), seconds - before_s)
 
     def _source(self, shape: StepShape) -> _Whole | _Composed:
-        active = sum(1 for samples in shape.splits[0] if samples)
-        if shape.arrangement != "balanced" or active == 1:
-            return _Whole(self.tracer, shape, len(self.devices))
-        composed = _Composed(self.tracer, shape)
-        return composed if self.composed and composed.fits_together() else _Whole(self.tracer, shape, len(self.devices))
+        return _source_of(self.tracer, shape) if self.composed else _Whole(self.tracer, shape)
 
     def _refuse_overflow(self, peaks: tuple[int, ...], shape: StepShape) -> None:
         for index, (device, peak_bytes) in enumerate(zip(self.devices, peaks, strict=True)):
@@ -128,6 +127,24 @@ class SimulatedRuntime:
                     requested_bytes=peak_bytes,
                     capacity_bytes=self.capacities_bytes[index],
                 )
+
+
+def traced_peaks(tracer: Tracer, shape: StepShape) -> tuple[int, ...]:
+    """Predict each device's peak from traces, in bytes, whatever it may hold.
+
+    Args:
+        tracer: Follows the workload.
+        shape: The step.
+    """
+    return _source_of(tracer, shape).peaks()
+
+
+def _source_of(tracer: Tracer, shape: StepShape) -> _Whole | _Composed:
+    if shape.arrangement == "balanced" and sum(1 for samples in shape.splits[0] if samples) > 1:
+        composed = _Composed(tracer, shape)
+        if composed.fits_together():
+            return composed
+    return _Whole(tracer, shape)
 
 
 def _spec(device: Device) -> GpuSpec:
@@ -154,10 +171,10 @@ def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> Non
 class _Whole:
     """A step traced over all devices that have samples, the first one among them."""
 
-    def __init__(self, tracer: Tracer, shape: StepShape, num_devices: int) -> None:
+    def __init__(self, tracer: Tracer, shape: StepShape) -> None:
         self._tracer = tracer
         self._shape = shape
-        self._num_devices = num_devices
+        self._num_devices = len(shape.splits[0])
         alone = shape.arrangement != "balanced"
         active = [index for index, samples in enumerate(shape.splits[0]) if samples]
         self._place = active if alone else sorted({0, *active})
@@ -243,7 +260,9 @@ class _Replica:
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = [event for event in events if isinstance(event, Move) or event.device == 1]
-        self._events = [event for event in self._events if isinstance(event, Work) or 1 in (event.source, event.destination)]
+        self._events = [
+            event for event in self._events if isinstance(event, Work) or 1 in (event.source, event.destination)
+        ]
 
     def work(self, clocks: _Clocks, device: int) -> None:
         while self._events and isinstance(self._events[0], Work):

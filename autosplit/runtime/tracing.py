@@ -6,9 +6,10 @@ tensors are fake where the model allows it: no numbers, no memory, and the same 
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import flop_counter
 
-from autosplit.devices import GpuSpec
+from autosplit.catalog import GpuSpec
 from autosplit.errors import AutosplitError, from_user_code
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.placed import run_placed
 from autosplit.runtime.tracking import Tracker
-from autosplit.trainee import Trainee, fake_mode, kept_rng, training_copy
+from autosplit.trainee import Trainee, fake_mode, kept_rng, mode_of, training_copy
 from autosplit.workload import Workload, modules_of
 
 __all__ = ["Event", "Move", "Trace", "Tracer", "Work", "make_tracer"]
@@ -200,18 +201,25 @@ class Tracer:
     Args:
         workload: What is trained.
         fake: Follow fake tensors; otherwise real ones on the CPU.
+        like_gpu: Run the variants of ops and optimizers that a GPU would run, instead of this processor's.
 
     Attributes:
         trainee: The copy that is traced.
         runs: Steps followed so far.
     """
 
-    def __init__(self, workload: Workload, *, fake: bool) -> None:
+    def __init__(self, workload: Workload, *, fake: bool, like_gpu: bool) -> None:
+        self.workload = workload
         self.fake = fake
+        self.like_gpu = like_gpu
         self.runs = 0
         with kept_rng():
+            # What was built under fake tensors has a mode already, and tensors of two modes do not mix.
             self.trainee: Trainee = training_copy(
-                workload, device=torch.device("cpu"), mode=fake_mode() if fake else None
+                workload,
+                device=torch.device("cpu"),
+                mode=(mode_of(workload) or fake_mode()) if fake else None,
+                gpu_variants=like_gpu,
             )
         self._kept: dict[StepShape, Trace] = {}
         self._has_state = False
@@ -232,11 +240,20 @@ class Tracer:
             self._kept[shape] = self._run(shape)
         return self._kept[shape]
 
+    def assumptions(self) -> tuple[str, ...]:
+        """Return what the workload leaves open and was taken for granted, a sentence each."""
+        if not self.workload.takes_loss_itself:
+            return self.workload.assumptions()
+        with kept_rng(), self.trainee.fake_mode or nullcontext(), torch.no_grad():
+            return self.workload.assumptions(self.trainee.outputs())
+
     def _run(self, shape: StepShape) -> Trace:
         recorder = _Recorder()
         names = [f"device {index}" for index in range(len(shape.splits[0]))]
-        with kept_rng(), _without_onednn():
-            peaks = run_placed(self.trainee, shape, Tracker(names, [None] * len(names), observer=recorder), recorder.mark)
+        with kept_rng(), _without_collector(), _without_onednn() if self.like_gpu else nullcontext():
+            peaks = run_placed(
+                self.trainee, shape, Tracker(names, [None] * len(names), observer=recorder), recorder.mark
+            )
         self.runs += 1
         phases = recorder.finish()
         micros = [tuple(events) for name, events in phases if name == "micro"] or [
@@ -244,6 +261,18 @@ class Tracer:
         ]
         update = tuple(event for name, events in phases if name == "update" for event in events)
         return Trace(peaks, micros[0], micros[-1], update)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the garbage collector out of a trace: when it comes would be chance, and what it frees would be, too."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -257,11 +286,12 @@ def _without_onednn() -> Iterator[None]:
         torch.backends.mkldnn.enabled = enabled
 
 
-def make_tracer(workload: Workload) -> tuple[Tracer, str | None]:
+def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | None]:
     """Make a tracer that follows fake tensors, or real ones where the model can't be faked.
 
     Args:
         workload: What is trained.
+        like_gpu: See `Tracer`.
 
     Returns:
         The tracer, and a sentence that says why it is not fake, or None.
@@ -272,7 +302,7 @@ def make_tracer(workload: Workload) -> tuple[Tracer, str | None]:
     """
     shape = StepShape(((workload.sample_batch_size,),))
     try:
-        tracer = Tracer(workload, fake=True)
+        tracer = Tracer(workload, fake=True, like_gpu=like_gpu)
         tracer.trace(shape)
     except AutosplitError:
         raise
@@ -283,7 +313,7 @@ def make_tracer(workload: Workload) -> tuple[Tracer, str | None]:
     if any(parameter.is_meta for module in _known_modules(workload) for parameter in module.parameters()):
         raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
     try:
-        tracer = Tracer(workload, fake=False)
+        tracer = Tracer(workload, fake=False, like_gpu=like_gpu)
         tracer.trace(shape)
     except AutosplitError:
         raise

@@ -17,7 +17,6 @@ Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import Token
@@ -121,7 +120,6 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
         self._token: Token[Placement | None] | None = None
 
     def __enter__(self) -> Tracker:
-        gc.collect()  # what an earlier step left in cycles would otherwise die, and be missed, in the middle of this one
         self._token = activate_placement(self)
         super().__enter__()
         return self

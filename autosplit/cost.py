@@ -1,0 +1,301 @@
+"""What a step costs, as a function of the split: memory and time models, fitted to measurements. Pure arithmetic.
+
+peak bytes of device 0      fixed + per_share * gpu0_bsz + per_batch * batch_size
+peak bytes of another one   fixed + per_share * share
+seconds of a step           k * (shared + shared_per_sample * N + slowest device) + update
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Ceiling", "MemoryFit", "Region", "StepTime", "TimeCurve", "largest_fitting", "overlapped_seconds"]
+
+
+Role = Literal["primary", "replica", "rank", "eval"]
+"""What a device does: device 0 of BalancedDataParallel, another one of it, a DDP process, a forward without gradients."""
+
+Limit = Literal["memory", "max_batch_size", "time"]
+"""What a ceiling was limited by."""
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The largest number of samples that a device runs in one training step, and how it was found.
+
+    Attributes:
+        device: The device's label.
+        role: What it does in the step.
+        batch_size: The ceiling; 0 where not even one sample fits.
+        limited_by: ``"memory"``; ``"max_batch_size"``, where no more was looked for; ``"time"``, where a larger batch
+            would bring no more throughput or take too long.
+        fixed_bytes: Held at any batch, by the line through the points near the ceiling.
+        bytes_per_sample: Added by each sample, by the same line.
+        peak_bytes: The most it held at the ceiling.
+        capacity_bytes: What it may hold.
+        steps: Real training steps that were run to find it.
+        ooms: How many of them ran out of memory.
+        confirmed: A real step ran at this very size. Never for simulated cards.
+    """
+
+    device: str
+    role: Role
+    batch_size: int
+    limited_by: Limit
+    fixed_bytes: int
+    bytes_per_sample: int
+    peak_bytes: int
+    capacity_bytes: int
+    steps: int = 0
+    ooms: int = 0
+    confirmed: bool = False
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What is left of the capacity at the ceiling."""
+        return self.capacity_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """A device's peak as a plane over its share and the whole batch.
+
+    Attributes:
+        fixed_bytes: Held at any batch: parameters, gradients, optimizer state.
+        bytes_per_share: Added by each sample of the device's own share.
+        bytes_per_batch: Added by each sample of the whole batch: the outputs that device 0 gathers.
+    """
+
+    fixed_bytes: float
+    bytes_per_share: float
+    bytes_per_batch: float = 0.0
+
+    def peak_bytes(self, share: int, batch_size: int) -> float:
+        """Return the predicted peak: ``fixed + per_share * share + per_batch * batch_size``."""
+        return self.fixed_bytes + self.bytes_per_share * share + self.bytes_per_batch * batch_size
+
+    @classmethod
+    def through(
+        cls, base: tuple[int, int, int], more_share: tuple[int, int, int], more_batch: tuple[int, int, int]
+    ) -> MemoryFit:
+        """Fit three points ``(share, batch_size, peak_bytes)``.
+
+        Args:
+            base: Any point.
+            more_share: A larger share, and by as much a larger batch.
+            more_batch: The base's share of a larger batch.
+        """
+        (s0, n0, y0), (s1, n1, y1), (s2, n2, y2) = base, more_share, more_batch
+        assert s2 == s0 and n2 > n0 and s1 > s0 and n1 - n0 == s1 - s0, (base, more_share, more_batch)
+        per_batch = max(0.0, (y2 - y0) / (n2 - n0))
+        per_share = max(0.0, (y1 - y0) / (s1 - s0) - per_batch)
+        return cls(y0 - per_share * s0 - per_batch * n0, per_share, per_batch)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Which splits fit: the bounds of the search.
+
+    Attributes:
+        primary: Memory of device 0.
+        primary_capacity_bytes: What device 0 may hold.
+        primary_ceiling: Its ceiling when it is alone, with a batch of its own share only.
+        replica_ceilings: Ceilings of the other devices; none for a single device.
+        max_batch_size: No batch may be larger.
+    """
+
+    primary: MemoryFit
+    primary_capacity_bytes: int
+    primary_ceiling: int
+    replica_ceilings: tuple[int, ...]
+    max_batch_size: int
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest batch that some split of it fits."""
+        low, high = 0, min(self.max_batch_size, self.primary_ceiling + sum(self.replica_ceilings))
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.gpu0_bounds(middle) is not None else (low, middle - 1)
+        return low
+
+    def gpu0_bounds(self, batch_size: int) -> tuple[int, int] | None:
+        """Return the least and the most that device 0 may take of a batch; None where no split of it fits."""
+        least = max(0, batch_size - sum(self.replica_ceilings))
+        most = min(batch_size, self.primary_most(batch_size))
+        return (least, most) if least <= most and batch_size <= self.max_batch_size else None
+
+    def primary_most(self, batch_size: int) -> int:
+        """Return the most that device 0 may take of a batch, going by its memory; -1 where it may not even gather it."""
+        if not self.replica_ceilings:
+            return self.primary_ceiling
+        left = self.primary_capacity_bytes - self.primary.peak_bytes(0, batch_size)
+        if left < 0:
+            # The plane has no say about a batch that device 0 runs by itself, without replicas.
+            return self.primary_ceiling if batch_size <= self.primary_ceiling else -1
+        if self.primary.bytes_per_share <= 0:
+            return self.primary_ceiling
+        return min(self.primary_ceiling, int(left / self.primary.bytes_per_share))
+
+
+@dataclass(frozen=True)
+class TimeCurve:
+    """Seconds of one micro-step on one device against its samples: the measured points, and lines between them.
+
+    Attributes:
+        points: ``(samples, seconds)``, samples ascending, at least one.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, measured: Sequence[tuple[int, float]]) -> TimeCurve:
+        """Make a curve of measured points; one that is faster than a smaller batch is noise, and raised to it."""
+        points: list[tuple[int, float]] = []
+        for samples, seconds in sorted(measured):
+            points.append((samples, max(seconds, points[-1][1]) if points else seconds))
+        assert points, "a curve has at least one point"
+        return cls(tuple(points))
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """The slope at the far end."""
+        if len(self.points) < 2:
+            return self.points[0][1] / self.points[0][0]
+        (n0, t0), (n1, t1) = self.points[-2:]
+        return (t1 - t0) / (n1 - n0)
+
+    def __call__(self, samples: int) -> float:
+        """Return the seconds of a micro-step; none for no samples."""
+        if samples == 0:
+            return 0.0
+        sizes = [n for n, _ in self.points]
+        after = bisect.bisect_left(sizes, samples)
+        if after == len(sizes):
+            return self.points[-1][1] + self.seconds_per_sample * (samples - sizes[-1])
+        if sizes[after] == samples or after == 0:
+            # Below the smallest measured size a step is bound by what does not shrink with the batch.
+            return self.points[after][1]
+        (n0, t0), (n1, t1) = self.points[after - 1], self.points[after]
+        return t0 + (t1 - t0) * (samples - n0) / (n1 - n0)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a BalancedDataParallel step.
+
+    Attributes:
+        curves: For each device, its time on its share.
+        shared_s: Added by each micro-step at any size: parameters broadcast, gradients reduced.
+        shared_s_per_sample: Added by each sample of the batch: scatter, gather, the loss over gathered outputs.
+        update_s: The optimizer, once a step.
+        adds_up: The devices share one processor, so that their times add.
+    """
+
+    curves: tuple[TimeCurve, ...]
+    shared_s: float
+    shared_s_per_sample: float
+    update_s: float
+    adds_up: bool
+
+    def micro_seconds(self, split: Sequence[int]) -> float:
+        """Return ``shared + shared_per_sample * N + max_i t_i(n_i)`` (the sum where the times add)."""
+        times = [curve(samples) for curve, samples in zip(self.curves, split, strict=True)]
+        return self.overhead_seconds(split) + (sum(times) if self.adds_up else max(times))
+
+    def overhead_seconds(self, split: Sequence[int]) -> float:
+        """Return what a micro-step adds to the devices' own times; nothing where device 0 is alone."""
+        if not any(split[1:]):
+            return 0.0
+        return self.shared_s + self.shared_s_per_sample * sum(split)
+
+    def seconds(self, splits: Sequence[Sequence[int]]) -> float:
+        """Return the time of an optimizer step of these micro-steps."""
+        return sum(self.micro_seconds(split) for split in splits) + self.update_s
+
+    def with_overhead(self, measured: Sequence[tuple[Sequence[int], float]]) -> StepTime:
+        """Fit the shared time to measured micro-steps.
+
+        Args:
+            measured: One or two ``(split, seconds)``, of different batch sizes where there are two.
+        """
+        bare = StepTime(self.curves, 0.0, 0.0, self.update_s, self.adds_up)
+        left = [(sum(split), max(0.0, seconds - bare.micro_seconds(split))) for split, seconds in measured]
+        (n0, t0), (n1, t1) = min(left), max(left)
+        slope = max(0.0, (t1 - t0) / (n1 - n0)) if n1 > n0 else 0.0
+        return StepTime(self.curves, max(0.0, t0 - slope * n0), slope, self.update_s, self.adds_up)
+
+
+def overlapped_seconds(
+    compute_s: Sequence[float], all_reduce_s: float, update_s: float, last_backward_s: float
+) -> float:
+    """Return the time of a DDP step: the slowest rank, what its last backward does not hide of the all-reduce, the update.
+
+    DDP reduces a bucket as soon as its gradients are there, so all but the first bucket's wait lies behind the
+    backward (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
+
+    Args:
+        compute_s: For each rank, the time of all its micro-steps.
+        all_reduce_s: The all-reduce alone.
+        update_s: The optimizer.
+        last_backward_s: The backward of the last micro-step, behind which the all-reduce hides.
+    """
+    return max(compute_s) + max(0.0, all_reduce_s - last_backward_s) + update_s
+
+
+def largest_fitting(
+    peak_bytes: Callable[[int], float], capacity_bytes: float, *, least: int, most: int, start: int, max_calls: int = 24
+) -> int:
+    """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n, in few calls.
+
+    The line through the two nearest known points says where to look next; the interval that is left is halved
+    where the line does not shrink it.
+
+    Args:
+        peak_bytes: Bytes at n samples.
+        capacity_bytes: What fits.
+        least: Known or assumed to fit; returned where nothing larger does.
+        most: Nothing larger is looked at.
+        start: A size to begin with.
+        max_calls: After this many looks the largest size that was seen to fit is returned.
+
+    Returns:
+        The largest n seen to fit; exact unless `max_calls` ended it.
+    """
+    if most <= least:
+        return least
+    known: dict[int, float] = {}
+
+    def look(n: int) -> bool:
+        known[n] = peak_bytes(n)
+        return known[n] <= capacity_bytes
+
+    low, high = least, most + 1  # low fits; high does not
+    n = min(max(start, least + 1), most)
+    for _ in range(max_calls):
+        low, high = (n, high) if look(n) else (low, n)
+        if high - low <= 1:
+            break
+        n = _next_size(known, capacity_bytes, low, high)
+    return low
+
+
+def _next_size(known: dict[int, float], capacity_bytes: float, low: int, high: int) -> int:
+    """Choose where to look between a size that fits and one that does not."""
+    if len(known) == 1:
+        n = next(iter(known))
+        return min(max(low + 1, 2 * n if n == low else n // 2), high - 1)
+    # The two known sizes nearest to the capacity, for the slope there.
+    (n0, y0), (n1, y1) = sorted(sorted(known.items(), key=lambda item: abs(item[1] - capacity_bytes))[:2])
+    slope = (y1 - y0) / (n1 - n0)
+    if slope <= 0:
+        return (low + high) // 2
+    aim = math.floor(n1 + (capacity_bytes - y1) / slope)
+    if low < aim < high:
+        return aim
+    # The line says that `low` is the answer already (look right above it), or that the answer is beyond what failed.
+    return low + 1 if aim <= low else high - 1

@@ -1,0 +1,237 @@
+"""What a Python value is, as plain JSON that is the same in every process: for telling workloads apart.
+
+Tensors count by shape and dtype, never by their numbers; functions and classes by their compiled code and by what that
+code refers to; modules by their classes, parameters and plain attributes. A description that differs needlessly costs
+a search; one that is the same for two workloads gives a wrong plan. So what may matter is in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import sys
+import sysconfig
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from types import CodeType, ModuleType
+from typing import Any
+
+__all__ = ["Describer", "digest_of", "qualified_name", "shape_of"]
+
+_DEPTH = 16
+_VALUES = 20_000  # in all, so that a function beside a large data set is described at once
+_ITEMS = 256  # of a container; its length counts in full
+_CHARACTERS = 1000  # of a text; its length counts in full
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def digest_of(plain: object) -> str:
+    """Return 32 hexadecimal digits for a value made of dicts, lists, numbers and texts; key order does not count."""
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
+
+
+def qualified_name(kind: Any) -> str:
+    """Return the name of a function or class: with its module where that is installed, without for the user's own.
+
+    A user's file is ``__main__`` when it is run and has another name when it is imported.
+    """
+    module, name = getattr(kind, "__module__", None), getattr(kind, "__qualname__", None) or type(kind).__qualname__
+    return f"{module}.{name}" if isinstance(module, str) and _is_installed(module) else str(name)
+
+
+def _is_installed(module: str) -> bool:
+    """Tell Python's own modules and installed packages from the user's files."""
+    root = module.partition(".")[0]
+    if root == "torch" or root in sys.stdlib_module_names:
+        return root != "__main__"
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return isinstance(path, str) and path.startswith(_INSTALLED)
+
+
+def shape_of(tensor: Any) -> str | None:
+    """Return dtype and shape of a tensor or an array, such as ``"torch.float32(3, 4)"``; None for anything else."""
+    try:
+        shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
+    except RuntimeError:  # torch's lazy parameters have none yet
+        return "lazy"
+    if dtype is None or not isinstance(shape, tuple):
+        return None
+    return f"{dtype}({', '.join(map(str, shape))})"
+
+
+class Describer:
+    """Describes values as plain JSON; use one for each value, since it numbers what it has seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, Any]] = {}
+        self._left = _VALUES
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        """Return the description of any value.
+
+        Args:
+            value: A number, a text, a tensor, a nesting of them, a function, a class, a module, or anything else.
+            depth: How deep it lies; beyond 16 levels, or after 20,000 values, only the
+                type counts.
+        """
+        self._left -= 1
+        if value is None or isinstance(value, (bool, int)):
+            return value
+        if isinstance(value, float):
+            return repr(value)  # also of a NaN, which JSON has not
+        if isinstance(value, (str, bytes)):
+            return [len(value), repr(value[:_CHARACTERS])]
+        shape = None if isinstance(value, type) else shape_of(value)
+        if shape is not None:
+            return shape
+        if depth >= _DEPTH or self._left <= 0:
+            return qualified_name(type(value))
+        if id(value) in self._seen:
+            return f"#{self._seen[id(value)][0]}"
+        self._seen[id(value)] = (len(self._seen), value)  # kept alive, so that its id is not given away
+        return self._compound(value, depth + 1)
+
+    def _compound(self, value: Any, depth: int) -> Any:
+        if callable(getattr(value, "named_modules", None)) and not isinstance(value, type):
+            return self._module(value, depth)
+        if isinstance(value, (tuple, list)):
+            return [qualified_name(type(value)), len(value), *(self.of(item, depth) for item in value[:_ITEMS])]
+        if isinstance(value, (set, frozenset)):
+            return [qualified_name(type(value)), len(value)]
+        if isinstance(value, (Mapping, UserDict)):
+            pairs = [[str(key), self.of(item, depth)] for key, item in list(value.items())[:_ITEMS]]
+            return [qualified_name(type(value)), len(value), pairs]
+        if isinstance(value, functools.partial):
+            return ["partial", *(self.of(part, depth) for part in (value.func, value.args, value.keywords))]
+        if isinstance(value, type):
+            return self._class(value, depth)
+        if isinstance(getattr(value, "__code__", None), CodeType):
+            return self._function(value, depth)
+        return self._object(value, depth)
+
+    def _object(self, value: Any, depth: int) -> Any:
+        """Describe an instance by its class and fields; a bound method by its function and its instance."""
+        name = qualified_name(type(value))
+        method = getattr(value, "__func__", None)
+        if method is not None:
+            return [name, self.of(method, depth), self.of(value.__self__, depth)]
+        if is_dataclass(value):
+            return [name, {field.name: self.of(getattr(value, field.name, None), depth) for field in fields(value)}]
+        if isinstance(value, ModuleType):
+            return value.__name__
+        named = [str(value)] if type(value).__module__ == "torch" else []  # a dtype, a device, a layout
+        return [name, *named, qualified_name(value), self.of(type(value), depth), _plain_attributes(value)]
+
+    # Code
+
+    def _function(self, function: Any, depth: int) -> Any:
+        code = function.__code__
+        described = [
+            qualified_name(function),
+            _code(code),
+            self.of(function.__defaults__, depth),
+            self.of(function.__kwdefaults__, depth),
+            [self.of(item, depth) for item in _cells(function)],
+        ]
+        if _is_installed(str(function.__module__)):
+            return described
+        known = {name: function.__globals__[name] for name in sorted(_names(code)) if name in function.__globals__}
+        return [*described, {name: self.of(item, depth) for name, item in known.items()}]
+
+    def _class(self, kind: type, depth: int) -> Any:
+        """Describe a class by the code of its own methods and of the user's classes that it inherits from."""
+        name = qualified_name(kind)
+        if _is_installed(kind.__module__):
+            return name
+        members = {}
+        for key, member in sorted(vars(kind).items()):
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            if isinstance(getattr(function, "__code__", None), CodeType):
+                members[key] = self.of(function, depth)
+            elif not key.startswith("__") and isinstance(member, (bool, int, float, str)):
+                members[key] = self.of(member, depth)
+        return [name, members, [self.of(base, depth) for base in kind.__bases__]]
+
+    # Modules
+
+    def _module(self, module: Any, depth: int) -> Any:
+        return [self.tree(module, depth), tensors_in(module), text_of(module)]
+
+    def tree(self, module: Any, depth: int = 0) -> list[Any]:
+        """Return each module of a model with its class and plain attributes.
+
+        Args:
+            module: The model.
+            depth: How deep it lies.
+        """
+        lines: list[Any] = []
+        for name, part in module.named_modules():
+            self._seen.setdefault(id(part), (len(self._seen), part))
+            lines.append([name, qualified_name(type(part)), self.of(type(part), depth + 1), _plain_attributes(part)])
+            config = getattr(part, "config", None)  # where models of the Hugging Face kind keep what they are
+            if config is not None:
+                lines.append(_plain_attributes(config))
+        return lines
+
+
+def tensors_in(module: Any) -> list[Any]:
+    """Return name, dtype and shape of each parameter and buffer of a model, and whether it is trained."""
+    parameters = [[name, shape_of(tensor), bool(tensor.requires_grad)] for name, tensor in module.named_parameters()]
+    return [*parameters, *([name, shape_of(tensor)] for name, tensor in module.named_buffers())]
+
+
+def text_of(module: Any) -> str:
+    """Return the `repr` of a model without addresses in memory; the class alone where the model's own code fails."""
+    try:
+        return _ADDRESS.sub("0x", repr(module))
+    except Exception:  # noqa: BLE001 (a user's extra_repr may raise anything, and a report must not fail for it)
+        return qualified_name(type(module))
+
+
+def _plain_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes that are numbers, switches or texts; `training` is set by whoever runs the model."""
+    try:
+        attributes = dict(vars(value))
+    except TypeError:  # no __dict__
+        return {}
+    describer = Describer()
+    return {
+        str(name): describer.of(item)
+        for name, item in attributes.items()
+        if isinstance(item, (bool, int, float, str)) and name != "training"
+    }
+
+
+def _code(code: CodeType) -> str:
+    """Return a digest of compiled code, without where it stands."""
+    parts = [code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_argcount]
+    return digest_of([*parts, *(_constant(constant) for constant in code.co_consts)])
+
+
+def _constant(constant: Any) -> str:
+    if isinstance(constant, CodeType):
+        return _code(constant)
+    if isinstance(constant, frozenset):  # its order changes from process to process
+        return str(sorted(map(_constant, constant)))
+    if isinstance(constant, tuple):
+        return str([_constant(item) for item in constant])
+    return repr(constant)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that code and the functions in it look up."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _cells(function: Any) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            yield None

@@ -1,0 +1,376 @@
+"""The answer: plain values, JSON in and out, and the ways down to the wrappers that use them."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from autosplit.cost import Ceiling
+from autosplit.errors import DeviceError, PlanError
+from autosplit.space import Trial
+from autosplit.split import accumulation_steps
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autosplit.balanced import BalancedDataParallel
+    from autosplit.runtime.tracking import Tracker
+    from autosplit.schedule import OptimizerStep, ScheduledBatchSampler
+
+__all__ = ["SCHEMA_VERSION", "DdpPlan", "Plan", "PlanDevice", "RankSettings"]
+
+SCHEMA_VERSION = 1
+"""Of the JSON; a file of another version is refused."""
+
+
+@dataclass(frozen=True)
+class PlanDevice:
+    """A device of the plan.
+
+    Attributes:
+        label: ``"cuda:0"``, ``"cpu:1"``, ``"sim:2"``.
+        kind: ``"cuda"``, ``"cpu"`` or ``"sim"``.
+        index: Its position among the devices for cpu and sim, its logical CUDA index for cuda.
+        name: What the maker calls it.
+        memory_bytes: What it has, or its budget.
+        capacity_bytes: What the plan may use: memory less the reserve.
+        budgeted: Whether the capacity is enforced by the tracker.
+        share: Samples per forward: its entry of the split.
+        peak_bytes: The most it holds in a step of the plan; predicted for simulated cards.
+        busy_s: Time it computes in a full micro-step, by its fitted curve.
+        ceiling: The largest share it runs, and how that was found.
+        uuid: Of a GPU; None for others.
+        driver: Its driver's version; None for others.
+    """
+
+    label: str
+    kind: Literal["cuda", "cpu", "sim"]
+    index: int
+    name: str
+    memory_bytes: int
+    capacity_bytes: int
+    budgeted: bool
+    share: int
+    peak_bytes: int
+    busy_s: float
+    ceiling: Ceiling
+    uuid: str | None = None
+    driver: str | None = None
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What one DDP rank loads for itself.
+
+    Attributes:
+        rank: Its number.
+        device: The device's label.
+        batch_size: Samples per forward on this rank.
+        accumulation_steps: Forwards per optimizer step, equal on all ranks.
+        ceiling: The largest batch this rank runs.
+        peak_bytes: The most the rank holds at its batch size, as predicted.
+    """
+
+    rank: int
+    device: str
+    batch_size: int
+    accumulation_steps: int
+    ceiling: Ceiling
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class DdpPlan:
+    """The answer for DistributedDataParallel: solved from the same measurements, not measured as a whole.
+
+    Attributes:
+        ranks: One for each device; empty where some device can't hold a rank, which `reason` says.
+        samples_per_s: Predicted throughput of whole optimizer steps.
+        reason: Why there are no ranks; None where there are.
+    """
+
+    ranks: tuple[RankSettings, ...]
+    samples_per_s: float
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of the batch goes on which device, how big it may be, and how many accumulation steps.
+
+    Attributes:
+        split: Samples per device in one forward.
+        gpu0_bsz: `split[0]`.
+        batch_size: `sum(split)`.
+        accumulation_steps: Forwards per optimizer step.
+        effective_batch_size: Samples per optimizer step, as asked for; the last micro-step is smaller where
+            `batch_size` does not divide it.
+        samples_per_s: Throughput of whole optimizer steps, measured (or simulated).
+        even_samples_per_s: That of the same batch split evenly; None where it does not fit, was not run, or would
+            say nothing (one device, or devices that share a processor).
+        ceilings: Samples per device that still fit, all at once: a split within them fits.
+        devices: The devices, with what the plan does to each.
+        trials: What the search tried.
+        checks: What splitting changes about the training; empty where it was not checked.
+        ddp: The answer for DistributedDataParallel.
+        precision: Of the workload.
+        batch_dim: The batch dimension.
+        loss_reduction: Of the workload: how scalar outputs of the replicas are combined.
+        simulated: The devices are not there: the plan can't be used on this machine, only read.
+        complete: False where the search was interrupted and this is the best so far.
+        machine: The kind of machine it holds for.
+        workload: The fingerprint of the workload it holds for.
+        notes: What was assumed or could not be done, a sentence each.
+        real_steps: Training steps that were run to find it.
+        real_ooms: How many of them ran out of memory.
+        schema_version: Of the JSON.
+    """
+
+    split: tuple[int, ...]
+    gpu0_bsz: int
+    batch_size: int
+    accumulation_steps: int
+    effective_batch_size: int
+    samples_per_s: float
+    even_samples_per_s: float | None
+    ceilings: tuple[int, ...]
+    devices: tuple[PlanDevice, ...]
+    trials: tuple[Trial, ...]
+    ddp: DdpPlan
+    precision: str
+    simulated: bool
+    checks: tuple[str, ...] = ()
+    batch_dim: int = 0
+    loss_reduction: str = "mean"
+    complete: bool = True
+    machine: dict[str, Any] = field(default_factory=dict)
+    workload: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    real_steps: int = 0
+    real_ooms: int = 0
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        self._require(bool(self.split) and min(self.split) >= 0 and sum(self.split) > 0, "split", "shares of 0 or more")
+        self._require(self.gpu0_bsz == self.split[0], "gpu0_bsz", f"split[0], {self.split[0]}")
+        self._require(self.batch_size == sum(self.split), "batch_size", f"the split's sum, {sum(self.split)}")
+        self._require(self.effective_batch_size >= 1, "effective_batch_size", "1 or more")
+        steps = accumulation_steps(self.effective_batch_size, self.batch_size)
+        self._require(self.accumulation_steps == steps, "accumulation_steps", f"ceil(effective / batch), {steps}")
+        self._require(len(self.devices) == len(self.split), "devices", f"one for each of {len(self.split)} shares")
+        self._require(len(self.ceilings) == len(self.split), "ceilings", f"one for each of {len(self.split)} shares")
+        within = all(share <= ceiling for share, ceiling in zip(self.split, self.ceilings, strict=False))
+        self._require(within, "split", f"shares within the ceilings {self.ceilings}")
+        self._require(self.samples_per_s > 0, "samples_per_s", "more than 0")
+        simulated = any(device.kind == "sim" for device in self.devices)
+        self._require(self.simulated == simulated, "simulated", f"{simulated}, as its devices are")
+        self._require(self.loss_reduction in ("mean", "sum"), "loss_reduction", "'mean' or 'sum'")
+        ranks = [settings.rank for settings in self.ddp.ranks]
+        self._require(ranks in ([], list(range(len(self.split)))), "ddp", "a rank for each device in order, or none")
+        unfit = _unfit_number(self)
+        if unfit is not None:
+            raise PlanError(f"{unfit}; expected a finite number of 0 or more; tune again")
+        self._require(self.schema_version == SCHEMA_VERSION, "schema_version", str(SCHEMA_VERSION))
+
+    def _require(self, holds: bool, name: str, expected: str) -> None:
+        if not holds:
+            raise PlanError(f"{name} is {getattr(self, name)!r:.200}; expected {expected}; tune again")
+
+    # JSON
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain dicts, lists, numbers and strings, keyed by the attributes' names."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
+
+    def to_json(self) -> str:
+        """Return the plan as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, by atomic replacement.
+
+        Args:
+                path: The file; its folder is made where it is missing.
+
+        Raises:
+            PlanError: It can't be written there.
+        """
+        target = Path(path)
+        # Not by `tempfile`, which makes files that only their owner reads: plans are handed to others.
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_text(self.to_json() + "\n", encoding="utf-8")
+                temporary.replace(target)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise PlanError(
+                f"the plan can't be written to {target} ({error.strerror or error}); expected a file that may be "
+                "written; choose another path"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Args:
+            path: The file.
+
+        Raises:
+            PlanError: There is none, or it is not a plan that this version can read.
+        """
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise PlanError(
+                f"the plan {os.fspath(path)} can't be read ({error.strerror}); expected a file that Plan.save wrote; "
+                "check the path"
+            ) from error
+        return cls.from_json(text, source=os.fspath(path))
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str = "the text") -> Plan:
+        """Read a plan from JSON, as hostile input: types, ranges and sums are checked.
+
+        Args:
+            text: The JSON.
+            source: What to call it in an error.
+
+        Raises:
+            PlanError: It is not a plan that this version can read.
+        """
+        try:
+            version = msgspec.json.decode(text, type=_Versioned).schema_version
+            if version != SCHEMA_VERSION:
+                raise PlanError(
+                    f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version"
+                )
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise PlanError(
+                f"{source} is not a plan ({error}); expected one that Plan.save wrote; tune again"
+            ) from None
+
+    # Down to the wrappers
+
+    def wrap(self, model: nn.Module) -> BalancedDataParallel:
+        """Wrap a model so that each device gets its share.
+
+        Args:
+            model: It is moved to the first device.
+
+        Returns:
+            The wrapper; `wrapper.module` is the model.
+
+        Raises:
+            DeviceError: The plan is for simulated cards.
+        """
+        from autosplit.balanced import BalancedDataParallel
+
+        self._refuse_simulated("wrap a model")
+        ids: list[Any] = [device.index if device.kind == "cuda" else "cpu" for device in self.devices]
+        if self.devices[0].kind == "cuda":
+            model = model.to(f"cuda:{self.devices[0].index}")
+        return BalancedDataParallel(
+            self.gpu0_bsz,
+            model,
+            ids,
+            dim=self.batch_dim,
+            split=self.split,
+            ceilings=self.ceilings,
+            reduce="sum" if self.loss_reduction == "sum" else "samples",
+        )
+
+    def batch_sampler(self, num_samples: int, *, shuffle: bool = False, seed: int = 0) -> ScheduledBatchSampler:
+        """Return a batch sampler that hands out the plan's micro-batches, `effective_batch_size` samples a step.
+
+        Args:
+            num_samples: Length of the data set.
+            shuffle: Draw in a new order each epoch (`set_epoch`).
+            seed: Of that order.
+        """
+        from autosplit.schedule import ScheduledBatchSampler
+
+        return ScheduledBatchSampler(
+            num_samples, self.batch_size, self.effective_batch_size, shuffle=shuffle, seed=seed
+        )
+
+    def steps(self, loader: Iterable[Any], *, count: Callable[[Any], int] | None = None) -> Iterator[OptimizerStep]:
+        """Cut a loader into optimizer steps, each an iterable of its micro-batches.
+
+            for step in plan.steps(loader):
+                for inputs, targets in step:
+                    step.backward(loss_fn(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Args:
+            loader: A DataLoader with the plan's `batch_sampler`, or any iterable of batches.
+            count: ``count(batch) -> int``: what the loss is a mean over, where that is not samples.
+        """
+        from autosplit.schedule import steps
+
+        return steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size, count=count)
+
+    @contextmanager
+    def budgets(self) -> Iterator[Tracker]:
+        """Enforce the budgets of the plan's `cpu` devices around training of one's own with the wrapped model.
+
+        Yields:
+            The tracker, with `live_bytes` and `peak_bytes` per device.
+
+        Raises:
+            DeviceError: The plan's devices have no budgets.
+            OutOfMemoryError: From the op whose output no longer fits; it names the device.
+        """
+        from autosplit.runtime.placed import adopting_optimizers
+        from autosplit.runtime.tracking import Tracker
+
+        if not all(device.kind == "cpu" and device.budgeted for device in self.devices):
+            raise DeviceError(
+                f"the plan's devices are {', '.join(device.label for device in self.devices)}; expected cpu devices "
+                "with budgets; tune with devices='cpu:2GiB,cpu:1GiB'"
+            )
+        tracker = Tracker([device.label for device in self.devices], [device.capacity_bytes for device in self.devices])
+        with tracker, adopting_optimizers(tracker):
+            yield tracker
+
+    def _refuse_simulated(self, what: str) -> None:
+        if self.simulated:
+            names = ", ".join(sorted({device.name for device in self.devices}))
+            raise DeviceError(
+                f"the plan is for simulated cards ({names}); expected real devices to {what}; "
+                "tune on the machine that has them"
+            )
+
+
+@dataclass(frozen=True)
+class _Versioned:
+    """The one key that every version of the JSON has."""
+
+    schema_version: int
+
+
+def _unfit_number(value: object, name: str = "the plan") -> str | None:
+    """Name the first number in a value of this module that is negative or not finite; None where all are right."""
+    if is_dataclass(value):
+        # A line through two points may meet zero samples anywhere, so `fixed_bytes` may be below 0.
+        parts = [(getattr(value, part.name), part.name) for part in fields(value) if part.name != "fixed_bytes"]
+    elif isinstance(value, tuple):
+        parts = [(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    else:
+        wrong = isinstance(value, (int, float)) and not 0 <= value < math.inf
+        return f"{name} is {value!r}" if wrong else None
+    return next((said for said in (_unfit_number(item, called) for item, called in parts) if said is not None), None)

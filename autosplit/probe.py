@@ -1,0 +1,427 @@
+"""How many samples each device holds, and how long it takes over them: the only module that may provoke an OOM.
+
+A ceiling is predicted from traces, checked with two small real steps, and confirmed by running the very size; on
+simulated cards the trace is the truth. Nobody doubles until something breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from autosplit.cost import Ceiling, Limit, MemoryFit, Role, TimeCurve, largest_fitting
+from autosplit.devices import size_text
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.runtime.measurement import Measurement, Runtime, StepShape
+from autosplit.runtime.simulated import traced_peaks
+from autosplit.runtime.tracing import Tracer
+from autosplit.split import proportional_split
+
+__all__ = ["Prober"]
+
+SLOPE_TOLERANCE = 0.01
+"""A traced slope that is off the real one by more is not trusted."""
+
+MAX_CONFIRMATIONS = 8
+"""Real steps at or near the ceiling, at most; the largest that ran is the answer then."""
+
+KNEE_GAIN = 0.03
+"""On a plain CPU a doubled batch that gains less throughput is the last one tried."""
+
+LONGEST_STEP_S = 2.0
+"""On a plain CPU no larger batch is tried once a step takes longer."""
+
+
+@dataclass
+class Counts:
+    """Real steps so far, and how many ran out of memory."""
+
+    steps: int = 0
+    ooms: int = 0
+
+
+@dataclass
+class Prober:
+    """Finds ceilings and times of one workload on one runtime.
+
+    Attributes:
+        runtime: Where steps run.
+        tracer: Predicts their memory.
+        max_batch_size: Nothing larger is looked at.
+        counts: Real steps and OOMs so far.
+        report: Told what is being done, in a few words.
+    """
+
+    runtime: Runtime
+    tracer: Tracer
+    max_batch_size: int
+    report: Callable[[str], None] = lambda message: None
+    counts: Counts = field(default_factory=Counts)
+    _traced: dict[StepShape, tuple[int, ...]] = field(default_factory=dict)
+    _measured: dict[StepShape, Measurement] = field(default_factory=dict)
+
+    def least_batch(self) -> int:
+        """Return the smallest share that a device can train on: 2 where a BatchNorm sees one value per sample, else 1."""
+        try:
+            self.traced(StepShape(((1,),)))
+        except ValueError as error:
+            # torch nn/functional.py, _verify_batch_size.
+            if "Expected more than 1 value per channel" not in str(error):
+                raise
+            return 2
+        return 1
+
+    def ceiling(self, index: int, role: Role, *, elsewhere: tuple[int, ...] = (), accumulates: bool = False) -> Ceiling:
+        """Find the ceiling of one device in one role.
+
+        Args:
+            index: The device's position.
+            role: What it does; ``primary`` is device 0's alone.
+            elsewhere: For ``primary``, the samples of the other devices at the same time; default none.
+            accumulates: Several micro-steps make a step, so that gradients are held all through the second.
+
+        Returns:
+            The ceiling; 0 where not even one sample fits.
+        """
+        self.report(f"{self.runtime.devices[index].label}: ceiling as {role}")
+        shape_of = self._shapes(index, role, elsewhere, accumulates)
+        capacity_bytes = self.runtime.capacities_bytes[index]
+        before = Counts(self.counts.steps, self.counts.ooms)
+
+        def predicted(n: int) -> float:
+            return self.traced(shape_of(n))[index]
+
+        start = min(self.tracer.workload.sample_batch_size, self.max_batch_size)
+        batch_size = largest_fitting(predicted, capacity_bytes, least=0, most=self.max_batch_size, start=start)
+        confirmed = False
+        if not self.runtime.simulated and batch_size > 0:
+            batch_size, peak_bytes = self._confirmed(index, shape_of, predicted, batch_size)
+            confirmed = batch_size > 0
+        peak_bytes = peak_bytes if confirmed else int(predicted(batch_size)) if batch_size else 0
+        fixed_bytes, bytes_per_sample = self._line(predicted, batch_size)
+        return Ceiling(
+            device=self.runtime.devices[index].label,
+            role=role,
+            batch_size=batch_size,
+            limited_by="max_batch_size" if batch_size >= self.max_batch_size else "memory",
+            fixed_bytes=fixed_bytes,
+            bytes_per_sample=bytes_per_sample,
+            peak_bytes=peak_bytes,
+            capacity_bytes=capacity_bytes,
+            steps=self.counts.steps - before.steps,
+            ooms=self.counts.ooms - before.ooms,
+            confirmed=confirmed,
+        )
+
+    def traced(self, shape: StepShape) -> tuple[int, ...]:
+        """Predict each device's peak in a step, in bytes."""
+        if shape not in self._traced:
+            self._traced[shape] = traced_peaks(self.tracer, shape)
+        return self._traced[shape]
+
+    def primary_fit(self, near: int, *, accumulates: bool) -> MemoryFit:
+        """Fit device 0's peak over its own share and the whole batch, with replicas beside it.
+
+        Args:
+            near: A size at which the plane should be right: a kernel's memory may bend at small ones.
+            accumulates: See `ceiling`.
+        """
+        near = max(2, near)
+        half = max(1, near // 2)
+
+        def point(share: int, batch_size: int) -> tuple[int, int, int]:
+            peaks = self.traced(_balanced((share, batch_size - share), accumulates))
+            return share, batch_size, peaks[0]
+
+        return MemoryFit.through(point(half, near), point(near, near + near - half), point(half, 2 * near))
+
+    def curve(self, index: int, ceiling: int, *, role: Role, budget_s: float) -> TimeCurve:
+        """Time one device alone on a few sizes up to a ceiling.
+
+        Args:
+            index: The device's position.
+            ceiling: The largest size, at least 1.
+            role: ``"rank"``, or ``"replica"`` for a device that holds no more than that; its copies count then.
+            budget_s: For each size.
+
+        Returns:
+            Seconds of a micro-step against samples.
+        """
+        least = min(self.least_batch(), ceiling)
+        points = []
+        for n in sorted({max(least, ceiling // 2**halvings) for halvings in range(5)}):
+            self.report(f"{self.runtime.devices[index].label}: time of {n} samples")
+            points.append((n, self.micro_seconds(self._shapes(index, role, (), False)(n), budget_s=budget_s)))
+        return TimeCurve.of(points)
+
+    def update_seconds(self) -> float:
+        """Return the optimizer's time, by the steps that were timed already: it is the same at any batch."""
+        return min((measured.update_s for measured in self._measured.values()), default=0.0)
+
+    def untraced_bytes(self, ceiling: Ceiling) -> int:
+        """Return what a confirmed step on device 0 held beyond its trace; 0 for a ceiling that was not run."""
+        if not ceiling.confirmed or not ceiling.batch_size:
+            return 0
+        shape = self._shapes(0, "primary", (), False)(ceiling.batch_size)
+        return max(0, ceiling.peak_bytes - self.traced(shape)[0])
+
+    def room_beside(
+        self, share: int, least: tuple[int, ...], most: tuple[int, ...], *, accumulates: bool
+    ) -> tuple[int, ...]:
+        """Return the largest shares of the other devices beside which device 0 still holds its own.
+
+        Args:
+            share: Device 0's samples.
+            least: The other devices' shares that are known to fit.
+            most: Their own ceilings.
+            accumulates: See `ceiling`.
+        """
+
+        def lowered(total: int) -> tuple[int, ...]:
+            return proportional_split(total, tuple(max(1, n) for n in most), most)
+
+        def peak(total: int) -> float:
+            return self.traced(_balanced((share, total), accumulates))[0]
+
+        total = largest_fitting(
+            peak, self.runtime.capacities_bytes[0], least=sum(least), most=sum(most), start=sum(least) + 1
+        )
+        grown = lowered(total)
+        return grown if all(n >= floor for n, floor in zip(grown, least, strict=True)) else least
+
+    def micro_seconds(self, shape: StepShape, *, budget_s: float) -> float:
+        """Time a step of one micro-step, without its optimizer."""
+        measured = self.measured(shape, budget_s=budget_s)
+        return max(1e-9, measured.seconds - measured.update_s)
+
+    def measured(self, shape: StepShape, *, budget_s: float) -> Measurement:
+        """Time a step, once for each shape; its repeats count as steps run.
+
+        Raises:
+            OutOfMemoryError: A device ran out of memory.
+        """
+        if shape not in self._measured:
+            try:
+                self._measured[shape] = self.runtime.measure(shape, budget_s=budget_s)
+            except OutOfMemoryError:
+                self._count(1, ooms=1)
+                raise
+            self._count(self._measured[shape].repeats)
+        return self._measured[shape]
+
+    def step(self, splits: tuple[tuple[int, ...], ...], *, budget_s: float) -> Measurement:
+        """Measure a whole optimizer step: its time, and each device's peak.
+
+        Real steps of many micro-steps are put together from two of them and, where it is another, the last: the
+        rest are alike.
+
+        Args:
+            splits: Samples per device, for each micro-step.
+            budget_s: For each thing that is timed.
+
+        Raises:
+            OutOfMemoryError: A device would hold more than it may.
+        """
+        if self.runtime.simulated:
+            return self.measured(StepShape(splits), budget_s=budget_s)
+        begin = StepShape(splits[:2])
+        peaks = self._peaks_of(begin)
+        timed = self.measured(begin, budget_s=budget_s)
+        micro_s = (timed.seconds - timed.update_s) / len(begin.splits)
+        seconds, error_s = timed.seconds, timed.error_s
+        if len(splits) > 2:
+            last = splits[-1]
+            last_s = micro_s if last == splits[0] else self.micro_seconds(StepShape((last,)), budget_s=budget_s)
+            seconds = micro_s * (len(splits) - 1) + last_s + timed.update_s
+            error_s = timed.error_s * seconds / timed.seconds
+        return replace(timed, seconds=seconds, error_s=error_s, peak_bytes=timed.peak_bytes or peaks)
+
+    def _peaks_of(self, shape: StepShape) -> tuple[int, ...]:
+        """Return the peaks of a real step: of a run where that is bounded, traced where memory is never filled."""
+        devices = self.runtime.devices
+        if devices[0].kind == "cuda":
+            return ()  # the timed run measures them
+        if all(device.budgeted for device in devices):
+            self._count(1)
+            return self.runtime.peaks(shape)
+        peaks = self.traced(shape)
+        for index, peak_bytes in enumerate(peaks):
+            if peak_bytes > self.runtime.capacities_bytes[index]:
+                raise OutOfMemoryError(
+                    f"{devices[index].label} would hold {peak_bytes} bytes with {shape.splits[0][index]} samples and may "
+                    f"hold {self.runtime.capacities_bytes[index]}; give it fewer samples",
+                    device=devices[index].label,
+                    device_index=index,
+                    requested_bytes=peak_bytes,
+                    capacity_bytes=self.runtime.capacities_bytes[index],
+                )
+        return peaks
+
+    def until_it_stops_paying(self) -> tuple[TimeCurve, Ceiling]:
+        """Time growing batches on a plain CPU, whose memory is predicted and never filled.
+
+        The batch doubles until that gains less than `KNEE_GAIN` of throughput, or a step takes longer than
+        `LONGEST_STEP_S`, or the next would not fit.
+
+        Returns:
+            The curve, and the largest size that ran, as the ceiling.
+
+        Raises:
+            DoesNotFitError: Not even one sample fits.
+        """
+        capacity_bytes = self.runtime.capacities_bytes[0]
+        before = self.counts.steps
+        points: list[tuple[int, float]] = []
+        n = self.least_batch()
+        limit: Limit = "time"
+        while True:
+            shape = StepShape(((n,),))
+            if self.traced(shape)[0] > capacity_bytes:
+                limit = "memory"
+                break
+            self.report(f"{self.runtime.devices[0].label}: time of {n} samples")
+            measured = self.measured(shape, budget_s=0.5)
+            points.append((n, max(1e-9, measured.seconds - measured.update_s)))
+            if measured.seconds > LONGEST_STEP_S or _stops_paying(points) or n == self.max_batch_size:
+                limit = "max_batch_size" if n == self.max_batch_size else "time"
+                break
+            n = min(2 * n, self.max_batch_size)
+        if not points:
+            raise does_not_fit(self, 0)
+        largest = points[-1][0]
+        fixed_bytes, bytes_per_sample = self._line(lambda size: self.traced(StepShape(((size,),)))[0], largest)
+        ceiling = Ceiling(
+            device=self.runtime.devices[0].label,
+            role="primary",
+            batch_size=largest,
+            limited_by=limit,
+            fixed_bytes=fixed_bytes,
+            bytes_per_sample=bytes_per_sample,
+            peak_bytes=self.traced(StepShape(((largest,),)))[0],
+            capacity_bytes=capacity_bytes,
+            steps=self.counts.steps - before,
+            confirmed=True,
+        )
+        return TimeCurve.of(points), ceiling
+
+    def _shapes(
+        self, index: int, role: Role, elsewhere: tuple[int, ...], accumulates: bool
+    ) -> Callable[[int], StepShape]:
+        """Return what makes the step in which a device has n samples in a role."""
+        count = len(self.runtime.devices)
+        assert role != "primary" or index == 0, "the primary is device 0"
+        others = (0, *(elsewhere or (0,) * (count - 1))) if role == "primary" else (0,) * count
+        micro_steps = 2 if accumulates else 1
+
+        def shape(n: int) -> StepShape:
+            split = tuple(n if position == index else samples for position, samples in enumerate(others))
+            if role in ("primary", "replica"):
+                return _balanced(split, accumulates)
+            if role == "eval":
+                return StepShape((split,), "eval")
+            return StepShape((split,) * micro_steps, "rank", num_ranks=count)
+
+        return shape
+
+    def _line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
+        """Return fixed bytes and bytes per sample, by the line through the ceiling and half of it."""
+        if batch_size < 2 * self.least_batch():
+            return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
+        half = batch_size // 2
+        slope = (predicted(batch_size) - predicted(half)) / (batch_size - half)
+        return int(predicted(batch_size) - slope * batch_size), int(slope)
+
+    def _confirmed(
+        self, index: int, shape_of: Callable[[int], StepShape], predicted: Callable[[int], float], guess: int
+    ) -> tuple[int, int]:
+        """Run the predicted ceiling for real; step up while there is room, shrink by the refitted model where there is none.
+
+        Returns:
+            The largest size that ran, and its peak; 0 and 0 where none did.
+        """
+        capacity_bytes = self.runtime.capacities_bytes[index]
+        model = self._checked(index, shape_of, predicted, guess)
+        low, low_peak, high = 0, 0, self.max_batch_size + 1  # low ran; high did not
+        n = self._refitted(model, capacity_bytes, low, high, guess)
+        for _ in range(MAX_CONFIRMATIONS):
+            peak_bytes = self._real_peak(index, shape_of(n))
+            if peak_bytes is None:
+                high = n
+                model = _shifted(model, capacity_bytes + 1 - model(n))
+            else:
+                low, low_peak = n, peak_bytes
+                model = _shifted(model, peak_bytes - model(n))
+            following = self._refitted(model, capacity_bytes, low, high, n)
+            if high - low <= 1 or following == low:
+                break
+            n = following
+        return low, low_peak
+
+    def _checked(
+        self, index: int, shape_of: Callable[[int], StepShape], predicted: Callable[[int], float], guess: int
+    ) -> Callable[[int], float]:
+        """Hold the traced line against two small real steps, and return the model that agrees with them."""
+        small = max(self.least_batch(), guess // 16)
+        if 2 * small >= guess:
+            return predicted
+        real = [(n, self._real_peak(index, shape_of(n))) for n in (small, 2 * small)]
+        (n0, y0), (n1, y1) = real
+        if y0 is None or y1 is None:
+            return predicted
+        real_slope, traced_slope = (y1 - y0) / (n1 - n0), (predicted(n1) - predicted(n0)) / (n1 - n0)
+        if real_slope > 0 and abs(traced_slope / real_slope - 1) > SLOPE_TOLERANCE:
+            return lambda n: y0 + real_slope * (n - n0)
+        return _shifted(predicted, y1 - predicted(n1))
+
+    def _refitted(self, model: Callable[[int], float], capacity_bytes: int, low: int, high: int, start: int) -> int:
+        """Return the largest size between what ran and what did not that the model says fits; at least the next to try."""
+        if high - low <= 1:
+            return low
+        return largest_fitting(
+            model, capacity_bytes, least=low, most=high - 1, start=min(max(start, low + 1), high - 1)
+        )
+
+    def _real_peak(self, index: int, shape: StepShape) -> int | None:
+        """Run a step for its memory; None where the device ran out of it."""
+        self._count(1)
+        try:
+            return self.runtime.peaks(shape)[index]
+        except OutOfMemoryError:
+            self.counts.ooms += 1
+        return None
+
+    def _count(self, steps: int, ooms: int = 0) -> None:
+        if not self.runtime.simulated:
+            self.counts.steps += steps
+            self.counts.ooms += ooms
+
+
+def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
+    """Say that the workload does not fit a device at one sample, with the bytes it needs and has."""
+    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    least = prober.least_batch()
+    needed = prober.traced(StepShape(((least,),)))[0]
+    return DoesNotFitError(
+        f"the workload does not fit {device.label} ({device.name}) at batch {least}: it needs {needed} bytes "
+        f"({size_text(needed)}) and may hold {capacity_bytes} ({size_text(capacity_bytes)}); "
+        "expected at least one sample to fit; use a smaller model, a lower precision, or a larger device",
+        device=device.label,
+        device_index=index,
+        requested_bytes=needed,
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def _balanced(split: tuple[int, ...], accumulates: bool) -> StepShape:
+    return StepShape((split,) * (2 if accumulates else 1))
+
+
+def _shifted(model: Callable[[int], float], offset_bytes: float) -> Callable[[int], float]:
+    return lambda n: model(n) + offset_bytes
+
+
+def _stops_paying(points: list[tuple[int, float]]) -> bool:
+    if len(points) < 2:
+        return False
+    (n0, t0), (n1, t1) = points[-2:]
+    return n1 / t1 < (1 + KNEE_GAIN) * n0 / t0

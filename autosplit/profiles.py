@@ -1,0 +1,371 @@
+"""The cache of plans: what a plan holds for, as a key; finding one again, keeping one, and what has changed since.
+
+A key is a digest of three things: the kind of machine, the workload, and what was asked for. The first two stand in
+the plan as well, so that a file is taken only for what it was made for. A file of the cache is read as hostile input:
+whatever is wrong with it is named in a note, and the plan is made anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autosplit.devices import Device, size_text
+from autosplit.errors import PlanError, ProfileError
+from autosplit.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
+from autosplit.plan import SCHEMA_VERSION, Plan
+
+if TYPE_CHECKING:
+    from autosplit.workload import Workload
+
+__all__ = [
+    "Found",
+    "differing_facts",
+    "find",
+    "key_of",
+    "machine_of",
+    "memory_shortfall",
+    "profiles",
+    "profiles_folder",
+    "store",
+    "workload_of",
+]
+
+MAX_FILE_BYTES = 16 * 2**20
+"""A plan is some dozens of KiB: what is larger than this is none, and is not read."""
+
+LOCK_TIMEOUT_S = 10.0
+"""Writing takes milliseconds: whoever holds the lock for longer than this hangs."""
+
+_GIB = 2**30
+_KEY_CHARACTERS = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the cache holds under a key.
+
+    Attributes:
+        plan: The plan; None where there is none that can be used.
+        path: Where it is, or would be.
+        notes: Why a file that is there was ignored, a sentence each.
+    """
+
+    plan: Plan | None
+    path: Path
+    notes: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------------------- keys
+
+
+def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
+    """Describe the kind of machine that a plan holds for: the same for a machine and its twins, at any time.
+
+    Memory that others use at the moment, UUIDs and drivers are not in it: they are compared when a plan is found.
+
+    Args:
+        devices: What is tuned for, in order.
+
+    Returns:
+        Plain JSON values: ``devices`` (runs of equal ones, with ``count``), ``torch``, ``cuda``, ``autosplit``.
+    """
+    import torch
+
+    kinds = [_kind_of(device) for device in devices]
+    runs = [{**kind, "count": len(list(group))} for kind, group in itertools.groupby(kinds)]
+    try:
+        own = version("autosplit")
+    except PackageNotFoundError:  # run from a checkout
+        own = "not installed"
+    return {"devices": runs, "torch": str(torch.__version__), "cuda": torch.version.cuda, "autosplit": own}
+
+
+def _kind_of(device: Device) -> dict[str, Any]:
+    kind: dict[str, Any] = {"kind": device.kind, "name": device.name}
+    if device.kind == "cuda":
+        # Drivers differ by some MiB in what they say, so whole GiB.
+        return {**kind, "memory_gib": round((_total_bytes(device) or device.capacity_bytes) / _GIB)}
+    if device.budgeted:
+        kind["capacity_bytes"] = device.capacity_bytes
+    if device.kind == "cpu":
+        kind |= {"processors": os.cpu_count(), "architecture": platform.machine()}
+    if device.spec is not None:
+        kind["card"] = digest_of(astuple(device.spec))
+    return kind
+
+
+def _total_bytes(device: Device) -> int | None:
+    """Return all the memory of a GPU; None where CUDA does not tell."""
+    import torch
+
+    try:
+        return int(torch.cuda.get_device_properties(device.index).total_memory)
+    except (RuntimeError, AssertionError):  # torch asserts that it was built for CUDA, and that the index exists
+        return None
+
+
+def workload_of(workload: Workload) -> dict[str, Any]:
+    """Describe a workload for its plan: what it is called and how large it is, and digests of what it is made of.
+
+    A function that makes the model is not called: its code and what that refers to count.
+
+    Args:
+        workload: It is read, and neither run nor changed.
+
+    Returns:
+        Plain JSON values, equal for equal workloads in every process.
+    """
+    models: Any = workload.model
+    parts = [models] if callable(models) else list(models.values() if isinstance(models, Mapping) else models)
+    modules = [part for part in parts if hasattr(part, "named_modules")]
+    described = {
+        "model": ", ".join(qualified_name(type(part) if part in modules else part) for part in parts),
+        "parameters": _count(modules) if modules else None,
+        "model_tree": digest_of([Describer().tree(module) for module in modules]),
+        "model_tensors": digest_of([tensors_in(module) for module in modules]),
+        "model_text": digest_of([text_of(module) for module in modules]),
+        "model_factory": None if modules else digest_of(Describer().of(models)),
+        "sample_batch": digest_of(Describer().of(workload.sample_batch)),
+        "sample_batch_size": workload.sample_batch_size,
+        "optimizer": digest_of(_optimizer(workload.optimizer)),
+    }
+    for name in ("loss_fn", "compute_loss", "step", "make_batch"):
+        value = getattr(workload, name)
+        described[name] = None if value is None else digest_of(Describer().of(value))
+    plain = ("precision", "loss_reduction", "loss_scope", "batch_dim")
+    return {**described, **{name: getattr(workload, name) for name in plain}}
+
+
+def _count(modules: Sequence[Any]) -> int | None:
+    """Return the number of parameters; None where some have no shape yet."""
+    try:
+        return sum(int(parameter.numel()) for module in modules for parameter in module.parameters())
+    except (RuntimeError, ValueError):  # torch's lazy parameters
+        return None
+
+
+def _optimizer(optimizer: Any) -> Any:
+    """Describe an optimizer; a live one by its options, less the learning rate, which schedulers move at no cost."""
+    if isinstance(optimizer, (tuple, list)):
+        return [_optimizer(one) for one in optimizer]
+    if isinstance(optimizer, Mapping):
+        return {str(name): _optimizer(one) for name, one in optimizer.items()}
+    groups = None if isinstance(optimizer, type) else getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return Describer().of(optimizer)
+    rates = {"lr", "initial_lr", "params", "param_names"}
+    options = [{name: value for name, value in group.items() if name not in rates} for group in groups]
+    sizes = [[str(tuple(parameter.shape)) for parameter in group["params"]] for group in groups]
+    return [Describer().of(type(optimizer)), Describer().of(options), sizes]
+
+
+def key_of(
+    machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any], name: str | None
+) -> str:
+    """Return the key of a plan.
+
+    Args:
+        machine: By `machine_of`.
+        workload: By `workload_of`.
+        request: What was asked for, as plain JSON values.
+        name: Keeps plans apart that are equal in all that.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    return digest_of(
+        {"schema": SCHEMA_VERSION, "machine": machine, "workload": workload, "request": request, "name": name}
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+def profiles_folder() -> Path:
+    """Return where profiles are kept: `AUTOSPLIT_CACHE_DIR`, otherwise the user's cache directory; it may not exist."""
+    given = os.environ.get("AUTOSPLIT_CACHE_DIR")
+    if given:
+        return Path(given).expanduser() / "profiles"
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("autosplit", appauthor=False)) / "profiles"
+
+
+def _path_of(key: str) -> Path:
+    assert key, "a key is by key_of"
+    assert _KEY_CHARACTERS.issuperset(key), key
+    return profiles_folder() / f"{key}.json"
+
+
+def find(key: str, *, machine: Mapping[str, Any], workload: Mapping[str, Any]) -> Found:
+    """Look for the plan of a key.
+
+    Args:
+        key: By `key_of`.
+        machine: What the plan must be for.
+        workload: What the plan must be for.
+
+    Returns:
+        The plan, or none and why a file that is there can't be used. It raises nothing for what a file holds.
+    """
+    path = _path_of(key)
+    try:
+        plan = _read(path)
+        if plan is not None:
+            _refuse_foreign(plan, machine, workload)
+    except PlanError as error:
+        return Found(None, path, (f"the profile {path} is ignored: {error}",))
+    return Found(plan, path)
+
+
+def _read(path: Path) -> Plan | None:
+    """Read a profile; None where there is no file."""
+    # Neither a link is followed nor a pipe waited for: both may be put where a file is expected.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        if path.is_symlink():
+            raise ProfileError("it is a link; expected a file; remove it")
+        with os.fdopen(os.open(path, flags), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ProfileError("it is no file; expected one that autosplit wrote; remove it")
+            content = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ProfileError(f"it can't be read ({error.strerror or error}); expected a file; remove it") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ProfileError(f"it is larger than {size_text(MAX_FILE_BYTES)}; expected a plan; remove it")
+    return Plan.from_json(content, source="it")
+
+
+def _refuse_foreign(plan: Plan, machine: Mapping[str, Any], workload: Mapping[str, Any]) -> None:
+    for what, stored, given in (("machine", plan.machine, machine), ("workload", plan.workload, workload)):
+        differing = sorted(name for name in {*stored, *given} if not _same(stored.get(name), given.get(name)))
+        if differing:
+            raise ProfileError(
+                f"it is for another {what} ({', '.join(differing)[:200]} differ); "
+                f"expected this {what}'s; remove it, or let this run replace it"
+            )
+    expected = [(run["kind"], run["name"]) for run in machine["devices"] for _ in range(run["count"])]
+    if [(device.kind, device.name) for device in plan.devices] != expected:
+        raise ProfileError("its devices are not those of its machine; expected the same ones; remove it")
+    simulated = any(kind == "sim" for kind, _ in expected)
+    if plan.simulated != simulated:
+        which = ("real", "simulated")
+        raise ProfileError(f"it is for {which[plan.simulated]} devices; expected {which[simulated]} ones; remove it")
+
+
+def _same(stored: Any, given: Any) -> bool:
+    try:
+        return json.dumps(stored, sort_keys=True) == json.dumps(given, sort_keys=True)
+    except (RecursionError, ValueError):
+        return False
+
+
+def store(key: str, plan: Plan) -> Path:
+    """Keep a plan, in place of one that is there; a reader sees the old one or the new one, whole.
+
+    Args:
+        key: By `key_of`.
+        plan: With its `machine` and `workload`.
+
+    Returns:
+        The file.
+
+    Raises:
+        ProfileError: The cache can't be written, or another process has held the lock for 10 s.
+    """
+    import filelock  # not needed for reading, and slow to import
+
+    path = _path_of(key)
+    lock = path.with_suffix(".lock")
+    advice = "set AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(lock, timeout=LOCK_TIMEOUT_S):
+            plan.save(path)
+    except filelock.Timeout:
+        raise ProfileError(
+            f"{lock} has been held for {LOCK_TIMEOUT_S:g} s; expected it to be free within that; "
+            "end the process that hangs, and tune again"
+        ) from None
+    except (OSError, PlanError) as error:
+        cause = error.__cause__ or error
+        reason = getattr(cause, "strerror", None) or cause
+        raise ProfileError(f"{path} can't be written ({reason}); expected a folder to write to; {advice}") from error
+    except NotImplementedError as error:  # the file system has no locks
+        raise ProfileError(f"{lock} can't be locked ({error}); expected a file system with locks; {advice}") from error
+    return path
+
+
+def profiles() -> tuple[tuple[Path, Plan | None], ...]:
+    """Return all profiles of the cache, the newest first; None in place of a plan that can't be read."""
+    dated = sorted(((_written_ns(path), path) for path in profiles_folder().glob("[!.]*.json")), reverse=True)
+    return tuple((path, _read_or_none(path)) for _, path in dated)
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.lstat().st_mtime_ns
+    except OSError:  # it went away meanwhile
+        return 0
+
+
+def _read_or_none(path: Path) -> Plan | None:
+    try:
+        return _read(path)
+    except PlanError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------ what has changed
+
+
+def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> str | None:
+    """Compare the memory that is free now with the plan's peaks.
+
+    Args:
+        plan: One that was found.
+        devices: The devices that are here, in the plan's order.
+        capacities_bytes: What each may hold now, the reserve taken off.
+
+    Returns:
+        A sentence that names the devices that are short; None where the plan fits.
+    """
+    assert len(plan.devices) == len(devices) == len(capacities_bytes), (plan.devices, devices, capacities_bytes)
+    short = [
+        f"{device.label} may hold {size_text(capacity)}, its share of {planned.share} needs "
+        f"{size_text(planned.peak_bytes)}"
+        for planned, device, capacity in zip(plan.devices, devices, capacities_bytes, strict=True)
+        if planned.peak_bytes > capacity
+    ]
+    return f"the remembered plan does not fit now ({'; '.join(short)})" if short else None
+
+
+def differing_facts(plan: Plan, devices: Sequence[Device]) -> tuple[str, ...]:
+    """Compare the GPUs that are here with those that the plan was made on.
+
+    Args:
+        plan: One that was found.
+        devices: The devices that are here, in the plan's order.
+
+    Returns:
+        A sentence for each difference; none where the machine is the very one.
+    """
+    assert len(plan.devices) == len(devices), (plan.devices, devices)
+    said: dict[str, None] = {}  # a driver is the same for all devices, and said once
+    for planned, device in zip(plan.devices, devices, strict=True):
+        if planned.uuid != device.uuid:
+            said[f"{device.label} is {device.uuid or 'unknown'}, the plan's was {planned.uuid or 'unknown'}"] = None
+        if planned.driver != device.driver:
+            said[f"the driver is {device.driver or 'unknown'}, the plan's was {planned.driver or 'unknown'}"] = None
+    return tuple(said)

@@ -1,0 +1,424 @@
+"""A plan for reading: the terminal table with the three numbers, the gain and the lines to paste; and the GPUs' table.
+
+Only here bytes become GiB and seconds ms. Everything is built from `Text`, so that brackets in a name stay brackets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from autosplit.plan import Plan, PlanDevice, RankSettings
+from autosplit.split import even_split, micro_batch_sizes
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group, RenderableType
+    from rich.table import Table
+
+    from autosplit.survey import DeviceReport
+
+__all__ = ["Origin", "console_for", "paste_lines", "plan_report", "print_devices", "print_plan", "print_profiles"]
+
+PLAIN_WIDTH = 100
+"""Columns where there is no terminal, unless ``COLUMNS`` says otherwise."""
+
+_LIMITS = {"memory": "memory", "max_batch_size": "as far as looked", "time": "time"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How to have a plan again.
+
+    Attributes:
+        expression: Python that gives the plan: ``autosplit.Plan.load("plan.json")``.
+        setup: Lines that it needs before it.
+        remark: A comment beside it; empty for none.
+        command: The command that tunes the same on real GPUs, shown with simulated plans.
+    """
+
+    expression: str
+    setup: tuple[str, ...] = ()
+    remark: str = ""
+    command: str = "python -m autosplit tune FILE --devices cuda"
+
+
+_SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("plan.json")')
+
+
+# ---------------------------------------------------------------------------------------------------- the terminal
+
+
+def console_for(stream: TextIO) -> Console:
+    """Return a console for a stream: on a terminal in colour and of its width, otherwise plain text.
+
+    Args:
+        stream: ``sys.stdout`` or ``sys.stderr``. Without a terminal no escape codes are written, whatever the
+            environment says, and lines are 100 columns wide unless ``COLUMNS`` is set.
+    """
+    from rich.console import Console
+
+    if stream.isatty():
+        return Console(file=stream, highlight=False, soft_wrap=False)
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() and int(columns) > 0 else PLAIN_WIDTH
+    return Console(file=stream, width=width, force_terminal=False, color_system=None, highlight=False)
+
+
+def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None) -> None:
+    """Print a plan's report.
+
+    Args:
+        plan: What to print.
+        console: Where to.
+        origin: How to have the plan again. Default: from a file that it would be saved to.
+    """
+    _print(plan_report(plan, origin=origin), console)
+
+
+def _print(what: RenderableType, console: Console) -> None:
+    """Print uncropped (a line to paste may be longer than the terminal) and, in plain text, without trailing blanks."""
+    if console.is_terminal:
+        console.print(what, crop=False)
+        return
+    with console.capture() as captured:
+        console.print(what, crop=False)
+    console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+# ---------------------------------------------------------------------------------------------------------- a plan
+
+
+def plan_report(plan: Plan, *, origin: Origin | None = None) -> Group:
+    """Build a plan's report: the devices, the numbers, the gain, DDP's numbers, the notes, and the lines to paste.
+
+    Args:
+        plan: What is reported.
+        origin: How to have the plan again. Default: from a file that it would be saved to.
+
+    Returns:
+        A rich renderable.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    if plan.simulated:
+        parts.append(Text("simulated: predicted for cards that are not here; `wrap` refuses", "yellow"))
+    if not plan.complete:
+        parts.append(Text("interrupted: the best so far", "yellow"))
+    parts.append(_device_table(plan))
+    parts.append(_pairs(_numbers(plan)))
+    ddp = _ddp_lines(plan)
+    notes = [*plan.checks, *plan.notes]
+    for heading, body in (("DDP, predicted", ddp), ("notes", notes)):
+        if body:
+            parts.extend([Text(f"\n{heading}", "bold"), _bullets(body)])
+    heading = "on the machine that has the cards" if plan.simulated else "to use it"
+    parts.append(Text(f"\n{heading}\n", "bold"))
+    parts.extend(Text(line, no_wrap=True, overflow="ignore") for line in paste_lines(plan, origin))
+    return Group(*parts)
+
+
+def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
+    """Return the lines that use a plan: Python for a real one, a command for a simulated one.
+
+    Args:
+        plan: The plan.
+        origin: How to have it again. Default: from a file that it would be saved to.
+
+    Returns:
+        Lines without indentation of their own. The Python expects `model`, `optimizer`, `loss_fn` and `dataset`.
+    """
+    origin = origin or _SAVED
+    if plan.simulated:
+        return (origin.command,)
+    remark = f"  # {origin.remark}" if origin.remark else ""
+    return (
+        "import autosplit",
+        "from torch.utils.data import DataLoader",
+        *origin.setup,
+        "",
+        f"plan = {origin.expression}{remark}",
+        "model = plan.wrap(model)",
+        "sampler = plan.batch_sampler(len(dataset), shuffle=True)",
+        "loader = DataLoader(dataset, batch_sampler=sampler)",
+        "for step in plan.steps(loader):",
+        "    for inputs, targets in step:",
+        "        step.backward(loss_fn(model(inputs), targets))",
+        "    optimizer.step()",
+        "    optimizer.zero_grad()",
+    )
+
+
+def _device_table(plan: Plan) -> Table:
+    """A row for each device; on a single one there are no shares to speak of."""
+    several = len(plan.devices) > 1
+    table = _table()
+    table.add_column("device", overflow="fold")
+    for heading in (["share"] if several else []) + [f"memory at this {'split' if several else 'batch'}"]:
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("ceiling", overflow="fold")
+    table.add_column("busy time", justify="right", overflow="fold")
+    for device, ceiling in zip(plan.devices, plan.ceilings, strict=True):
+        _add_row(
+            table,
+            _device_text(device),
+            *([f"{device.share:,}"] if several else []),
+            _memory_text(device.peak_bytes, device.capacity_bytes),
+            f"{ceiling:,} ({_limit_text(device, simulated=plan.simulated)})",
+            _ms_text(device.busy_s),
+        )
+    return table
+
+
+def _device_text(device: PlanDevice) -> str:
+    name = device.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    return device.label if device.kind == "cpu" else f"{device.label} {name}"
+
+
+def _limit_text(device: PlanDevice, *, simulated: bool) -> str:
+    """What the ceiling was limited by, and whether it is only a prediction where it could have been run."""
+    return _LIMITS[device.ceiling.limited_by] + ("" if simulated or device.ceiling.confirmed else ", not run")
+
+
+def _numbers(plan: Plan) -> list[tuple[str, str]]:
+    """The numbers that the user sets, what they make, and what is gained."""
+    several = len(plan.devices) > 1
+    rows = [("split", _tuple_text(plan.split)), ("gpu0_bsz", f"{plan.gpu0_bsz}")] if several else []
+    rows.append(("batch_size", f"{plan.batch_size}"))
+    rows.append(("accumulation_steps", f"{plan.accumulation_steps}{_short_step_text(plan)}"))
+    rows.append(("effective batch", f"{plan.effective_batch_size} samples per optimizer step"))
+    rows.append(("throughput", f"{_rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
+    if several:
+        rows.append(("gain", _gain_text(plan)))
+    if plan.trials:
+        rows.append(("found with", _effort_text(plan)))
+    return rows
+
+
+def _short_step_text(plan: Plan) -> str:
+    """Say so where the last micro-step is smaller."""
+    last = micro_batch_sizes(plan.effective_batch_size, plan.batch_size)[-1]
+    return "" if last == plan.batch_size else f" (the last of {last} samples)"
+
+
+def _gain_text(plan: Plan) -> str:
+    """Compare with the even split of the same batch, as far as that says something."""
+    even = even_split(plan.batch_size, len(plan.split))
+    if all(device.kind == "cpu" for device in plan.devices):
+        return "none is claimed over an even split: these devices share one processor"
+    if plan.split == even:
+        return "none: the even split is the answer"
+    if plan.even_samples_per_s is not None:
+        return f"{plan.samples_per_s / plan.even_samples_per_s:.2f} times the even split {_tuple_text(even)}"
+    pairs = zip(plan.devices, even, plan.ceilings, strict=True)
+    over = [f"{device.label}'s ceiling of {most}" for device, share, most in pairs if share > most]
+    if over:
+        return f"the even split {_tuple_text(even)} is above {', '.join(over)}"
+    return f"the even split {_tuple_text(even)} was not run"
+
+
+def _effort_text(plan: Plan) -> str:
+    failed = sum(trial.failure is not None for trial in plan.trials)
+    text = _count(len(plan.trials), "trial") + (f" ({failed} failed)" if failed else "")
+    if plan.simulated and not plan.real_steps:
+        return f"{text}, no real step"
+    return f"{text}, {_count(plan.real_steps, 'real step')}, {plan.real_ooms} out of memory"
+
+
+def _ddp_lines(plan: Plan) -> list[str]:
+    """A line for each run of ranks with the same numbers; on a single device DDP has nothing to divide."""
+    if len(plan.devices) == 1:
+        return []
+    if not plan.ddp.ranks:
+        return [plan.ddp.reason] if plan.ddp.reason else []
+    lines = [
+        _ranks_text(list(ranks))
+        for _, ranks in itertools.groupby(plan.ddp.ranks, lambda rank: (rank.batch_size, rank.accumulation_steps))
+    ]
+    return [*lines, f"together {_rate_text(plan.ddp.samples_per_s)}"]
+
+
+def _ranks_text(ranks: Sequence[RankSettings]) -> str:
+    first, last = ranks[0], ranks[-1]
+    who = f"rank {first.rank} ({first.device})"
+    if last is not first:
+        who = f"ranks {first.rank} to {last.rank} ({first.device} to {last.device})"
+    return f"{who}: batch_size {first.batch_size}, accumulation_steps {first.accumulation_steps}"
+
+
+# ------------------------------------------------------------------------------------------------ devices, profiles
+
+
+def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console: Console) -> None:
+    """Print a table of GPUs with their load, and what there is to say of them.
+
+    Args:
+        devices: From `survey_devices`; without any, a line says so and names ``cpu`` and ``sim:``.
+        notes: On the whole.
+        console: Where to.
+    """
+    from rich.text import Text
+
+    if devices:
+        _print(_gpu_table(devices), console)
+    else:
+        text = "no GPU here: tune with --devices cpu, or for GPUs elsewhere with --devices sim:2xRTX3090"
+        _print(Text(text), console)
+    own = [f"{_gpu_label(device)}: {note}" for device in devices for note in device.notes]
+    if lines := [*notes, *own]:
+        _print(_bullets(lines), console)
+
+
+def _gpu_table(devices: Sequence[DeviceReport]) -> Table:
+    table = _table()
+    for heading in ("cuda", "physical", "name"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("total", "free", "others", "busy", "temp", "power"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for device in devices:
+        _add_row(
+            table,
+            "hidden" if device.logical_index is None else f"{device.logical_index}",
+            _known(device.physical_index, "{}"),
+            device.name.removeprefix("NVIDIA "),
+            *(_known_bytes(n) for n in (device.total_bytes, device.free_bytes, device.used_by_others_bytes)),
+            _known(device.utilization_percent, "{} %"),
+            _known(device.temperature_c, "{} C"),
+            _known(device.power_w, "{:.0f} W"),
+        )
+    return table
+
+
+def _gpu_label(device: DeviceReport) -> str:
+    if device.logical_index is not None:
+        return f"cuda:{device.logical_index}"
+    return device.name if device.physical_index is None else f"physical {device.physical_index}"
+
+
+def _known(value: float | None, pattern: str) -> str:
+    return "?" if value is None else pattern.format(value)
+
+
+def _known_bytes(nbytes: int | None) -> str:
+    return "?" if nbytes is None else _bytes_text(nbytes)
+
+
+def print_profiles(found: Sequence[tuple[Path, Plan | None]], console: Console) -> None:
+    """Print a line for each remembered plan.
+
+    Args:
+        found: The files with their plans, newest first; None for what can't be read.
+        console: Where to.
+    """
+    table = _table()
+    for heading in ("profile", "saved", "devices", "plan"):
+        table.add_column(heading, overflow="fold")
+    for path, plan in found:
+        _add_row(
+            table,
+            path.stem[:12],
+            _saved_text(path),
+            "?" if plan is None else _devices_text(plan),
+            "can't be read: tune again" if plan is None else _short_plan_text(plan),
+        )
+    _print(table, console)
+
+
+def _saved_text(path: Path) -> str:
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M")
+    except OSError:
+        return "?"
+
+
+def _devices_text(plan: Plan) -> str:
+    """Count neighbours that are alike: ``2x sim RTX3090``."""
+    kinds = itertools.groupby((device.kind, device.name.removeprefix("NVIDIA ")) for device in plan.devices)
+    texts = []
+    for (kind, name), alike in kinds:
+        count = len(list(alike))
+        label = kind if kind == name else f"{kind} {name}"
+        texts.append(label if count == 1 else f"{count}x {label}")
+    return ", ".join(texts)
+
+
+def _short_plan_text(plan: Plan) -> str:
+    batch = f"split {_tuple_text(plan.split)}" if len(plan.split) > 1 else f"batch {plan.batch_size}"
+    return f"{batch}, {_count(plan.accumulation_steps, 'step')}, {_rate_text(plan.samples_per_s)}"
+
+
+# ------------------------------------------------------------------------------------------------------ small texts
+
+
+def _table() -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    """Add cells as they are: a name with brackets is no markup."""
+    from rich.text import Text
+
+    table.add_row(*(Text(cell) for cell in cells))
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        _add_row(grid, *row)
+    return grid
+
+
+def _bullets(lines: Iterable[str]) -> Table:
+    """Lines with a hanging indent."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for line in lines:
+        _add_row(grid, "-", line)
+    return grid
+
+
+def _tuple_text(split: Sequence[int]) -> str:
+    return f"({', '.join(map(str, split))})"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def _rate_text(samples_per_s: float) -> str:
+    return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
+
+
+def _ms_text(seconds: float) -> str:
+    ms = seconds * 1000
+    return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms"
+
+
+def _bytes_text(nbytes: int) -> str:
+    """GiB with one decimal; below one, whole MiB."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def _memory_text(peak_bytes: int, capacity_bytes: int) -> str:
+    """``18.2 of 24.0 GiB (75 %)``; the share is rounded down, so that only what is full reads 100 %."""
+    peak, capacity = _bytes_text(peak_bytes), _bytes_text(capacity_bytes)
+    if peak[-3:] == capacity[-3:]:
+        peak = peak[:-4]
+    share = 100 * peak_bytes // capacity_bytes if capacity_bytes else 0
+    return f"{peak} of {capacity} ({share} %)"

@@ -1,0 +1,134 @@
+"""What a tuning is asked for, checked once, before anything is measured."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from autosplit.devices import Device, parse_devices, reserve_bytes
+from autosplit.errors import InputError
+from autosplit.split import whole_number
+
+__all__ = ["LARGEST_LOOKED_AT", "PROFILES", "STRATEGIES", "Request", "checked_request"]
+
+LARGEST_LOOKED_AT = 65536
+"""Samples: where neither `max_batch_size` nor an effective batch bounds the search."""
+
+STRATEGIES = ("auto", "balanced", "ddp")
+PROFILES = ("auto", "refresh", "off")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        devices: What to tune for, all of one kind.
+        capacities_bytes: What each may hold, the reserve taken off.
+        reserved_bytes: The reserve of each.
+        strategy: One of `STRATEGIES`.
+        effective_batch_size: Samples per optimizer step; None for one forward of whatever is best.
+        max_batch_size: The most samples per forward; None for no bound.
+        n_trials: Trials, at most.
+        deadline_s: `time.monotonic()` after which no trial begins; None for no limit.
+        storage: An Optuna URL, or None.
+        profile: One of `PROFILES`.
+        name: Keeps profiles of equal workloads apart.
+        seed: Of the search.
+    """
+
+    devices: tuple[Device, ...]
+    capacities_bytes: tuple[int, ...]
+    reserved_bytes: tuple[int, ...]
+    strategy: str
+    effective_batch_size: int | None
+    max_batch_size: int | None
+    n_trials: int
+    deadline_s: float | None
+    storage: str | None
+    profile: str
+    name: str | None
+    seed: int
+
+    @property
+    def kind(self) -> str:
+        """The devices' kind."""
+        return self.devices[0].kind
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the devices are not there."""
+        return self.kind == "sim"
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest batch worth a look."""
+        bounds = [n for n in (self.effective_batch_size, self.max_batch_size) if n is not None]
+        return min(bounds) if bounds else LARGEST_LOOKED_AT
+
+    def facts(self, reserve: object) -> dict[str, Any]:
+        """Return what of the request makes another plan, for the profile's key.
+
+        Args:
+            reserve: As it was asked for: in bytes it would move with the free memory of a GPU.
+        """
+        return {
+            "devices": [device.label for device in self.devices],
+            "reserve": None if reserve is None else str(reserve),
+            "strategy": self.strategy,
+            "effective_batch_size": self.effective_batch_size,
+            "max_batch_size": self.max_batch_size,
+        }
+
+
+def checked_request(
+    *,
+    devices: Any,
+    strategy: str,
+    effective_batch_size: int | None,
+    max_batch_size: int | None,
+    reserve: str | float | None,
+    n_trials: int,
+    time_limit_s: float | None,
+    storage: str | None,
+    profile: str,
+    name: str | None,
+    seed: int,
+) -> Request:
+    """Check the arguments of `tune` that do not concern the workload; see there.
+
+    Raises:
+        InputError: One that can't be used.
+        DeviceError: Devices that are unknown or absent.
+    """
+    _one_of("strategy", strategy, STRATEGIES)
+    _one_of("profile", profile, PROFILES)
+    for what, value in (("effective_batch_size", effective_batch_size), ("max_batch_size", max_batch_size)):
+        if value is not None:
+            whole_number(what, value, minimum=1)
+    whole_number("n_trials", n_trials, minimum=1)
+    whole_number("seed", seed, minimum=0)
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise InputError(f"time_limit_s is {time_limit_s!r}; expected seconds, above 0; leave it out for no limit")
+    found = parse_devices(devices)
+    reserved = tuple(reserve_bytes(reserve, device) for device in found)
+    return Request(
+        devices=found,
+        capacities_bytes=tuple(device.capacity_bytes - kept for device, kept in zip(found, reserved, strict=True)),
+        reserved_bytes=reserved,
+        strategy=strategy,
+        effective_batch_size=effective_batch_size,
+        max_batch_size=max_batch_size,
+        n_trials=n_trials,
+        deadline_s=None if time_limit_s is None else time.monotonic() + time_limit_s,
+        storage=storage,
+        profile=profile,
+        name=name,
+        seed=seed,
+    )
+
+
+def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{what} is {value!r}; expected one of {', '.join(map(repr, allowed))}; choose one of them")

@@ -1,0 +1,87 @@
+"""Real steps on this machine's processor: its memory counted and bounded by the tracker, its time by the clock.
+
+Each `cpu:SIZE` is a device with an enforced budget; they share one processor, so their busy times add. Memory is
+measured tracked and time untracked, never in one run: following every op costs more than some of the ops.
+"""
+
+from __future__ import annotations
+
+import gc
+
+
+from autosplit.devices import Device
+from autosplit.runtime.measurement import Measurement, StepShape
+from autosplit.runtime.placed import run_placed, wrapper_for
+from autosplit.runtime.timing import timed
+from autosplit.runtime.tracking import Tracker
+from autosplit.trainee import Trainee, kept_rng, listed
+
+__all__ = ["CpuRuntime"]
+
+
+class CpuRuntime:
+    """A training step on CPU devices.
+
+    Args:
+        devices: Plain `cpu`, or devices with budgets.
+        capacities_bytes: What each may hold; enforced where the device is budgeted.
+        trainee: A real copy on the CPU.
+    """
+
+    simulated = False
+    shares_processor = True
+
+    def __init__(self, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], trainee: Trainee) -> None:
+        self.devices = devices
+        self.capacities_bytes = capacities_bytes
+        self.trainee = trainee
+
+    def peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a step under the tracker and return each device's peak, in bytes.
+
+        Raises:
+            OutOfMemoryError: A device would hold more than its budget; it is named.
+        """
+        # The optimizer's state appears in the first step and is there in all that follow.
+        if shape.arrangement != "eval" and not self._has_state():
+            self._tracked(shape)
+        return self._tracked(shape)
+
+    def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
+        """Run a step untracked and time it; budgets are not enforced here, see `peaks`.
+
+        Args:
+            shape: The step.
+            budget_s: Stop repeating after this long.
+        """
+        trainee = self.trainee
+        sizes = [sum(split) for split in shape.splits]
+        with kept_rng():
+            models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0]))
+            made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
+            batches = [made[size] for size in sizes]
+            if shape.arrangement == "eval":
+                return timed(lambda mark: trainee.evaluate(models, batches[0]), budget_s)
+            return timed(lambda mark: trainee.step(models, batches, sizes, mark), budget_s)
+
+    def _has_state(self) -> bool:
+        return all(optimizer.state for optimizer in listed(self.trainee.optimizers))
+
+    def _tracked(self, shape: StepShape) -> tuple[int, ...]:
+        # A rank is alone on its device, wherever that stands in the list.
+        alone = shape.arrangement != "balanced"
+        places = [index for index, samples in enumerate(shape.splits[0]) if samples or not alone]
+        short = StepShape(
+            tuple(tuple(split[index] for index in places) for split in shape.splits), shape.arrangement, shape.num_ranks
+        )
+        tracker = Tracker(
+            [self.devices[index].label for index in places],
+            [self.capacities_bytes[index] if self.devices[index].budgeted else None for index in places],
+        )
+        gc.collect()  # what an earlier step left in cycles would otherwise die, and take its time, in this one
+        with kept_rng():
+            found = run_placed(self.trainee, short, tracker, lambda phase: None)
+        peaks = [0] * len(self.devices)
+        for index, peak_bytes in zip(places, found, strict=True):
+            peaks[index] = peak_bytes
+        return tuple(peaks)

@@ -1,0 +1,198 @@
+"""Real steps on real GPUs: kernels, the caching allocator's reserved peak, and the clock with every device idle.
+
+What a device may hold is set as the allocator's own limit while a step runs, so that the reserve stays free, and so
+that running over it raises even where the driver would spill into host memory (Windows, WSL).
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.balanced import BalancedDataParallel
+from autosplit.devices import Device
+from autosplit.oom import OutOfMemoryError, is_oom
+from autosplit.runtime.measurement import Measurement, StepShape
+from autosplit.runtime.placed import bucket_bytes
+from autosplit.runtime.timing import timed
+from autosplit.trainee import Trainee, kept_rng, training_copy
+from autosplit.workload import Workload, modules_of
+
+__all__ = ["CudaRuntime"]
+
+_CONFIRMING_STEPS = 3
+"""The optimizer's state appears in the first step, DDP's buckets are rebuilt before the second, the third is steady."""
+
+
+class CudaRuntime:
+    """A training step on GPUs.
+
+    Args:
+        devices: GPUs.
+        capacities_bytes: What each may hold.
+        workload: What is trained; copies of it go where they are needed.
+    """
+
+    simulated = False
+    shares_processor = False
+
+    def __init__(self, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], workload: Workload) -> None:
+        self.devices = devices
+        self.capacities_bytes = capacities_bytes
+        self.workload = workload
+        self._gpus = [torch.device("cuda", device.index) for device in devices]
+        self._trainee: Trainee | None = None
+        self._home: torch.device | None = None
+
+    def peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a few steps and return the most that the allocator reserved on each GPU, in bytes.
+
+        Raises:
+            OutOfMemoryError: A GPU ran out of memory; it is named.
+        """
+        with self._bounded(shape), kept_rng():
+            for gpu in self._gpus:
+                torch.cuda.reset_peak_memory_stats(gpu)
+            run = self._prepared(shape)
+            self._guarded(lambda: [run(lambda phase: None) for _ in range(_CONFIRMING_STEPS)], shape)
+            return tuple(torch.cuda.max_memory_reserved(gpu) for gpu in self._gpus)
+
+    def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
+        """Run a step repeatedly for its time and peaks.
+
+        Args:
+            shape: The step.
+            budget_s: Stop repeating after this long.
+
+        Raises:
+            OutOfMemoryError: A GPU ran out of memory; it is named.
+        """
+        with self._bounded(shape), kept_rng():
+            for gpu in self._gpus:
+                torch.cuda.reset_peak_memory_stats(gpu)
+            run = self._prepared(shape)
+            found: list[Measurement] = []
+            self._guarded(lambda: found.append(timed(run, budget_s, warmups=_CONFIRMING_STEPS - 1)), shape)
+            peaks = tuple(torch.cuda.max_memory_reserved(gpu) for gpu in self._gpus)
+        return replace(found[0], peak_bytes=peaks)
+
+    def close(self) -> None:
+        """Give the copies' memory back."""
+        self._trainee = self._home = None
+        self._release()
+
+    def _prepared(self, shape: StepShape) -> _Run:
+        """Put a copy of the workload on the step's first GPU, and the batches in pinned or plain host memory."""
+        active = [index for index, samples in enumerate(shape.splits[0]) if samples]
+        alone = shape.arrangement != "balanced"
+        trainee = self._trainee_on(self._gpus[active[0] if alone else 0])
+        sizes = [sum(split) for split in shape.splits]
+        made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
+        gpus = [self._gpus[active[0]]] if alone else self._gpus
+        split = (sizes[0],) if alone else shape.splits[0]
+        buckets = None
+        if alone and shape.num_ranks > 1:
+            buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8, device=gpus[0])
+        return _Run(trainee, shape, [made[size] for size in sizes], gpus, split, buckets)
+
+    def _trainee_on(self, gpu: torch.device) -> Trainee:
+        if self._trainee is None or self._home != gpu:
+            self._trainee = None  # the old copy's memory, before the new one's
+            self._release()
+            self._trainee, self._home = training_copy(self.workload, device=gpu), gpu
+        return self._trainee
+
+    def _guarded(self, run: Callable[[], object], shape: StepShape) -> None:
+        """Run, and name the GPU that ran out of memory; recover outside the except block, whose traceback pins tensors."""
+        message = None
+        try:
+            run()
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+            message, index = str(error), _failed_gpu(error, self._gpus)
+        if message is None:
+            return
+        assert self._trainee is not None
+        for module in modules_of(self._trainee.models):
+            module.zero_grad(set_to_none=True)
+        self._release()
+        where = "a GPU" if index is None else f"{self.devices[index].label} ({self.devices[index].name})"
+        raise OutOfMemoryError(
+            f"{where} is out of memory with the samples {shape.splits[0]}; give it fewer. {message.splitlines()[0]}",
+            device=None if index is None else self.devices[index].label,
+            device_index=index,
+            capacity_bytes=0 if index is None else self.capacities_bytes[index],
+        )
+
+    def _release(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def _bounded(self, shape: StepShape) -> Iterator[None]:
+        """Let the allocator of each GPU hold no more than the GPU's capacity, and start from an empty cache."""
+        self._release()
+        for gpu, capacity_bytes in zip(self._gpus, self.capacities_bytes, strict=True):
+            total_bytes = torch.cuda.get_device_properties(gpu).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, capacity_bytes / total_bytes), gpu)
+        try:
+            yield
+        finally:
+            for gpu in self._gpus:
+                torch.cuda.set_per_process_memory_fraction(1.0, gpu)
+            self._release()
+
+
+class _Run:
+    """One optimizer step, ready to be called; it returns when every GPU is idle."""
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        shape: StepShape,
+        batches: Sequence[object],
+        gpus: list[torch.device],
+        split: tuple[int, ...],
+        buckets: Tensor | None,
+    ) -> None:
+        self._trainee, self._shape, self._batches, self._gpus, self._buckets = trainee, shape, batches, gpus, buckets
+        self._sizes = [sum(micro) for micro in shape.splits]
+        self._models = trainee.wrapped(lambda module: self._wrapped(module, split))
+
+    def __call__(self, mark: Callable[[str], None]) -> None:
+        def wait_and_mark(phase: str) -> None:
+            if phase == "update":
+                self._wait()
+            mark(phase)
+
+        if self._shape.arrangement == "eval":
+            self._trainee.evaluate(self._models, self._batches[0])
+        else:
+            self._trainee.step(self._models, self._batches, self._sizes, wait_and_mark)
+        self._wait()
+
+    def _wait(self) -> None:
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+
+    def _wrapped(self, module: nn.Module, split: tuple[int, ...]) -> nn.Module:
+        workload = self._trainee.workload
+        reduce = "sum" if workload.loss_reduction == "sum" else "samples"
+        return BalancedDataParallel(None, module, self._gpus, dim=workload.batch_dim, split=split, reduce=reduce)  # type: ignore[arg-type]
+
+
+def _failed_gpu(error: RuntimeError, gpus: list[torch.device]) -> int | None:
+    """Find which GPU an out-of-memory error is about: ours says so, CUDA's allocator writes "GPU 1"."""
+    if isinstance(error, OutOfMemoryError) and error.device is not None:
+        names = [str(gpu) for gpu in gpus]
+        return names.index(error.device) if error.device in names else None
+    found = re.search(r"GPU (\d+)", str(error))
+    ordinals = [gpu.index for gpu in gpus]
+    return ordinals.index(int(found[1])) if found and int(found[1]) in ordinals else None

@@ -1,0 +1,125 @@
+"""Optuna, and only Optuna: which configuration of those that fit is the fastest?
+
+The caller evaluates; nothing here runs a step. What the solver answered is tried first, its neighbours next, and
+Optuna's sampler goes on where the model may be wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autosplit.space import Configuration, Space, Trial
+
+__all__ = ["search"]
+
+NOT_BETTER = 12
+"""Trials in a row that may bring nothing before the search ends, where their times are exact."""
+
+
+Evaluate = Callable[[int, Configuration], Trial]
+
+
+def search(
+    space: Space,
+    evaluate: Evaluate,
+    *,
+    first: Sequence[Configuration],
+    n_trials: int,
+    seed: int,
+    deadline_s: float | None = None,
+    storage: str | None = None,
+    study_name: str = "autosplit",
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+) -> tuple[Trial, ...]:
+    """Evaluate configurations until there is nothing more to expect.
+
+    Args:
+        space: What may be searched.
+        evaluate: ``evaluate(number, configuration) -> Trial``; a configuration that fails is a failed trial.
+        first: Tried first, in this order; what is not in the space is left out.
+        n_trials: At most so many.
+        seed: Of Optuna's sampler.
+        deadline_s: `time.monotonic()` after which no trial begins; one is made in any case.
+        storage: An Optuna URL to keep the study in; None keeps it in memory.
+        study_name: Its name there.
+        on_trial: Told of each trial.
+
+    Returns:
+        The trials in order, each configuration once.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        direction="maximize",
+        sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=4),
+        storage=storage,
+        study_name=study_name,
+        load_if_exists=True,
+    )
+    for configuration in dict.fromkeys(first):
+        if space.holds(configuration):
+            study.enqueue_trial(_parameters(configuration), skip_if_exists=True)
+    done: dict[Configuration, Trial] = {}
+    asked = 0
+    while len(done) < n_trials and asked < 4 * n_trials and not _over(deadline_s, done):
+        asked += 1
+        asking = study.ask()
+        configuration = _suggested(asking, space)
+        seen = done.get(configuration)
+        trial = seen or evaluate(len(done), configuration)
+        _tell(study, asking, trial)
+        if seen is None:
+            done[configuration] = trial
+            on_trial(trial)
+            if _settled(list(done.values())):
+                break
+    return tuple(done.values())
+
+
+def _over(deadline_s: float | None, done: dict[Configuration, Trial]) -> bool:
+    return deadline_s is not None and bool(done) and time.monotonic() >= deadline_s
+
+
+def _parameters(configuration: Configuration) -> dict[str, int]:
+    return {
+        "accumulation_steps": configuration.accumulation_steps,
+        "batch_size": configuration.batch_size,
+        "gpu0_bsz": configuration.gpu0_bsz,
+    }
+
+
+def _suggested(trial: Any, space: Space) -> Configuration:
+    """Ask for the parameters one within the bounds that the one before leaves."""
+    steps = trial.suggest_int("accumulation_steps", *space.steps_bounds())
+    batches = space.batch_bounds(steps)
+    while batches is None:  # no batch makes an effective batch in so many micro-steps: one fewer has larger ones
+        steps -= 1
+        batches = space.batch_bounds(steps)
+    batch_size = trial.suggest_int("batch_size", *batches)
+    shares = space.region.gpu0_bounds(batch_size)
+    assert shares is not None, (batch_size, space)
+    return Configuration(trial.suggest_int("gpu0_bsz", *shares), batch_size, steps)
+
+
+def _tell(study: Any, asking: Any, trial: Trial) -> None:
+    import optuna
+
+    if trial.failure is not None:
+        asking.set_user_attr("failure", trial.failure)
+        study.tell(asking, state=optuna.trial.TrialState.FAIL)
+    else:
+        study.tell(asking, trial.samples_per_s)
+
+
+def _settled(trials: list[Trial]) -> bool:
+    """Tell whether the last trials, more than there are neighbours to try, brought nothing beyond noise."""
+    good = [trial for trial in trials if trial.samples_per_s is not None]
+    if len(trials) <= NOT_BETTER or not good:
+        return False
+    before = [trial.samples_per_s or 0.0 for trial in trials[:-NOT_BETTER]]
+    since = [trial.samples_per_s or 0.0 for trial in trials[-NOT_BETTER:]]
+    noise = max(0.001, *(trial.error_share for trial in good))
+    return max(since) <= max(before) * (1 + noise)

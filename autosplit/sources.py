@@ -1,0 +1,123 @@
+"""From what `tune` is given to a workload that can be followed: built under fake tensors where that is all it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+from autosplit.devices import Device
+from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code
+from autosplit.runtime.tracing import Tracer, make_tracer
+from autosplit.trainee import fake_mode
+from autosplit.workload import Workload
+
+__all__ = ["Followed", "Source", "follow", "workload_source"]
+
+Source = Workload | Callable[[], Workload]
+"""A workload, or a function that builds it."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A workload with the tracer that follows it, and what is to be said about both."""
+
+    workload: Workload
+    tracer: Tracer
+    notes: tuple[str, ...]
+
+
+def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any]) -> Source:
+    """Make a source of `tune`'s first arguments.
+
+    Args:
+        given: A model, a `Workload`, or a function that returns a `Workload`.
+        sample_batch: With a model.
+        described: What else describes a workload, with a model; None where it was not given.
+
+    Raises:
+        InputError: Arguments that do not go together.
+        WorkloadError: No workload can be made of them.
+    """
+    options = {name: value for name, value in described.items() if value is not None}
+    if sample_batch is not None:
+        if isinstance(given, Workload):
+            raise InputError("a Workload and a sample_batch are given; expected one of them; the Workload has its own")
+        return Workload(given, sample_batch, **options)
+    if isinstance(given, nn.Module):
+        raise WorkloadError(
+            f"a {type(given).__name__} is given without sample_batch; expected one batch as training sees it; "
+            "pass it as the second argument"
+        )
+    if options:
+        raise InputError(
+            f"{', '.join(options)} given beside a {type(given).__name__}; expected them inside the Workload; "
+            "pass them to Workload(...)"
+        )
+    if not isinstance(given, Workload) and not callable(given):
+        raise WorkloadError(
+            f"the workload is {given!r:.80}; expected a model with a sample_batch, a Workload, or a function that "
+            "returns one; pass one of these"
+        )
+    return given
+
+
+def follow(source: Source, devices: Sequence[Device]) -> Followed:
+    """Build the workload and follow one step of it.
+
+    For simulated cards a function is called under fake tensors first, so that what it builds takes no memory.
+
+    Args:
+        source: See `Source`.
+        devices: What it is tuned for, all of one kind.
+
+    Raises:
+        UserCodeError: The function raised, or the workload failed on its own sample batch.
+        WorkloadError: No training step can be made of it.
+    """
+    kind = devices[0].kind
+    like_gpu = kind != "cpu"
+    if kind == "sim" and not isinstance(source, Workload):
+        followed = _built_fake(source)
+        if followed is not None:
+            return followed
+    workload = _built(source)
+    tracer, note = make_tracer(workload, like_gpu=like_gpu)
+    return _said(workload, tracer, note)
+
+
+def _built(source: Source) -> Workload:
+    if isinstance(source, Workload):
+        return source
+    try:
+        workload = source()
+    except AutosplitError:
+        raise
+    except Exception as error:
+        raise from_user_code(error, "the function that builds the workload") from error
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"the function returned a {type(workload).__name__}; expected an autosplit.Workload; "
+            "return Workload(model, sample_batch)"
+        )
+    return workload
+
+
+def _built_fake(source: Callable[[], Workload]) -> Followed | None:
+    """Build under fake tensors; None where anything is in the way, and the real thing has to tell."""
+    mode = fake_mode()
+    try:
+        with mode:
+            workload = _built(source)
+        tracer, note = make_tracer(workload, like_gpu=True)
+    except Exception:  # whatever fake tensors can't do; what is really wrong shows again with real ones
+        return None
+    return _said(workload, tracer, note) if note is None else None
+
+
+def _said(workload: Workload, tracer: Tracer, note: str | None) -> Followed:
+    notes = [*tracer.assumptions()]
+    return Followed(workload, tracer, tuple(notes if note is None else [note, *notes]))

@@ -1,0 +1,123 @@
+"""What is searched and what comes of it: configurations, the space they are in, trials, and the best of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autosplit.cost import Region
+from autosplit.split import accumulation_steps
+
+__all__ = ["KNEE_SHARE", "Configuration", "Space", "Trial", "best_trial"]
+
+KNEE_SHARE = 0.97
+"""With no effective batch asked for: the smallest batch with at least this share of the best throughput."""
+
+
+@dataclass(frozen=True, order=True)
+class Configuration:
+    """A point of the search: what the user sets."""
+
+    gpu0_bsz: int
+    batch_size: int
+    accumulation_steps: int = 1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of a configuration.
+
+    Attributes:
+        number: Its place in the search, from 0.
+        gpu0_bsz: Samples per forward on device 0.
+        batch_size: Samples per forward.
+        accumulation_steps: Forwards per optimizer step.
+        split: Samples per device in a full forward.
+        samples_per_s: Throughput of whole optimizer steps; None where it failed.
+        error_share: Standard error of that, as a share of it; 0 where it is exact.
+        peak_bytes: The most each device held; empty where it was not measured.
+        failure: Why it failed, in a sentence that names the device; None where it did not.
+    """
+
+    number: int
+    gpu0_bsz: int
+    batch_size: int
+    accumulation_steps: int
+    split: tuple[int, ...]
+    samples_per_s: float | None = None
+    error_share: float = 0.0
+    peak_bytes: tuple[int, ...] = ()
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be searched.
+
+    Attributes:
+        region: Which splits fit.
+        effective_batch_size: Samples per optimizer step; None for one micro-step of any size.
+        max_steps: The most accumulation steps worth a look.
+    """
+
+    region: Region
+    effective_batch_size: int | None
+    max_steps: int = 1
+
+    def batch_bounds(self, steps: int) -> tuple[int, int] | None:
+        """Return the least and the largest batch that make an optimizer step in so many micro-steps, and that fit."""
+        most = self.region.largest_batch
+        if self.effective_batch_size is None:
+            return (1, most) if most >= 1 else None
+        # The last micro-step has at least one sample: ceil(E / N) == steps.
+        least = -(-self.effective_batch_size // steps)
+        upper = self.effective_batch_size if steps == 1 else -(-self.effective_batch_size // (steps - 1)) - 1
+        return (least, min(upper, most)) if least <= min(upper, most) else None
+
+    def steps_bounds(self) -> tuple[int, int]:
+        """Return the fewest and the most accumulation steps."""
+        if self.effective_batch_size is None:
+            return 1, 1
+        fewest = accumulation_steps(self.effective_batch_size, self.region.largest_batch)
+        return fewest, max(fewest, min(self.max_steps, self.effective_batch_size))
+
+    def holds(self, configuration: Configuration) -> bool:
+        """Tell whether a configuration is in the space."""
+        fewest, most = self.steps_bounds()
+        if not fewest <= configuration.accumulation_steps <= most:
+            return False
+        batches = self.batch_bounds(configuration.accumulation_steps)
+        if batches is None or not batches[0] <= configuration.batch_size <= batches[1]:
+            return False
+        shares = self.region.gpu0_bounds(configuration.batch_size)
+        return shares is not None and shares[0] <= configuration.gpu0_bsz <= shares[1]
+
+
+def best_trial(trials: Sequence[Trial], *, effective_batch_size: int | None) -> Trial | None:
+    """Choose the answer among trials.
+
+    With an effective batch: the highest samples/s, and among those within noise of it the smallest `batch_size`.
+    With none: the smallest `batch_size` that has at least `KNEE_SHARE` of the highest samples/s.
+
+    Args:
+        trials: Failed ones never count.
+        effective_batch_size: What was asked for.
+
+    Returns:
+        The trial; None where all failed.
+    """
+    good = [trial for trial in trials if trial.samples_per_s is not None]
+    if not good:
+        return None
+    top = max(good, key=lambda trial: trial.samples_per_s or 0.0)
+    top_rate = top.samples_per_s or 0.0
+    if effective_batch_size is None:
+        near = [trial for trial in good if (trial.samples_per_s or 0.0) >= KNEE_SHARE * top_rate]
+    else:
+        near = [trial for trial in good if (trial.samples_per_s or 0.0) >= top_rate * (1 - _noise(top, trial))]
+    return min(near, key=lambda trial: (trial.batch_size, -(trial.samples_per_s or 0.0), trial.number))
+
+
+def _noise(one: Trial, other: Trial) -> float:
+    """Return the standard error of the difference of two trials, as a share."""
+    return float((one.error_share**2 + other.error_share**2) ** 0.5)

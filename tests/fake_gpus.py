@@ -1,0 +1,67 @@
+"""GPUs that are not there: torch.cuda, as far as the package asks it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+GIB = 2**30
+NEW_ARCHES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@dataclass
+class FakeCard:
+    """One card, with what CUDA and NVML would each say of it."""
+
+    name: str = "NVIDIA GeForce RTX 3090"
+    uuid: str = "00000000-0000-0000-0000-000000000000"
+    bus: int = 1
+    capability: tuple[int, int] = (8, 6)
+    total: int = 24 * GIB
+    others: int = 0
+    own: int = 0
+    fails: dict[str, Exception] = field(default_factory=dict)
+    mig: bool = False
+    nvml_uuid: str | None = None
+
+
+@dataclass
+class FakeCuda:
+    """torch.cuda, as far as it is asked."""
+
+    cards: list[FakeCard]
+    arches: list[str] = field(default_factory=lambda: list(NEW_ARCHES))
+    with_uuid: bool = True
+
+    def device_count(self) -> int:
+        return len(self.cards)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_arch_list(self) -> list[str]:
+        return self.arches
+
+    def get_device_capability(self, index: int) -> tuple[int, int]:
+        return self.cards[index].capability
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        card = self.cards[index]
+        if "properties" in card.fails:
+            raise card.fails["properties"]
+        pci = {"pci_domain_id": 0, "pci_bus_id": card.bus, "pci_device_id": 0}
+        uuid = {"uuid": card.uuid} if self.with_uuid else {}
+        return SimpleNamespace(name=card.name, total_memory=card.total, **uuid, **pci)
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        card = self.cards[index]
+        if "mem_get_info" in card.fails:
+            raise card.fails["mem_get_info"]
+        return card.total - card.others - card.own, card.total
+
+    def memory_reserved(self, index: int) -> int:
+        return self.cards[index].own
+
+
+def cards(*names: str) -> list[FakeCard]:
+    return [FakeCard(name=name, uuid=f"{i:08x}-0000-0000-0000-000000000000", bus=i + 1) for i, name in enumerate(names)]

@@ -1,0 +1,258 @@
+"""Batches of every shape a training script uses: found, cut, and made longer."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from autosplit.batches import Whole, batch_size_of, chunk, map_tensors, resize, tensors_of
+from autosplit.errors import WorkloadError
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    name: str = "given"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slotted:
+    __slots__ = ("x", "y")
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass
+class Counted:
+    """Its constructor may run once: a rebuilt one must not run it again."""
+
+    x: Tensor
+    length: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        assert not hasattr(self, "length"), "constructed twice"
+        self.length = len(self.x)
+
+
+class Encoding(collections.UserDict):
+    """Like a tokenizer's output: a constructor of its own, and attributes beside the data."""
+
+    def __init__(self, data, *, tokenizer):
+        super().__init__(data)
+        self.tokenizer = tokenizer
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict):
+    """A dataclass whose fields are the items of an ordered dictionary, as model libraries return them."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                super().__setitem__(field.name, getattr(self, field.name))
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+def rows(n: int, width: int = 3) -> Tensor:
+    return torch.arange(n * width, dtype=torch.float32).view(n, width)
+
+
+BATCHES = {
+    "tensor": lambda: rows(4),
+    "tuple": lambda: (rows(4), torch.arange(4)),
+    "list": lambda: [rows(4), torch.arange(4)],
+    "dict": lambda: {"x": rows(4), "y": torch.arange(4)},
+    "defaultdict": lambda: collections.defaultdict(list, {"x": rows(4)}),
+    "OrderedDict": lambda: collections.OrderedDict(x=rows(4), y=torch.arange(4)),
+    "MappingProxy": lambda: MappingProxyType({"x": rows(4)}),
+    "namedtuple": lambda: Pair(rows(4), torch.arange(4)),
+    "dataclass": lambda: Frozen(rows(4)),
+    "slots": lambda: Slotted(rows(4), torch.arange(4)),
+    "post_init": lambda: Counted(rows(4)),
+    "encoding": lambda: Encoding({"x": rows(4)}, tokenizer="bpe"),
+    "output": lambda: Output(logits=rows(4)),
+    "return_types": lambda: torch.max(rows(4), dim=1),
+    "nested": lambda: {"inputs": [Pair(rows(4), torch.arange(4)), Frozen(rows(4))], "flag": True, "none": None},
+}
+
+
+@pytest.fixture(params=BATCHES)
+def batch(request):
+    return BATCHES[request.param]()
+
+
+class TestTrees:
+    def test_every_container_holds_four_samples(self, batch):
+        assert batch_size_of(batch) == 4
+
+    def test_containers_keep_their_types(self, batch):
+        assert type(resize(batch, 2)) is type(batch)
+
+    def test_chunks_hold_what_their_sizes_say(self, batch):
+        for size, part in zip((1, 0, 3), chunk(batch, (1, 0, 3)), strict=True):
+            assert {tensor.size(0) for tensor in tensors_of(part)} == {size}
+
+    def test_chunks_are_views_of_the_batch(self, batch):
+        part = chunk(batch, (2, 2))[1]
+        for ours, theirs in zip(tensors_of(part), tensors_of(batch), strict=True):
+            assert ours.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
+
+    def test_the_original_is_left_alone(self, batch):
+        before = [tensor.clone() for tensor in tensors_of(batch)]
+        resize(batch, 9)
+        chunk(batch, (4,))
+        for old, new in zip(before, tensors_of(batch), strict=True):
+            assert torch.equal(old, new)
+
+    def test_what_is_no_tensor_stays(self):
+        made = resize({"x": rows(4), "flag": True, "none": None, "text": "abc"}, 2)
+        assert (made["flag"], made["none"], made["text"]) == (True, None, "abc")
+
+    def test_encoding_keeps_its_attributes_and_needs_no_constructor(self):
+        made = resize(BATCHES["encoding"](), 6)
+        assert made.tokenizer == "bpe"
+        assert made["x"].size(0) == 6
+
+    def test_output_fields_and_items_agree(self):
+        made = resize(Output(logits=rows(4)), 6)
+        assert made.logits is made["logits"]
+        assert made.logits.size(0) == 6
+        assert made.loss is None
+
+    def test_defaultdict_keeps_its_factory(self):
+        assert resize(BATCHES["defaultdict"](), 2).default_factory is list
+
+    def test_read_only_mapping(self):
+        """A mappingproxy can't be copied by `copy.copy`: the shallow copy came before the test for one."""
+        made = resize(MappingProxyType({"x": rows(4)}), 2)
+        assert made["x"].size(0) == 2
+
+    def test_map_tensors_unwraps_whole(self):
+        mapped = map_tensors(lambda tensor: tensor + 1, {"mask": Whole(torch.zeros(3))})
+        assert torch.equal(mapped["mask"], torch.ones(3))
+
+    def test_tensors_in_a_whole_are_yielded(self):
+        assert len(list(tensors_of((rows(2), Whole([rows(3), rows(5)]))))) == 3
+
+
+class TestBatchSize:
+    def test_mask_of_another_size_is_no_batch(self):
+        tokens, mask = torch.zeros(8, 16), torch.zeros(16, 16)
+        assert batch_size_of((tokens, mask)) == 8
+        assert batch_size_of((mask, tokens)) == 8
+        assert batch_size_of({"mask": mask, "other": mask, "tokens": tokens}) == 8
+
+    def test_positions_of_one_row_are_no_batch(self):
+        assert batch_size_of((torch.zeros(1, 16), torch.zeros(8, 16))) == 8
+
+    def test_one_sample_beside_a_mask(self):
+        assert batch_size_of((torch.zeros(1, 16), torch.zeros(16, 16))) == 1
+
+    def test_scalars_are_no_batch(self):
+        assert batch_size_of((torch.tensor(3.0), rows(4))) == 4
+
+    def test_whole_is_no_batch(self):
+        assert batch_size_of((Whole(rows(7)), rows(4))) == 4
+
+    def test_other_dimension(self):
+        assert batch_size_of((torch.zeros(16, 5, 3), torch.zeros(16, 5)), dim=1) == 5
+
+    def test_disagreement(self):
+        with pytest.raises(WorkloadError, match=r"disagree.*\(4, 3\), \(5, 7\).*expected one size; mark"):
+            batch_size_of((rows(4), rows(5, 7)))
+
+    def test_targets_of_another_number(self):
+        with pytest.raises(WorkloadError, match=r"disagree.*\(4, 3\), \(5,\)"):
+            batch_size_of((rows(4), torch.arange(5)))
+
+    def test_empty(self):
+        with pytest.raises(WorkloadError, match=r"empty.*0 samples; expected at least 1; pass"):
+            batch_size_of({"x": torch.zeros(0, 3)})
+
+    @pytest.mark.parametrize("batch", [(), {}, None, "text", torch.tensor(1.0), [None, 3], (Whole(torch.zeros(3)),)])
+    def test_nothing_to_split(self, batch):
+        with pytest.raises(WorkloadError, match="no tensor with a dimension 0.*expected at least one.*pass"):
+            batch_size_of(batch)
+
+    def test_errors_are_one_line(self):
+        with pytest.raises(WorkloadError) as caught:
+            batch_size_of((rows(4), rows(5, 7)))
+        assert "\n" not in str(caught.value)
+
+
+class TestResize:
+    def test_repeats_in_order(self):
+        assert torch.equal(resize(torch.arange(3), 7), torch.tensor([0, 1, 2, 0, 1, 2, 0]))
+
+    def test_what_holds_no_samples_is_the_very_same(self):
+        tokens, mask, scale = torch.zeros(8, 16), torch.zeros(16, 16), torch.tensor(2.0)
+        made = resize((tokens, mask, scale), 3)
+        assert made[0].shape == (3, 16)
+        assert made[1] is mask
+        assert made[2] is scale
+
+    def test_whole_is_never_repeated(self):
+        mask = torch.zeros(4, 4)
+        made = resize({"x": torch.zeros(4, 4), "mask": Whole(mask)}, 9)
+        assert made["x"].shape == (9, 4)
+        assert next(iter(tensors_of(made["mask"]))) is mask
+
+    def test_other_dimension(self):
+        assert resize(torch.zeros(16, 5, 3), 2, dim=1).shape == (16, 2, 3)
+
+    def test_a_batch_keeps_its_dtype_and_has_no_graph(self):
+        batch = torch.zeros(2, 3, dtype=torch.float16, requires_grad=True) * 1
+        made = resize(batch, 4)
+        assert made.dtype == torch.float16
+        assert not made.requires_grad
+
+
+class TestWhole:
+    def test_goes_whole_into_each_chunk(self):
+        mask = torch.zeros(4, 4)
+        for part in chunk({"x": torch.zeros(4, 4), "mask": Whole(mask)}, (1, 3)):
+            assert part["mask"] is mask
+
+    def test_may_hold_a_tree(self):
+        parts = chunk((rows(4), Whole({"a": rows(4)})), (2, 2))
+        assert parts[0][1]["a"].shape == (4, 3)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any),
+    dim=st.integers(0, 2),
+    width=st.integers(7, 9),
+)
+def test_chunks_put_together_are_the_batch(sizes, dim, width):
+    shape = [width, width + 10, width + 20]
+    shape[dim] = sum(sizes)
+    batch = {"x": torch.arange(torch.Size(shape).numel()).view(shape), "twin": (torch.rand(shape),)}
+    parts = chunk(batch, tuple(sizes), dim, sum(sizes))
+    assert torch.equal(torch.cat([part["x"] for part in parts], dim), batch["x"])
+    assert torch.equal(torch.cat([part["twin"][0] for part in parts], dim), batch["twin"][0])
+
+
+@given(size=st.integers(1, 6), n=st.integers(1, 20))
+def test_a_resized_batch_repeats_its_samples(size, n):
+    made = resize([rows(size), torch.arange(size)], n)
+    assert made[1].tolist() == [index % size for index in range(n)]
+    assert torch.equal(made[0], rows(size)[made[1]])

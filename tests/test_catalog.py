@@ -1,0 +1,109 @@
+"""The catalogue: every row plausible, every card found by its spellings, the nearest names where none is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosplit import catalog
+from autosplit.catalog import catalog_names_near, find_card, gpu_catalog, mentions_card, shown
+from autosplit.errors import DeviceError
+
+GIB = 2**30
+CARD_NAMES = tuple(gpu_catalog())
+
+
+@pytest.mark.parametrize("name", CARD_NAMES)
+def test_every_row_is_complete_and_plausible(name):
+    spec = gpu_catalog()[name]
+    major = int(spec.compute_capability.split(".")[0])
+    assert re.fullmatch(r"[0-9]{1,2}\.[0-9]", spec.compute_capability)
+    assert re.fullmatch(r"[A-Za-z0-9-]+", name)
+    assert spec.name == name
+    assert spec.source.startswith("NVIDIA ")
+    assert len(spec.source) > 15
+    assert 8 * GIB <= spec.memory_bytes <= 200 * GIB
+    assert 2e11 <= spec.memory_bytes_per_s <= 1e13
+    assert 1e10 <= spec.link_bytes_per_s <= 1e12
+    assert 1e-6 <= spec.launch_s <= 5e-5
+    assert all(1e11 < peak < 5e15 for peak in spec.peak_flops.values())
+    tensor_dtypes = {"tf32", "bfloat16"} if major >= 8 else set()
+    assert set(spec.peak_flops) == {"float32", "float16", "float64"} | tensor_dtypes
+    assert spec.peak_flops["float64"] < spec.peak_flops["float32"] <= spec.peak_flops["float16"]
+    if major >= 8:
+        peaks = spec.peak_flops
+        assert peaks["bfloat16"] == peaks["float16"]
+        assert peaks["float32"] <= peaks["tf32"]
+        # Half of the float16 rate on every generation that has it.
+        assert peaks["tf32"] == pytest.approx(peaks["float16"] / 2, rel=0.02)
+
+
+def test_the_catalogue_has_the_cards_it_must_have():
+    wanted = (
+        "GTX1080Ti P100 V100-16GB V100-32GB TITAN-RTX RTX2080Ti T4 RTX3060 RTX3070 RTX3080-10GB RTX3090 RTX3090Ti A10 "
+        "A30 A40 A100-40GB A100-80GB RTX-A4000 RTX-A6000 RTX4070 RTX4080 RTX4090 RTX-6000-Ada L4 L40S H100-80GB "
+        "H100-PCIe H200 GH200-96GB RTX5080 RTX5090 B200"
+    )
+    assert set(wanted.split()) <= set(CARD_NAMES)
+
+
+def test_names_stay_apart_when_normalised():
+    assert len({catalog._normal(name) for name in CARD_NAMES}) == len(CARD_NAMES)
+    # A digit and an x in front would be read as a count.
+    assert not any(re.match(r"[0-9.]+\s*[xX*]", name) for name in CARD_NAMES)
+
+
+def test_names_near():
+    assert catalog_names_near("RTX3091")[0] == "RTX3090"
+    assert "RTX3080-10GB" in catalog_names_near("3080")
+    assert catalog_names_near("") == ()
+
+
+@pytest.mark.parametrize("name", CARD_NAMES)
+def test_a_card_is_found_by_its_spellings(name):
+    spellings = (name, name.lower(), name.replace("-", " "), name.replace("-", "_"), f"NVIDIA GeForce {name}")
+    assert all(find_card(spelling) is gpu_catalog()[name] for spelling in spellings)
+    assert all(mentions_card(f"2 of {spelling}!") for spelling in spellings)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("A100", "may be any of A100-40GB, A100-80GB"),
+        ("RTX3091", "expected a name such as RTX3090"),
+        ("", "expected a name such as A100-40GB, RTX3090"),
+        ("no\nsuch card", "expected a name such as"),
+        ("x" * 5000, "expected a name such as"),
+    ],
+)
+def test_a_card_that_is_not_found(name, message):
+    with pytest.raises(DeviceError, match=message) as caught:
+        find_card(name)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_no_card_is_mentioned():
+    assert not mentions_card("")
+    assert not mentions_card("a computer")
+
+
+@given(st.one_of(st.text(), st.lists(st.text()), st.binary(max_size=200)))
+def test_what_is_shown_stays_on_one_short_line(value):
+    assert "\n" not in shown(value)
+    assert len(shown(value)) <= 80
+    assert shown(value) == repr(value) or "..." in shown(value)
+
+
+def test_neither_torch_nor_nvml_is_loaded():
+    code = (
+        "import sys; from autosplit.catalog import find_card\nfind_card('T4')\n"
+        "print([name for name in ('torch', 'pynvml', 'optuna') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

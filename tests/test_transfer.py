@@ -1,0 +1,106 @@
+"""The one copy between devices: its values, its gradients, and who is told of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import gradcheck, gradgradcheck
+
+from autosplit.runtime.tracking import Tracker
+from autosplit.transfer import HOST, active_placement, adopt_module, transfer
+
+
+def two_devices(**kwargs) -> Tracker:
+    return Tracker(["first", "second"], [None, None], **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64, torch.int64, torch.bool])
+def test_copies_any_dtype(dtype):
+    tensor = torch.ones(2, 3).to(dtype)
+    copy = transfer(tensor, 0, 1, "input")
+    assert torch.equal(copy, tensor)
+    assert copy.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(6.0).view(2, 3).t(), torch.arange(3.0).expand(4, 3), torch.zeros(0, 3), torch.tensor(2.0)],
+    ids=["transposed", "expanded", "empty", "scalar"],
+)
+def test_copies_any_layout_as_its_fake_does(tensor):
+    copy = transfer(tensor, 0, 1, "input")
+    assert torch.equal(copy, tensor)
+    with FakeTensorMode() as mode:
+        fake = transfer(mode.from_tensor(tensor), 0, 1, "input")
+    assert (fake.shape, fake.stride(), fake.dtype) == (copy.shape, copy.stride(), copy.dtype)
+    assert fake.untyped_storage().nbytes() == copy.untyped_storage().nbytes()
+
+
+def test_copies_sparse():
+    tensor = torch.eye(3).to_sparse()
+    assert torch.equal(transfer(tensor, 1, 0, "gradient").to_dense(), torch.eye(3))
+
+
+def test_gradients():
+    tensor = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda x: transfer(x, 0, 1, "input") ** 2, tensor)
+    assert gradgradcheck(lambda x: transfer(x, 0, 1, "input") ** 3, tensor)
+
+
+def test_nothing_is_followed_outside_a_tracker():
+    assert active_placement() is None
+    with two_devices() as tracker:
+        assert active_placement() is tracker
+        with two_devices() as inner:
+            assert active_placement() is inner
+        assert active_placement() is tracker
+    assert active_placement() is None
+
+
+def test_placement_is_left_after_an_error():
+    with pytest.raises(KeyError), two_devices():
+        raise KeyError
+    assert active_placement() is None
+
+
+class Seen:
+    def __init__(self):
+        self.transfers = []
+
+    def on_op(self, device, func, args, kwargs, outputs):
+        pass
+
+    def on_transfer(self, source, destination, nbytes, purpose):
+        self.transfers.append((source, destination, nbytes, purpose))
+
+
+def test_charges_the_destination_and_returns_the_gradient():
+    seen = Seen()
+    tensor = torch.rand(256, requires_grad=True)
+    with two_devices(observer=seen) as tracker:
+        tracker.adopt(tensor, 0)
+        copy = transfer(tensor, 0, 1, "parameter")
+        assert tracker.device_of(copy) == 1
+        assert tracker.live_bytes == [1024, 1024]
+        (copy * 2).sum().backward()
+        assert tracker.device_of(tensor.grad) == 0
+    assert seen.transfers == [(0, 1, 1024, "parameter"), (1, 0, 1024, "parameter")]
+
+
+def test_to_the_host_is_free():
+    with two_devices() as tracker:
+        tensor = transfer(torch.ones(128), HOST, 1, "input")
+        back = transfer(tensor, 1, HOST, "output")
+        assert tracker.live_bytes == [0, 512]
+        assert tracker.device_of(back) == HOST
+
+
+def test_adopt_module_counts_tied_tensors_once_and_gradients_too():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 16, bias=False))
+    model[1].weight = model[0].weight
+    model.register_buffer("scale", torch.zeros(8))
+    model[0].weight.grad = torch.zeros(16, 16)
+    with two_devices() as tracker:
+        adopt_module(tracker, model, 1)
+        assert tracker.live_bytes == [0, 1024 + 1024 + 512]
