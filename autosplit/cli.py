@@ -7,12 +7,12 @@ command that needs them: ``--help`` waits for none of them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +20,11 @@ import typer
 import typer.main
 
 from autosplit.errors import AutosplitError, InputError, UserCodeError, from_user_code, user_frames
+from autosplit.terminal import progress_bar, stdout_kept_clean
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
     from autosplit.plan import Plan
     from autosplit.report import Origin
-    from autosplit.tuning import Progress
 
 __all__ = ["main"]
 
@@ -98,14 +96,15 @@ def _devices(*, as_json: bool) -> int:
     from autosplit.survey import survey_devices
 
     # Both libraries talk while they start; the table is alone on stdout.
-    with _stdout_kept_clean():
+    with stdout_kept_clean():
         devices, notes = survey_devices()
     if as_json:
         import msgspec
 
         _print_json(msgspec.json.format(msgspec.json.encode({"devices": devices, "notes": notes}), indent=2).decode())
     else:
-        from autosplit.report import console_for, print_devices
+        from autosplit.report import print_devices
+        from autosplit.terminal import console_for
 
         print_devices(devices, notes, console_for(sys.stdout))
     return 0
@@ -225,7 +224,7 @@ def _tune(spec: str, keywords: dict[str, Any], *, as_json: bool, output: str | N
     _check_before_running(keywords, output)
     from autosplit.loading import load_workload
 
-    with _stdout_kept_clean():
+    with stdout_kept_clean():
         workload = load_workload(spec)
         plan, interrupted = _tuned(workload, spec, keywords)
     saved = output
@@ -264,7 +263,7 @@ def _tuned(workload: object, spec: str, keywords: Mapping[str, Any]) -> tuple[Pl
     from autosplit import tuning
 
     try:
-        with _progress_bar() as progress:
+        with progress_bar() as progress:
             return tuning.tune(workload, **keywords, progress=progress), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
@@ -298,11 +297,11 @@ def _origin(spec: str, workload: object, keywords: Mapping[str, Any], saved: str
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
     command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *_flags(elsewhere)])
     if saved is not None:
-        return Origin(f"autosplit.Plan.load({saved!r})", command=command)
+        return Origin(f"autosplit.Plan.load({_quoted(saved)})", command=command)
     place, name = split_spec(spec)
     module = Path(place).stem if place.endswith(".py") else place
     same = {k: v for k, v in keywords.items() if (k, v) != ("profile", "refresh")}
-    arguments = "".join(f", {keyword}={value!r}" for keyword, value in same.items())
+    arguments = "".join(f", {keyword}={_quoted(value)}" for keyword, value in same.items())
     remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
     return Origin(
         f"autosplit.tune({name}{'()' if callable(workload) else ''}{arguments})",
@@ -310,6 +309,11 @@ def _origin(spec: str, workload: object, keywords: Mapping[str, Any], saved: str
         remark,
         command,
     )
+
+
+def _quoted(value: object) -> str:
+    """Write a value as Python, a string in the quotes that formatters like."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _flags(keywords: Mapping[str, Any]) -> list[str]:
@@ -336,7 +340,7 @@ def _show(which: str | None, *, as_json: bool) -> int:
         if newest is None:
             return 0
         path, plan = newest
-    _print_plan(plan, Origin(f"autosplit.Plan.load({str(path)!r})"), as_json=as_json)
+    _print_plan(plan, Origin(f"autosplit.Plan.load({_quoted(str(path))})"), as_json=as_json)
     return 0
 
 
@@ -363,7 +367,8 @@ def _profile(key: str) -> tuple[Path, Plan]:
 def _newest(*, as_json: bool) -> tuple[Path, Plan] | None:
     """List the profiles, and return the newest that can be read."""
     from autosplit.profiles import profiles
-    from autosplit.report import console_for, print_profiles
+    from autosplit.report import print_profiles
+    from autosplit.terminal import console_for
 
     found = profiles()
     readable = [(path, plan) for path, plan in found if plan is not None]
@@ -383,7 +388,8 @@ def _print_plan(plan: Plan, origin: Origin, *, as_json: bool) -> None:
     if as_json:
         _print_json(plan.to_json())
         return
-    from autosplit.report import console_for, print_plan
+    from autosplit.report import print_plan
+    from autosplit.terminal import console_for
 
     print_plan(plan, console_for(sys.stdout), origin=origin)
 
@@ -391,51 +397,3 @@ def _print_plan(plan: Plan, origin: Origin, *, as_json: bool) -> None:
 def _print_json(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def _stdout_kept_clean() -> Iterator[None]:
-    """Send to stderr what user code, C libraries and child processes write to stdout, which is for the answer."""
-    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as undoing:
-        # Where a descriptor is closed there is nothing to keep clean.
-        with contextlib.suppress(OSError):
-            kept = os.dup(1)
-            undoing.callback(os.close, kept)
-            os.dup2(2, 1)
-            undoing.callback(os.dup2, kept, 1)
-            if sys.__stdout__ is not None:
-                undoing.callback(sys.__stdout__.flush)
-        yield
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Callable[[Progress], None] | None]:
-    """Draw a bar on stderr if that is a terminal: what is being done, steps and OOMs so far, the best so far."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-    from rich.table import Column
-
-    from autosplit.report import console_for
-
-    bar = Bar(
-        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"), markup=False),
-        BarColumn(bar_width=16),
-        TextColumn("{task.fields[counts]}", table_column=Column(no_wrap=True), markup=False),
-        TimeElapsedColumn(),
-        console=console_for(sys.stderr),
-        transient=True,
-        expand=True,
-    )
-    task = bar.add_task("starting", total=1.0, counts="")
-    with bar:
-        yield functools.partial(_advance, bar, task)
-
-
-def _advance(bar: Bar, task: Any, progress: Progress) -> None:
-    counts = f"{progress.steps} steps, {progress.ooms} OOM"
-    if progress.best_samples_per_s is not None:
-        counts += f", best {progress.best_samples_per_s:,.4g}/s"
-    bar.update(task, completed=progress.fraction, description=progress.message, counts=counts)

@@ -1,8 +1,16 @@
 """What a step costs, as a function of the split: memory and time models, fitted to measurements. Pure arithmetic.
 
-peak bytes of device 0      fixed + per_share * gpu0_bsz + per_batch * batch_size
-peak bytes of another one   fixed + per_share * share
-seconds of a step           k * (shared + shared_per_sample * N + slowest device) + update
+Peak bytes of device 0::
+
+    fixed + per_share * gpu0_bsz + per_batch * batch_size
+
+Peak bytes of another one::
+
+    fixed + per_share * share
+
+Seconds of a step of k micro-steps of N samples::
+
+    k * (shared + shared_per_sample * N + slowest device) + update
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ __all__ = ["Ceiling", "MemoryFit", "Region", "StepTime", "TimeCurve", "largest_f
 
 
 Role = Literal["primary", "replica", "rank", "eval"]
-"""What a device does: device 0 of BalancedDataParallel, another one of it, a DDP process, a forward without gradients."""
+"""What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward without gradients."""
 
 Limit = Literal["memory", "max_batch_size", "time"]
 """What a ceiling was limited by."""
@@ -90,7 +98,8 @@ class MemoryFit:
             more_batch: The base's share of a larger batch.
         """
         (s0, n0, y0), (s1, n1, y1), (s2, n2, y2) = base, more_share, more_batch
-        assert s2 == s0 and n2 > n0 and s1 > s0 and n1 - n0 == s1 - s0, (base, more_share, more_batch)
+        assert n1 - n0 == s1 - s0 > 0, (base, more_share)
+        assert n2 - n0 > s2 - s0 == 0, (base, more_batch)
         per_batch = max(0.0, (y2 - y0) / (n2 - n0))
         per_share = max(0.0, (y1 - y0) / (s1 - s0) - per_batch)
         return cls(y0 - per_share * s0 - per_batch * n0, per_share, per_batch)
@@ -125,18 +134,22 @@ class Region:
 
     def gpu0_bounds(self, batch_size: int) -> tuple[int, int] | None:
         """Return the least and the most that device 0 may take of a batch; None where no split of it fits."""
+        if batch_size > self.max_batch_size:
+            return None
         least = max(0, batch_size - sum(self.replica_ceilings))
         most = min(batch_size, self.primary_most(batch_size))
-        return (least, most) if least <= most and batch_size <= self.max_batch_size else None
+        if least <= most:
+            return least, most
+        # The plane has no say about a batch that device 0 runs by itself, without replicas.
+        return (batch_size, batch_size) if batch_size <= self.primary_ceiling else None
 
     def primary_most(self, batch_size: int) -> int:
-        """Return the most that device 0 may take of a batch, going by its memory; -1 where it may not even gather it."""
+        """Return the most that device 0 may take of a batch beside others; -1 where it can't even gather it."""
         if not self.replica_ceilings:
             return self.primary_ceiling
         left = self.primary_capacity_bytes - self.primary.peak_bytes(0, batch_size)
         if left < 0:
-            # The plane has no say about a batch that device 0 runs by itself, without replicas.
-            return self.primary_ceiling if batch_size <= self.primary_ceiling else -1
+            return -1
         if self.primary.bytes_per_share <= 0:
             return self.primary_ceiling
         return min(self.primary_ceiling, int(left / self.primary.bytes_per_share))
@@ -233,7 +246,7 @@ class StepTime:
 def overlapped_seconds(
     compute_s: Sequence[float], all_reduce_s: float, update_s: float, last_backward_s: float
 ) -> float:
-    """Return the time of a DDP step: the slowest rank, what its last backward does not hide of the all-reduce, the update.
+    """Return the time of a DDP step: the slowest rank, what its backward does not hide of the all-reduce, the update.
 
     DDP reduces a bucket as soon as its gradients are there, so all but the first bucket's wait lies behind the
     backward (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
@@ -252,8 +265,8 @@ def largest_fitting(
 ) -> int:
     """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n, in few calls.
 
-    The line through the two nearest known points says where to look next; the interval that is left is halved
-    where the line does not shrink it.
+    The line through the two nearest known points says where to look next, as long as halving what is left could
+    still end within `max_calls`; then it is halved.
 
     Args:
         peak_bytes: Bytes at n samples.
@@ -264,7 +277,7 @@ def largest_fitting(
         max_calls: After this many looks the largest size that was seen to fit is returned.
 
     Returns:
-        The largest n seen to fit; exact unless `max_calls` ended it.
+        The largest n seen to fit; exact where `max_calls` is more than the times that ``most - least`` can be halved.
     """
     if most <= least:
         return least
@@ -276,11 +289,12 @@ def largest_fitting(
 
     low, high = least, most + 1  # low fits; high does not
     n = min(max(start, least + 1), most)
-    for _ in range(max_calls):
+    for calls_left in reversed(range(max_calls)):
         low, high = (n, high) if look(n) else (low, n)
         if high - low <= 1:
             break
-        n = _next_size(known, capacity_bytes, low, high)
+        halvings = (high - low - 1).bit_length()  # looks that halving would take from here
+        n = (low + high) // 2 if calls_left <= halvings else _next_size(known, capacity_bytes, low, high)
     return low
 
 

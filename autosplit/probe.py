@@ -6,24 +6,35 @@ simulated cards the trace is the truth. Nobody doubles until something breaks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 from autosplit.cost import Ceiling, Limit, MemoryFit, Role, TimeCurve, largest_fitting
-from autosplit.devices import size_text
+from autosplit.devices import Device, list_devices, size_text
+from autosplit.errors import DeviceError, InputError
+from autosplit.isolation import in_child
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.request import Request, checked_request
 from autosplit.runtime.measurement import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracing import Tracer
 from autosplit.split import proportional_split
+from autosplit.staging import Source, follow, runtime_for, workload_source
+from autosplit.trainee import kept_rng
 
-__all__ = ["Prober"]
+__all__ = ["Prober", "does_not_fit", "find_ceiling"]
 
 SLOPE_TOLERANCE = 0.01
 """A traced slope that is off the real one by more is not trusted."""
 
 MAX_CONFIRMATIONS = 8
 """Real steps at or near the ceiling, at most; the largest that ran is the answer then."""
+
+_UNBOUNDED_BYTES = 2**62
+"""More than any device has."""
 
 KNEE_GAIN = 0.03
 """On a plain CPU a doubled batch that gains less throughput is the last one tried."""
@@ -50,12 +61,18 @@ class Prober:
         max_batch_size: Nothing larger is looked at.
         counts: Real steps and OOMs so far.
         report: Told what is being done, in a few words.
+        num_ranks: DDP processes in the job; 0 for one on each device.
+        exact: Confirm that one sample more than a ceiling runs out of memory.
+        deadline_s: `time.monotonic()` after which no further real step confirms a ceiling; None for no limit.
     """
 
     runtime: Runtime
     tracer: Tracer
     max_batch_size: int
     report: Callable[[str], None] = lambda message: None
+    num_ranks: int = 0
+    exact: bool = False
+    deadline_s: float | None = None
     counts: Counts = field(default_factory=Counts)
     _traced: dict[StepShape, tuple[int, ...]] = field(default_factory=dict)
     _measured: dict[StepShape, Measurement] = field(default_factory=dict)
@@ -319,7 +336,7 @@ class Prober:
                 return _balanced(split, accumulates)
             if role == "eval":
                 return StepShape((split,), "eval")
-            return StepShape((split,) * micro_steps, "rank", num_ranks=count)
+            return StepShape((split,) * micro_steps, "rank", num_ranks=self.num_ranks or count)
 
         return shape
 
@@ -352,10 +369,15 @@ class Prober:
                 low, low_peak = n, peak_bytes
                 model = _shifted(model, peak_bytes - model(n))
             following = self._refitted(model, capacity_bytes, low, high, n)
-            if high - low <= 1 or following == low:
+            if following == low and self.exact and high - low > 1:
+                following = low + 1
+            if high - low <= 1 or following == low or self._out_of_time():
                 break
             n = following
         return low, low_peak
+
+    def _out_of_time(self) -> bool:
+        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
     def _checked(
         self, index: int, shape_of: Callable[[int], StepShape], predicted: Callable[[int], float], guess: int
@@ -394,6 +416,89 @@ class Prober:
         if not self.runtime.simulated:
             self.counts.steps += steps
             self.counts.ooms += ooms
+
+
+def find_ceiling(
+    workload: Any,
+    device: Any,
+    *,
+    role: Role = "rank",
+    max_batch_size: int | None = None,
+    exact: bool = False,
+    reserve: str | float | None = None,
+    time_limit_s: float | None = None,
+    isolate: bool = False,
+) -> Ceiling:
+    """Find the largest number of samples that a device runs in one training step.
+
+    It is predicted from traces, checked with two small real steps and confirmed by running that very size; for
+    simulated cards the trace is the answer. The workload is left as it was.
+
+    Args:
+        workload: A `Workload`, or a function that returns one.
+        device: One device: ``"cuda:0"``, ``"cpu:2GiB"``, ``"sim:RTX3090"``.
+        role: ``"rank"``, a DDP process; ``"primary"``, device 0 of BalancedDataParallel with a batch of its own;
+            ``"replica"``, another device of it; ``"eval"``, a forward without gradients.
+        max_batch_size: Look no further.
+        exact: Also run one sample more, which must run out of memory.
+        reserve: Kept free: bytes, or a share. Default: 5 % on GPUs.
+        time_limit_s: No further step confirms after this long.
+        isolate: Probe in a process of its own, which a crash ends instead of this one.
+
+    Returns:
+        The ceiling.
+
+    Raises:
+        InputError: An argument that can't be used.
+        DoesNotFitError: Not even one sample fits.
+        UserCodeError: The workload's own code raised on its own sample.
+    """
+    request = checked_request(devices=device, reserve=reserve, max_batch_size=max_batch_size, time_limit_s=time_limit_s)
+    if role not in get_args(Role):
+        raise InputError(f"role is {role!r}; expected one of {', '.join(get_args(Role))}; choose one of them")
+    if len(request.devices) != 1:
+        raise InputError(f"{len(request.devices)} devices are given; expected one; call find_ceiling for each")
+    source = workload_source(workload, None, {})
+    return in_child(_ceiling_of, source, request, role, exact) if isolate else _ceiling_of(source, request, role, exact)
+
+
+def _ceiling_of(source: Source, request: Request, role: Role, exact: bool) -> Ceiling:
+    devices, capacities_bytes, index = request.devices, request.capacities_bytes, 0
+    if role == "replica":
+        # Somebody has to be device 0: one like it, that may hold anything.
+        devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
+    with kept_rng(), ExitStack() as closing:
+        followed = follow(source, devices)
+        runtime = runtime_for(devices, capacities_bytes, followed, closing)
+        prober = Prober(
+            runtime,
+            followed.tracer,
+            request.largest_batch,
+            num_ranks=2 if role == "rank" else 1,
+            exact=exact,
+            deadline_s=request.deadline_s,
+        )
+        if devices[index].kind == "cpu" and not devices[index].budgeted:
+            return replace(prober.until_it_stops_paying()[1], role=role)
+        ceiling = prober.ceiling(index, role)
+        if ceiling.batch_size == 0:
+            raise does_not_fit(prober, index)
+        return replace(ceiling, device=request.devices[0].label)
+
+
+def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device, ...], tuple[int, ...], int]:
+    if device.kind == "cuda":
+        others = [other for other in list_devices() if other.kind == "cuda" and other.index != device.index]
+        if not others:
+            raise DeviceError(
+                f"{device.label} is the only GPU; expected another one to be device 0 beside a replica; "
+                "probe it as role='rank' or role='primary'"
+            )
+        return (others[0], device), (others[0].capacity_bytes, capacity_bytes), 1
+    if device.kind == "cpu" and not device.budgeted:
+        return (device,), (capacity_bytes,), 0  # its memory is never filled, so there is nothing to tell apart
+    companion = replace(device, budgeted=False, capacity_bytes=_UNBOUNDED_BYTES)
+    return (companion, replace(device, index=device.index + 1)), (_UNBOUNDED_BYTES, capacity_bytes), 1
 
 
 def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:

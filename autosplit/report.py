@@ -6,12 +6,11 @@ Only here bytes become GiB and seconds ms. Everything is built from `Text`, so t
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from autosplit.plan import Plan, PlanDevice, RankSettings
 from autosplit.split import even_split, micro_batch_sizes
@@ -22,12 +21,9 @@ if TYPE_CHECKING:
 
     from autosplit.survey import DeviceReport
 
-__all__ = ["Origin", "console_for", "paste_lines", "plan_report", "print_devices", "print_plan", "print_profiles"]
+__all__ = ["Origin", "paste_lines", "plan_report", "print_devices", "print_plan", "print_profiles"]
 
-PLAIN_WIDTH = 100
-"""Columns where there is no terminal, unless ``COLUMNS`` says otherwise."""
-
-_LIMITS = {"memory": "memory", "max_batch_size": "as far as looked", "time": "time"}
+_LIMITS = {"memory": " (memory)", "max_batch_size": " or more", "time": " (time)"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class Origin:
     Attributes:
         expression: Python that gives the plan: ``autosplit.Plan.load("plan.json")``.
         setup: Lines that it needs before it.
-        remark: A comment beside it; empty for none.
+        remark: A comment above it; empty for none.
         command: The command that tunes the same on real GPUs, shown with simulated plans.
     """
 
@@ -48,25 +44,6 @@ class Origin:
 
 
 _SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("plan.json")')
-
-
-# ---------------------------------------------------------------------------------------------------- the terminal
-
-
-def console_for(stream: TextIO) -> Console:
-    """Return a console for a stream: on a terminal in colour and of its width, otherwise plain text.
-
-    Args:
-        stream: ``sys.stdout`` or ``sys.stderr``. Without a terminal no escape codes are written, whatever the
-            environment says, and lines are 100 columns wide unless ``COLUMNS`` is set.
-    """
-    from rich.console import Console
-
-    if stream.isatty():
-        return Console(file=stream, highlight=False, soft_wrap=False)
-    columns = os.environ.get("COLUMNS", "")
-    width = int(columns) if columns.isdecimal() and int(columns) > 0 else PLAIN_WIDTH
-    return Console(file=stream, width=width, force_terminal=False, color_system=None, highlight=False)
 
 
 def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None) -> None:
@@ -137,13 +114,13 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
     origin = origin or _SAVED
     if plan.simulated:
         return (origin.command,)
-    remark = f"  # {origin.remark}" if origin.remark else ""
     return (
         "import autosplit",
         "from torch.utils.data import DataLoader",
         *origin.setup,
         "",
-        f"plan = {origin.expression}{remark}",
+        *([f"# {origin.remark}"] if origin.remark else []),
+        f"plan = {origin.expression}",
         "model = plan.wrap(model)",
         "sampler = plan.batch_sampler(len(dataset), shuffle=True)",
         "loader = DataLoader(dataset, batch_sampler=sampler)",
@@ -170,7 +147,7 @@ def _device_table(plan: Plan) -> Table:
             _device_text(device),
             *([f"{device.share:,}"] if several else []),
             _memory_text(device.peak_bytes, device.capacity_bytes),
-            f"{ceiling:,} ({_limit_text(device, simulated=plan.simulated)})",
+            f"{ceiling:,}{_limit_text(device, simulated=plan.simulated)}",
             _ms_text(device.busy_s),
         )
     return table
@@ -411,8 +388,10 @@ def _ms_text(seconds: float) -> str:
 
 
 def _bytes_text(nbytes: int) -> str:
-    """GiB with one decimal; below one, whole MiB."""
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+    """GiB with one decimal, or whole MiB, or whole KiB."""
+    if nbytes >= 2**30:
+        return f"{nbytes / 2**30:.1f} GiB"
+    return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.0f} KiB"
 
 
 def _memory_text(peak_bytes: int, capacity_bytes: int) -> str:

@@ -85,16 +85,16 @@ class Request:
 def checked_request(
     *,
     devices: Any,
-    strategy: str,
-    effective_batch_size: int | None,
-    max_batch_size: int | None,
-    reserve: str | float | None,
-    n_trials: int,
-    time_limit_s: float | None,
-    storage: str | None,
-    profile: str,
-    name: str | None,
-    seed: int,
+    strategy: str = "auto",
+    effective_batch_size: int | None = None,
+    max_batch_size: int | None = None,
+    reserve: str | float | None = None,
+    n_trials: int = 1,
+    time_limit_s: float | None = None,
+    storage: str | None = None,
+    profile: str = "off",
+    name: str | None = None,
+    seed: int = 0,
 ) -> Request:
     """Check the arguments of `tune` that do not concern the workload; see there.
 

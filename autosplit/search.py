@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autosplit.errors import InputError
 from autosplit.space import Configuration, Space, Trial
 
 __all__ = ["search"]
@@ -31,7 +32,7 @@ def search(
     deadline_s: float | None = None,
     storage: str | None = None,
     study_name: str = "autosplit",
-    on_trial: Callable[[Trial], None] = lambda trial: None,
+    on_trial: Callable[[Trial], None] = lambda _: None,
 ) -> tuple[Trial, ...]:
     """Evaluate configurations until there is nothing more to expect.
 
@@ -42,26 +43,26 @@ def search(
         n_trials: At most so many.
         seed: Of Optuna's sampler.
         deadline_s: `time.monotonic()` after which no trial begins; one is made in any case.
-        storage: An Optuna URL to keep the study in; None keeps it in memory.
+        storage: An Optuna URL to keep the study in; None keeps it in memory. What an earlier search left there guides
+            the sampler; its times are of another moment, so `first` is evaluated again.
         study_name: Its name there.
         on_trial: Told of each trial.
 
     Returns:
-        The trials in order, each configuration once.
+        The trials in order, each configuration once; none where nothing fits.
+
+    Raises:
+        InputError: Optuna can't open the storage.
     """
+    if space.region.largest_batch < 1:
+        return ()
     import optuna
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(
-        direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=4),
-        storage=storage,
-        study_name=study_name,
-        load_if_exists=True,
-    )
+    study = _opened(storage, study_name, seed)
+    _drop_waiting(study)
     for configuration in dict.fromkeys(first):
         if space.holds(configuration):
-            study.enqueue_trial(_parameters(configuration), skip_if_exists=True)
+            study.enqueue_trial(_parameters(configuration))
     done: dict[Configuration, Trial] = {}
     asked = 0
     while len(done) < n_trials and asked < 4 * n_trials and not _over(deadline_s, done):
@@ -69,7 +70,11 @@ def search(
         asking = study.ask()
         configuration = _suggested(asking, space)
         seen = done.get(configuration)
-        trial = seen or evaluate(len(done), configuration)
+        try:
+            trial = seen or evaluate(len(done), configuration)
+        except BaseException:  # an interrupt, too: a trial that nobody ends would be running for ever in the storage
+            study.tell(asking, state=optuna.trial.TrialState.FAIL)
+            raise
         _tell(study, asking, trial)
         if seen is None:
             done[configuration] = trial
@@ -77,6 +82,41 @@ def search(
             if _settled(list(done.values())):
                 break
     return tuple(done.values())
+
+
+def _opened(storage: str | None, study_name: str, seed: int) -> Any:
+    """Open the study, without Optuna's log line about it."""
+    import optuna
+
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        return optuna.create_study(
+            direction="maximize",
+            sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=4),
+            storage=storage,
+            study_name=study_name,
+            load_if_exists=True,
+        )
+    except Exception as error:
+        if storage is None:
+            raise
+        # Whatever the database's driver raises: the URL is the user's.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"storage is {storage!r} ({reason}); expected a URL that Optuna opens, such as 'sqlite:///study.db'; "
+            "correct it, or leave it out"
+        ) from error
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+def _drop_waiting(study: Any) -> None:
+    """End what an interrupted search left to be tried: it may not be in this space."""
+    import optuna
+
+    while study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)):
+        study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)
 
 
 def _over(deadline_s: float | None, done: dict[Configuration, Trial]) -> bool:

@@ -78,7 +78,7 @@ class Space:
         """Return the fewest and the most accumulation steps."""
         if self.effective_batch_size is None:
             return 1, 1
-        fewest = accumulation_steps(self.effective_batch_size, self.region.largest_batch)
+        fewest = accumulation_steps(self.effective_batch_size, max(1, self.region.largest_batch))
         return fewest, max(fewest, min(self.max_steps, self.effective_batch_size))
 
     def holds(self, configuration: Configuration) -> bool:

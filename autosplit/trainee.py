@@ -8,6 +8,7 @@ everything it was is put back.
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,10 +71,9 @@ class Trainee:
         for module in modules_of(self.models):
             adopt_module(placement, module, 0)
         for optimizer in listed(self.optimizers):
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, Tensor) and value.dim() > 0:
-                        placement.adopt(value, 0)
+            for value in _state_tensors(optimizer):
+                if value.dim() > 0:
+                    placement.adopt(value, 0)
 
     def step(
         self,
@@ -136,13 +136,24 @@ class Trainee:
         return call_model(self.models, self.batch(self.workload.sample_batch_size))
 
     def evaluate(self, models: Any, batch: Any) -> Any:
-        """Run one forward in evaluation mode without gradients, and return its outputs."""
+        """Run one forward in evaluation mode without gradients, and return its outputs.
+
+        Raises:
+            WorkloadError: The workload has a `step` of its own, of which nobody knows what a forward is.
+        """
+        if self.workload.step is not None:
+            raise WorkloadError(
+                "the workload has step=, which is a whole optimizer step; expected one model and a loss to evaluate; "
+                "pass a Workload of the model alone"
+            )
         modes = [(module, module.training) for model in modules_of(self.models) for module in model.modules()]
         inputs = batch[0] if self.workload.loss_fn is not None else batch
         for module, _ in modes:
             module.training = False
         try:
             with torch.no_grad(), self.workload.autocast(_device_type(self.models)):
+                if self.workload.compute_loss is not None:  # only it knows how the model is called
+                    return self.workload.compute_loss(models, on_first_device(batch, models))
                 return call_model(models, inputs)
         finally:
             for module, training in modes:
@@ -195,6 +206,13 @@ def _fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         return fake.requires_grad_(tensor.requires_grad)
 
 
+def _fake_scalar(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Make a fake that knows its number: optimizers read their step counts, and rates, back from tensors."""
+    number = tensor.item()
+    with mode:
+        return torch.tensor(number, dtype=tensor.dtype)
+
+
 def _fake_leaf(leaf: Any, mode: FakeTensorMode) -> Any:
     if isinstance(leaf, Whole):
         return Whole(map_tensors(lambda tensor: _fake_like(tensor, mode), leaf.value))
@@ -241,6 +259,8 @@ def training_copy(
     for module in modules_of(models):
         _prepare(module)
     optimizers = _copied_optimizers(workload, models, memo)
+    if workload.step is None:
+        _refuse_closures(optimizers)
     if gpu_variants:
         _choose_gpu_variants(optimizers)
     scaler = None
@@ -304,9 +324,14 @@ def _fake_into(memo: dict[int, Any], models: Any, workload: Workload, mode: Fake
     """Put the fakes of all tensors that will be deep-copied where deepcopy looks for copies it has made."""
     tensors = [t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())]
     for optimizer in _live_optimizers(workload):
-        tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        tensors += _state_tensors(optimizer)
     for tensor in tensors:
         memo[id(tensor)] = _fake_like(tensor, mode)
+    for optimizer in _live_optimizers(workload):
+        settings = [value for group in optimizer.param_groups for value in group.values() if isinstance(value, Tensor)]
+        for tensor in (*_state_tensors(optimizer), *settings):
+            if tensor.dim() == 0 and not tensor.is_meta and not isinstance(tensor, FakeTensor):
+                memo[id(tensor)] = _fake_scalar(tensor, mode)
 
 
 def _refuse_meta(models: Any) -> None:
@@ -317,6 +342,10 @@ def _refuse_meta(models: Any) -> None:
                     f"parameter {name} is on the meta device; expected a model with memory; "
                     "plan it for simulated GPUs (--devices sim:...), or build it with .to_empty()"
                 )
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [tensor for state in optimizer.state.values() for tensor in tensors_of(state)]
 
 
 def _prepare(module: nn.Module) -> None:
@@ -389,6 +418,16 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     }
     twin.__setstate__(copy.deepcopy(kept, memo))
     return twin
+
+
+def _refuse_closures(optimizers: Any) -> None:
+    for optimizer in listed(optimizers):
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise WorkloadError(
+                f"the optimizer {type(optimizer).__name__} needs a closure that runs the model again; "
+                "expected one whose step() takes nothing; pass step=(model, optimizer, batch) that gives it one"
+            )
 
 
 def _choose_gpu_variants(optimizers: Any) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autosplit import profiles
@@ -19,17 +18,14 @@ from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.probe import Prober, does_not_fit
 from autosplit.request import Request, checked_request
-from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.cuda import CudaRuntime
-from autosplit.runtime.measurement import Measurement, Runtime, StepShape
+from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
-from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.search import search
-from autosplit.solver import MOST_STEPS, RankSolver, Solver
-from autosplit.sources import Followed, Source, follow, workload_source
+from autosplit.solver import RankSolver, Solver
+from autosplit.staging import Followed, Source, follow, runtime_for, workload_source
 from autosplit.space import Configuration, Space, Trial, best_trial
 from autosplit.split import accumulation_steps, even_split, micro_batch_sizes
-from autosplit.trainee import kept_rng, training_copy
+from autosplit.trainee import kept_rng
 
 __all__ = ["Progress", "TuningInterrupted", "tune"]
 
@@ -241,7 +237,7 @@ class _Session:
         self.tell = progress
         self.machine, self.described = machine, described
         self.notes = [*notes, *followed.notes]
-        self.runtime = runtime_for(request, followed, closing)
+        self.runtime = runtime_for(request.devices, request.capacities_bytes, followed, closing)
         self.prober = Prober(self.runtime, followed.tracer, request.largest_batch, self._report)
         self.stage = "ceilings"
         self.trials: list[Trial] = []
@@ -323,7 +319,7 @@ class _Session:
         if region.largest_batch == 0:
             raise does_not_fit(self.prober, 0)
         fewest = accumulation_steps(request.effective_batch_size or 1, region.largest_batch)
-        return Space(region, request.effective_batch_size, fewest + MOST_STEPS)
+        return Space(region, request.effective_batch_size, fewest + max(3, fewest))
 
     def _curves(self, ranks: tuple[Ceiling, ...], primary: Ceiling) -> tuple[TimeCurve, ...]:
         """Time each device alone; devices that share a processor share a curve."""
@@ -568,23 +564,3 @@ class _Session:
 
 _STAGES = {"ceilings": (0.0, 0.3), "times": (0.3, 0.45), "search": (0.45, 1.0)}
 """Where on the whole each stage begins and ends, roughly."""
-
-
-def runtime_for(request: Request, followed: Followed, closing: ExitStack) -> Runtime:
-    """Make the runtime for a request's devices.
-
-    Args:
-        request: What was asked for.
-        followed: The workload and its tracer.
-        closing: Gets what has to be undone at the end.
-    """
-    closing.callback(followed.tracer.trainee.restore)
-    if request.simulated:
-        return SimulatedRuntime(request.devices, request.capacities_bytes, followed.tracer)
-    if request.kind == "cpu":
-        trainee = training_copy(followed.workload, device=torch.device("cpu"))
-        closing.callback(trainee.restore)
-        return CpuRuntime(request.devices, request.capacities_bytes, trainee)
-    runtime = CudaRuntime(request.devices, request.capacities_bytes, followed.workload)
-    closing.callback(runtime.close)
-    return runtime

@@ -1,21 +1,27 @@
-"""From what `tune` is given to a workload that can be followed: built under fake tensors where that is all it needs."""
+"""Set the stage: from what `tune` is given to a workload that is followed, and a runtime that runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.cuda import CudaRuntime
+from autosplit.runtime.measurement import Runtime
+from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracing import Tracer, make_tracer
-from autosplit.trainee import fake_mode
+from autosplit.trainee import fake_mode, training_copy
 from autosplit.workload import Workload
 
-__all__ = ["Followed", "Source", "follow", "workload_source"]
+__all__ = ["Followed", "Source", "follow", "runtime_for", "workload_source"]
 
 Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
@@ -121,3 +127,26 @@ def _built_fake(source: Callable[[], Workload]) -> Followed | None:
 def _said(workload: Workload, tracer: Tracer, note: str | None) -> Followed:
     notes = [*tracer.assumptions()]
     return Followed(workload, tracer, tuple(notes if note is None else [note, *notes]))
+
+
+def runtime_for(
+    devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], followed: Followed, closing: ExitStack
+) -> Runtime:
+    """Make the runtime for devices of one kind.
+
+    Args:
+        devices: What to run on.
+        capacities_bytes: What each may hold.
+        followed: The workload and its tracer.
+        closing: Gets what has to be undone at the end.
+    """
+    closing.callback(followed.tracer.trainee.restore)
+    if devices[0].kind == "sim":
+        return SimulatedRuntime(devices, capacities_bytes, followed.tracer)
+    if devices[0].kind == "cpu":
+        trainee = training_copy(followed.workload, device=torch.device("cpu"))
+        closing.callback(trainee.restore)
+        return CpuRuntime(devices, capacities_bytes, trainee)
+    runtime = CudaRuntime(devices, capacities_bytes, followed.workload)
+    closing.callback(runtime.close)
+    return runtime

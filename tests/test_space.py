@@ -1,0 +1,93 @@
+"""The space holds exactly what can be run, and the best trial is chosen by the rules of the objective."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosplit.cost import MemoryFit, Region
+from autosplit.space import KNEE_SHARE, Configuration, Space, Trial, best_trial
+
+
+def space_of(effective: int | None, *, largest: int = 40, max_steps: int = 8) -> Space:
+    """One device that runs up to `largest` samples."""
+    return Space(Region(MemoryFit(0.0, 1.0), largest, largest, (), 1000), effective, max_steps)
+
+
+class TestSpace:
+    @given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 30))
+    def test_holds_what_makes_the_effective_batch_in_so_many_steps(self, effective, largest, max_steps):
+        space = space_of(effective, largest=largest, max_steps=max_steps)
+        fewest, most = space.steps_bounds()
+        assert fewest == -(-effective // min(largest, effective))
+        for batch, steps in itertools.product(range(1, 70), range(1, most + 3)):
+            makes_it = -(-effective // batch) == steps and batch <= effective
+            expected = makes_it and batch <= largest and fewest <= steps <= most
+            assert space.holds(Configuration(batch, batch, steps)) == expected, (batch, steps)
+
+    @given(st.integers(1, 60))
+    def test_without_an_effective_batch_any_size_of_one_step(self, largest):
+        space = space_of(None, largest=largest)
+        assert space.steps_bounds() == (1, 1)
+        assert space.batch_bounds(1) == (1, largest)
+        assert not space.holds(Configuration(1, 1, 2))
+
+    @pytest.mark.parametrize("effective", [None, 12])
+    def test_is_empty_where_nothing_fits(self, effective):
+        space = space_of(effective, largest=0)
+        fewest, most = space.steps_bounds()
+        assert all(space.batch_bounds(steps) is None for steps in range(fewest, most + 1))
+        assert not space.holds(Configuration(1, 1, fewest))
+
+    def test_some_numbers_of_steps_have_no_batch(self):
+        # ceil(10 / N) is 5 for N = 2 and 10 for N = 1: nothing makes 7 steps.
+        assert space_of(10, max_steps=10).batch_bounds(7) is None
+
+    def test_device_0s_share_is_bounded(self):
+        space = Space(Region(MemoryFit(0.0, 10.0), 50, 5, (4,), 100), 9, 4)
+        assert space.holds(Configuration(5, 9, 1))
+        assert not space.holds(Configuration(4, 9, 1)), "the other device holds 4"
+        assert not space.holds(Configuration(6, 9, 1)), "device 0 holds 5"
+
+
+def trial(number: int, batch_size: int, rate: float | None, error: float = 0.0) -> Trial:
+    failure = None if rate is not None else "cuda:0 ran out of memory"
+    return Trial(number, batch_size, batch_size, 1, (batch_size,), rate, error, failure=failure)
+
+
+class TestBestTrial:
+    def test_with_an_effective_batch_the_fastest(self):
+        assert best_trial([trial(0, 4, 100.0), trial(1, 8, 101.0)], effective_batch_size=8).number == 1
+
+    def test_within_noise_the_smallest_batch(self):
+        trials = [trial(0, 8, 100.0, 0.01), trial(1, 4, 99.0, 0.01), trial(2, 2, 90.0, 0.01)]
+        assert best_trial(trials, effective_batch_size=8).number == 1
+
+    def test_without_noise_only_a_tie_prefers_the_smaller(self):
+        trials = [trial(0, 8, 100.0), trial(1, 4, 100.0), trial(2, 2, 99.999)]
+        assert best_trial(trials, effective_batch_size=8).number == 1
+
+    def test_of_equal_batches_the_faster_then_the_earlier(self):
+        trials = [trial(0, 4, 99.5, 0.01), trial(1, 4, 100.0, 0.01), trial(2, 4, 100.0, 0.01)]
+        assert best_trial(trials, effective_batch_size=8).number == 1
+
+    def test_without_an_effective_batch_the_knee(self):
+        trials = [trial(0, 64, 1000.0), trial(1, 32, 970.0), trial(2, 16, 969.0)]
+        assert best_trial(trials, effective_batch_size=None).number == 1
+
+    def test_failed_trials_never_count(self):
+        assert best_trial([trial(0, 4, None), trial(1, 8, 1.0)], effective_batch_size=8).number == 1
+        assert best_trial([trial(0, 4, None)], effective_batch_size=8) is None
+        assert best_trial([], effective_batch_size=None) is None
+
+    @given(st.lists(st.tuples(st.integers(1, 99), st.floats(0.1, 1e6), st.floats(0, 0.05)), min_size=1, max_size=12))
+    def test_is_never_slower_than_the_rule_allows(self, drawn):
+        trials = [trial(number, *numbers) for number, numbers in enumerate(drawn)]
+        top = max(one.samples_per_s for one in trials)
+        knee = best_trial(trials, effective_batch_size=None)
+        assert knee.samples_per_s >= KNEE_SHARE * top
+        assert knee.batch_size == min(one.batch_size for one in trials if one.samples_per_s >= KNEE_SHARE * top)
+        assert best_trial(trials, effective_batch_size=9).samples_per_s >= top * (1 - 0.05 * 2**0.5 - 1e-9)

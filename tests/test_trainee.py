@@ -1,0 +1,552 @@
+"""A copy is trained, real or fake; the live model and optimizer are bit for bit what they were."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+
+from autosplit.batches import Whole, tensors_of
+from autosplit.errors import AutosplitError, WorkloadError
+from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.placed import bucket_bytes, run_placed, wrapper_for
+from autosplit.runtime.tracing import make_tracer
+from autosplit.runtime.tracking import Tracker
+from autosplit.trainee import fake_mode, kept_rng, listed, training_copy
+from autosplit.workload import Workload, modules_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collection():
+    """A tracker collects garbage as it is entered: let it skip the modules that are loaded by now."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(params=["real", "fake"])
+def mode(request):
+    return fake_mode() if request.param == "fake" else None
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
+
+
+BATCH = (torch.randn(6, 4), torch.randint(0, 3, (6,)))
+
+
+def workload(model=None, **kwargs) -> Workload:
+    return Workload(model if model is not None else net(), BATCH, loss_fn=F.cross_entropy, **kwargs)
+
+
+def run(trainee, *splits: tuple[int, ...]) -> tuple[int, ...]:
+    """One optimizer step under a tracker."""
+    num_devices = len(splits[0])
+    tracker = Tracker([f"device {index}" for index in range(num_devices)], [None] * num_devices)
+    return run_placed(trainee, StepShape(splits), tracker, lambda phase: None)
+
+
+def real_step(trainee, n: int = 6) -> None:
+    trainee.step(trainee.models, [trainee.batch(n)], [n])
+
+
+def bits(tensor):
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.detach().clone())
+
+
+def snapshot(models, optimizers=()) -> dict:
+    """Everything of live models and optimizers that may not change."""
+    found: dict = {"rng": torch.get_rng_state().clone(), "python": random.getstate()}
+    for number, module in enumerate(modules_of(models)):
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name, tensor in tensors.items():
+            key = f"{number}.{name}"
+            found[key] = (id(tensor), tensor.data_ptr(), tensor.requires_grad, id(tensor.grad), type(tensor))
+            found[key, "bits"], found[key, "grad"] = bits(tensor), bits(tensor.grad)
+        for name, part in module.named_modules():
+            hooks = {key: dict(value) for key, value in vars(part).items() if "hooks" in key and value is not None}
+            found[f"{number}.{name}", "module"] = (id(part), part.training, hooks, sorted(vars(part)))
+    for number, optimizer in enumerate(optimizers):
+        found["optimizer", number] = copy.deepcopy(optimizer.state_dict())
+        found["attributes", number] = {name: id(value) for name, value in vars(optimizer).items()}
+    return found
+
+
+def same(old, new) -> bool:
+    if isinstance(old, torch.Tensor):
+        return torch.equal(old, new)
+    if isinstance(old, dict):
+        return old.keys() == new.keys() and all(same(old[key], new[key]) for key in old)
+    if isinstance(old, (tuple, list)):
+        return len(old) == len(new) and all(map(same, old, new))
+    return bool(old == new)
+
+
+class Custom(torch.optim.Optimizer):
+    """An optimizer with a constructor of its own, attributes beside its state, and nested state."""
+
+    def __init__(self, model, *, momentum):
+        super().__init__(model.parameters(), {"lr": 0.1})
+        self.momentum = momentum
+        self.counts = {"steps": 0}
+        self.model = model
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.counts["steps"] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                slots = self.state[parameter].setdefault("nested", {"slots": [torch.zeros_like(parameter)]})
+                if parameter.grad is not None:
+                    slots["slots"][0].mul_(self.momentum).add_(parameter.grad)
+                    parameter.sub_(slots["slots"][0], alpha=group["lr"])
+
+
+def adam_with_scheduler(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *args: pytest.fail("the live optimizer's hook was called"))
+    optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+OPTIMIZERS = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+    "scheduled": adam_with_scheduler,
+    "custom": lambda model: Custom(model, momentum=0.5),
+    "groups": lambda model: torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 1.0}, {"params": list(model[1:].parameters())}], 0.1, momentum=0.9
+    ),
+    "tensor lr": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), amsgrad=True),
+    "foreach": lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
+}
+
+
+def live(name):
+    """A model in the middle of its training: with gradients, hooks, modes, and optimizer state."""
+    model = net()
+    model.register_forward_hook(lambda *args: None)
+    model[2].eval()
+    optimizer = OPTIMIZERS[name](model)
+    hooks, optimizer._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks, {}
+    F.cross_entropy(model(BATCH[0]), BATCH[1]).backward()
+    optimizer.step()
+    optimizer._optimizer_step_post_hooks = hooks
+    return model, optimizer
+
+
+class TestNothingIsTouched:
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_by_training_steps(self, name, mode):
+        model, optimizer = live(name)
+        before = snapshot(model, [optimizer])
+        with kept_rng():
+            trainee = training_copy(workload(model, optimizer=optimizer), mode=mode)
+            run(trainee, (2, 4))
+            run(trainee, (2, 3), (2, 2))
+        assert same(before, snapshot(model, [optimizer]))
+
+    def test_by_a_failing_step(self, mode):
+        model, optimizer = live("adamw")
+        before = snapshot(model, [optimizer])
+        given = Workload(model, BATCH, loss_fn=lambda *args: 1 / 0, optimizer=optimizer)
+        with kept_rng(), pytest.raises(ZeroDivisionError):
+            run(training_copy(given, mode=mode), (2, 4))
+        assert same(before, snapshot(model, [optimizer]))
+
+    def test_by_evaluation(self, mode):
+        model, optimizer = live("adamw")
+        before = snapshot(model, [optimizer])
+        with kept_rng():
+            trainee = training_copy(workload(model, optimizer=optimizer), mode=mode)
+            run_placed(
+                trainee, StepShape(((4,),), "eval"), Tracker(["one"], [None]), lambda phase: None
+            )
+        assert same(before, snapshot(model, [optimizer]))
+        assert trainee.models.training
+
+    def test_by_a_tracer(self):
+        """An AdamW in the middle of its training could not be faked: its step counts became numbers nobody knew."""
+        model, optimizer = live("scheduled")
+        before = snapshot(model, [optimizer])
+        tracer, reason = make_tracer(workload(model, optimizer=optimizer), like_gpu=True)
+        tracer.trace(StepShape(((2, 3),)))
+        assert reason is None
+        assert same(before, snapshot(model, [optimizer]))
+
+    def test_where_the_model_can_not_be_copied(self):
+        model, optimizer = live("adamw")
+        model.lock = threading.Lock()
+        before = snapshot(model, [optimizer])
+        with kept_rng():
+            trainee = training_copy(workload(model, optimizer=optimizer))
+            assert trainee.models is model
+            run(trainee, (2, 4))
+            assert not same(before, snapshot(model, [optimizer]))
+            trainee.restore()
+        assert same(before, snapshot(model, [optimizer]))
+
+    def test_random_states(self):
+        numpy = pytest.importorskip("numpy")
+        before = (torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist())
+        with kept_rng():
+            torch.rand(3), random.random(), numpy.random.rand()
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert before[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
+
+    def test_random_states_after_an_error(self):
+        before = torch.get_rng_state()
+        with pytest.raises(KeyError), kept_rng():
+            torch.rand(3)
+            raise KeyError
+        assert torch.equal(before, torch.get_rng_state())
+
+
+class TestTwins:
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_steps_as_the_live_optimizer_would(self, name):
+        model, optimizer = live(name)
+        model.eval()
+        trainee = training_copy(workload(model, optimizer=optimizer))
+        trainee.models.eval()
+        real_step(trainee)
+        optimizer._optimizer_step_post_hooks = {}
+        optimizer.zero_grad()
+        F.cross_entropy(model(BATCH[0]), BATCH[1]).backward()
+        optimizer.step()
+        for ours, theirs in zip(trainee.models.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+    def test_keeps_options_state_and_attributes(self):
+        model, optimizer = live("custom")
+        twin = training_copy(workload(model, optimizer=optimizer)).optimizers
+        assert type(twin) is Custom
+        assert (twin.momentum, twin.counts, twin.defaults["lr"]) == (0.5, {"steps": 1}, 0.1)
+        assert twin.counts is not optimizer.counts
+        assert twin.model is not model
+        assert {id(p) for p in twin.param_groups[0]["params"]} == {id(p) for p in twin.model.parameters()}
+
+    def test_nested_state_is_charged(self):
+        """Only tensors at the top of a parameter's state were adopted, and made fake."""
+        model, optimizer = live("custom")
+        trainee = training_copy(workload(model, optimizer=optimizer), mode=fake_mode())
+        (slot,) = optimizer.state[model[0].weight]["nested"]["slots"]
+        with Tracker(["one"], [None]) as tracker:
+            trainee.adopt_on(tracker)
+            state = trainee.optimizers.state[trainee.models[0].weight]
+            assert isinstance(state["nested"]["slots"][0], FakeTensor)
+            assert tracker.device_of(state["nested"]["slots"][0]) == 0
+        assert not isinstance(slot, FakeTensor)
+
+    def test_a_class_a_factory_or_nothing(self):
+        assert type(training_copy(workload()).optimizers) is torch.optim.AdamW
+        assert type(training_copy(workload(optimizer=torch.optim.SGD)).optimizers) is torch.optim.SGD
+        made = training_copy(workload(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.5))).optimizers
+        assert made.defaults["lr"] == 0.5
+
+    def test_only_what_is_trained_gets_to_a_factory(self):
+        model = net()
+        model[0].requires_grad_(False)
+        (group,) = training_copy(workload(model)).optimizers.param_groups
+        assert len(group["params"]) == 4
+
+    def test_gpu_variants(self):
+        groups = training_copy(workload(), mode=fake_mode(), gpu_variants=True).optimizers.param_groups
+        assert groups[0]["foreach"] is True
+        assert training_copy(workload()).optimizers.param_groups[0]["foreach"] is None
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"optimizer": 3}, "optimizer is 3; expected a class, a factory or an optimizer; pass torch.optim"),
+            ({"optimizer": lambda p: 3}, "the optimizer factory returned a int; expected a torch.optim.Optimizer"),
+            (
+                {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
+                r"holds 2 parameters that are not the model's, the first of shape \(2, 2\); expected.*build it from",
+            ),
+            ({"model": net().requires_grad_(False)}, "no trainable parameter; expected at least one; check"),
+            ({"model": lambda: 3}, "the model factory returned a int; expected an nn.Module; return the model"),
+        ],
+    )
+    def test_what_can_not_be_trained(self, arguments, message, mode):
+        with pytest.raises(WorkloadError, match=message) as caught:
+            training_copy(workload(**arguments), mode=mode)
+        assert "\n" not in str(caught.value)
+
+    def test_meta_is_for_simulated_devices(self):
+        with torch.device("meta"):
+            model = net()
+        with pytest.raises(WorkloadError, match=r"parameter 0.weight is on the meta device; expected.*sim:"):
+            training_copy(workload(model))
+
+    @pytest.mark.parametrize("given", [torch.optim.LBFGS, lambda p: torch.optim.LBFGS(p), "live"])
+    def test_an_optimizer_that_runs_the_model_again(self, given, mode):
+        """LBFGS.step() was called without the closure that it needs, and torch's TypeError blamed the user's code."""
+        model = net()
+        optimizer = torch.optim.LBFGS(model.parameters()) if given == "live" else given
+        with pytest.raises(WorkloadError, match=r"LBFGS needs a closure.*expected one whose step\(\).*pass step="):
+            training_copy(workload(model, optimizer=optimizer), mode=mode)
+
+    def test_the_users_own_error_is_shown(self):
+        def broken(outputs, targets):
+            raise KeyError("mine")
+
+        with pytest.raises(AutosplitError, match="raised KeyError: 'mine'") as caught:
+            make_tracer(Workload(net(), BATCH, loss_fn=broken), like_gpu=True)
+        assert caught.value.exit_code == 5
+        assert any("in broken: raise KeyError" in frame for frame in caught.value.frames)
+        assert "\n" not in str(caught.value)
+
+
+class TestCustomSteps:
+    @staticmethod
+    def gan(**kwargs) -> Workload:
+        models = {"generator": nn.Linear(3, 4), "critic": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))}
+
+        def step(models, optimizers, batch):
+            noise = torch.randn(len(batch), 3)
+            fake = models["generator"](noise)
+            optimizers["critic"].zero_grad()
+            (models["critic"](fake.detach()).mean() - models["critic"](batch).mean()).backward()
+            optimizers["critic"].step()
+            optimizers["generator"].zero_grad()
+            (-models["critic"](fake).mean()).backward()
+            optimizers["generator"].step()
+
+        optimizers = {name: torch.optim.Adam for name in models}
+        return Workload(models, torch.randn(4, 4), step=step, optimizer=optimizers, **kwargs)
+
+    @pytest.mark.parametrize("split", [(4,), (1, 2, 3), (0, 3, 3)], ids=str)
+    def test_two_models_and_two_optimizers(self, split, mode):
+        given = self.gan()
+        before = snapshot(given.model)
+        with kept_rng():
+            trainee = training_copy(given, mode=mode)
+            peaks = [run(trainee, split) for _ in range(3)]
+        assert peaks[1] == peaks[2]
+        assert all(peaks[0])
+        owned = {name: {id(p) for p in model.parameters()} for name, model in trainee.models.items()}
+        for name, optimizer in trainee.optimizers.items():
+            assert {id(p) for p in optimizer.state} == owned[name]
+        assert same(before, snapshot(given.model))
+
+    def test_real_and_fake_agree(self):
+        found = []
+        for mode in (None, fake_mode()):
+            trainee = training_copy(self.gan(), mode=mode)
+            found.append([run(trainee, (1, 2, 3)) for _ in range(2)])
+        assert found[0] == found[1]
+
+    def test_live_optimizers(self):
+        given = self.gan()
+        optimizers = {name: torch.optim.Adam(model.parameters()) for name, model in given.model.items()}
+        given = Workload(given.model, given.sample_batch, step=given.step, optimizer=optimizers)
+        before = snapshot(given.model, optimizers.values())
+        with kept_rng():
+            run(training_copy(given), (2, 2))
+        assert same(before, snapshot(given.model, optimizers.values()))
+
+    def test_sequences(self):
+        def step(models, optimizers, batch):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(batch).mean().backward()
+                optimizer.step()
+
+        models = (nn.Linear(4, 1), nn.Linear(4, 2))
+        trainee = training_copy(Workload(models, torch.randn(4, 4), step=step, optimizer=[torch.optim.SGD] * 2))
+        run(trainee, (1, 3))
+        assert [len(o.param_groups[0]["params"]) for o in listed(trainee.optimizers)] == [2, 2]
+
+    def test_a_closure_optimizer_in_a_step(self):
+        def step(model, optimizer, batch):
+            def closure():
+                optimizer.zero_grad()
+                loss = model(batch).pow(2).mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+        given = Workload(model, torch.randn(4, 4), step=step, optimizer=optimizer)
+        before = snapshot(model, [optimizer])
+        trainee = training_copy(given)
+        run(trainee, (2, 2))
+        run(trainee, (2, 2))
+        assert trainee.optimizers._params[0] is trainee.models.weight
+        assert same(before, snapshot(model, [optimizer]))
+
+    def test_has_no_forward_of_its_own(self):
+        trainee = training_copy(self.gan())
+        with pytest.raises(WorkloadError, match=r"has step=.*expected one model and a loss to evaluate; pass"):
+            trainee.evaluate(trainee.models, trainee.batch(2))
+
+
+class TestEvaluation:
+    def test_calls_the_model_as_compute_loss_does(self):
+        """The batch of a compute_loss, which only that function understands, was handed to the model."""
+        given = Workload(net(), BATCH, compute_loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+        trainee = training_copy(given)
+        loss = trainee.evaluate(trainee.models, trainee.batch(5))
+        assert loss.dim() == 0
+        assert not loss.requires_grad
+
+    def test_is_in_evaluation_mode(self):
+        trainee = training_copy(workload())
+        first, second = (trainee.evaluate(trainee.models, trainee.batch(5)) for _ in range(2))
+        assert torch.equal(first, second)
+        assert trainee.models[1].num_batches_tracked == 0
+
+    def test_restores_mixed_modes(self):
+        model = net()
+        model[1].eval()
+        trainee = training_copy(workload(model))
+        trainee.evaluate(trainee.models, trainee.batch(5))
+        assert trainee.models.training
+        assert not trainee.models[1].training
+
+
+class TestPrecision:
+    @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+    def test_autocast_reaches_the_model(self, precision, dtype, mode):
+        seen = []
+        model = net()
+        given = Workload(
+            model,
+            BATCH,
+            loss_fn=lambda outputs, targets: seen.append(outputs.dtype) or F.cross_entropy(outputs, targets),
+            precision=precision,
+        )
+        trainee = training_copy(given, mode=mode)
+        peaks = [run(trainee, (2, 4)) for _ in range(2)]
+        assert set(seen) == {dtype}
+        assert all(peaks[1])
+
+    def test_fp16_has_a_scaler(self):
+        trainee = training_copy(workload(precision="fp16"))
+        assert trainee.scaler is not None
+        before = [p.clone() for p in trainee.models.parameters()]
+        real_step(trainee)
+        assert any(not torch.equal(old, new) for old, new in zip(before, trainee.models.parameters(), strict=True))
+        assert all(p.isfinite().all() for p in trainee.models.parameters())
+
+    def test_peaks_agree(self):
+        for precision in ("none", "bf16"):
+            found = [run(training_copy(workload(precision=precision), mode=mode), (2, 4)) for mode in (None, fake_mode())]
+            assert found[0] == found[1]
+
+
+class TestFakes:
+    def test_a_fake_holds_no_memory_and_no_parameter_of_the_live_model(self):
+        model = net()
+        trainee = training_copy(workload(model), mode=fake_mode())
+        assert all(isinstance(p, FakeTensor) for p in trainee.models.parameters())
+        assert all(isinstance(b, FakeTensor) for b in trainee.models.buffers())
+        assert not any(isinstance(p, FakeTensor) for p in model.parameters())
+        assert all(isinstance(tensor, FakeTensor) for tensor in tensors_of(trainee.batch(9)))
+
+    def test_a_model_on_the_meta_device(self):
+        with torch.device("meta"):
+            model = net()
+        peaks = run(training_copy(workload(model), mode=fake_mode()), (2, 4))
+        assert peaks == run(training_copy(workload()), (2, 4))
+
+    def test_a_factory(self, mode):
+        made = []
+        given = workload(lambda: made.append(net()) or made[0])
+        run(training_copy(given, mode=mode), (2, 4))
+        assert len(made) == 1
+        assert isinstance(made[0][0].weight, FakeTensor) == (mode is not None)
+
+    def test_a_very_large_factory_takes_no_memory(self):
+        given = Workload(lambda: nn.Linear(200_000, 200_000), torch.zeros(2, 1).expand(2, 200_000))
+        peaks = run(training_copy(given, mode=fake_mode()), (1, 1))
+        assert peaks[0] > 4 * 200_000**2
+
+    def test_tied_weights_stay_tied(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        trainee = training_copy(Workload(model, torch.randn(2, 4)), mode=fake_mode())
+        assert trainee.models[1].weight is trainee.models[0].weight
+
+    def test_make_batch(self, mode):
+        given = Workload(net(), torch.randn(6, 4), make_batch=lambda n: torch.zeros(n, 4))
+        run(training_copy(given, mode=mode), (2, 4))
+
+    def test_two_fakes_of_one_workload_do_not_meet(self):
+        given = workload()
+        modes = [FakeTensorMode(allow_non_fake_inputs=True) for _ in range(2)]
+        trainees = [training_copy(given, mode=mode) for mode in modes]
+        assert run(trainees[0], (2, 4)) == run(trainees[1], (2, 4))
+
+
+class Masked(nn.Module):
+    """Attention over as many tokens as there may be samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, tokens, mask):
+        assert mask.shape == (tokens.shape[1], tokens.shape[1])
+        x = self.embedding(tokens)
+        return self.mix((x @ x.mT + mask) @ x)
+
+
+@pytest.mark.parametrize("mark", [lambda mask: mask, Whole], ids=["found", "marked"])
+def test_a_mask_is_not_split_where_the_batch_is_as_large_as_it(mark, mode):
+    """With as many samples as tokens a (T, T) mask looked like a batch, and the step failed at that one size."""
+    given = Workload(Masked(), {"tokens": torch.randint(0, 9, (4, 6)), "mask": mark(torch.zeros(6, 6))})
+    trainee = training_copy(given, mode=mode)
+    for split in ((2, 3), (2, 4), (3, 4)):
+        run(trainee, split)
+
+
+def test_wrapper_for_follows_the_reduction():
+    assert wrapper_for(workload(), (1, 2))(net()).reduce == "samples"
+    assert wrapper_for(workload(loss_reduction="sum"), (1, 2))(net()).reduce == "sum"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_accumulated_steps_are_one_step(reduction):
+    def loss_fn(outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction=reduction)
+
+    model = nn.Linear(4, 3).double()
+    batch = (torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,)))
+    results = []
+    for splits in (((6,),), ((4,), (2,))):
+        given = Workload(
+            model, batch, loss_fn=loss_fn, loss_reduction=reduction, optimizer=lambda p: torch.optim.SGD(p, 0.1)
+        )
+        trainee = training_copy(given)
+        whole = trainee.batch(6)
+        batches = [whole] if len(splits) == 1 else [tuple(t[:4] for t in whole), tuple(t[4:] for t in whole)]
+        trainee.step(trainee.models, batches, [sum(split) for split in splits])
+        results.append(trainee.models.weight)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
+def test_gradients_do_not_outlive_a_step():
+    trainee = training_copy(workload())
+    run(trainee, (2, 4))
+    assert all(p.grad is None for p in trainee.models.parameters())
+
+
+def test_bucket_bytes():
+    model = net()
+    model[0].requires_grad_(False)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert bucket_bytes(training_copy(workload(model))) == 4 * trained
