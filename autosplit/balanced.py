@@ -29,7 +29,7 @@ from autosplit.batches import (
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.oom import OutOfMemoryError
 from autosplit.split import cap_split, even_split, proportional_split, split_from_gpu0
-from autosplit.transfer import Placement, active_placement, adopt_module, transfer
+from autosplit.transfer import Placement, active_placement, adopt_module, transfer, transfer_into
 
 __all__ = ["BalancedDataParallel", "Reduce", "data_parallel"]
 
@@ -432,11 +432,16 @@ def _broadcast_one(tensor: Tensor, device: int) -> Tensor:
 
 def _sum_on_first(grads: Sequence[Tensor | None], devices: tuple[int, ...]) -> Tensor | None:
     total: Tensor | None = None
+    owned = False  # a sum of ours is added to in place; the first replica's gradient is autograd's
     for grad, device in zip(grads, devices, strict=True):
         if grad is None:
             continue
         here = grad if device == 0 else transfer(grad, device, 0, "gradient")
-        total = here if total is None else total + here
+        if total is None:
+            total, owned = here, device != 0
+        else:
+            total, owned = total.add_(here) if owned else total + here, True
+        del here  # before the next one comes
     return total
 
 
@@ -445,19 +450,17 @@ def _replicate_placed(module: nn.Module, devices: list[int]) -> list[nn.Module]:
     spread = _unique((*module.parameters(), *module.buffers()))
     moving = [tensor for tensor in spread if _may_have_gradient(tensor)]
     copies = _Broadcast.apply(tuple(devices), *moving) if moving else ()
-    replicas = []
-    for position, device in enumerate(devices):
-        table = {id(tensor): copies[i * len(devices) + position] for i, tensor in enumerate(moving)}
-        for buffer in module.buffers():
-            if id(buffer) not in table:
-                table[id(buffer)] = buffer if device == 0 else transfer(buffer.detach(), 0, device, "buffer")
-        for parameter in module.parameters():
-            if id(parameter) not in table:  # an integer parameter: it has no gradient to bring back
-                table[id(parameter)] = (
-                    parameter if device == 0 else transfer(parameter.detach(), 0, device, "parameter")
-                )
-        replicas.append(_replica(module, table))
-    return replicas
+    tables = [
+        {id(tensor): copies[i * len(devices) + position] for i, tensor in enumerate(moving)}
+        for position in range(len(devices))
+    ]
+    for tensor in spread:
+        if id(tensor) in tables[0]:
+            continue
+        purpose = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"  # an integer parameter has no gradient
+        for table, device in zip(tables, devices, strict=True):
+            table[id(tensor)] = tensor if device == 0 else transfer(tensor.detach(), 0, device, purpose)
+    return [_replica(module, table) for table in tables]
 
 
 def _may_have_gradient(tensor: Tensor) -> bool:
@@ -539,8 +542,11 @@ class _GatherPlaced(torch.autograd.Function):
         placement.adopt(whole, 0)
         start = 0
         for tensor, device, size in zip(tensors, devices, ctx.sizes, strict=True):
-            here = tensor if device == 0 else transfer(tensor, device, 0, "output")
-            whole.narrow(dim, start, size).copy_(here)
+            block = whole.narrow(dim, start, size)
+            if device == 0:
+                block.copy_(tensor)
+            else:
+                transfer_into(block, tensor, device, 0, "output")
             start += size
         return whole
 
@@ -562,7 +568,7 @@ class _PlacedLink:
 
     def bring(self, tensor: Tensor, position: int) -> Tensor:
         device = self.devices[position]
-        return tensor if device == 0 else transfer(tensor, device, 0, "output")
+        return tensor if device == 0 else transfer(tensor, device, 0, "scalar")
 
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
         if self.devices == (0,):

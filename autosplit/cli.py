@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.main
 
-from autosplit.errors import AutosplitError, InputError, UserCodeError, from_user_code, user_frames
+from autosplit.errors import AutosplitError, InputError, PlanError, UserCodeError, from_user_code, user_frames
 from autosplit.terminal import progress_bar, stdout_kept_clean
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
     """Say on one line what went wrong, with the user's own frames below."""
-    print(f"error: {' '.join(message.split())}", *(f"  {frame}" for frame in frames), sep="\n", file=sys.stderr)  # noqa: T201
+    lines = [f"error: {' '.join(message.split())}", *(f"  {frame}" for frame in frames)]
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
     return exit_code
 
 
@@ -222,19 +223,27 @@ def show_command(
 
 def _tune(spec: str, keywords: dict[str, Any], *, as_json: bool, output: str | None) -> int:
     _check_before_running(keywords, output)
-    from autosplit.loading import load_workload
+    from autosplit.loading import Loaded, load_workload
 
     with stdout_kept_clean():
         workload = load_workload(spec)
-        plan, interrupted = _tuned(workload, spec, keywords)
-    saved = output
+        # A process of its own loads the file again: classes defined in it can't be sent there.
+        sent = Loaded(spec, workload) if keywords.get("isolate") and not isinstance(workload, Loaded) else workload
+        plan, interrupted = _tuned(sent, spec, keywords)
+    path: Path | None = getattr(interrupted, "path", None)
+    saved = None if path is None else str(path)
+    unsaved: PlanError | None = None
     if output is not None:
-        _save(plan, output)
+        try:
+            plan.save(output)
+            saved = output
+        except PlanError as error:
+            unsaved = error
     if interrupted is not None:
-        path: Path | None = getattr(interrupted, "path", None)
-        saved = output or (None if path is None else str(path))
         _failed(_interrupted_text(saved), EXIT_INTERRUPTED)
     _print_plan(plan, _origin(spec, workload, keywords, saved), as_json=as_json)
+    if unsaved is not None:
+        raise unsaved  # only now: what took so long to find has been shown
     return 0 if interrupted is None else EXIT_INTERRUPTED
 
 
@@ -277,16 +286,6 @@ def _tuned(workload: object, spec: str, keywords: Mapping[str, Any]) -> tuple[Pl
         if not user_frames(error.__traceback__):
             raise  # ours, and no one is helped by hiding where
         raise from_user_code(error, f"the code of {spec}") from error
-
-
-def _save(plan: Plan, output: str) -> None:
-    try:
-        plan.save(output)
-    except OSError as error:
-        raise InputError(
-            f"--output {output} can't be written ({error.strerror}); expected a file in a folder of yours; "
-            "the plan is remembered unless --profile is off: run it again with another path"
-        ) from error
 
 
 def _origin(spec: str, workload: object, keywords: Mapping[str, Any], saved: str | None) -> Origin:

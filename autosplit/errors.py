@@ -14,6 +14,7 @@ __all__ = [
     "UserCodeError",
     "WorkloadError",
     "from_user_code",
+    "one_line",
     "user_frames",
 ]
 
@@ -85,6 +86,13 @@ def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
     return tuple(frames)
 
 
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message; that of its cause, if it wraps the user's code."""
+    told = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
+    lines = str(told).strip().splitlines()
+    return f"{type(told).__name__}: {lines[0]}" if lines else type(told).__name__
+
+
 def from_user_code(error: BaseException, what: str) -> UserCodeError:
     """Turn what the user's own code raised into an error that shows where.
 
@@ -92,8 +100,7 @@ def from_user_code(error: BaseException, what: str) -> UserCodeError:
         error: What was raised; it becomes the cause.
         what: What was being run.
     """
-    lines = str(error).strip().splitlines()
-    message = f"{what} raised {type(error).__name__}{': ' + lines[0] if lines else ''}; mend it and run again"
+    message = f"{what} raised {one_line(error)}; mend it and run again"
     wrapped = UserCodeError(message, user_frames(error.__traceback__))
     wrapped.__cause__ = error
     return wrapped

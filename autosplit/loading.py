@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -21,7 +20,7 @@ from autosplit.errors import AutosplitError, InputError, UserCodeError, from_use
 if TYPE_CHECKING:
     from autosplit.workload import Workload
 
-__all__ = ["DEFAULT_NAME", "load_workload", "split_spec"]
+__all__ = ["DEFAULT_NAME", "Loaded", "load_workload", "split_spec"]
 
 DEFAULT_NAME = "workload"
 """What is looked for where the spec names nothing."""
@@ -29,18 +28,49 @@ DEFAULT_NAME = "workload"
 _EXPECTED = "expected a Python file that has a workload, FILE[:NAME], or package.module[:NAME]"
 
 
-def load_workload(spec: str) -> Workload | Callable[[], Workload]:
+class Loaded:
+    """What a spec names, to be called for the workload; it travels to another process as its spec, and is loaded there.
+
+    Attributes:
+        spec: With the whole path, so that it holds in any folder.
+    """
+
+    def __init__(self, spec: str, value: Workload | Callable[[], Any]) -> None:
+        place, name = split_spec(spec)
+        self.spec = f"{Path(place).resolve() if _is_file_spec(place) else place}:{name}"
+        self._value = value
+
+    def __call__(self) -> Workload:
+        """Return the workload, calling the function that makes it where there is one.
+
+        Raises:
+            InputError: The function returned something else.
+        """
+        from autosplit.workload import Workload
+
+        value = self._value if isinstance(self._value, Workload) else self._value()
+        if not isinstance(value, Workload):
+            raise InputError(
+                f"{self.spec} returned {_type_name(value)}; expected an autosplit.Workload; return one from it"
+            )
+        return value
+
+    def __reduce__(self) -> tuple[Callable[[str], Workload | Loaded], tuple[str]]:
+        return load_workload, (self.spec,)
+
+
+def load_workload(spec: str) -> Workload | Loaded:
     """Run the file or import the module that a spec names, and return the workload in it.
 
-    A file runs under a module name of its own, the same for the same file in every process, so that what it defines
-    can be pickled; never as ``__main__``. Its folder stays on ``sys.path``, as with ``python FILE``: functions of it
-    may import their neighbours later.
+    A file runs under a module name of its own, never as ``__main__``. Its folder stays on ``sys.path``, as with
+    ``python FILE``: functions of it may import their neighbours later.
 
     Args:
         spec: ``"train.py"``, ``"train.py:small"``, ``"package.module:small"``. The name's default is ``workload``.
 
     Returns:
-        A `Workload`; or a function that returns one, uncalled, so that its caller decides where the model is built.
+        A `Workload`; or, where the name is a function that returns one, a `Loaded` that calls it, so that its caller
+        decides where the model is built.
 
     Raises:
         InputError: There is no such file, module or name, or it is something else.
@@ -151,7 +181,7 @@ def _users_errors(what: str) -> Iterator[None]:
         raise from_user_code(error, what) from error
 
 
-def _named(module: ModuleType, name: str, place: str) -> Workload | Callable[[], Workload]:
+def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
     """Return a module's workload, or the function that makes it."""
     from autosplit.workload import Workload
 
@@ -172,23 +202,7 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Callable[[],
             f"{where} needs the arguments {', '.join(needed)}; expected a function that is called without any; "
             "give them defaults"
         )
-    return _checked(value, where)
-
-
-def _checked(function: Callable[[], Any], where: str) -> Callable[[], Workload]:
-    """Wrap a function so that what it returns is known to be a workload."""
-    from autosplit.workload import Workload
-
-    @functools.wraps(function)
-    def made() -> Workload:
-        value = function()
-        if not isinstance(value, Workload):
-            raise InputError(
-                f"{where} returned {_type_name(value)}; expected an autosplit.Workload; return one from it"
-            )
-        return value
-
-    return made
+    return Loaded(where, value)
 
 
 def _type_name(value: object) -> str:

@@ -188,7 +188,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain dicts, lists, numbers and strings, keyed by the attributes' names."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
+        # By way of JSON: `msgspec.to_builtins` leaves tuples as they are.
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return plain
 
     def to_json(self) -> str:

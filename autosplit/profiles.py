@@ -248,6 +248,10 @@ def _read(path: Path) -> Plan | None:
 
 
 def _refuse_foreign(plan: Plan, machine: Mapping[str, Any], workload: Mapping[str, Any]) -> None:
+    simulated = any(run["kind"] == "sim" for run in machine["devices"])
+    if plan.simulated != simulated:
+        which = ("real", "simulated")
+        raise ProfileError(f"it is for {which[plan.simulated]} devices; expected {which[simulated]} ones; remove it")
     for what, stored, given in (("machine", plan.machine, machine), ("workload", plan.workload, workload)):
         differing = sorted(name for name in {*stored, *given} if not _same(stored.get(name), given.get(name)))
         if differing:
@@ -258,10 +262,6 @@ def _refuse_foreign(plan: Plan, machine: Mapping[str, Any], workload: Mapping[st
     expected = [(run["kind"], run["name"]) for run in machine["devices"] for _ in range(run["count"])]
     if [(device.kind, device.name) for device in plan.devices] != expected:
         raise ProfileError("its devices are not those of its machine; expected the same ones; remove it")
-    simulated = any(kind == "sim" for kind, _ in expected)
-    if plan.simulated != simulated:
-        which = ("real", "simulated")
-        raise ProfileError(f"it is for {which[plan.simulated]} devices; expected {which[simulated]} ones; remove it")
 
 
 def _same(stored: Any, given: Any) -> bool:

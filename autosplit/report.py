@@ -154,8 +154,7 @@ def _device_table(plan: Plan) -> Table:
 
 
 def _device_text(device: PlanDevice) -> str:
-    name = device.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
-    return device.label if device.kind == "cpu" else f"{device.label} {name}"
+    return device.label if device.kind == "cpu" else f"{device.label} {_short_name(device.name)}"
 
 
 def _limit_text(device: PlanDevice, *, simulated: bool) -> str:
@@ -263,7 +262,7 @@ def _gpu_table(devices: Sequence[DeviceReport]) -> Table:
             table,
             "hidden" if device.logical_index is None else f"{device.logical_index}",
             _known(device.physical_index, "{}"),
-            device.name.removeprefix("NVIDIA "),
+            _short_name(device.name),
             *(_known_bytes(n) for n in (device.total_bytes, device.free_bytes, device.used_by_others_bytes)),
             _known(device.utilization_percent, "{} %"),
             _known(device.temperature_c, "{} C"),
@@ -316,7 +315,7 @@ def _saved_text(path: Path) -> str:
 
 def _devices_text(plan: Plan) -> str:
     """Count neighbours that are alike: ``2x sim RTX3090``."""
-    kinds = itertools.groupby((device.kind, device.name.removeprefix("NVIDIA ")) for device in plan.devices)
+    kinds = itertools.groupby((device.kind, _short_name(device.name)) for device in plan.devices)
     texts = []
     for (kind, name), alike in kinds:
         count = len(list(alike))
@@ -368,6 +367,11 @@ def _bullets(lines: Iterable[str]) -> Table:
     for line in lines:
         _add_row(grid, "-", line)
     return grid
+
+
+def _short_name(name: str) -> str:
+    """Leave out what every card of its maker is called."""
+    return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
 def _tuple_text(split: Sequence[int]) -> str:

@@ -2,7 +2,8 @@
 
 `ScheduledBatchSampler` cuts the epoch and publishes how; `steps` walks a loader by that schedule (or by counting, for
 any other loader) and weights each micro-batch's mean loss by its share of its optimizer step, so that the gradient is
-that of the whole step, also where the last micro-batch is smaller.
+that of the whole step, also where the last micro-batch is smaller. A rank of a DDP job walks its slice of the same
+epoch in the same loop.
 """
 
 from __future__ import annotations
@@ -18,19 +19,86 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Sampler
 
 from autosplit.errors import InputError
-from autosplit.split import accumulation_steps, micro_batch_sizes, whole_number
+from autosplit.split import accumulation_steps, micro_batch_sizes, proportional_split, whole_number
 
-__all__ = ["OptimizerStep", "ScheduledBatchSampler", "StepSchedule", "steps"]
+__all__ = ["OptimizerStep", "RankSlice", "ScheduledBatchSampler", "StepSchedule", "steps"]
 
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """One optimizer step: the samples of each of its micro-batches, and of all of them together."""
+    """One optimizer step.
+
+    Attributes:
+        micro_batch_sizes: Samples that each of its micro-batches counts for, on this rank.
+        num_samples: Samples of the whole step, over all its micro-batches and all ranks.
+    """
 
     micro_batch_sizes: tuple[int, ...]
     num_samples: int
+
+
+@dataclass(frozen=True)
+class RankSlice:
+    """Which part of every micro-batch one rank takes: the ranks' parts lie side by side, in the order of the ranks.
+
+    Attributes:
+        rank: The rank, from 0.
+        batch_sizes: For every rank, its samples of a full micro-batch, 0 or more. A smaller micro-batch is split in
+            the same proportions.
+
+    Raises:
+        InputError: `rank` has no batch size, or the sizes are not whole numbers, or all 0.
+    """
+
+    rank: int
+    batch_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for rank, size in enumerate(self.batch_sizes):
+            whole_number(f"the batch size of rank {rank}", size)
+        if whole_number("rank", self.rank) >= len(self.batch_sizes):
+            raise InputError(
+                f"rank is {self.rank}, but there are batch sizes for {len(self.batch_sizes)} ranks; expected a rank "
+                "below that; pass a batch size for each rank"
+            )
+        if not any(self.batch_sizes):
+            raise InputError(
+                f"the ranks' batch sizes are {self.batch_sizes}; expected at least one above 0; pass the samples of "
+                "each rank"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share a micro-batch."""
+        return len(self.batch_sizes)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a full micro-batch over all ranks."""
+        return sum(self.batch_sizes)
+
+    def size_of(self, num_samples: int) -> int:
+        """Return how many samples of a micro-batch are this rank's.
+
+        Args:
+            num_samples: Samples of the micro-batch over all ranks, at most `batch_size`.
+        """
+        return proportional_split(num_samples, self.batch_sizes)[self.rank]
+
+    def part_of(self, batch: list[int]) -> list[int]:
+        """Return this rank's part of a micro-batch.
+
+        A rank without a share gets the first sample, to be counted as nothing: it has to run the forward and the
+        backward all the same, because the ranks' gradients meet there.
+
+        Args:
+            batch: The micro-batch of all ranks, not empty.
+        """
+        sizes = proportional_split(len(batch), self.batch_sizes)
+        begin = sum(sizes[: self.rank])
+        return batch[begin : begin + sizes[self.rank]] or batch[:1]
 
 
 class ScheduledBatchSampler(Sampler[list[int]]):
@@ -48,9 +116,11 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         seed: The order depends on `seed` plus the epoch only. The generator is this sampler's own, so that no global
             random state is read or changed.
         drop_last: Whether to leave out the last step of the epoch where it is short of samples.
+        rank_slice: Which part of every micro-batch to hand out, for a rank of a DDP job; None for all of it. All ranks
+            draw the same order and hand out equally many micro-batches; see `RankSlice.part_of` for an empty part.
 
     Raises:
-        InputError: A number is not whole or below its minimum.
+        InputError: A number is not whole or below its minimum, or the slice is of another batch size.
     """
 
     def __init__(
@@ -62,6 +132,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        rank_slice: RankSlice | None = None,
     ) -> None:
         self.num_samples = whole_number("num_samples", num_samples, minimum=1)
         self.batch_size = whole_number("batch_size", batch_size, minimum=1)
@@ -69,6 +140,12 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.seed = whole_number("seed", seed)
         self.drop_last = drop_last
+        self.rank_slice = RankSlice(0, (self.batch_size,)) if rank_slice is None else rank_slice
+        if self.rank_slice.batch_size != self.batch_size:
+            raise InputError(
+                f"batch_size is {self.batch_size}, but the ranks' batch sizes {self.rank_slice.batch_sizes} add up to "
+                f"{self.rank_slice.batch_size}; expected the same; pass their sum"
+            )
         self.epoch = 0
         self._start_step = 0
 
@@ -136,7 +213,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         for number, step in enumerate(self.schedule[start_step:], start_step):
             first = number * self.effective_batch_size
             indices = [int(i) for i in order[first : first + step.num_samples]]
-            yield from _cut(indices, step.micro_batch_sizes)
+            sizes = micro_batch_sizes(step.num_samples, self.batch_size)
+            yield from map(self.rank_slice.part_of, _cut(indices, sizes))
 
     def _order(self) -> Sequence[int] | torch.Tensor:
         if not self.shuffle:
@@ -145,25 +223,43 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         return torch.randperm(self.num_samples, generator=generator)
 
     def _step_of(self, num_samples: int) -> StepSchedule:
-        return StepSchedule(micro_batch_sizes(num_samples, self.batch_size), num_samples)
+        sizes = micro_batch_sizes(num_samples, self.batch_size)
+        return StepSchedule(tuple(map(self.rank_slice.size_of, sizes)), num_samples)
 
 
 class OptimizerStep:
     """One optimizer step: iterate it for its micro-batches, and call `backward` once for each.
 
     The batches come out as the loader made them. `backward` multiplies the micro-batch's mean loss by its weight, its
-    samples over those of the whole step, so that the accumulated gradient is that of the mean over the whole step.
+    samples over those of the whole step, so that the accumulated gradient is that of the mean over the whole step. On
+    a rank of a DDP job the weight is `num_ranks` times that, because DDP divides the sum of the ranks' gradients by
+    their number.
 
     Args:
         batches: The step's micro-batches, drawn as they are needed.
         sizes: What each micro-batch counts for, in samples (or in whatever its mean loss averages over).
         index: The number of this step within the loop, for messages.
+        num_samples: What the whole step counts for, over all ranks; None for the sum of `sizes`.
+        num_ranks: The ranks whose gradients are averaged in the step's last backward.
+
+    Attributes:
+        on_draw: Called before each micro-batch comes out, with whether it is the step's last; None for nothing.
     """
 
-    def __init__(self, batches: Iterable[Any], sizes: Sequence[int], *, index: int = 0) -> None:
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        sizes: Sequence[int],
+        *,
+        index: int = 0,
+        num_samples: int | None = None,
+        num_ranks: int = 1,
+    ) -> None:
         self.micro_batch_sizes = tuple(sizes)
-        self.num_samples = sum(sizes)
+        self.num_samples = sum(sizes) if num_samples is None else num_samples
+        self.num_ranks = num_ranks
         self.index = index
+        self.on_draw: Callable[[bool], None] | None = None
         self._batches = iter(batches)
         self._drawn = 0
         self._backwards = 0
@@ -185,7 +281,9 @@ class OptimizerStep:
 
     @property
     def weight(self) -> float:
-        """The current micro-batch's share of the step: its samples over the step's; 0 where the step counts none.
+        """What `backward` multiplies the current micro-batch's mean loss by; 0 where the step counts nothing.
+
+        It is the micro-batch's samples over the whole step's, times the number of ranks.
 
         Raises:
             InputError: No micro-batch was drawn yet.
@@ -195,17 +293,24 @@ class OptimizerStep:
                 f"optimizer step {self.index} has no current micro-batch; expected a loop over the step; write "
                 "`for batch in step:` first"
             )
-        return self.micro_batch_sizes[self._drawn - 1] / self.num_samples if self.num_samples else 0.0
+        if not self.num_samples:
+            return 0.0
+        return self.micro_batch_sizes[self._drawn - 1] * self.num_ranks / self.num_samples
 
     @property
     def loss(self) -> float:
-        """The mean loss over the step, as far as its micro-batches have gone; reading it waits for the device."""
-        return float(self._loss)
+        """The mean loss over the step, as far as its micro-batches have gone; reading it waits for the device.
+
+        On a rank of a DDP job, the mean over this rank's own samples: the other ranks are not asked.
+        """
+        own = sum(self.micro_batch_sizes) * self.num_ranks
+        return float(self._loss) * (self.num_samples / own) if own else 0.0
 
     def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         """Weight the current micro-batch's mean loss and run its backward pass.
 
         A micro-batch that counts for nothing (weight 0) runs none: its mean is 0/0, and would turn all gradients NaN.
+        Only where the ranks' gradients meet does a rank without a share run it, on the zeroed loss of a real sample.
 
         Args:
             loss: The mean loss of the micro-batch, one number.
@@ -223,10 +328,11 @@ class OptimizerStep:
         _require_one_number(loss)
         # Counted before it runs: one that fails half-way has left gradients behind and can't be run again.
         self._backwards = self._drawn
-        if not weight:
+        if not weight and not self._meets_ranks:
             return
         weighted = loss * weight
-        self._loss = self._loss + weighted.detach().reshape(())
+        if weight:
+            self._loss = self._loss + weighted.detach().reshape(())
         (weighted if scaler is None else scaler.scale(weighted)).backward()
 
     def check_finished(self) -> None:
@@ -242,6 +348,10 @@ class OptimizerStep:
                 "of them, or the gradient lacks a part; run the inner loop to its end"
             )
 
+    @property
+    def _meets_ranks(self) -> bool:
+        return self.num_ranks > 1 and self._drawn == len(self)
+
     def _draw(self) -> Iterator[Any]:
         for _ in self.micro_batch_sizes:
             self._check_backward()
@@ -252,6 +362,8 @@ class OptimizerStep:
                     f"{self.index}; expected as many as its sampler's schedule; pass the loader that owns the sampler"
                 )
             self._drawn += 1
+            if self.on_draw is not None:
+                self.on_draw(self._drawn == len(self))
             yield batch
             del batch  # or this frame would hold it while the next is made
         self._check_backward()
@@ -293,7 +405,8 @@ def steps(
         count: What a batch's mean loss averages over, for a loss that isn't a mean over samples, such as the number
             of labels that aren't padding: each micro-batch is then weighted by that, and an optimizer step is
             ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches of a loader without a schedule. By
-            default the samples, which are the first dimension of the first tensor in the batch.
+            default the samples, which are the first dimension of the first tensor in the batch. Not for one rank's
+            slice, because the other ranks' counts are not known here.
 
     Returns:
         The optimizer steps, each to be iterated to its end before the next is taken.
@@ -307,6 +420,11 @@ def steps(
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):
         _check_sizes(sampler, batch_size, effective_batch_size)
+        if count is not None and sampler.rank_slice.num_ranks > 1:
+            raise InputError(
+                f"count is given, but the loader's batch sampler is one of {sampler.rank_slice.num_ranks} ranks'; "
+                "expected none, because what the other ranks count is not known here; leave count out"
+            )
         made = _scheduled_steps(loader, sampler, count)
     elif count is not None:
         made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
@@ -335,7 +453,13 @@ def _scheduled_steps(
     batches = iter(loader)
     for index, step in enumerate(sampler.schedule[start_step:], start_step):
         if count is None:
-            yield OptimizerStep(batches, step.micro_batch_sizes, index=index)
+            yield OptimizerStep(
+                batches,
+                step.micro_batch_sizes,
+                index=index,
+                num_samples=step.num_samples,
+                num_ranks=sampler.rank_slice.num_ranks,
+            )
         else:
             held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
             sizes = [_counted(count, batch) for batch in held]

@@ -70,7 +70,11 @@ class Solver:
             split = fastest_split(batch_size, self.step_time.curves, (most, *ceilings))
         except InputError:  # the caps hold no such batch
             return None
-        return Configuration(max(split[0], least), batch_size, steps)
+        shared = Configuration(max(split[0], least), batch_size, steps)
+        if most < batch_size:
+            return shared
+        # Alone, device 0 has neither copies nor a gather to wait for: small batches may be faster so.
+        return max(shared, Configuration(batch_size, batch_size, steps), key=self.samples_per_s)
 
     def answers(self) -> list[Configuration]:
         """Return the best configuration for each batch size worth a look, the best by the objective first."""

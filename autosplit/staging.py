@@ -12,13 +12,13 @@ from torch import nn
 
 
 from autosplit.devices import Device
-from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code
+from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.cuda import CudaRuntime
 from autosplit.runtime.measurement import Runtime
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracing import Tracer, make_tracer
-from autosplit.trainee import fake_mode, training_copy
+from autosplit.trainee import built_without_memory, fake_mode, training_copy
 from autosplit.workload import Workload
 
 __all__ = ["Followed", "Source", "follow", "runtime_for", "workload_source"]
@@ -86,13 +86,14 @@ def follow(source: Source, devices: Sequence[Device]) -> Followed:
     """
     kind = devices[0].kind
     like_gpu = kind != "cpu"
+    why_real: str | None = None
     if kind == "sim" and not isinstance(source, Workload):
-        followed = _built_fake(source)
+        followed, why_real = _built_fake(source)
         if followed is not None:
             return followed
     workload = _built(source)
     tracer, note = make_tracer(workload, like_gpu=like_gpu)
-    return _said(workload, tracer, note)
+    return _said(workload, tracer, note or why_real)
 
 
 def _built(source: Source) -> Workload:
@@ -112,16 +113,14 @@ def _built(source: Source) -> Workload:
     return workload
 
 
-def _built_fake(source: Callable[[], Workload]) -> Followed | None:
-    """Build under fake tensors; None where anything is in the way, and the real thing has to tell."""
-    mode = fake_mode()
+def _built_fake(source: Callable[[], Workload]) -> tuple[Followed | None, str | None]:
+    """Build without memory; where anything is in the way, say what, and let the real thing tell what is wrong."""
     try:
-        with mode:
-            workload = _built(source)
+        workload = built_without_memory(lambda: _built(source), fake_mode())
         tracer, note = make_tracer(workload, like_gpu=True)
-    except Exception:  # whatever fake tensors can't do; what is really wrong shows again with real ones
-        return None
-    return _said(workload, tracer, note) if note is None else None
+    except Exception as error:  # whatever fake tensors can't do; what is really wrong shows again with real ones
+        return None, f"the workload could not be built without its memory, and was built for real: {one_line(error)}"
+    return _said(workload, tracer, note), None
 
 
 def _said(workload: Workload, tracer: Tracer, note: str | None) -> Followed:

@@ -82,5 +82,9 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
 def _advance(bar: Bar, task: Any, progress: Progress) -> None:
     counts = f"{progress.steps} steps, {progress.ooms} OOM"
     if progress.best_samples_per_s is not None:
-        counts += f", best {progress.best_samples_per_s:,.4g}/s"
+        counts += f", best {_rate_text(progress.best_samples_per_s)}/s"
     bar.update(task, completed=progress.fraction, description=progress.message, counts=counts)
+
+
+def _rate_text(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"

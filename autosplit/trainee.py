@@ -185,6 +185,34 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
+    """Call a function so that the tensors it makes take no memory.
+
+    Under fake tensors first. What these can't do (torch can't convert a fake module's dtype in place: `model.half()`)
+    is tried on the meta device, which in turn can't be copied from.
+
+    Args:
+        build: Makes a model or a workload.
+        mode: The fake tensors' mode.
+
+    Returns:
+        What `build` returns.
+
+    Raises:
+        Exception: What it raised under fake tensors, where it raised on the meta device, too.
+    """
+    try:
+        with mode:
+            return build()
+    except Exception as error:  # whatever fake tensors can't do, and whatever the user's code does wrong
+        failure = error
+    try:
+        with torch.device("meta"):
+            return build()
+    except Exception:
+        raise failure from None
+
+
 def mode_of(workload: Workload) -> FakeTensorMode | None:
     """Return the mode that a workload was built under; None where its tensors are real."""
     models = workload.model
@@ -278,8 +306,7 @@ def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Any,
     models = workload.model
     if isinstance(models, (nn.Module, tuple, list, Mapping)):
         return models, False
-    with mode if mode is not None else nullcontext():
-        made = models()
+    made = models() if mode is None else built_without_memory(models, mode)
     if not isinstance(made, nn.Module):
         raise WorkloadError(
             f"the model factory returned a {type(made).__name__}; expected an nn.Module; return the model itself"

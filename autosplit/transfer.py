@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["HOST", "Placement", "active_placement", "adopt_module", "transfer"]
+__all__ = ["HOST", "Placement", "active_placement", "adopt_module", "transfer", "transfer_into"]
 
 HOST = -1
 """The device index of memory that belongs to no device of the step."""
@@ -74,6 +74,33 @@ TRANSFER_OP = torch.ops.autosplit.transfer.default
 """The op as a dispatch mode sees it: `(tensor, source, destination, purpose)`."""
 
 
+@torch.library.custom_op("autosplit::transfer_into", mutates_args=("block",))
+def _transfer_into(block: Tensor, tensor: Tensor, source: int, destination: int, purpose: str) -> None:
+    block.copy_(tensor)
+
+
+@_transfer_into.register_fake
+def _(block: Tensor, tensor: Tensor, source: int, destination: int, purpose: str) -> None:
+    return None
+
+
+TRANSFER_INTO_OP = torch.ops.autosplit.transfer_into.default
+"""The op as a dispatch mode sees it: `(block, tensor, source, destination, purpose)`."""
+
+
+def transfer_into(block: Tensor, tensor: Tensor, source: int, destination: int, purpose: str) -> None:
+    """Copy a tensor into memory that another device holds already, as a gather does; not differentiable.
+
+    Args:
+        block: Of the tensor's shape and dtype, on the destination.
+        tensor: What is copied.
+        source: Index of the device it is on, `HOST` for none.
+        destination: Index of the device that holds the block.
+        purpose: What travels, for whoever follows.
+    """
+    TRANSFER_INTO_OP(block, tensor, source, destination, purpose)
+
+
 def transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Tensor:
     """Copy a tensor from one device of the step to another, differentiably.
 
@@ -81,7 +108,7 @@ def transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Ten
         tensor: Any shape and dtype, sparse ones too.
         source: Index of the device it is on, `HOST` for none.
         destination: Index of the device that gets the copy, `HOST` for none.
-        purpose: What travels (``"input"``, ``"parameter"``, ``"output"``, ``"gradient"``), for whoever follows.
+        purpose: What travels (``"input"``, ``"parameter"``, ``"buffer"``, ``"output"``, ``"scalar"``, ``"gradient"``), for whoever follows.
 
     Returns:
         The copy; its gradient is copied back the same way.

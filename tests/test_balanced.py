@@ -701,6 +701,32 @@ class TestDevices:
             assert tracker.live_bytes[0] == 64 * 64 * 4 + 512
 
 
+class TestMemory:
+    @staticmethod
+    def held(split, function=lambda outputs: outputs.sum()):
+        """What device 0 held at most above parameters, gradients and outputs, in parameters."""
+        module = nn.Linear(1024, 1024, bias=False)
+        with tracked(len(split)) as tracker:
+            outputs = wrap(module, *split)(torch.randn(sum(split), 1024))
+            forward_bytes = tracker.peak_bytes[0]
+            tracker.reset_peak()
+            function(outputs).backward()
+            assert tracker.live_bytes[0] >= 2 * 4 * 1024**2
+            return forward_bytes / 4096, tracker.peak_bytes[0] / (4 * 1024**2)
+
+    def test_gathering_holds_the_outputs_once(self):
+        """A chunk was copied beside the block that it was gathered in; torch's gather has no such copy."""
+        rows, _ = self.held((0, 100, 100))
+        assert rows == 1024 + 200
+
+    @pytest.mark.parametrize("others", [1, 2, 6])
+    def test_summing_gradients_takes_as_much_for_many_devices_as_for_two(self, others):
+        """Each gradient's sum was a new tensor beside the last one: a parameter more from the third device on."""
+        assert self.held((4, *(4,) * others))[1] == pytest.approx(
+            4, abs=0.1
+        )  # weight, its gradient, another, their sum
+
+
 class TestCopies:
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
     def test_wrapper_is_itself(self, duplicate):

@@ -1,4 +1,4 @@
-"""The cost models: what is fitted comes out again, bounds agree with trying everything, and few looks find a ceiling."""
+"""The cost models: what is fitted comes out again, bounds agree with trying everything, few looks find a ceiling."""
 
 from __future__ import annotations
 

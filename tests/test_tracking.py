@@ -269,9 +269,7 @@ class TestLeavesNothing:
     def step(workload_trainee, capacities, split=(2, 3)):
         tracker = Tracker(["cpu:0", "cpu:1"], capacities)
         trainee = workload_trainee
-        models = trainee.wrapped(
-            lambda module: BalancedDataParallel(None, module, ["cpu"] * 2, split=split)
-        )
+        models = trainee.wrapped(lambda module: BalancedDataParallel(None, module, ["cpu"] * 2, split=split))
         batch = trainee.batch(sum(split))
         with tracker:
             trainee.adopt_on(tracker)
@@ -421,9 +419,7 @@ def assert_fake_is_real(make, splits):
     found = []
     for mode in (None, fake_mode()):
         trainee = training_copy(make(), mode=mode)
-        peaks = [
-            run_placed(trainee, StepShape(splits), follow(len(splits[0])), lambda phase: None) for _ in range(2)
-        ]
+        peaks = [run_placed(trainee, StepShape(splits), follow(len(splits[0])), lambda phase: None) for _ in range(2)]
         found.append(peaks)
     assert found[0] == found[1]
     assert found[0][0][0] <= found[0][1][0]  # the second step holds the optimizer's state throughout

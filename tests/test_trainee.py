@@ -166,9 +166,7 @@ class TestNothingIsTouched:
         before = snapshot(model, [optimizer])
         with kept_rng():
             trainee = training_copy(workload(model, optimizer=optimizer), mode=mode)
-            run_placed(
-                trainee, StepShape(((4,),), "eval"), Tracker(["one"], [None]), lambda phase: None
-            )
+            run_placed(trainee, StepShape(((4,),), "eval"), Tracker(["one"], [None]), lambda phase: None)
         assert same(before, snapshot(model, [optimizer]))
         assert trainee.models.training
 
@@ -443,7 +441,9 @@ class TestPrecision:
 
     def test_peaks_agree(self):
         for precision in ("none", "bf16"):
-            found = [run(training_copy(workload(precision=precision), mode=mode), (2, 4)) for mode in (None, fake_mode())]
+            found = [
+                run(training_copy(workload(precision=precision), mode=mode), (2, 4)) for mode in (None, fake_mode())
+            ]
             assert found[0] == found[1]
 
 

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 from autosplit.runtime.tracking import Tracker
-from autosplit.transfer import HOST, active_placement, adopt_module, transfer
+from autosplit.transfer import HOST, active_placement, adopt_module, transfer, transfer_into
 
 
 def two_devices(**kwargs) -> Tracker:
@@ -86,6 +86,18 @@ def test_charges_the_destination_and_returns_the_gradient():
         (copy * 2).sum().backward()
         assert tracker.device_of(tensor.grad) == 0
     assert seen.transfers == [(0, 1, 1024, "parameter"), (1, 0, 1024, "parameter")]
+
+
+def test_into_a_block_takes_no_memory():
+    seen = Seen()
+    with two_devices(observer=seen) as tracker:
+        block, tensor = torch.zeros(256), torch.ones(128)
+        tracker.adopt(block, 0)
+        tracker.adopt(tensor, 1)
+        transfer_into(block.narrow(0, 128, 128), tensor, 1, 0, "output")
+        assert tracker.peak_bytes == [1024, 512]
+    assert block.sum() == 128
+    assert seen.transfers == [(1, 0, 512, "output")]
 
 
 def test_to_the_host_is_free():

@@ -197,8 +197,29 @@ class _Whole:
         return self._tracer.trace(_followed(self._shape, (short,) * len(self._shape.splits)))
 
 
+def _joining_costs(event: Move, nbytes: int) -> tuple[OpCost, ...]:
+    """Return what device 0 does with a transfer of one more device; what it does with the stand-ins' is traced."""
+    add = OpCost(0, 3 * nbytes, "float32")  # two tensors read, one written
+    if event.purpose == "gradient":
+        return (add,)
+    if event.purpose == "scalar":  # weighted and added; its gradient is weighted
+        return (add, add) if event.destination == 0 else (add,)
+    return ()
+
+
+def _stand_ins(split: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shares of the devices that stand for all others in device 0's trace.
+
+    One will do, because what device 0 holds depends on their samples together. But where it has none itself,
+    the sum of gradients begins with the second of them.
+    """
+    rest = sum(split[1:])
+    two = split[0] == 0 and sum(1 for samples in split[1:] if samples) > 1
+    return (rest - rest // 2, rest // 2) if two else (rest,)
+
+
 class _Composed:
-    """A step put together: device 0 beside one device with all the rest, and each other device beside an idle one."""
+    """A step put together: device 0 beside stand-ins for all the rest, and each other device beside an idle one."""
 
     def __init__(self, tracer: Tracer, shape: StepShape) -> None:
         self._tracer = tracer
@@ -226,30 +247,34 @@ class _Composed:
                 if event.device == 0:
                     clocks.work(0, event.seconds(clocks.specs[0]))
             elif 1 in (event.source, event.destination):
-                self._move_all(clocks, event, replicas)
-            else:
+                self._move_all(clocks, event, replicas, len(_stand_ins(split)))
+            elif 2 not in (event.source, event.destination):  # the second stand-in's were played with the first's
                 _play(clocks, [event], (0,))
         for device, replica in replicas.items():
             replica.work(clocks, device)
 
     def play_update(self, clocks: _Clocks) -> None:
-        _play(clocks, self._primary(self._shape.splits[0]).update, (0, 0))
+        _play(clocks, self._primary(self._shape.splits[0]).update, (0, 0, 0))
 
-    def _move_all(self, clocks: _Clocks, event: Move, replicas: dict[int, _Replica]) -> None:
-        """Play a transfer between device 0 and the stand-in for the rest once for each device of the rest."""
-        for position, (device, replica) in enumerate(replicas.items()):
+    def _move_all(self, clocks: _Clocks, event: Move, replicas: dict[int, _Replica], num_stand_ins: int) -> None:
+        """Play a transfer between device 0 and the first stand-in once for each device of the rest."""
+        order = list(enumerate(replicas.items()))
+        if event.purpose == "scalar" and event.source == 0:
+            order.reverse()  # autograd takes a sum of losses apart from its end
+        for position, (device, replica) in order:
             replica.work(clocks, device)
             nbytes = replica.next_move().nbytes
+            if event.purpose == "buffer" and event.destination == 0 and position > 0:
+                continue  # only the first of them brings back what it moved
             ends = [device if end == 1 else end for end in (event.source, event.destination)]
             clocks.move(ends[0], ends[1], nbytes)
-            if event.purpose == "gradient" and position > 0:
-                # The stand-in's gradient is added once in the trace; each further device's is added, too:
-                # two tensors read, one written.
-                clocks.work(0, OpCost(0, 3 * nbytes, "float32").seconds(clocks.specs[0]))
+            if position >= num_stand_ins:
+                for cost in _joining_costs(event, nbytes):
+                    clocks.work(0, cost.seconds(clocks.specs[0]))
 
     def _primary(self, split: tuple[int, ...]) -> Trace:
-        pair = (split[0], sum(split[1:]))
-        return self._tracer.trace(_followed(self._shape, (pair,) * len(self._shape.splits)))
+        short = (split[0], *_stand_ins(split))
+        return self._tracer.trace(_followed(self._shape, (short,) * len(self._shape.splits)))
 
     def _replica(self, samples: int) -> Trace:
         return self._tracer.trace(StepShape(((0, samples),)))

@@ -158,9 +158,9 @@ _CPU_FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 def op_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCost | None:
-    """Return what an op costs; None where it costs nothing (views, allocations)."""
+    """Return what an op costs; None where it costs nothing: views, allocations, questions (``prim.device``)."""
     packet = getattr(func, "_overloadpacket", None)
-    if packet in _ALLOCATIONS or getattr(func, "is_view", False):
+    if packet in _ALLOCATIONS or getattr(func, "is_view", False) or getattr(func, "namespace", None) == "prim":
         return None
     tensors = [*_flat((*args, *kwargs.values())), *_flat((outputs,))]
     if packet in _ROW_READERS:

@@ -28,7 +28,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autosplit.oom import OutOfMemoryError
-from autosplit.transfer import HOST, TRANSFER_OP, Placement, activate_placement, deactivate_placement
+from autosplit.transfer import (
+    HOST,
+    TRANSFER_INTO_OP,
+    TRANSFER_OP,
+    Placement,
+    activate_placement,
+    deactivate_placement,
+)
 
 __all__ = ["BLOCK_BYTES", "Observer", "Tracker"]
 
@@ -156,6 +163,8 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
         kwargs = kwargs or {}
         if func is TRANSFER_OP:
             return self._transfer(func, args)
+        if func is TRANSFER_INTO_OP:
+            return self._transfer_into(func, args)
         inputs = list(_tensors((*args, *kwargs.values())))
         device = self._device_of_inputs(inputs)
         outputs = func(*args, **kwargs)
@@ -165,7 +174,7 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
         return outputs
 
     def _transfer(self, func: Any, args: Sequence[Any]) -> Tensor:
-        tensor, source, destination, purpose = args
+        _, source, destination, purpose = args
         copy: Tensor = func(*args)
         if destination != HOST:
             self.adopt(copy, destination)
@@ -173,6 +182,12 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
             nbytes = sum(part.untyped_storage().nbytes() for part in _dense_parts(copy))
             self._observer.on_transfer(source, destination, nbytes, purpose)
         return copy
+
+    def _transfer_into(self, func: Any, args: Sequence[Any]) -> None:
+        _, tensor, source, destination, purpose = args
+        func(*args)
+        if self._observer is not None:
+            self._observer.on_transfer(source, destination, tensor.numel() * tensor.element_size(), purpose)
 
     def _device_of_inputs(self, inputs: list[Tensor]) -> int:
         """Find where an op runs: where its first placed tensor is, a scalar's place counting last."""

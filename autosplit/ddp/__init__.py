@@ -1,0 +1,8 @@
+"""DistributedDataParallel with a plan's settings: uneven batches per rank, and the gradient of the whole batch."""
+
+from __future__ import annotations
+
+from autosplit.ddp.context import Context
+from autosplit.ddp.process import setup
+
+__all__ = ["Context", "setup"]

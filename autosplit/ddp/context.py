@@ -1,0 +1,152 @@
+"""What one rank trains with: its device, the wrapped model, its slice of the epoch, and the optimizer steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autosplit.errors import InputError
+from autosplit.plan import Plan, RankSettings
+from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, steps
+from autosplit.split import accumulation_steps
+
+__all__ = ["Context"]
+
+
+class Context:
+    """A rank's side of a plan; `autosplit.ddp.setup` makes it.
+
+    Args:
+        plan: The plan of the whole job, with a rank for each process.
+        rank: This process's rank, from 0.
+        device: Where this rank computes.
+
+    Attributes:
+        plan: As given.
+        rank: As given.
+        world_size: The processes of the job.
+        device: As given.
+        settings: What the plan says for this rank.
+        batch_size: Samples per forward over all ranks.
+        effective_batch_size: Samples per optimizer step over all ranks: the plan's, where its ranks were solved for
+            it. A plan that was asked for no effective batch has the ranks' own, their batches times their
+            accumulation steps.
+    """
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.world_size = len(plan.ddp.ranks)
+        self.device = device
+        self.settings: RankSettings = plan.ddp.ranks[rank]
+        self._slice = RankSlice(rank, tuple(settings.batch_size for settings in plan.ddp.ranks))
+        self.batch_size = self._slice.batch_size
+        self.effective_batch_size = _effective_batch_size(plan, self.batch_size)
+        self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._loop: object = None
+
+    def wrap(self, model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
+        """Move a model to this rank's device and wrap it.
+
+        Args:
+            model: The same on every rank; DDP sends rank 0's weights to the others.
+            **kwargs: For DistributedDataParallel. `gradient_as_bucket_view` is on unless you turn it off: gradients
+                then live in the buckets that are sent, which saves as much memory as they take.
+
+        Returns:
+            The wrapper; `wrapper.module` is the model.
+        """
+        if self.device.type == "cuda":
+            kwargs.setdefault("device_ids", [self.device.index])
+        kwargs.setdefault("gradient_as_bucket_view", True)
+        wrapped = DistributedDataParallel(model.to(self.device), **kwargs)
+        self._wrapped.add(wrapped)
+        return wrapped
+
+    def batch_sampler(self, num_samples: int, *, shuffle: bool = False, seed: int = 0) -> ScheduledBatchSampler:
+        """Return a batch sampler that hands out this rank's part of every micro-batch.
+
+        All ranks draw the same order. Every sample comes once an epoch, on one rank; every rank gets equally many
+        micro-batches, and the short last step is split in the same proportions. Where a rank has no share, it gets
+        one sample that counts for nothing.
+
+        Args:
+            num_samples: Length of the data set, the same on every rank.
+            shuffle: Draw in a new order each epoch (`set_epoch`, on every rank).
+            seed: Of that order, the same on every rank.
+
+        Raises:
+            InputError: `num_samples` is below 1, or a number is not whole.
+        """
+        return ScheduledBatchSampler(
+            num_samples,
+            self.batch_size,
+            self.effective_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            rank_slice=self._slice,
+        )
+
+    def steps(self, loader: Iterable[Any]) -> Iterator[OptimizerStep]:
+        """Walk one epoch of this rank's loader, an optimizer step at a time.
+
+            for step in ctx.steps(loader):
+                for inputs, targets in step:
+                    step.backward(loss_fn(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        `step.backward` takes the mean loss of the rank's own micro-batch, and weights it so that the gradient is that
+        of the mean over all ranks' samples. The ranks' gradients meet in the last micro-batch only.
+
+        Args:
+            loader: A ``DataLoader`` with this context's `batch_sampler`.
+
+        Returns:
+            The optimizer steps, each to be iterated to its end before the next is taken.
+
+        Raises:
+            InputError: The loader has another batch sampler; while iterating: a step was left unfinished.
+        """
+        sampler = getattr(loader, "batch_sampler", None)
+        if not isinstance(sampler, ScheduledBatchSampler) or sampler.rank_slice != self._slice:
+            raise InputError(
+                f"the loader's batch sampler is a {type(sampler).__name__}; expected rank {self.rank}'s own, so that "
+                "all ranks take equally many micro-batches; make the loader with "
+                "batch_sampler=ctx.batch_sampler(len(dataset))"
+            )
+        made = steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size)
+        return self._synchronised(made)
+
+    def _synchronised(self, made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
+        """Let gradients meet in each step's last micro-batch, and anywhere outside the loop.
+
+        DDP's `no_sync` would have to stay open across a yield; an exception that leaves the loop and is caught would
+        then leave every later step unsynchronised. So the flag is set before each micro-batch comes out.
+        """
+        self._loop = loop = object()
+        try:
+            for step in made:
+                self._synchronise(True)
+                step.on_draw = self._synchronise
+                yield step
+        finally:
+            # A loop that is collected late must not touch the flag within one that began after it.
+            if self._loop is loop:
+                self._synchronise(True)
+
+    def _synchronise(self, meets: bool) -> None:
+        for wrapped in self._wrapped:
+            wrapped.require_backward_grad_sync = meets
+
+
+def _effective_batch_size(plan: Plan, batch_size: int) -> int:
+    """Return the samples per optimizer step that the plan's ranks were solved for."""
+    effective, forwards = plan.effective_batch_size, plan.ddp.ranks[0].accumulation_steps
+    solved_for_it = batch_size <= effective and accumulation_steps(effective, batch_size) == forwards
+    return effective if solved_for_it else batch_size * forwards

@@ -1,0 +1,67 @@
+"""Plans made by hand, for tests of what is done with a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autosplit.cost import Ceiling
+from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
+from autosplit.space import Trial
+from autosplit.split import accumulation_steps
+
+GIB = 2**30
+
+
+def made_ceiling(label: str, batch_size: int, capacity_bytes: int, **changes: Any) -> Ceiling:
+    ceiling = Ceiling(label, "replica", batch_size, "memory", GIB, 2**20, capacity_bytes - 2**20, capacity_bytes)
+    return replace(ceiling, confirmed=True, **changes)
+
+
+def made_device(
+    index: int, share: int, *, kind: str = "cuda", name: str = "NVIDIA GeForce RTX 3090", memory_bytes: int = 24 * GIB
+) -> PlanDevice:
+    label = f"{kind}:{index}"
+    return PlanDevice(
+        label=label,
+        kind=kind,
+        index=index,
+        name=name,
+        memory_bytes=memory_bytes,
+        capacity_bytes=memory_bytes,
+        budgeted=kind != "cuda",
+        share=share,
+        peak_bytes=memory_bytes * 3 // 4,
+        busy_s=0.0412,
+        ceiling=made_ceiling(label, 2 * share + 1, memory_bytes),
+    )
+
+
+def made_plan(split: tuple[int, ...] = (100, 156), *, kind: str = "cuda", effective: int = 512, **changes: Any) -> Plan:
+    """A plan with consistent numbers; `changes` replaces any of its fields."""
+    name = {"cuda": "NVIDIA GeForce RTX 3090", "sim": "RTX3090", "cpu": "cpu"}[kind]
+    devices = tuple(made_device(index, share, kind=kind, name=name) for index, share in enumerate(split))
+    batch_size = sum(split)
+    steps = accumulation_steps(effective, batch_size)
+    ranks = tuple(
+        RankSettings(index, device.label, 128, 2, made_ceiling(device.label, 200, 24 * GIB), 20 * GIB)
+        for index, device in enumerate(devices)
+    )
+    plan = Plan(
+        split=split,
+        gpu0_bsz=split[0],
+        batch_size=batch_size,
+        accumulation_steps=steps,
+        effective_batch_size=effective,
+        samples_per_s=10234.5,
+        even_samples_per_s=None if kind == "cpu" else 7812.6,
+        ceilings=tuple(device.ceiling.batch_size for device in devices),
+        devices=devices,
+        trials=(Trial(0, split[0], batch_size, steps, split, 10234.5), Trial(1, 1, 2, 3, (1, 1), failure="cuda:1")),
+        ddp=DdpPlan(ranks, 9876.5),
+        precision="none",
+        simulated=kind == "sim",
+        real_steps=0 if kind == "sim" else 12,
+        real_ooms=0 if kind == "sim" else 1,
+    )
+    return replace(plan, **changes)

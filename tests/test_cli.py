@@ -1,0 +1,500 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from handmade import made_plan
+
+import autosplit.survey
+from autosplit import tuning
+from autosplit.cli import main
+from autosplit.oom import DoesNotFitError
+from autosplit.plan import Plan
+from autosplit.profiles import store
+from autosplit.survey import DeviceReport
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
+HEAD = "import torch, autosplit\n"
+WORKLOAD = f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
+SIM = ("--devices", "sim:2xRTX3090")
+
+
+@pytest.fixture(autouse=True)
+def _own_modules(monkeypatch):
+    """Undo what loading a file leaves in the process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("autosplit_file_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Write train.py into the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text=WORKLOAD):
+        Path("train.py").write_text(text)
+        return "train.py"
+
+    return write
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """Put a stand-in in place of tune; `calls` has what it was given, `answer` is returned or raised."""
+
+    class Tuned:
+        def __init__(self):
+            self.calls = []
+            self.answer = made_plan((100, 156), kind="sim")
+
+        def __call__(self, workload, **keywords):
+            self.calls.append((workload, keywords))
+            if isinstance(self.answer, BaseException):
+                raise self.answer
+            return self.answer
+
+    stand_in = Tuned()
+    monkeypatch.setattr(tuning, "tune", stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def fails(capsys):
+    """Run a command line that is to fail, and return its one line on stderr and the frames below."""
+
+    def run(*arguments, code=2):
+        assert main(list(arguments)) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "Traceback" not in err
+        line, *frames = err.splitlines()
+        assert line.startswith("error: ")
+        assert all(frame.startswith("  ") for frame in frames)
+        assert code == 5 or not frames
+        return line, frames
+
+    return run
+
+
+# Usage
+
+
+def test_help_names_the_commands(capsys):
+    assert main(["--help"]) == 0
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert all(f"\n  {command} " in out for command in ("devices", "tune", "show"))
+    assert err == ""
+
+
+def test_every_keyword_of_tune_has_its_flag(capsys):
+    import inspect
+
+    assert main(["tune", "--help"]) == 0
+    out = capsys.readouterr().out
+    in_the_file = {"loss_fn", "compute_loss", "optimizer", "batch_dim", "make_batch", "progress"}
+    parameters = inspect.signature(tuning.tune).parameters.values()
+    flags = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY} - in_the_file
+    assert not [flag for flag in flags if f"--{flag.replace('_', '-')} " not in out]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["tun"], "'tune'?; see autosplit --help"),
+        (["tune"], "'FILE[:NAME]'; see autosplit tune --help"),
+        (["tune", "x.py", "--device", "cpu"], "--devices); see autosplit tune --help"),
+        (["tune", "x.py", "--devices"], "see autosplit tune --help"),
+        (["--nothing"], "see autosplit --help"),
+        (["show", "a", "b"], "see autosplit show --help"),
+    ],
+)
+def test_usage_errors_are_one_line_and_point_to_the_help(fails, arguments, said):
+    assert said in fails(*arguments)[0]
+
+
+def test_help_loads_neither_torch_nor_rich():
+    code = "import sys; from autosplit.cli import main; main(['tune', '--help']); print('torch' in sys.modules, "
+    code += "[m for m in ('optuna', 'pynvml', 'rich', 'msgspec') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False []"
+
+
+def test_python_m_autosplit_runs_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "autosplit", "tune"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: Missing argument 'FILE[:NAME]'; see autosplit tune --help\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(cache_dir):
+    store("ab" * 16, made_plan())
+    command = f'"{sys.executable}" -m autosplit show --json | head -c 1'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == "{"
+    assert done.stderr == ""
+
+
+# tune, with a stand-in for tuning
+
+
+def test_flags_become_keywords(script, tuned, capsys):
+    flags = {
+        "--devices": "sim:2xRTX3090",
+        "--strategy": "balanced",
+        "--precision": "bf16",
+        "--effective-batch-size": "512",
+        "--max-batch-size": "300",
+        "--reserve": "1GiB",
+        "--n-trials": "7",
+        "--time-limit-s": "1.5",
+        "--storage": "sqlite:///x.db",
+        "--profile": "refresh",
+        "--name": "mine",
+        "--seed": "3",
+    }
+    assert main(["tune", script(), "--isolate", *[word for pair in flags.items() for word in pair]]) == 0
+    ((workload, keywords),) = tuned.calls
+    assert workload.spec == f"{Path.cwd()}/train.py:workload"  # for the process of its own
+    assert keywords == {
+        "devices": "sim:2xRTX3090",
+        "strategy": "balanced",
+        "precision": "bf16",
+        "effective_batch_size": 512,
+        "max_batch_size": 300,
+        "reserve": "1GiB",
+        "n_trials": 7,
+        "time_limit_s": 1.5,
+        "storage": "sqlite:///x.db",
+        "isolate": True,
+        "profile": "refresh",
+        "name": "mine",
+        "seed": 3,
+        "progress": None,
+    }
+
+
+def test_without_flags_the_defaults_are_tunes_own(script, tuned, capsys):
+    assert main(["tune", script()]) == 0
+    assert tuned.calls[0][1] == {"progress": None}
+
+
+def test_the_report_of_a_simulated_plan_shows_the_command_for_the_real_cards(script, tuned, capsys):
+    assert main(["tune", script(), *SIM, "--effective-batch-size", "512", "--profile", "refresh", "--isolate"]) == 0
+    out, err = capsys.readouterr()
+    command = "python -m autosplit tune train.py --devices cuda --effective-batch-size 512 --isolate"
+    assert out.rstrip().endswith(f"\n\n{command}")
+    assert err == ""
+    assert "\x1b" not in out
+
+
+def test_the_lines_to_paste_ask_the_profile(script, tuned, capsys):
+    tuned.answer = made_plan((100, 156))
+    arguments = ["--name", "a b", "--n-trials", "3", "--profile", "refresh"]
+    assert main(["tune", script(), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "\nfrom train import workload  # train.py\n" in out
+    assert '\n# answered from its profile\nplan = autosplit.tune(workload, n_trials=3, name="a b")\n' in out
+
+
+def test_the_lines_to_paste_call_a_function_and_say_when_they_tune_again(script, tuned, capsys):
+    tuned.answer = made_plan((100, 156))
+    path = script(f"{HEAD}def made():\n    return autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))")
+    assert main(["tune", f"{path}:made", "--profile", "off"]) == 0
+    out = capsys.readouterr().out
+    assert '\n# tunes again: --output PATH saves it\nplan = autosplit.tune(made(), profile="off")\n' in out
+
+
+def test_output_saves_the_plan_and_the_lines_load_it(script, tuned, capsys):
+    tuned.answer = made_plan((100, 156))
+    assert main(["tune", script(), "--output", "plans/best.json"]) == 0
+    assert 'plan = autosplit.Plan.load("plans/best.json")' in capsys.readouterr().out
+    assert Plan.load("plans/best.json") == tuned.answer
+
+
+def test_json_is_alone_on_stdout(script, tuned, capfd):
+    noise = "import os\nprint('noise')\nos.write(1, b'noise')\n"
+    assert main(["tune", script(noise + WORKLOAD), "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert Plan.from_json(out) == tuned.answer
+    assert err.count("noise") == 2
+
+
+def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_path):
+    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False), tmp_path / "kept.json")
+    assert main(["tune", script()]) == 4
+    out, err = capsys.readouterr()
+    assert f"the best plan so far is shown and saved as {tmp_path / 'kept.json'}; run it again" in err
+    assert out.startswith("interrupted: the best so far")
+    assert f'plan = autosplit.Plan.load("{tmp_path / "kept.json"}")' in out
+
+
+def test_an_interrupted_tuning_saves_its_output_too(script, tuned, capsys):
+    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False), None)
+    assert main(["tune", script(), "--output", "best.json", "--json"]) == 4
+    out, err = capsys.readouterr()
+    assert json.loads(out)["complete"] is False
+    assert not Plan.load("best.json").complete
+    assert "saved as best.json" in err
+
+
+def test_an_interrupted_tuning_that_is_kept_nowhere_says_so(script, tuned, capsys):
+    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False), None)
+    assert main(["tune", script(), "--profile", "off"]) == 4
+    assert "not saved (--output PATH saves it)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), tuning.TuningInterrupted(None, None)])
+def test_an_interrupted_tuning_without_a_plan(script, tuned, fails, error):
+    tuned.answer = error
+    assert fails("tune", script(), code=4)[0] == "error: interrupted before there was any plan; run it again"
+
+
+def test_what_does_not_fit_exits_with_3(script, tuned, fails):
+    tuned.answer = DoesNotFitError("cpu:0 needs 2 MiB\nand has 1 MiB; expected more; give it more")
+    assert fails("tune", script(), code=3)[0].endswith("cpu:0 needs 2 MiB and has 1 MiB; expected more; give it more")
+
+
+def test_our_own_bug_keeps_its_traceback(script, tuned, monkeypatch):
+    monkeypatch.setattr("autosplit.cli.user_frames", lambda trace: ())
+    tuned.answer = ZeroDivisionError("ours")
+    with pytest.raises(ZeroDivisionError):
+        main(["tune", script()])
+
+
+# Bad input: one line with value, expectation and next step
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--devices", "sim:2xRTX3091"], "RTX3090"),
+        (["--devices", "gpu"], "'gpu'"),
+        (["--devices", "cpu:0MiB"], "0MiB"),
+        (["--devices", "sim:RTX3090@0GiB"], "0GiB"),
+        (["--devices", ""], "expected"),
+        ([*SIM, "--reserve", "-1GiB"], "'-1GiB'"),
+        ([*SIM, "--reserve", "some"], "'some'"),
+        ([*SIM, "--reserve", "100%"], "100%"),
+        ([*SIM, "--effective-batch-size", "many"], "--effective-batch-size 'many': expected a whole number; write it"),
+        ([*SIM, "--effective-batch-size", "1.5"], "'1.5'"),
+        ([*SIM, "--max-batch-size", "9" * 5000], "expected a whole number"),
+        ([*SIM, "--n-trials", "--5"], "'--5'"),
+        ([*SIM, "--seed", ""], "--seed ''"),
+        ([*SIM, "--time-limit-s", "soon"], "--time-limit-s 'soon': expected a number of seconds; write it as"),
+        ([*SIM, "--output", "."], "--output . is a folder; expected a file; write it as plan.json"),
+    ],
+)
+def test_bad_flags_are_refused_before_the_file_runs(script, tuned, fails, arguments, said):
+    line, _ = fails("tune", script("raise SystemError('the file ran')"), *arguments)
+    assert said in line
+    assert line.count(";") >= 1
+    assert tuned.calls == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--effective-batch-size", "0"], "effective_batch_size"),
+        (["--effective-batch-size", "-5"], "-5"),
+        (["--max-batch-size", "0"], "max_batch_size"),
+        (["--n-trials", "0"], "n_trials"),
+        (["--seed", "-1"], "seed"),
+        (["--time-limit-s", "nan"], "nan"),
+        (["--profile", "never"], "'never'"),
+        (["--strategy", "best"], "'best'"),
+        (["--precision", "int8"], "precision"),
+    ],
+)
+def test_numbers_and_choices_out_of_range_are_tunes_to_refuse(script, fails, arguments, said):
+    line, _ = fails("tune", script(), *SIM, *arguments)
+    assert said in line
+    assert "expected" in line
+
+
+def test_a_missing_file_names_the_nearest(fails, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert "examples has char_gpt.py" in fails("tune", "examples/chargpt.py", *SIM)[0]
+
+
+def test_a_file_without_a_workload(script, fails):
+    assert "train.py has no 'workload'; expected" in fails("tune", script("x = 1"), *SIM)[0]
+
+
+def test_an_output_that_cant_be_written_still_shows_the_plan(script, tuned, capsys):
+    Path("blocked").write_text("")
+    assert main(["tune", script(), "--output", "blocked/plan.json", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert Plan.from_json(out) == tuned.answer
+    assert err.startswith("error: the plan can't be written to blocked/plan.json")
+
+
+USER_ERRORS = {
+    "a file that raises": "import torch\n1 / 0",
+    "a factory that raises": "def workload():\n    raise ValueError('no data\\nsecond line')",
+    "a model that fails on its own sample": f"{HEAD}\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"
+    "        return super().forward(x[:, :2])\n"
+    "workload = autosplit.Workload(Net(3, 1), torch.randn(4, 3))",
+    "a loss that fails": f"{HEAD}\ndef loss(outputs, targets):\n    return targets.none\n"
+    "workload = autosplit.Workload(torch.nn.Linear(3, 1), (torch.randn(4, 3), torch.randn(4)), loss_fn=loss)",
+}
+
+
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1GiB"])
+@pytest.mark.parametrize("text", USER_ERRORS.values(), ids=USER_ERRORS)
+def test_the_users_own_frames_are_shown(script, fails, text, devices):
+    line, frames = fails("tune", script(text), "--devices", devices, code=5)
+    assert " raised " in line
+    assert line.endswith("mend it and run again")
+    assert frames
+    assert all("train.py:" in frame for frame in frames)
+
+
+BAD_WORKLOADS = {
+    "tensors that disagree": "(torch.nn.Linear(3, 1), (torch.randn(4, 3), torch.randn(5)), "
+    "loss_fn=torch.nn.functional.mse_loss)",
+    "an empty batch": "(torch.nn.Linear(3, 1), torch.randn(0, 3))",
+    "no batch": "(torch.nn.Linear(3, 1), None)",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_WORKLOADS.values(), ids=BAD_WORKLOADS)
+def test_bad_workloads(script, fails, arguments):
+    line, _ = fails("tune", script(f"{HEAD}workload = autosplit.Workload{arguments}"), *SIM)
+    assert "expected" in line
+
+
+@pytest.mark.parametrize("devices", ["cpu:1MiB", "sim:RTX3090@1MiB"])
+def test_a_model_that_does_not_fit_at_batch_1(script, fails, devices):
+    path = script(f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(1000, 1000), torch.randn(4, 1000))")
+    line, _ = fails("tune", path, "--devices", devices, code=3)
+    assert "1 MiB" in line
+    assert line.count("MiB") >= 2
+
+
+# tune, for real
+
+
+@pytest.mark.parametrize("path", [None, pytest.param(EXAMPLE, marks=pytest.mark.slow)])
+def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path):
+    numbers = ["--effective-batch-size", "64", "--n-trials", "4", "--max-batch-size", "40"]
+    arguments = ["tune", path or script(), *SIM, *numbers, "--json"]
+    assert main(arguments) == 0
+    first, err = capsys.readouterr()
+    plan = Plan.from_json(first)
+    assert err == ""
+    assert plan.simulated
+    assert sum(plan.split) == plan.batch_size <= 40
+    assert plan.effective_batch_size == 64
+    assert plan.accumulation_steps == -(-64 // plan.batch_size)
+    assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
+    assert main(arguments) == 0
+    again = Plan.from_json(capsys.readouterr().out)
+    assert again.notes[0].startswith("from the profile")
+    assert again.trials == plan.trials
+
+
+def test_a_small_workload_on_the_processor(script, capsys):
+    flags = ["--devices", "cpu:8MiB,cpu:4MiB", "--strategy", "balanced", "--effective-batch-size", "2"]
+    assert main(["tune", script(), *flags, "--n-trials", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "of 8 MiB" in out
+    assert "2 samples per optimizer step" in out
+    assert 'plan = autosplit.tune(workload, devices="cpu:8MiB,cpu:4MiB", strategy="balanced", effective' in out
+    assert "\x1b" not in out + err
+
+
+@pytest.mark.slow
+def test_isolate_loads_the_file_in_its_own_process(script, capfd):
+    text = WORKLOAD.replace("workload =", "class Net(torch.nn.Linear): ...\nprint('noise')\nworkload =")
+    path = script(text.replace("torch.nn.Linear(3, 1)", "Net(3, 1)"))
+    assert main(["tune", path, *SIM, "--effective-batch-size", "8", "--n-trials", "1", "--isolate", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert Plan.from_json(out).effective_batch_size == 8
+    assert err.count("noise") == 2
+
+
+# devices
+
+
+def test_devices_as_a_table_and_as_json(monkeypatch, capsys):
+    report = DeviceReport(0, 1, "NVIDIA H100", 80 * 2**30, 70 * 2**30, 2**30, 3, 40, None, "GPU-1", visible=True)
+    monkeypatch.setattr(autosplit.survey, "survey_devices", lambda: ((report,), ("a note",)))
+    assert main(["devices"]) == 0
+    out = capsys.readouterr().out
+    assert "H100" in out
+    assert "- a note" in out
+    assert main(["devices", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert set(shown) == {"devices", "notes"}
+    assert shown["devices"][0]["free_bytes"] == 70 * 2**30
+    assert shown["devices"][0]["power_w"] is None
+    assert shown["notes"] == ["a note"]
+
+
+def test_devices_never_fails(capsys):
+    assert main(["devices"]) == 0
+    assert main(["devices", "--json"]) == 0
+
+
+# show
+
+
+def test_show_a_saved_plan(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    made_plan((100, 156)).save(path)
+    assert main(["show", str(path)]) == 0
+    assert f'plan = autosplit.Plan.load("{path}")' in capsys.readouterr().out
+    assert main(["show", str(path), "--json"]) == 0
+    assert Plan.from_json(capsys.readouterr().out) == made_plan((100, 156))
+
+
+def test_show_lists_the_profiles_and_shows_the_newest(capsys):
+    store("ab" * 16, made_plan((100, 156)))
+    newest = store("cd" * 16, made_plan((300,)))
+    assert main(["show"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("cdcdcdcdcdcd ") < out.index("abababababab ") < out.index(f'Plan.load("{newest}")')
+    assert main(["show", "--json"]) == 0
+    assert Plan.from_json(capsys.readouterr().out) == made_plan((300,))
+
+
+def test_show_a_profile_by_the_beginning_of_its_key(capsys):
+    store("ab" * 16, made_plan((100, 156)))
+    store("cd" * 16, made_plan((300,)))
+    assert main(["show", "abab", "--json"]) == 0
+    assert Plan.from_json(capsys.readouterr().out) == made_plan((100, 156))
+
+
+def test_show_without_any_profile(capsys, fails):
+    assert main(["show"]) == 0
+    assert capsys.readouterr().out == "no plan is remembered yet; autosplit tune FILE makes one\n"
+    assert "make one with autosplit tune FILE" in fails("show", "--json")[0]
+
+
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ("ab", "these begin so: "),
+        ("ef", "the newest keys are: "),
+        ("plan.json", "check the path"),
+        ("", "''"),
+    ],
+)
+def test_show_what_is_not_there(fails, which, said):
+    store("ab" * 16, made_plan((100, 156)))
+    store("ab" * 15 + "cd", made_plan((300,)))
+    assert said in fails("show", which)[0]
+
+
+def test_show_what_is_no_plan(fails, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    assert "is not a plan" in fails("show", str(path))[0]

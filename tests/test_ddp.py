@@ -1,0 +1,584 @@
+"""DDP with a plan's settings: the slices add up to the epoch, and the gradient is that of the whole batch."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed as dist
+from torch.utils.data import DataLoader
+
+from autosplit import ddp
+from autosplit.cost import Ceiling
+from autosplit.ddp.process import _device_of
+from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
+from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, StepSchedule, steps
+from autosplit.split import accumulation_steps, proportional_split
+
+NUM_SAMPLES = 45
+INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randn(NUM_SAMPLES, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+LIMIT_S = 60
+
+
+def make_plan(
+    batch_sizes: tuple[int, ...],
+    effective_batch_size: int | None = None,
+    *,
+    forwards: int | None = None,
+    device: str = "cpu:{}",
+    **changes: Any,
+) -> Plan:
+    """A plan whose split and whose ranks have these sizes, for that effective batch."""
+    total = sum(batch_sizes)
+    effective = total if effective_batch_size is None else effective_batch_size
+    forwards = accumulation_steps(effective, total) if forwards is None else forwards
+    labels = [device.format(rank) for rank in range(len(batch_sizes))]
+    ceilings = [Ceiling(label, "rank", 64, "memory", 1000, 10, 1640, 2000) for label in labels]
+    kind: Any = labels[0].partition(":")[0]
+    plan = Plan(
+        split=batch_sizes,
+        gpu0_bsz=batch_sizes[0],
+        batch_size=total,
+        accumulation_steps=accumulation_steps(effective, total),
+        effective_batch_size=effective,
+        samples_per_s=10.0,
+        even_samples_per_s=None,
+        ceilings=(64,) * len(labels),
+        devices=tuple(
+            PlanDevice(label, kind, rank, f"a {kind}", 2000, 2000, True, batch_sizes[rank], 1640, 0.1, ceilings[rank])
+            for rank, label in enumerate(labels)
+        ),
+        trials=(),
+        ddp=DdpPlan(
+            tuple(
+                RankSettings(rank, label, batch_sizes[rank], forwards, ceilings[rank], 1640)
+                for rank, label in enumerate(labels)
+            ),
+            10.0,
+        ),
+        precision="none",
+        simulated=kind == "sim",
+    )
+    return replace(plan, **changes)
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+
+
+def mean_loss(model: torch.nn.Module, indices: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(INPUTS[indices]), TARGETS[indices])
+
+
+def gradient(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+def loader_of(ctx: ddp.Context, **options: Any) -> DataLoader:
+    return DataLoader(range(NUM_SAMPLES), batch_sampler=ctx.batch_sampler(NUM_SAMPLES, **options))
+
+
+# --------------------------------------------------------------------------------------------------- the arithmetic
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[int, tuple[int, ...], int]:
+    """Samples, batch sizes of the ranks, effective batch."""
+    sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+    return draw(st.integers(1, 120)), tuple(sizes), draw(st.integers(1, 60))
+
+
+def samplers(num_samples: int, sizes: tuple[int, ...], effective: int, **options: Any) -> list[ScheduledBatchSampler]:
+    return [
+        ScheduledBatchSampler(num_samples, sum(sizes), effective, rank_slice=RankSlice(rank, sizes), **options)
+        for rank in range(len(sizes))
+    ]
+
+
+class TestRankSlices:
+    @given(jobs(), st.booleans())
+    def test_the_ranks_together_take_every_sample_once(self, job: tuple[Any, ...], shuffle: bool) -> None:
+        num_samples, sizes, effective = job
+        whole = ScheduledBatchSampler(num_samples, sum(sizes), effective, shuffle=shuffle, seed=3)
+        ranks = samplers(num_samples, sizes, effective, shuffle=shuffle, seed=3)
+        counted = [[n for step in rank.schedule for n in step.micro_batch_sizes] for rank in ranks]
+        handed = [list(rank) for rank in ranks]
+        assert {len(batches) for batches in handed} == {len(whole)} == {len(rank) for rank in ranks}
+        seen = []
+        for number, batch in enumerate(whole):
+            parts = [batches[number][: counts[number]] for batches, counts in zip(handed, counted, strict=True)]
+            # Consecutive, in the order of the ranks, in the plan's proportions.
+            assert list(itertools.chain(*parts)) == batch
+            assert tuple(map(len, parts)) == proportional_split(len(batch), sizes)
+            seen += batch
+        assert sorted(seen) == list(range(num_samples))
+
+    @given(jobs())
+    def test_every_rank_knows_the_same_steps_and_their_weights_add_up(self, job: tuple[Any, ...]) -> None:
+        num_samples, sizes, effective = job
+        ranks = samplers(num_samples, sizes, effective)
+        assert len({tuple(step.num_samples for step in rank.schedule) for rank in ranks}) == 1
+        for parts in zip(*(rank.schedule for rank in ranks), strict=True):
+            assert len({len(part.micro_batch_sizes) for part in parts}) == 1
+            assert sum(sum(part.micro_batch_sizes) for part in parts) == parts[0].num_samples <= effective
+            total = 0.0
+            for part in parts:
+                step = OptimizerStep(
+                    itertools.repeat(0), part.micro_batch_sizes, num_samples=part.num_samples, num_ranks=len(sizes)
+                )
+                for _ in step:
+                    total += step.weight
+                    step.backward(torch.ones((), requires_grad=True))
+            assert total == pytest.approx(len(sizes))  # DDP divides by the number of ranks
+
+    @given(jobs())
+    def test_an_empty_part_is_one_sample_that_counts_for_nothing(self, job: tuple[Any, ...]) -> None:
+        num_samples, sizes, effective = job
+        whole = list(ScheduledBatchSampler(num_samples, sum(sizes), effective))
+        for rank, sampler in enumerate(samplers(num_samples, sizes, effective)):
+            counted = [n for step in sampler.schedule for n in step.micro_batch_sizes]
+            for batch, count, all_of_it in zip(sampler, counted, whole, strict=True):
+                assert len(batch) == max(1, count) <= max(1, sizes[rank])
+                assert count or batch == all_of_it[:1]
+
+    def test_the_schedule(self) -> None:
+        small, large = samplers(23, (2, 6), 20)
+        assert small.schedule == (StepSchedule((2, 2, 1), 20), StepSchedule((1,), 3))
+        assert large.schedule == (StepSchedule((6, 6, 3), 20), StepSchedule((2,), 3))
+        assert list(small) == [[0, 1], [8, 9], [16], [20]]
+        assert list(large) == [[2, 3, 4, 5, 6, 7], [10, 11, 12, 13, 14, 15], [17, 18, 19], [21, 22]]
+
+    def test_resuming_and_epochs_are_the_same_on_all_ranks(self) -> None:
+        ranks = samplers(45, (2, 6), 20, shuffle=True)
+        whole = ScheduledBatchSampler(45, 8, 20, shuffle=True)
+        for sampler in (whole, *ranks):
+            sampler.set_epoch(4)
+            sampler.resume(20)
+        assert [a + b for a, b in zip(*ranks, strict=True)] == list(whole)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((2, (2, 6)), "rank is 2, but there are batch sizes for 2 ranks; expected a rank below that"),
+            ((-1, (2, 6)), "rank is -1"),
+            ((0, (2, -6)), "the batch size of rank 1 is -6"),
+            ((0, (0, 0)), r"the ranks' batch sizes are \(0, 0\); expected at least one above 0"),
+        ],
+    )
+    def test_bad_slices(self, arguments: tuple[Any, ...], message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            RankSlice(*arguments)
+
+    def test_a_slice_of_another_batch(self) -> None:
+        with pytest.raises(InputError, match=r"batch_size is 9, but the ranks' batch sizes \(2, 6\) add up to 8"):
+            ScheduledBatchSampler(45, 9, 20, rank_slice=RankSlice(0, (2, 6)))
+
+    def test_counts_of_one_rank_say_nothing_of_the_others(self) -> None:
+        loader = DataLoader(range(45), batch_sampler=samplers(45, (2, 6), 20)[0])
+        with pytest.raises(InputError, match="count is given, but the loader's batch sampler is one of 2 ranks'"):
+            steps(loader, batch_size=8, effective_batch_size=20, count=len)
+
+    def test_the_loss_of_a_rank_is_the_mean_over_its_own_samples(self) -> None:
+        step = OptimizerStep([2.0, 5.0], [3, 1], num_samples=16, num_ranks=2)
+        for value in step:
+            step.backward(torch.tensor(value, requires_grad=True))
+        assert step.loss == pytest.approx((3 * 2.0 + 5.0) / 4)
+
+    def test_a_rank_without_a_share_runs_the_last_backward_only_and_reports_no_loss(self) -> None:
+        parameter = torch.ones((), requires_grad=True)
+        step = OptimizerStep([1.0, 1.0], [0, 0], num_samples=2, num_ranks=2)
+        ran = []
+        for value in step:
+            step.backward(parameter * value)
+            ran.append(parameter.grad is not None)
+        assert ran == [False, True]
+        assert parameter.grad == 0
+        assert step.loss == 0
+
+
+class TestEffectiveBatch:
+    @pytest.mark.parametrize(
+        ("sizes", "asked", "forwards", "expected"),
+        [
+            ((2, 6), 8, 1, 8),
+            ((2, 6), 20, 3, 20),
+            ((2, 6), 12, 1, 8),  # the plan's split has a batch of 12, the ranks were solved for one of 8
+            ((2, 6), 6, 1, 8),
+            ((2, 6), 20, 2, 16),
+        ],
+    )
+    def test_is_the_one_that_the_ranks_were_solved_for(
+        self, sizes: tuple[int, ...], asked: int, forwards: int, expected: int
+    ) -> None:
+        ctx = ddp.Context(make_plan(sizes, asked, forwards=forwards), 0, torch.device("cpu"))
+        sampler = ctx.batch_sampler(100)
+        assert ctx.effective_batch_size == expected
+        assert {step.num_samples for step in sampler.schedule[:-1]} == {expected}
+        assert len(sampler.schedule[0].micro_batch_sizes) == forwards
+
+
+# ------------------------------------------------------------------------------------------------------ one process
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trace of torchrun."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("alone")
+class TestOneProcess:
+    def test_trains_and_leaves_no_group_behind(self) -> None:
+        with ddp.setup(make_plan((4,), 10)) as ctx:
+            assert (ctx.rank, ctx.world_size, ctx.device) == (0, 1, torch.device("cpu"))
+            assert ctx.settings is ctx.plan.ddp.ranks[0]
+            model = ctx.wrap(make_model())
+            assert model.gradient_as_bucket_view
+            step = next(ctx.steps(loader_of(ctx)))
+            for indices in step:
+                step.backward(mean_loss(model, indices))
+            reference = make_model()
+            mean_loss(reference, list(range(10))).backward()
+            assert relative_error(gradient(model), gradient(reference)) < 1e-12
+        assert not dist.is_initialized()
+
+    def test_options_reach_ddp(self) -> None:
+        with ddp.setup(make_plan((4,))) as ctx:
+            model = ctx.wrap(make_model(), gradient_as_bucket_view=False, static_graph=True)
+            assert model.static_graph
+            assert not model.gradient_as_bucket_view
+
+    def test_the_plan_from_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        plan = make_plan((4,))
+        plan.save(tmp_path / "plan.json")
+        with ddp.setup(tmp_path / "plan.json") as ctx:
+            assert ctx.plan == plan
+        monkeypatch.setenv("AUTOSPLIT_PROFILE", str(tmp_path / "plan.json"))
+        with ddp.setup() as ctx:
+            assert ctx.plan == plan
+
+    def test_a_group_that_is_there_is_used_and_left(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            with ddp.setup(make_plan((4,))):
+                pass
+            assert dist.is_initialized()
+        finally:
+            dist.destroy_process_group()
+
+    def test_an_exception_leaves_no_group_behind(self) -> None:
+        with pytest.raises(ZeroDivisionError), ddp.setup(make_plan((4,))):
+            _ = 1 / 0
+        assert not dist.is_initialized()
+
+    def test_no_plan(self) -> None:
+        with pytest.raises(PlanError, match=r"profile is None and AUTOSPLIT_PROFILE is not set.* call setup\(plan\)"):
+            ddp.setup().__enter__()
+
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(PlanError, match="can't be read"):
+            ddp.setup(tmp_path / "none.json").__enter__()
+
+    @pytest.mark.parametrize(
+        ("plan", "error", "message"),
+        [
+            (make_plan((2, 6)), PlanError, "the plan has 2 ranks, but the job has 1; .* torchrun --nproc-per-node 2"),
+            (make_plan((4,), device="sim:{}"), DeviceError, r"the plan is for simulated cards \(a sim\)"),
+            (
+                make_plan((4,), ddp=DdpPlan((), 0.0, "cpu:0 can't hold a DDP rank")),
+                PlanError,
+                "the plan has no DDP ranks: cpu:0 can't hold a DDP rank; expected one for each device",
+            ),
+            (make_plan((4,), forwards=0), PlanError, r"the plan's ranks have \[0\] accumulation steps"),
+            (make_plan((4,), device="cuda:99"), DeviceError, "the rank's device is cuda:99, but .* GPUs are visible"),
+        ],
+        ids=["ranks", "simulated", "none", "forwards", "device"],
+    )
+    def test_unfit_plans(self, plan: Plan, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            ddp.setup(plan).__enter__()
+        assert not dist.is_initialized()
+
+    def test_an_unknown_device(self) -> None:
+        with pytest.raises(PlanError, match="the rank's device is 'tpu:0'; expected 'cpu', 'cpu:0' or 'cuda:0'"):
+            _device_of("tpu:0")
+        assert _device_of("cpu") == _device_of("cpu:1") == torch.device("cpu")
+
+    @pytest.mark.parametrize(
+        ("variables", "message"),
+        [
+            ({"RANK": "0"}, "RANK is 0 and WORLD_SIZE is None; expected both"),
+            ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
+            ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one'; expected a whole number"),
+            ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT is not set, but WORLD_SIZE is 2"),
+        ],
+    )
+    def test_a_bad_environment(self, variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match=message):
+            ddp.setup(make_plan((2, 6))).__enter__()
+
+    @pytest.mark.parametrize("sampler", [None, ScheduledBatchSampler(45, 4, 10), samplers(45, (4, 4), 10)[0]])
+    def test_a_loader_without_this_ranks_sampler(self, sampler: Any) -> None:
+        loader = DataLoader(range(45)) if sampler is None else DataLoader(range(45), batch_sampler=sampler)
+        ctx = ddp.Context(make_plan((2, 6)), 1, torch.device("cpu"))
+        with pytest.raises(InputError, match="expected rank 1's own"):
+            ctx.steps(loader)
+
+    def test_no_loop_that_ended_touches_the_flag_of_the_next(self) -> None:
+        with ddp.setup(make_plan((4,), 10)) as ctx:
+            model = ctx.wrap(make_model())
+            left = ctx.steps(loader_of(ctx))
+            next(iter(next(left)))
+            assert not model.require_backward_grad_sync
+            going_on = ctx.steps(loader_of(ctx))
+            step = next(going_on)
+            assert model.require_backward_grad_sync
+            next(iter(step))
+            del left
+            gc.collect()
+            assert not model.require_backward_grad_sync
+            going_on.close()
+            assert model.require_backward_grad_sync
+
+
+# -------------------------------------------------------------------------------------------------- two processes
+#
+# Starting processes costs seconds, so both run all scenarios, each in a group of its own, and write what they found.
+# The scenarios stand at module level, because the processes import them by name.
+
+GRADIENTS = {
+    "2 and 6": ((2, 6), 8),
+    "1 and 7": ((1, 7), 8),
+    "three micro-steps": ((2, 6), 24),
+    "three, the last one short": ((1, 7), 20),
+    "a short last step": ((6, 2), 21),
+    "empty shares in the short last step": ((1, 7), 44),
+    "a rank without any share": ((0, 8), 20),
+    "more than one epoch has": ((3, 1), 100),
+}
+
+
+def epoch_gradients(sizes: tuple[int, ...], effective: int) -> list[tuple[torch.Tensor, list[int]]]:
+    """The gradient of every optimizer step, without an update, and what this rank counted in it."""
+    found = []
+    with ddp.setup(make_plan(sizes, effective)) as ctx:
+        model = ctx.wrap(make_model())
+        for step in ctx.steps(loader_of(ctx, shuffle=True, seed=7)):
+            for indices in step:
+                step.backward(mean_loss(model, indices))
+            found.append((gradient(model).clone(), list(step.micro_batch_sizes)))
+            model.zero_grad()
+    return found
+
+
+def trajectory() -> list[torch.Tensor]:
+    """The weights after each of five steps with AdamW."""
+    found = []
+    with ddp.setup(make_plan((1, 7), 20)) as ctx:
+        model = ctx.wrap(make_model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        loader = loader_of(ctx, shuffle=True, seed=7)
+        for epoch in range(2):
+            loader.batch_sampler.set_epoch(epoch)
+            for step in ctx.steps(loader):
+                for indices in step:
+                    step.backward(mean_loss(model, indices))
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(weights(model))
+    return found[:5]
+
+
+def different_plans() -> str:
+    plan = make_plan((2, 6), 8 + 8 * int(os.environ["RANK"]))
+    with pytest.raises(PlanError) as caught:
+        ddp.setup(plan).__enter__()
+    assert not dist.is_initialized()
+    return str(caught.value)
+
+
+def different_notes() -> bool:
+    with ddp.setup(make_plan((2, 6), notes=(f"from the profile of rank {os.environ['RANK']}",))):
+        return True
+
+
+def exception_inside_the_loop() -> dict[str, Any]:
+    """What gradients later steps have after an exception left a step between its first and its last micro-batch."""
+    found: dict[str, Any] = {}
+    with ddp.setup(make_plan((2, 6), 24)) as ctx:
+        model = ctx.wrap(make_model())
+        loader = loader_of(ctx)
+        try:
+            for step in ctx.steps(loader):
+                for indices in step:
+                    step.backward(mean_loss(model, indices))
+                    raise ZeroDivisionError
+        except ZeroDivisionError as error:
+            kept = error  # and with it the frames, as a caller that reports errors at the end would
+        model.zero_grad()
+        found["flag"] = model.require_backward_grad_sync
+        mean_loss(model, [ctx.rank]).backward()  # by hand: DDP's plain mean of the ranks' means
+        found["by hand"] = gradient(model).clone()
+        model.zero_grad()
+        step = next(ctx.steps(loader))
+        for indices in step:
+            step.backward(mean_loss(model, indices))
+        found["next step"] = gradient(model).clone()
+        assert kept is not None
+    return found
+
+
+def communication() -> list[bool]:
+    """Whether the flag was set when each forward ran."""
+    found = []
+    with ddp.setup(make_plan((2, 6), 20)) as ctx:
+        model = ctx.wrap(make_model())
+        model.module.register_forward_pre_hook(lambda *_: found.append(model.require_backward_grad_sync))
+        for step in ctx.steps(loader_of(ctx)):
+            for indices in step:
+                step.backward(mean_loss(model, indices))
+    return found
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    **{name: lambda job=job: epoch_gradients(*job) for name, job in GRADIENTS.items()},
+    "trajectory": trajectory,
+    "different plans": different_plans,
+    "different notes": different_notes,
+    "exception": exception_inside_the_loop,
+    "communication": communication,
+}
+
+
+def run_rank(rank: int, ports: list[int], folder: str) -> None:
+    """Run every scenario as one of two ranks, and keep what each returned or raised."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    found = {}
+    for (name, scenario), port in zip(SCENARIOS.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            found[name] = scenario()
+        except Exception:  # noqa: BLE001 - the test that reads it shows it, whatever it is
+            found[name] = traceback.format_exc()
+            break  # the other rank waits in vain: better it is ended than it goes on out of step
+    torch.save(found, Path(folder) / f"{rank}.pt")
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two real processes found in every scenario."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = torch.multiprocessing.get_context("spawn")
+    ports = free_ports(len(SCENARIOS))
+    processes = [context.Process(target=run_rank, args=(rank, ports, str(folder))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+    for process in processes:
+        process.kill()
+        process.join()
+    return [torch.load(path) if path.exists() else {} for path in (folder / f"{rank}.pt" for rank in range(2))]
+
+
+def found_by(ranks: list[dict[str, Any]], name: str) -> list[Any]:
+    failed = [value for found in ranks for value in found.values() if isinstance(value, str) and "Traceback" in value]
+    assert not failed, failed[0]
+    return [found[name] for found in ranks]
+
+
+class TestTwoProcesses:
+    @pytest.mark.parametrize("name", GRADIENTS)
+    def test_every_steps_gradient_is_that_of_its_samples_in_one_batch(self, ranks: Any, name: str) -> None:
+        _, effective = GRADIENTS[name]
+        order = [i for batch in ScheduledBatchSampler(NUM_SAMPLES, 1, 1, shuffle=True, seed=7) for i in batch]
+        both = found_by(ranks, name)
+        assert [len(found) for found in both] == [-(-NUM_SAMPLES // effective)] * 2
+        for number, pair in enumerate(zip(*both, strict=True)):
+            expected = make_model()
+            samples = order[number * effective : (number + 1) * effective]
+            mean_loss(expected, samples).backward()
+            for got, _ in pair:
+                assert relative_error(got, gradient(expected)) < 1e-10
+            assert sum(sum(counted) for _, counted in pair) == len(samples)
+
+    def test_the_cases_are_what_they_are_called(self, ranks: Any) -> None:
+        assert found_by(ranks, "three micro-steps")[0][0][1] == [2, 2, 2]
+        assert found_by(ranks, "a short last step")[0][-1][1] == [2]
+        assert [found[-1][1] for found in found_by(ranks, "empty shares in the short last step")] == [[0], [1]]
+        assert found_by(ranks, "a rank without any share")[0][0][1] == [0, 0, 0]
+
+    def test_five_steps_are_those_of_a_single_device(self, ranks: Any) -> None:
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        sampler = ScheduledBatchSampler(NUM_SAMPLES, 20, 20, shuffle=True, seed=7)
+        expected = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for indices in sampler:
+                mean_loss(model, indices).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                expected.append(weights(model))
+        for found in found_by(ranks, "trajectory"):
+            assert len(found) == 5
+            for got, wanted in zip(found, expected, strict=False):
+                assert relative_error(got, wanted) < 1e-10
+
+    def test_different_plans_are_refused_by_all(self, ranks: Any) -> None:
+        said = found_by(ranks, "different plans")
+        expected = "rank {} of 2 stops: the plan of rank 1 is not that of rank 0; expected one plan for the whole job"
+        assert [text.startswith(expected.format(rank)) for rank, text in enumerate(said)] == [True, True]
+
+    def test_notes_do_not_make_plans_different(self, ranks: Any) -> None:
+        assert found_by(ranks, "different notes") == [True, True]
+
+    def test_an_exception_in_a_step_leaves_later_ones_synchronised(self, ranks: Any) -> None:
+        by_hand, next_step = make_model(), make_model()
+        (0.5 * (mean_loss(by_hand, [0]) + mean_loss(by_hand, [1]))).backward()
+        mean_loss(next_step, list(range(24))).backward()
+        for found in found_by(ranks, "exception"):
+            assert found["flag"]
+            assert relative_error(found["by hand"], gradient(by_hand)) < 1e-10
+            assert relative_error(found["next step"], gradient(next_step)) < 1e-10
+
+    def test_gradients_meet_in_the_last_micro_batch_of_each_step_only(self, ranks: Any) -> None:
+        for found in found_by(ranks, "communication"):
+            assert found == [False, False, True, False, False, True, True]

@@ -1,0 +1,273 @@
+"""A plan is a value: it survives JSON, refuses what is no plan, and hands its numbers to the wrappers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import MIB, make_plan, plan_device, simulated_plan
+from torch import nn
+
+from autosplit import OutOfMemoryError
+from autosplit.errors import DeviceError, PlanError
+from autosplit.plan import SCHEMA_VERSION, DdpPlan, Plan
+
+PLAN = make_plan()
+JSON_VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.sampled_from([2**63, -(2**70), 10**400]),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(max_size=5),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=4,
+)
+
+
+def loaded_or_refused(text: str | bytes) -> Plan | None:
+    """Load a plan; None where it is refused in one line that says what was expected."""
+    try:
+        return Plan.from_json(text)
+    except PlanError as error:
+        message = str(error)
+    assert "expected" in message
+    assert "\n" not in message
+    return None
+
+
+class TestJson:
+    def test_comes_back_as_it_went(self):
+        assert Plan.from_json(PLAN.to_json()) == PLAN
+        assert Plan.from_json(json.dumps(PLAN.to_dict()).encode()) == PLAN
+
+    def test_keys_are_the_attributes_names(self):
+        plain = PLAN.to_dict()
+        assert set(plain) == {field.name for field in fields(Plan)}
+        assert plain["schema_version"] == SCHEMA_VERSION
+        assert plain["ddp"]["ranks"][1]["batch_size"] == PLAN.ddp.ranks[1].batch_size
+
+    def test_tuples_become_lists(self):
+        plain = PLAN.to_dict()
+        assert plain["split"] == [2, 4]
+        assert plain["trials"][0]["split"] == [2, 4]
+        assert json.loads(PLAN.to_json()) == plain
+
+    def test_keys_that_a_later_version_adds_are_let_through(self):
+        assert Plan.from_json(json.dumps({**PLAN.to_dict(), "colour": "red"})) == PLAN
+
+
+class TestWhatIsNoPlan:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"split": ()}, "split"),
+            ({"split": (0, 0), "gpu0_bsz": 0, "batch_size": 0}, "split"),
+            ({"split": (-1, 7), "gpu0_bsz": -1}, "split"),
+            ({"gpu0_bsz": 3}, "gpu0_bsz is 3; expected split"),
+            ({"batch_size": 7}, "batch_size is 7; expected the split's sum, 6"),
+            ({"effective_batch_size": 0}, "effective_batch_size is 0"),
+            ({"accumulation_steps": 2}, "accumulation_steps is 2; expected ceil"),
+            ({"devices": (plan_device(0, 2),)}, "devices"),
+            ({"ceilings": (5,)}, "ceilings"),
+            ({"ceilings": (5, 3)}, "split is .* within the ceilings"),
+            ({"samples_per_s": 0.0}, "samples_per_s is 0.0"),
+            ({"samples_per_s": math.nan}, "samples_per_s is nan"),
+            ({"samples_per_s": math.inf}, "samples_per_s is inf"),
+            ({"simulated": True}, "simulated is True; expected False"),
+            ({"loss_reduction": "max"}, "loss_reduction is 'max'"),
+            ({"ddp": DdpPlan(PLAN.ddp.ranks[:1], 1.0)}, "ddp"),
+            ({"ddp": DdpPlan(PLAN.ddp.ranks[::-1], 1.0)}, "ddp"),
+            ({"real_steps": -1}, "real_steps is -1"),
+            ({"devices": (plan_device(0, 2), plan_device(1, 4, peak_bytes=-1))}, "peak_bytes is -1"),
+            ({"batch_dim": -1}, "batch_dim is -1"),
+            ({"schema_version": 2}, "schema_version is 2; expected 1"),
+        ],
+    )
+    def test_is_refused_with_what_was_expected(self, changes, message):
+        with pytest.raises(PlanError, match=message) as caught:
+            make_plan(**changes)
+        assert "expected" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            b"",
+            b"{",
+            b"null",
+            b"[]",
+            b"\xff\xfe{}",
+            b"{}",
+            b'{"schema_version": "1"}',
+            b'{"schema_version": 1}',
+            b'{"schema_version": NaN}',
+            b"[" * 100_000,
+            b'{"schema_version": 1, "machine": ' + b'{"a":' * 100_000,
+        ],
+    )
+    def test_text_that_is_none(self, text):
+        with pytest.raises(PlanError, match="is not a plan") as caught:
+            Plan.from_json(text, source="plan.json")
+        assert str(caught.value).startswith("plan.json is not a plan")
+        assert "\n" not in str(caught.value)
+
+    def test_another_version_is_named(self):
+        text = json.dumps({**PLAN.to_dict(), "schema_version": 99})
+        with pytest.raises(PlanError, match="schema_version 99; expected 1"):
+            Plan.from_json(text)
+
+    @given(st.data())
+    def test_a_plan_with_anything_changed_loads_or_is_refused(self, data):
+        plain = copy.deepcopy(PLAN.to_dict())
+        node, key = plain, data.draw(st.sampled_from(sorted(plain)))
+        while isinstance(node[key], (dict, list)) and node[key] and data.draw(st.booleans()):
+            node = node[key]
+            key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        if data.draw(st.booleans()):
+            node[key] = data.draw(JSON_VALUES)
+        else:
+            del node[key]
+        loaded = loaded_or_refused(json.dumps(plain))
+        if loaded is not None:
+            assert sum(loaded.split) == loaded.batch_size
+            assert Plan.from_json(loaded.to_json()) == loaded
+
+    @given(st.data())
+    def test_bytes_with_a_part_changed_load_or_are_refused(self, data):
+        text = PLAN.to_json().encode()
+        at = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.integers(at, min(len(text), at + 20)))
+        loaded_or_refused(text[:at] + data.draw(st.binary(max_size=4)) + text[end:])
+
+
+class TestFiles:
+    def test_saves_and_loads(self, tmp_path):
+        path = tmp_path / "new" / "folder" / "plan.json"
+        PLAN.save(path)
+        assert Plan.load(path) == PLAN
+        assert Plan.load(str(path)) == PLAN
+
+    def test_others_may_read_it_as_any_new_file(self, tmp_path):
+        (tmp_path / "any").write_text("")
+        PLAN.save(tmp_path / "plan.json")
+        assert (tmp_path / "plan.json").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+    def test_an_interrupted_save_leaves_the_old_plan_and_nothing_else(self, tmp_path, monkeypatch):
+        path = tmp_path / "plan.json"
+        PLAN.save(path)
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(type(path), "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            replace(PLAN, notes=("another",)).save(path)
+        monkeypatch.undo()
+        assert Plan.load(path) == PLAN
+        assert [found.name for found in tmp_path.iterdir()] == ["plan.json"]
+
+    def test_a_place_that_can_not_be_written_is_named(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(PlanError, match=r"can't be written to .*file"):
+            PLAN.save(tmp_path / "file" / "plan.json")
+
+    def test_a_missing_file_is_named(self, tmp_path):
+        with pytest.raises(PlanError, match=r"nowhere\.json can't be read .*; expected .*; check the path"):
+            Plan.load(tmp_path / "nowhere.json")
+
+    def test_a_folder_is_no_plan(self, tmp_path):
+        with pytest.raises(PlanError, match="can't be read"):
+            Plan.load(tmp_path)
+
+    def test_a_truncated_file_is_named(self, tmp_path):
+        path = tmp_path / "plan.json"
+        path.write_bytes(PLAN.to_json().encode()[:500])
+        with pytest.raises(PlanError, match=r"plan\.json is not a plan"):
+            Plan.load(path)
+
+
+def model_of(*, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+class TestDownToTheWrappers:
+    @pytest.mark.parametrize("split", [(2, 4), (0, 6), (5, 1)])
+    def test_the_wrapped_model_has_the_gradients_of_the_plain_one(self, split):
+        plan = make_plan(split=split, gpu0_bsz=split[0], ceilings=(6, 6))
+        inputs, targets = torch.randn(6, 4).double(), torch.randn(6, 1).double()
+        plain, wrapped = model_of(), plan.wrap(model_of())
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        nn.functional.mse_loss(wrapped(inputs), targets).backward()
+        for expected, found in zip(plain.parameters(), wrapped.module.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-14)
+
+    def test_the_wrapper_has_the_plans_numbers(self):
+        wrapped = PLAN.wrap(model_of())
+        assert (wrapped.split, wrapped.ceilings) == (PLAN.split, PLAN.ceilings)
+
+    @pytest.mark.parametrize(("reduction", "expected"), [("mean", 3.5), ("sum", 21.0)])
+    def test_scalar_outputs_are_combined_as_the_loss_is(self, reduction, expected):
+        class Loss(nn.Module):
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                return getattr(inputs, reduction)()
+
+        wrapped = make_plan(loss_reduction=reduction).wrap(Loss())
+        assert wrapped(torch.arange(1.0, 7.0)).item() == pytest.approx(expected)
+
+    def test_a_plan_for_simulated_cards_wraps_nothing(self):
+        with pytest.raises(DeviceError, match=r"simulated cards \(RTX3090\); expected real devices"):
+            simulated_plan().wrap(model_of())
+
+    def test_the_batch_sampler_hands_out_the_plans_micro_batches(self):
+        sampler = PLAN.batch_sampler(40, shuffle=True, seed=3)
+        batches = list(sampler)
+        assert [len(batch) for batch in batches] == [6, 6, 4, 6, 6, 4, 6, 2]
+        assert sorted(itertools.chain.from_iterable(batches)) == list(range(40))
+        assert list(PLAN.batch_sampler(40, shuffle=True, seed=3)) == batches
+
+    def test_steps_are_the_plans(self):
+        data = torch.utils.data.TensorDataset(torch.arange(32))
+        loader = torch.utils.data.DataLoader(data, batch_sampler=PLAN.batch_sampler(32))
+        weight = torch.zeros(1, requires_grad=True)
+        sizes = []
+        for step in PLAN.steps(loader):
+            sizes.append([])
+            for (items,) in step:
+                sizes[-1].append(len(items))
+                step.backward((weight * items).mean())
+        assert sizes == [[6, 6, 4], [6, 6, 4]]
+
+
+class TestBudgets:
+    def test_holds_the_plans_devices_to_their_capacity(self):
+        plan = make_plan(devices=(plan_device(0, 2), plan_device(1, 4, capacity_bytes=MIB)))
+        model, inputs = nn.Linear(1000, 1000), torch.randn(6, 1000)
+        with pytest.raises(OutOfMemoryError, match="cpu:1"), plan.budgets():
+            plan.wrap(model)(inputs)
+
+    def test_counts_what_each_device_holds(self):
+        model, inputs = model_of().float(), torch.randn(6, 4)
+        with PLAN.budgets() as tracker:
+            PLAN.wrap(model)(inputs).sum().backward()
+        assert len(tracker.peak_bytes) == 2
+        assert all(peak > 0 for peak in tracker.peak_bytes)
+
+    def test_devices_without_budgets_have_none(self):
+        plan = make_plan(devices=(plan_device(0, 2, budgeted=False, label="cpu"), plan_device(1, 4)))
+        with pytest.raises(DeviceError, match="expected cpu devices with budgets"), plan.budgets():
+            pass
+
+    def test_simulated_cards_have_none(self):
+        with pytest.raises(DeviceError, match="sim:0, sim:1"), simulated_plan().budgets():
+            pass

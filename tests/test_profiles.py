@@ -1,0 +1,488 @@
+"""The cache: the same key for the same thing, another for another, and no file that can do harm."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plans import MIB, make_plan, simulated_plan
+from torch import nn
+
+from autosplit import Workload, profiles
+from autosplit.devices import Device, parse_devices
+from autosplit.errors import ProfileError
+from autosplit.plan import Plan
+from autosplit.profiles import differing_facts, find, key_of, machine_of, memory_shortfall, store, workload_of
+
+GIB = 2**30
+KEY = "0123456789abcdef"
+MACHINE = {"devices": [{"kind": "cpu", "name": "cpu", "count": 2}], "torch": "2.13"}
+WORKLOAD = {"model": "Net", "parameters": 3}
+PLAN = make_plan(machine=MACHINE, workload=WORKLOAD)
+WIDTH = 8
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8, depth: int = 1, *, trained: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.requires_grad_(trained)
+        self.checkpointing = False
+        self.mode = "a"
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            # A set is a constant whose order changes from process to process.
+            inputs = layer(inputs) if self.mode in {"a", "b", "c"} else layer(inputs).relu()
+        return inputs
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    scale: int = 1
+
+
+def build() -> Net:
+    return Net(WIDTH)
+
+
+def workload(model=None, batch=None, **options) -> Workload:
+    return Workload(Net() if model is None else model, torch.zeros(4, 8) if batch is None else batch, **options)
+
+
+def put(content: bytes | str, key: str = KEY) -> Path:
+    path = profiles.profiles_folder() / f"{key}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def search_for(key: str = KEY, machine=MACHINE, described=WORKLOAD) -> profiles.Found:
+    return find(key, machine=machine, workload=described)
+
+
+def ignored(path: Path, **options) -> str:
+    """Check that the file is named and ignored, and return why."""
+    found = search_for(**options)
+    assert found.plan is None
+    assert found.path == path
+    (note,) = found.notes
+    assert note.startswith(f"the profile {path} is ignored: ")
+    assert "expected" in note
+    assert "\n" not in note
+    return note
+
+
+class TestMachine:
+    def test_free_memory_of_a_gpu_is_not_in_it(self):
+        def gpu(free: int, index: int = 0) -> Device:
+            return Device("cuda", index, "NVIDIA A100", free, uuid=f"GPU-{free}", driver=str(free))
+
+        some = machine_of([gpu(40 * GIB), gpu(39 * GIB + 900 * MIB, 1)])
+        assert some == machine_of([gpu(40 * GIB - 50 * MIB), gpu(40 * GIB + 90 * MIB, 1)])
+        assert some["devices"] == [{"kind": "cuda", "name": "NVIDIA A100", "memory_gib": 40, "count": 2}]
+        assert some != machine_of([gpu(80 * GIB), gpu(80 * GIB, 1)])
+
+    def test_memory_that_others_use_is_not_in_it(self, monkeypatch):
+        @dataclass
+        class Properties:
+            total_memory: int = 40 * GIB
+
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
+        busy, idle = (Device("cuda", 0, "NVIDIA A100", free * GIB) for free in (3, 39))
+        assert machine_of([busy]) == machine_of([idle])
+
+    def test_the_capacity_of_the_plain_cpu_is_not_in_it(self):
+        assert machine_of([Device("cpu", 0, "cpu", GIB)]) == machine_of([Device("cpu", 0, "cpu", 2 * GIB)])
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ("cpu", "cpu:1GiB"),
+            ("cpu:1GiB", "cpu:1GiB,cpu:1GiB"),
+            ("cpu:1GiB,cpu:2GiB", "cpu:2GiB,cpu:1GiB"),
+            ("sim:1xA100-40GB", "sim:2xA100-40GB"),
+            ("sim:1xA100-40GB", "sim:1xA100-80GB"),
+            ("sim:1xRTX3090", "sim:1xRTX3090@10GiB"),
+            ("sim:1xRTX3090+1xA100-40GB", "sim:1xA100-40GB+1xRTX3090"),
+        ],
+    )
+    def test_kind_capacity_count_and_order_are(self, one, other):
+        first, second = (machine_of(parse_devices(spec)) for spec in (one, other))
+        assert first != second
+        assert key_of(first, {}, {}, None) != key_of(second, {}, {}, None)
+
+    def test_names_the_versions(self):
+        machine = machine_of(parse_devices("cpu"))
+        assert machine["torch"] == str(torch.__version__)
+        assert {"cuda", "autosplit"} <= set(machine)
+
+    def test_goes_through_json_unchanged(self):
+        machine = machine_of(parse_devices("sim:2xA100-40GB+1xRTX3090"))
+        assert json.loads(json.dumps(machine)) == machine
+        assert [run["count"] for run in machine["devices"]] == [2, 1]
+
+
+def first_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().mean()
+
+
+def second_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).abs().mean()
+
+
+PAIR = (torch.zeros(4, 8), torch.zeros(4, 8))
+CHECKPOINTED = Net()
+CHECKPOINTED.checkpointing = True
+FROZEN_FIRST = Net(depth=2)
+FROZEN_FIRST.layers[0].requires_grad_(False)
+TRAINED = nn.Linear(8, 8)
+
+
+class TestWorkload:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            workload,
+            lambda: workload(build),
+            lambda: workload(loss_fn=first_loss, batch=PAIR, optimizer=torch.optim.SGD),
+            lambda: workload(loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1), batch=PAIR),
+            lambda: workload(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=WIDTH)),
+            lambda: workload(optimizer=functools.partial(torch.optim.AdamW, fused=True)),
+            lambda: workload(optimizer=torch.optim.Adam(TRAINED.parameters(), amsgrad=True)),
+            lambda: workload(
+                compute_loss=lambda model, batch: model(batch).sum(), make_batch=lambda n: torch.zeros(n, 8)
+            ),
+            lambda: workload(batch={"inputs": torch.zeros(4, 8), "extra": None}),
+            lambda: workload(batch=Batch(torch.zeros(4, 8))),
+            lambda: workload([Net(), Net()], step=lambda models, optimizers, batch: None),
+        ],
+    )
+    def test_is_the_same_each_time_and_plain_json(self, make):
+        first, second = workload_of(make()), workload_of(make())
+        assert first == second
+        assert json.loads(json.dumps(first)) == first
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            lambda: workload(Net(depth=2)),
+            lambda: workload(Net(width=4), torch.zeros(4, 4)),
+            lambda: workload(Net(trained=False)),
+            lambda: workload(Net().half()),
+            lambda: workload(CHECKPOINTED),
+            lambda: workload(nn.Sequential(Net())),
+            lambda: workload(build),
+            lambda: workload(batch=torch.zeros(5, 8)),
+            lambda: workload(batch=torch.zeros(4, 8, dtype=torch.float64)),
+            lambda: workload(batch=(torch.zeros(4, 8),)),
+            lambda: workload(batch={"inputs": torch.zeros(4, 8)}),
+            lambda: workload(precision="bf16"),
+            lambda: workload(loss_reduction="sum"),
+            lambda: workload(loss_scope="batch"),
+            lambda: workload(batch_dim=1),
+            lambda: workload(optimizer=torch.optim.SGD),
+            lambda: workload(compute_loss=lambda model, batch: model(batch).sum()),
+            lambda: workload(make_batch=lambda n: torch.zeros(n, 8)),
+        ],
+    )
+    def test_differs_where_something_that_matters_does(self, other):
+        assert workload_of(workload()) != workload_of(other())
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ({"loss_fn": first_loss}, {"loss_fn": second_loss}),
+            ({"loss_fn": nn.CrossEntropyLoss()}, {"loss_fn": nn.CrossEntropyLoss(label_smoothing=0.1)}),
+            ({"loss_fn": functools.partial(first_loss)}, {"loss_fn": functools.partial(second_loss)}),
+            ({"batch": Batch(torch.zeros(4, 8), 1)}, {"batch": Batch(torch.zeros(4, 8), 2)}),
+            (
+                {"optimizer": torch.optim.SGD(TRAINED.parameters(), momentum=0.9)},
+                {"optimizer": torch.optim.SGD(TRAINED.parameters())},
+            ),
+        ],
+    )
+    def test_options_differ(self, one, other):
+        first, second = (workload(**{"batch": PAIR, **options}) for options in (one, other))
+        assert workload_of(first) != workload_of(second)
+
+    def test_frozen_parameters_differ(self):
+        assert workload_of(workload(Net(depth=2))) != workload_of(workload(FROZEN_FIRST))
+
+    def test_numbers_in_tensors_and_learning_rates_do_not_matter(self):
+        torch.manual_seed(5)
+        rates = [torch.optim.SGD(TRAINED.parameters(), lr=rate) for rate in (0.1, 0.2)]
+        assert workload_of(workload(Net())) == workload_of(workload(Net().eval(), torch.ones(4, 8)))
+        assert workload_of(workload(optimizer=rates[0])) == workload_of(workload(optimizer=rates[1]))
+
+    def test_a_constant_that_a_factory_reads_matters(self, monkeypatch):
+        before = workload_of(workload(build))
+        monkeypatch.setattr(sys.modules[__name__], "WIDTH", 16)
+        assert workload_of(workload(build)) != before
+
+    def test_the_code_of_a_class_that_a_factory_names_matters(self, monkeypatch):
+        before = workload_of(workload(build)), workload_of(workload())
+        monkeypatch.setattr(Net, "forward", lambda self, inputs: self.layers[0](inputs))
+        assert workload_of(workload(build)) != before[0]
+        assert workload_of(workload()) != before[1]
+
+    def test_what_a_closure_holds_matters(self):
+        def factory_of(width: int):
+            return lambda: Net(width)
+
+        assert workload_of(workload(factory_of(8))) == workload_of(workload(factory_of(8)))
+        assert workload_of(workload(factory_of(8))) != workload_of(workload(factory_of(9)))
+
+    def test_a_factory_is_not_called(self):
+        def factory() -> nn.Module:
+            raise AssertionError("called")
+
+        described = workload_of(workload(factory))
+        assert described["parameters"] is None
+        assert "factory" in described["model"]
+
+    def test_says_what_a_reader_wants_to_know(self):
+        described = workload_of(workload())
+        assert (described["model"], described["parameters"], described["sample_batch_size"]) == ("Net", 72, 4)
+
+    def test_models_of_any_kind_are_described(self):
+        class Odd(nn.Module):
+            def extra_repr(self) -> str:
+                raise RuntimeError("no words")
+
+        with torch.device("meta"):
+            meta = Net()
+        assert workload_of(workload(meta))["parameters"] == 72
+        assert workload_of(workload(nn.LazyLinear(3)))["parameters"] is None
+        assert workload_of(workload(Odd()))["parameters"] == 0
+
+    def test_an_address_in_a_models_text_does_not_matter(self):
+        class Addressed(nn.Module):
+            def extra_repr(self) -> str:
+                return f"{object()!r}"
+
+        kept = [Addressed(), object(), Addressed()]
+        assert workload_of(workload(kept[0])) == workload_of(workload(kept[2]))
+
+    def test_is_the_same_in_every_process(self):
+        code = (
+            "import sys; sys.path.insert(0, sys.argv[1]); import test_profiles as t, json\n"
+            "w = [t.workload(), t.workload(t.build), t.workload(batch=t.PAIR, loss_fn=t.first_loss)]\n"
+            "print(json.dumps([t.workload_of(one) for one in w]))"
+        )
+        here = [workload(), workload(build), workload(batch=PAIR, loss_fn=first_loss)]
+        command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+        run = subprocess.run(
+            command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}
+        )
+        assert json.loads(run.stdout) == [workload_of(one) for one in here]
+
+
+class TestKey:
+    def test_each_part_counts(self):
+        request = {"effective_batch_size": 512, "reserve": None}
+        keys = {
+            key_of(MACHINE, WORKLOAD, request, None),
+            key_of({**MACHINE, "torch": "2.14"}, WORKLOAD, request, None),
+            key_of(MACHINE, {**WORKLOAD, "parameters": 4}, request, None),
+            key_of(MACHINE, WORKLOAD, {**request, "effective_batch_size": 256}, None),
+            key_of(MACHINE, WORKLOAD, request, "mine"),
+        }
+        assert len(keys) == 5
+        assert all(len(key) == 32 and set(key) <= set("0123456789abcdef") for key in keys)
+
+    def test_the_order_of_facts_does_not(self):
+        assert key_of(MACHINE, WORKLOAD, {"a": 1, "b": 2}, None) == key_of(MACHINE, WORKLOAD, {"b": 2, "a": 1}, None)
+
+
+class TestStoreAndFind:
+    def test_finds_what_was_stored(self, cache_dir):
+        path = store(KEY, PLAN)
+        assert path == cache_dir / "profiles" / f"{KEY}.json"
+        assert search_for() == profiles.Found(PLAN, path, ())
+
+    def test_nothing_is_there_at_first(self):
+        found = search_for()
+        assert (found.plan, found.notes) == (None, ())
+        assert profiles.profiles() == ()
+
+    def test_the_newer_plan_replaces_the_older(self):
+        store(KEY, PLAN)
+        newer = replace(PLAN, notes=("newer",))
+        store(KEY, newer)
+        assert search_for().plan == newer
+
+    def test_the_users_cache_directory_is_the_default(self, monkeypatch):
+        monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", "")
+        assert profiles.profiles_folder().parent.name.lower().startswith("autosplit")
+
+    def test_a_cache_that_can_not_be_written_is_named(self, cache_dir):
+        cache_dir.write_text("a file where a folder should be")
+        with pytest.raises(ProfileError, match=r"can't be written .*; expected .*AUTOSPLIT_CACHE_DIR"):
+            store(KEY, PLAN)
+        assert search_for().plan is None
+
+    def test_a_folder_at_its_place_is_named(self, cache_dir):
+        (cache_dir / "profiles" / f"{KEY}.json").mkdir(parents=True)
+        with pytest.raises(ProfileError, match="can't be written"):
+            store(KEY, PLAN)
+
+    def test_a_lock_that_is_held_is_named(self, monkeypatch, cache_dir):
+        import filelock
+
+        monkeypatch.setattr(profiles, "LOCK_TIMEOUT_S", 0.05)
+        (cache_dir / "profiles").mkdir(parents=True)
+        with (
+            filelock.FileLock(cache_dir / "profiles" / f"{KEY}.lock"),
+            pytest.raises(ProfileError, match=r"held for 0\.05 s"),
+        ):
+            store(KEY, PLAN)
+
+    def test_processes_that_store_at_once_leave_one_whole_file(self, cache_dir):
+        code = (
+            "import sys; sys.path.insert(0, sys.argv[1])\n"
+            "from dataclasses import replace; from plans import make_plan; from autosplit.profiles import store\n"
+            f"[store({KEY!r}, replace(make_plan(), notes=(sys.argv[2] * 20_000,))) for _ in range(10)]"
+        )
+        writers = [
+            subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parent), name], env=os.environ)
+            for name in "abcd"
+        ]
+        assert [writer.wait() for writer in writers] == [0, 0, 0, 0]
+        ((path, plan),) = profiles.profiles()
+        assert plan is not None
+        assert plan.notes[0] in {name * 20_000 for name in "abcd"}
+        assert {found.suffix for found in path.parent.iterdir()} <= {".json", ".lock"}
+
+    def test_lists_the_newest_first_and_what_can_not_be_read(self):
+        paths = [store(key, PLAN) for key in ("aa", "bb")] + [put("{", "cc")]
+        for seconds, path in zip((2000, 3000, 1000), paths, strict=True):
+            os.utime(path, (seconds, seconds))
+        assert profiles.profiles() == ((paths[1], PLAN), (paths[0], PLAN), (paths[2], None))
+
+
+class TestHostileFiles:
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (b"", "is not a plan"),
+            (PLAN.to_json()[:400], "is not a plan"),
+            (PLAN.to_json().replace('"schema_version": 1', '"schema_version": 2'), "schema_version 2"),
+            (PLAN.to_json().replace("12.5", "NaN"), "is not a plan"),
+            (PLAN.to_json().replace("12.5", "1e999"), "is not a plan"),
+            (PLAN.to_json().replace('"gpu0_bsz": 2', '"gpu0_bsz": "2"'), "is not a plan"),
+            (PLAN.to_json().replace('"peak_bytes": 41943040', '"peak_bytes": -1'), "peak_bytes is -1"),
+            (b"\xff\xfe\x00", "is not a plan"),
+            (b"[" * 1_000_000, "is not a plan"),
+            (b" " * (16 * MIB + 1), "larger than 16"),
+        ],
+    )
+    def test_are_named_and_ignored(self, content, reason):
+        path = put(content)
+        assert reason in ignored(path)
+        assert profiles.profiles() == ((path, None),)
+
+    def test_a_deep_machine_is_ignored(self):
+        deep = PLAN.to_json().replace('"torch": "2.13"', '"torch": ' + "[" * 900 + "]" * 900)
+        ignored(put(deep))
+
+    def test_a_folder_is_ignored(self, cache_dir):
+        path = cache_dir / "profiles" / f"{KEY}.json"
+        path.mkdir(parents=True)
+        ignored(path)
+        assert profiles.profiles() == ((path, None),)
+
+    def test_a_link_is_ignored(self, cache_dir, tmp_path):
+        PLAN.save(tmp_path / "elsewhere.json")
+        path = put(b"")
+        path.unlink()
+        path.symlink_to(tmp_path / "elsewhere.json")
+        assert "it is a link" in ignored(path)
+        store(KEY, PLAN)
+        assert not path.is_symlink()
+        assert search_for().plan == PLAN
+
+    @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+    def test_a_pipe_is_not_waited_for(self):
+        path = put(b"")
+        path.unlink()
+        os.mkfifo(path)
+        assert "it is no file" in ignored(path)
+
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+    @given(st.data())
+    def test_anything_is_found_or_ignored(self, data):
+        text = PLAN.to_json().encode()
+        at = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.integers(at, min(len(text), at + 30)))
+        path = put(text[:at] + data.draw(st.binary(max_size=6)) + text[end:])
+        found = search_for()
+        if found.plan is None:
+            ignored(path)
+        else:
+            assert found.plan.machine == MACHINE
+
+
+class TestForeignPlans:
+    def test_of_another_machine(self):
+        note = ignored(store(KEY, PLAN), machine={**MACHINE, "torch": "2.14"})
+        assert "another machine (torch differ" in note
+
+    def test_of_another_workload(self):
+        assert "another workload (model, parameters" in ignored(store(KEY, PLAN), described={"model": "Other"})
+
+    def test_whose_devices_are_not_its_machines(self):
+        machine = {**MACHINE, "devices": [{"kind": "cpu", "name": "cpu", "count": 3}]}
+        path = store(KEY, replace(PLAN, machine=machine))
+        assert "its devices are not those of its machine" in ignored(path, machine=machine)
+
+    @pytest.mark.parametrize("plan", [PLAN, replace(simulated_plan(), machine=MACHINE, workload=WORKLOAD)])
+    def test_from_simulated_cards_for_real_ones_and_the_other_way_round(self, plan):
+        real, simulated = MACHINE, {"devices": [{"kind": "sim", "name": "RTX3090", "count": 2}], "torch": "2.13"}
+        asked, stored = (real, plan) if plan.simulated else (simulated, replace(plan, machine=simulated))
+        expected = "expected real ones" if plan.simulated else "expected simulated ones"
+        assert expected in ignored(store(KEY, stored), machine=asked)
+
+
+class TestWhatHasChanged:
+    DEVICES = (Device("cpu", 0, "cpu", 64 * MIB, True), Device("cpu", 1, "cpu", 64 * MIB, True))
+
+    def test_memory_that_suffices(self):
+        assert memory_shortfall(PLAN, self.DEVICES, (40 * MIB, 40 * MIB)) is None
+
+    def test_memory_that_is_short_names_the_device(self):
+        said = memory_shortfall(PLAN, self.DEVICES, (40 * MIB, 30 * MIB))
+        assert "cpu:1 may hold 30 MiB, its share of 4 needs 40 MiB" in said
+        assert "cpu:0" not in said
+
+    def test_other_cards_and_another_driver_are_said_once(self):
+        def gpus(uuid: str, driver: str) -> tuple[Device, ...]:
+            return tuple(Device("cuda", i, "A100", GIB, uuid=f"{uuid}{i}", driver=driver) for i in (0, 1))
+
+        planned = tuple(
+            replace(device, kind="cuda", uuid=gpu.uuid, driver=gpu.driver)
+            for device, gpu in zip(PLAN.devices, gpus("GPU-a", "570"), strict=True)
+        )
+        plan = replace(PLAN, devices=planned)
+        assert differing_facts(plan, gpus("GPU-a", "570")) == ()
+        assert differing_facts(plan, gpus("GPU-b", "580")) == (
+            "cuda:0 is GPU-b0, the plan's was GPU-a0",
+            "the driver is 580, the plan's was 570",
+            "cuda:1 is GPU-b1, the plan's was GPU-a1",
+        )
+
+
+def test_a_plan_keeps_its_machine_and_workload(tmp_path):
+    plan = make_plan(machine=machine_of(parse_devices("sim:2xRTX3090@10GiB")), workload=workload_of(workload()))
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from handmade import GIB, made_ceiling, made_device, made_plan
+from rich.console import Console
+
+from autosplit.plan import DdpPlan, Plan
+from autosplit.report import Origin, paste_lines, print_devices, print_plan, print_profiles
+from autosplit.survey import DeviceReport
+
+
+def printed(plan, *, width=100, terminal=False, origin=None):
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=terminal, color_system="standard" if terminal else None
+    )
+    print_plan(plan, console, origin=origin)
+    return console.file.getvalue()
+
+
+def row_of(text, label):
+    return next(line for line in text.splitlines() if line.strip().startswith(label))
+
+
+# The plan's table and numbers
+
+
+def test_the_table_has_every_device_with_its_figures():
+    text = printed(made_plan((100, 156)))
+    first, second = row_of(text, "cuda:0"), row_of(text, "cuda:1")
+    assert re.split(r"\s{2,}", first.strip()) == [
+        "cuda:0 RTX 3090",
+        "100",
+        "18.0 of 24.0 GiB (75 %)",
+        "201 (memory)",
+        "41.2 ms",
+    ]
+    assert " 156 " in second
+    assert "313 (memory)" in second
+
+
+@pytest.mark.parametrize(
+    ("limit", "confirmed", "kind", "shown"),
+    [
+        ("memory", True, "cuda", "201 (memory)"),
+        ("memory", False, "cuda", "201 (memory), not run"),
+        ("memory", False, "sim", "201 (memory)"),
+        ("max_batch_size", True, "cuda", "201 or more"),
+        ("time", True, "cpu", "201 (time)"),
+    ],
+)
+def test_a_ceiling_says_what_limited_it(limit, confirmed, kind, shown):
+    plan = made_plan((100, 156), kind=kind)
+    ceiling = replace(made_ceiling("x", 201, GIB, limited_by=limit), confirmed=confirmed)
+    plan = replace(plan, devices=(replace(plan.devices[0], ceiling=ceiling), plan.devices[1]))
+    assert re.search(rf"{re.escape(shown)}  ", row_of(printed(plan), f"{kind}:0"))
+
+
+def test_the_numbers():
+    text = printed(made_plan((100, 156)))
+    assert row_of(text, "split").split(None, 1)[1] == "(100, 156)"
+    assert row_of(text, "gpu0_bsz").split() == ["gpu0_bsz", "100"]
+    assert row_of(text, "batch_size").split() == ["batch_size", "256"]
+    assert row_of(text, "accumulation_steps").split() == ["accumulation_steps", "2"]
+    assert "512 samples per optimizer step" in text
+    assert "10,234 samples/s" in row_of(text, "throughput")
+    assert "2 trials (1 failed), 12 real steps, 1 out of memory" in text
+
+
+def test_a_smaller_last_micro_step_is_said():
+    assert "3 (the last of 88 samples)" in printed(made_plan((100, 156), effective=600))
+
+
+def test_slow_throughput_keeps_its_digits():
+    assert "0.123 samples/s" in printed(made_plan(samples_per_s=0.1234))
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (made_plan((100, 156)), "1.31 times the even split (128, 128)"),
+        (made_plan((128, 128)), "none: the even split is the answer"),
+        (made_plan((100, 156), kind="cpu"), "none is claimed over an even split: these devices share one processor"),
+        (made_plan((50, 206), even_samples_per_s=None), "the even split (128, 128) is above cuda:0's ceiling of 101"),
+        (made_plan((100, 156), even_samples_per_s=None), "the even split (128, 128) was not run"),
+    ],
+)
+def test_the_gain_is_claimed_only_where_it_was_measured(plan, said):
+    assert said in row_of(printed(plan), "gain")
+
+
+def test_ddp_ranks_with_equal_numbers_share_a_line():
+    plan = made_plan((64, 64, 128))
+    ranks = (*plan.ddp.ranks[:2], replace(plan.ddp.ranks[2], batch_size=256, accumulation_steps=1))
+    text = printed(replace(plan, ddp=DdpPlan(ranks, 9876.5)))
+    assert "ranks 0 to 1 (cuda:0 to cuda:1): batch_size 128, accumulation_steps 2" in text
+    assert "rank 2 (cuda:2): batch_size 256, accumulation_steps 1" in text
+    assert "together 9,876 samples/s" in text
+
+
+def test_why_there_is_no_ddp_is_said():
+    assert "- cuda:1 can't hold a rank" in printed(made_plan(ddp=DdpPlan((), 0.0, "cuda:1 can't hold a rank")))
+
+
+def test_one_device_speaks_of_batch_and_accumulation_not_of_splits():
+    text = printed(made_plan((256,)))
+    for word in ("share", "split", "gpu0_bsz", "gain", "DDP"):
+        assert not re.search(rf"\b{word}\b", text)
+    assert "memory at this batch" in text
+    assert row_of(text, "batch_size").split() == ["batch_size", "256"]
+
+
+def test_notes_and_checks_are_shown_whole_and_unstyled():
+    note = "from the profile [bold]/x/y.json[/bold]: " + "nothing was run and nothing was measured " * 5
+    text = printed(made_plan(notes=(note,), checks=("BatchNorm depends on the split",)), width=80)
+    assert " ".join(note.split()) in " ".join(text.split())
+    assert "- BatchNorm depends on the split" in text
+
+
+def test_an_interrupted_plan_says_so():
+    assert printed(made_plan(complete=False)).startswith("interrupted: the best so far")
+
+
+@pytest.mark.parametrize(
+    ("capacity", "peak", "shown"),
+    [
+        (24 * GIB, 24 * GIB - 1, "24.0 of 24.0 GiB (99 %)"),
+        (24 * GIB, 81 * 2**20, "81 MiB of 24.0 GiB (0 %)"),
+        (600 * 2**20, 600 * 2**20, "600 of 600 MiB (100 %)"),
+        (2**20, 600 * 2**10, "600 KiB of 1 MiB (58 %)"),
+    ],
+)
+def test_memory_is_shown_in_units_that_fit(capacity, peak, shown):
+    device = replace(made_device(0, 256), capacity_bytes=capacity, peak_bytes=peak)
+    assert shown in printed(replace(made_plan((256,)), devices=(device,)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0, "0.00 ms"), (0.00593, "5.93 ms"), (0.0412, "41.2 ms"), (2.5, "2,500 ms")]
+)
+def test_busy_time_is_shown_in_ms(seconds, shown):
+    plan = made_plan((256,))
+    assert shown in printed(replace(plan, devices=(replace(plan.devices[0], busy_s=seconds),)))
+
+
+# Simulated plans
+
+
+def test_a_simulated_plan_says_so_and_shows_the_command_instead():
+    origin = Origin("unused", command="python -m autosplit tune x.py --devices cuda")
+    text = printed(made_plan(kind="sim"), origin=origin)
+    assert text.startswith("simulated: predicted for cards that are not here; `wrap` refuses")
+    assert "(simulated)" in row_of(text, "throughput")
+    assert "no real step" in text
+    assert text.rstrip().endswith("on the machine that has the cards\n\npython -m autosplit tune x.py --devices cuda")
+    assert "plan.wrap" not in text
+
+
+# Widths and terminals
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("split", [(256,), (100, 156), (1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000)])
+def test_nothing_is_cut_and_only_long_lines_to_paste_are_wider(width, split):
+    plan = made_plan(split, effective=40000)
+    devices = tuple(replace(device, name="NVIDIA H100 80GB HBM3 MIG 3g.40gb") for device in plan.devices)
+    text = printed(replace(plan, devices=devices), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert "\x1b" not in text
+    assert not re.search(r" $", text, re.MULTILINE)
+    assert text.count("HBM3") == len(split)
+
+
+def test_a_line_to_paste_is_one_line_at_any_width():
+    expression = f'autosplit.Plan.load("{"deep/" * 40}plan.json")'
+    assert f"\nplan = {expression}\n" in printed(made_plan(), width=80, origin=Origin(expression))
+
+
+def test_a_terminal_gets_styles_and_the_same_words():
+    plan = made_plan(notes=("a note",))
+    styled = printed(plan, terminal=True)
+    assert "\x1b[1m" in styled
+    stripped = re.sub(r"\x1b\[[0-9;]*m", "", styled)
+    assert stripped.split() == printed(plan).split()
+
+
+def test_an_ascii_stream_gets_ascii():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    print_plan(made_plan(), Console(file=stream, width=100, color_system=None))
+    stream.flush()
+    assert b"cuda:1" in raw.getvalue()
+
+
+# The lines to paste
+
+
+def test_the_lines_to_paste_train_exactly(tmp_path):
+    import torch
+
+    plan = made_plan((3, 5), kind="cpu", effective=20)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    plain = torch.nn.Linear(4, 1)
+    plain.load_state_dict(model.state_dict())
+    dataset = torch.utils.data.TensorDataset(torch.randn(20, 4), torch.randn(20, 1))
+    names = {
+        "model": model,
+        "dataset": dataset,
+        "loss_fn": torch.nn.functional.mse_loss,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    exec("\n".join(paste_lines(plan, Origin(f"autosplit.Plan.load({str(path)!r})", remark="saved"))), names)
+    torch.nn.functional.mse_loss(plain(dataset.tensors[0]), dataset.tensors[1]).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert isinstance(names["plan"], Plan)
+    torch.testing.assert_close(model.weight, plain.weight)
+    torch.testing.assert_close(model.bias, plain.bias)
+
+
+def test_the_lines_to_paste_have_the_setup_and_the_remark():
+    origin = Origin("autosplit.tune(workload())", ("from char_gpt import workload",), "answered from its profile")
+    lines = paste_lines(made_plan(), origin)
+    assert lines.index("from char_gpt import workload") < lines.index("# answered from its profile")
+    assert lines[lines.index("# answered from its profile") + 1] == "plan = autosplit.tune(workload())"
+
+
+def test_without_an_origin_the_plan_comes_from_a_file():
+    lines = paste_lines(made_plan())
+    assert 'plan = autosplit.Plan.load("plan.json")' in lines
+    assert '# after plan.save("plan.json")' in lines
+
+
+# GPUs
+
+
+def gpu(**changes):
+    report = DeviceReport(
+        0, 1, "NVIDIA H100 [PCIe]", 80 * GIB, 70 * GIB, 10 * GIB, 37, 61, 312.4, "GPU-1", visible=True
+    )
+    return replace(report, **changes)
+
+
+def printed_devices(devices, notes=(), width=100):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    print_devices(devices, notes, console)
+    return console.file.getvalue()
+
+
+def test_gpus_are_shown_with_their_load():
+    cells = re.split(r"\s{2,}", row_of(printed_devices([gpu()]), "0").strip())
+    assert cells == ["0", "1", "H100 [PCIe]", "80.0 GiB", "70.0 GiB", "10.0 GiB", "37 %", "61 C", "312 W"]
+
+
+def test_what_nobody_could_tell_is_a_question_mark():
+    unknown = gpu(
+        physical_index=None,
+        total_bytes=None,
+        free_bytes=None,
+        used_by_others_bytes=None,
+        utilization_percent=None,
+        temperature_c=None,
+        power_w=None,
+    )
+    assert row_of(printed_devices([unknown]), "0").split().count("?") == 7
+
+
+def test_a_hidden_gpu_and_notes_are_named():
+    devices = [gpu(notes=("MIG is on",)), gpu(logical_index=None, visible=False, notes=("power unknown",))]
+    text = printed_devices(devices, ["CUDA_VISIBLE_DEVICES='1': cuda:0 is physical 1"])
+    assert row_of(text, "hidden")
+    for line in (
+        "- CUDA_VISIBLE_DEVICES='1': cuda:0 is physical 1",
+        "- cuda:0: MIG is on",
+        "- physical 1: power unknown",
+    ):
+        assert line in text
+
+
+def test_gpus_fit_80_columns():
+    text = printed_devices([gpu(name="NVIDIA RTX 6000 Ada Generation")] * 3, width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+
+
+def test_without_a_gpu_one_line_names_cpu_and_sim():
+    (line,) = printed_devices([]).splitlines()
+    assert "--devices cpu" in line
+    assert "--devices sim:" in line
+
+
+# Profiles
+
+
+def test_profiles_have_a_line_each(tmp_path):
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    saved = tmp_path / "abcdef0123456789.json"
+    made_plan().save(saved)
+    found = [
+        (saved, made_plan((100, 156))),
+        (tmp_path / "11.json", made_plan((256,), kind="cpu")),
+        (tmp_path / "22.json", None),
+    ]
+    print_profiles(found, console)
+    text = console.file.getvalue()
+    assert "2x cuda RTX 3090" in row_of(text, "abcdef012345 ")
+    assert "split (100, 156), 2 steps, 10,234 samples/s" in text
+    assert re.search(r" cpu +batch 256, 2 steps, ", row_of(text, "11"))
+    assert "can't be read: tune again" in row_of(text, "22")

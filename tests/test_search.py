@@ -1,0 +1,182 @@
+"""The search finds the optimum, repeats itself, tries nothing twice, and keeps its word about failures and time."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+
+from autosplit.cost import MemoryFit, Region
+from autosplit.errors import InputError
+from autosplit.search import NOT_BETTER, search
+from autosplit.space import Configuration, Space, Trial
+
+REGION = Region(MemoryFit(0.0, 1.0, 0.05), 40, 32, (48, 48), 128)
+SPACE = Space(REGION, 256, 8)
+
+
+def rate(configuration: Configuration) -> float:
+    """A landscape with its top at 14 of 86 in 3 micro-steps."""
+    distance = abs(configuration.gpu0_bsz - 14) / 32 + abs(configuration.batch_size - 86) / 128
+    return 1000.0 * math.exp(-distance) / (1 + 0.05 * (configuration.accumulation_steps - 3))
+
+
+class Evaluation:
+    """Evaluates by a formula, and remembers what it was asked."""
+
+    def __init__(self, formula=rate, failing=lambda configuration: False) -> None:
+        self.asked: list[Configuration] = []
+        self.formula, self.failing = formula, failing
+
+    def __call__(self, number: int, configuration: Configuration) -> Trial:
+        assert number == len(self.asked)
+        self.asked.append(configuration)
+        c = configuration
+        split = (c.gpu0_bsz, c.batch_size - c.gpu0_bsz, 0)
+        if self.failing(c):
+            return Trial(number, c.gpu0_bsz, c.batch_size, c.accumulation_steps, split, failure="sim:0 ran out")
+        return Trial(number, c.gpu0_bsz, c.batch_size, c.accumulation_steps, split, self.formula(c))
+
+
+def run(evaluation: Evaluation, *, space: Space = SPACE, first=(), n_trials: int = 24, seed: int = 0, **options):
+    return search(space, evaluation, first=first, n_trials=n_trials, seed=seed, **options)
+
+
+def configurations(trials: tuple[Trial, ...]) -> list[Configuration]:
+    return [Configuration(t.gpu0_bsz, t.batch_size, t.accumulation_steps) for t in trials]
+
+
+def url_of(folder: Path) -> str:
+    return f"sqlite:///{folder / 'study.db'}"
+
+
+def test_every_trial_is_in_the_space_and_none_is_repeated():
+    trials = run(Evaluation(), n_trials=40)
+    found = configurations(trials)
+    assert all(map(SPACE.holds, found))
+    assert len(set(found)) == len(found)
+    assert [t.number for t in trials] == list(range(len(trials)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_improves_on_a_first_guess_that_is_off(seed):
+    guess, top = Configuration(20, 90, 3), Configuration(14, 86, 3)
+    assert rate(guess) < 0.81 * rate(top)
+    first = [guess, Configuration(21, 90, 3), Configuration(19, 90, 3)]
+    trials = run(Evaluation(), first=first, n_trials=24, seed=seed)
+    assert max(t.samples_per_s for t in trials) >= 0.88 * rate(top)
+
+
+def test_finds_the_optimum_of_a_small_space():
+    space = Space(Region(MemoryFit(0.0, 1.0), 6, 6, (4,), 8), None)
+    trials = run(Evaluation(lambda c: 100 - (c.gpu0_bsz - 3) ** 2 - (c.batch_size - 7) ** 2), space=space, n_trials=40)
+    best = max(trials, key=lambda t: t.samples_per_s)
+    assert (best.gpu0_bsz, best.batch_size) == (3, 7)
+
+
+def test_the_first_are_tried_first_in_order_without_what_is_not_in_the_space():
+    first = [Configuration(10, 86, 3), Configuration(99, 86, 3), Configuration(12, 86, 3), Configuration(10, 86, 3)]
+    evaluation = Evaluation()
+    run(evaluation, first=first, n_trials=5)
+    assert evaluation.asked[:2] == [first[0], first[2]]
+    assert len(evaluation.asked) == 5
+
+
+def test_the_same_seed_tries_the_same():
+    assert run(Evaluation(), seed=3) == run(Evaluation(), seed=3)
+
+
+def test_another_seed_tries_others():
+    assert run(Evaluation(), seed=3) != run(Evaluation(), seed=4)
+
+
+def test_a_small_space_is_tried_whole_and_the_search_ends():
+    space = Space(Region(MemoryFit(0.0, 1.0), 4, 4, (), 4), None)
+    trials = run(Evaluation(), space=space, n_trials=24)
+    assert sorted(configurations(trials)) == [Configuration(n, n, 1) for n in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("effective", [None, 8])
+def test_nothing_is_tried_where_nothing_fits(effective):
+    space = Space(Region(MemoryFit(0.0, 1.0), 0, 0, (), 4), effective)
+    assert run(Evaluation(), space=space) == ()
+
+
+def test_ends_where_nothing_gets_better():
+    trials = run(Evaluation(lambda c: 100.0), n_trials=100)
+    assert len(trials) == NOT_BETTER + 1
+
+
+def test_goes_on_while_it_gets_better():
+    rising = iter(range(1, 1000))
+    assert len(run(Evaluation(lambda c: 10.0 * next(rising)), n_trials=3 * NOT_BETTER)) == 3 * NOT_BETTER
+
+
+def test_a_failed_trial_is_failed_in_the_study(tmp_path):
+    trials = run(Evaluation(failing=lambda c: c.batch_size > 86), n_trials=8, storage=url_of(tmp_path))
+    study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
+    failed = [t for t in study.trials if t.state == optuna.trial.TrialState.FAIL]
+    assert {t.user_attrs["failure"] for t in failed} == {"sim:0 ran out"}
+    assert {t.params["batch_size"] for t in failed} == {t.batch_size for t in trials if t.failure is not None}
+    assert any(t.failure is not None for t in trials)
+
+
+def test_told_of_each_trial_once():
+    told = []
+    assert run(Evaluation(), n_trials=8, on_trial=told.append) == tuple(told)
+
+
+class TestDeadline:
+    def test_one_trial_is_made_in_any_case(self):
+        assert len(run(Evaluation(), deadline_s=time.monotonic() - 1)) == 1
+
+    def test_no_trial_begins_after_it(self, monkeypatch):
+        now = iter(range(100))
+        monkeypatch.setattr("autosplit.search.time.monotonic", lambda: next(now))
+        assert len(run(Evaluation(), deadline_s=4)) == 5
+
+
+class TestStorage:
+    def test_a_second_search_keeps_the_first_ones_trials_and_measures_its_own_answers_again(self, tmp_path):
+        first = [Configuration(14, 86, 3)]
+        run(Evaluation(), first=first, n_trials=6, storage=url_of(tmp_path))
+        evaluation = Evaluation()
+        trials = run(evaluation, first=first, n_trials=6, storage=url_of(tmp_path))
+        assert evaluation.asked[0] == first[0]
+        assert len(set(configurations(trials))) == 6
+        study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
+        assert len([t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]) >= 12
+
+    def test_what_an_interrupted_search_left_to_be_tried_is_dropped(self, tmp_path):
+        def interrupt(number: int, configuration: Configuration) -> Trial:
+            raise KeyboardInterrupt
+
+        # None of these is in the smaller space of the search after it.
+        first = [Configuration(10, n, 3) for n in (86, 90, 94)]
+        with pytest.raises(KeyboardInterrupt):
+            search(SPACE, interrupt, first=first, n_trials=6, seed=0, storage=url_of(tmp_path))
+        smaller = Space(Region(MemoryFit(0.0, 1.0), 8, 8, (), 8), 16, 4)
+        trials = run(Evaluation(), space=smaller, n_trials=4, storage=url_of(tmp_path))
+        assert all(map(smaller.holds, configurations(trials)))
+        study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
+        assert all(t.state.is_finished() for t in study.trials)
+
+    @pytest.mark.parametrize("storage", ["nonsense", "sqlite:////proc/nowhere/study.db", "nosuchdb://x/y"])
+    def test_a_url_that_can_not_be_opened_is_named(self, storage):
+        with pytest.raises(InputError, match="expected a URL that Optuna opens") as caught:
+            run(Evaluation(), storage=storage)
+        assert storage in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_optunas_own_log_level_is_left_as_it_was():
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        run(Evaluation(), n_trials=1)
+        assert optuna.logging.get_verbosity() == optuna.logging.ERROR
+    finally:
+        optuna.logging.set_verbosity(before)

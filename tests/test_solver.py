@@ -1,0 +1,186 @@
+"""The solver's closed form agrees with trying everything, as far as the cost model goes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosplit.cost import MemoryFit, Region, StepTime, TimeCurve
+from autosplit.solver import RankSolver, Solver, geometric
+from autosplit.space import KNEE_SHARE, Configuration, Space
+
+RATES = st.tuples(st.floats(0.0, 2.0), st.floats(0.05, 3.0))
+
+
+def line(fixed: float, per_sample: float) -> TimeCurve:
+    return TimeCurve.of([(n, fixed + per_sample * n) for n in (1, 64)])
+
+
+@st.composite
+def solvers(draw: st.DrawFn, effective: st.SearchStrategy[int | None]) -> Solver:
+    replicas = draw(st.lists(st.integers(0, 6), max_size=2).map(tuple))
+    region = Region(
+        MemoryFit(5.0, draw(st.floats(0.5, 4.0)), draw(st.floats(0.0, 1.0))),
+        draw(st.integers(8, 30)),
+        draw(st.integers(1, 8)),
+        replicas,
+        draw(st.integers(1, 18)),
+    )
+    curves = tuple(line(*draw(RATES)) for _ in range(1 + len(replicas)))
+    shared = draw(st.sampled_from([0.0, 0.5, 4.0]))
+    step_time = StepTime(curves, shared, draw(st.sampled_from([0.0, 0.1])), 0.25, adds_up=False)
+    return Solver(Space(region, draw(effective), 6), step_time)
+
+
+def splits_of(solver: Solver, batch_size: int) -> Iterator[tuple[int, ...]]:
+    """Every split of a batch within the bounds."""
+    bounds = solver.space.region.gpu0_bounds(batch_size)
+    if bounds is None:
+        return
+    ranges = [range(bounds[0], bounds[1] + 1), *(range(c + 1) for c in solver.space.region.replica_ceilings)]
+    yield from (split for split in itertools.product(*ranges) if sum(split) == batch_size)
+
+
+@given(solvers(st.none()), st.integers(1, 18))
+def test_the_split_of_a_batch_is_the_fastest_of_all(solver, batch_size):
+    times = [solver.step_time.micro_seconds(split) for split in splits_of(solver, batch_size)]
+    answer = solver.fastest_of(batch_size, 1)
+    if not times:
+        assert answer is None
+        return
+    split = solver.split_of(answer)
+    assert sum(split) == batch_size
+    assert solver.space.holds(answer)
+    assert solver.step_time.micro_seconds(split) == pytest.approx(min(times))
+
+
+@given(solvers(st.none()), st.data())
+def test_the_split_beside_a_given_share_is_the_fastest_of_all(solver, data):
+    largest = solver.space.region.largest_batch
+    if largest < 1:
+        return
+    batch_size = data.draw(st.integers(1, largest))
+    share = data.draw(st.integers(*solver.space.region.gpu0_bounds(batch_size)))
+    split = solver.split_of(Configuration(share, batch_size))
+    assert split[0] == share
+    times = [solver.step_time.micro_seconds(s) for s in splits_of(solver, batch_size) if s[0] == share]
+    assert solver.step_time.micro_seconds(split) == pytest.approx(min(times))
+
+
+@given(solvers(st.none()))
+def test_without_an_effective_batch_the_answer_is_the_knee(solver):
+    answers = solver.answers()
+    if not answers:
+        assert solver.space.region.largest_batch == 0
+        return
+    top = max(map(solver.samples_per_s, answers))
+    assert solver.samples_per_s(answers[0]) >= KNEE_SHARE * top
+    assert all(c.batch_size >= answers[0].batch_size for c in answers if solver.samples_per_s(c) >= KNEE_SHARE * top)
+
+
+@given(solvers(st.integers(1, 40)))
+def test_with_an_effective_batch_the_answer_is_near_the_best_of_the_space(solver):
+    answers = solver.answers()
+    fewest, most = solver.space.steps_bounds()
+    space = [
+        c
+        for c in itertools.starmap(Configuration, itertools.product(range(19), range(1, 19), range(fewest, most + 1)))
+        if solver.space.holds(c)
+    ]
+    assert bool(answers) == bool(space)
+    if space:
+        assert answers == sorted(answers, key=solver.samples_per_s, reverse=True)
+        assert solver.samples_per_s(answers[0]) >= 0.85 * max(map(solver.samples_per_s, space))
+
+
+@given(solvers(st.one_of(st.none(), st.integers(1, 40))))
+def test_the_micro_steps_add_up(solver):
+    for configuration in solver.answers():
+        splits = solver.splits_of(configuration)
+        assert len(splits) == configuration.accumulation_steps
+        assert sum(map(sum, splits)) == (solver.space.effective_batch_size or configuration.batch_size)
+        assert all(n <= m for split in splits for n, m in zip(split, splits[0], strict=True)), "the last one is smaller"
+
+
+@given(solvers(st.one_of(st.none(), st.integers(1, 40))))
+def test_the_answer_is_tried_first(solver):
+    answers, first = solver.answers(), solver.first_trials()
+    assert first[:1] == answers[:1]
+
+
+def test_device_0_alone_where_sharing_costs_more_than_it_brings():
+    region = Region(MemoryFit(0.0, 1.0), 100, 50, (50,), 100)
+    curves = (line(0.0, 1.0), line(0.0, 1.0))
+    assert Solver(Space(region, None), StepTime(curves, 9.0, 0.0, 0.0, adds_up=False)).fastest_of(4, 1).gpu0_bsz == 4
+    assert Solver(Space(region, None), StepTime(curves, 0.5, 0.0, 0.0, adds_up=False)).fastest_of(4, 1).gpu0_bsz == 2
+
+
+def test_devices_that_share_a_processor_split_evenly_as_far_as_they_can():
+    region = Region(MemoryFit(0.0, 1.0), 100, 3, (50,), 100)
+    solver = Solver(Space(region, None), StepTime((line(0, 1), line(0, 9)), 0.0, 0.0, 0.0, adds_up=True))
+    assert solver.split_of(solver.fastest_of(4, 1)) == (2, 2)
+    assert solver.split_of(solver.fastest_of(10, 1)) == (3, 7)
+
+
+class TestRanks:
+    @given(
+        st.lists(st.tuples(RATES, st.integers(1, 6)), min_size=1, max_size=3),
+        st.one_of(st.none(), st.integers(1, 30)),
+        st.booleans(),
+    )
+    def test_every_rank_has_samples_within_its_ceiling(self, drawn, effective, adds_up):
+        curves, ceilings = tuple(line(*rates) for rates, _ in drawn), tuple(ceiling for _, ceiling in drawn)
+        solver = RankSolver(
+            curves,
+            ceilings,
+            all_reduce_s=0.1,
+            update_s=0.1,
+            effective_batch_size=effective,
+            max_batch_size=64,
+            adds_up=adds_up,
+        )
+        answer = solver.answer()
+        if answer is None:
+            assert effective is not None
+            assert effective < len(curves)
+            return
+        assert all(1 <= n <= ceiling for n, ceiling in zip(answer.batch_sizes, ceilings, strict=True))
+        total = sum(answer.batch_sizes)
+        assert answer.accumulation_steps == -(-(effective or total) // total)
+        assert answer.samples_per_s > 0
+
+    def test_a_rank_that_holds_nothing_has_no_answer(self):
+        solver = RankSolver(
+            (line(0, 1), line(0, 1)),
+            (4, 0),
+            all_reduce_s=0.0,
+            update_s=0.0,
+            effective_batch_size=8,
+            max_batch_size=64,
+            adds_up=False,
+        )
+        assert solver.answer() is None
+
+    def test_the_faster_rank_takes_more(self):
+        solver = RankSolver(
+            (line(1, 1), line(1, 3)),
+            (64, 64),
+            all_reduce_s=0.0,
+            update_s=0.0,
+            effective_batch_size=32,
+            max_batch_size=64,
+            adds_up=False,
+        )
+        assert solver.answer().batch_sizes == (24, 8)
+
+
+@given(st.integers(1, 100_000))
+def test_a_geometric_grid_ends_at_the_largest(largest):
+    sizes = geometric(largest)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, largest)
+    assert all(later <= earlier * 1.25 + 1 for earlier, later in itertools.pairwise(sizes))

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from autosplit.terminal import console_for, progress_bar, stdout_kept_clean
+from autosplit.tuning import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A stderr that is a terminal of 80 columns."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+def drawn_bar(stream, progress):
+    with contextlib.redirect_stderr(stream), progress_bar() as tell:
+        tell(progress)
+    return stream.getvalue()
+
+
+def test_the_bar_says_what_is_done_and_what_was_found(terminal):
+    text = drawn_bar(terminal, Progress("search", "trial 3 of 24", 0.5, steps=31, ooms=1, best_samples_per_s=1234.56))
+    assert "trial 3 of 24" in text
+    assert "31 steps, 1 OOM, best 1,235/s" in text
+    assert "\x1b[" in text
+    assert text.rstrip().endswith("\x1b[2K")  # it is gone when all is done
+
+
+def test_a_long_message_gives_way_to_the_figures(terminal):
+    text = drawn_bar(terminal, Progress("search", "a long message [x] " * 9, 0.5, steps=31))
+    assert "31 steps, 0 OOM" in text
+    assert "[x]" in text
+
+
+def test_no_color_is_respected(terminal, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = drawn_bar(terminal, Progress("times", "timing", 0.2))
+    assert "timing" in text
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9;]*m", text)
+
+
+def test_without_a_terminal_there_is_no_bar(capsys):
+    with progress_bar() as tell:
+        assert tell is None
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 100), ("80", 80), ("x", 100), ("0", 100)])
+def test_plain_text_has_a_width_and_no_escape_codes(monkeypatch, columns, width):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    console = console_for(io.StringIO())
+    console.print("[bold red]word[/]")
+    assert console.width == width
+    assert console.file.getvalue() == "word\n"
+
+
+def test_a_terminal_has_its_own_width(terminal):
+    assert console_for(terminal).width == 80
+
+
+def test_what_is_written_meanwhile_goes_to_stderr(capfd):
+    with stdout_kept_clean():
+        sys.stdout.write("by print\n")
+        os.write(1, b"by C\n")
+        subprocess.run([sys.executable, "-c", "print('by a child')"], check=True)
+    sys.stdout.write("the answer\n")
+    out, err = capfd.readouterr()
+    assert out == "the answer\n"
+    assert sorted(err.splitlines()) == ["by C", "by a child", "by print"]
+
+
+def test_stdout_comes_back_after_an_exception(capfd):
+    with pytest.raises(ValueError, match="x"), stdout_kept_clean():
+        raise ValueError("x")
+    os.write(1, b"still here\n")
+    assert capfd.readouterr().out == "still here\n"
