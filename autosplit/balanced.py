@@ -449,7 +449,7 @@ def _replicate_placed(module: nn.Module, devices: list[int]) -> list[nn.Module]:
     """Build a replica of the module on each device, by the protocol that nn.DataParallel's replicas follow."""
     spread = _unique((*module.parameters(), *module.buffers()))
     moving = [tensor for tensor in spread if _may_have_gradient(tensor)]
-    copies = _Broadcast.apply(tuple(devices), *moving) if moving else ()
+    copies = _Broadcast.apply(tuple(devices), *moving) if moving else ()  # type: ignore[no-untyped-call]
     tables = [
         {id(tensor): copies[i * len(devices) + position] for i, tensor in enumerate(moving)}
         for position in range(len(devices))
@@ -474,7 +474,7 @@ def _unique(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _replica(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
     """Copy a module's structure around tensors that are given, tied ones staying tied."""
-    twins = {id(part): part._replicate_for_data_parallel() for part in module.modules()}
+    twins: dict[int, nn.Module] = {id(part): part._replicate_for_data_parallel() for part in module.modules()}
     for part in module.modules():
         twin = twins[id(part)]
         for name, child in part._modules.items():
@@ -573,7 +573,7 @@ class _PlacedLink:
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
         if self.devices == (0,):
             return tensors[0]
-        gathered: Tensor = _GatherPlaced.apply(self.devices, dim, *tensors)
+        gathered: Tensor = _GatherPlaced.apply(self.devices, dim, *tensors)  # type: ignore[no-untyped-call]
         return gathered
 
 
@@ -583,7 +583,7 @@ class _Link:
 
     output_device: torch.device
 
-    def bring(self, tensor: Tensor, position: int) -> Tensor:
+    def bring(self, tensor: Tensor, position: int) -> Tensor:  # noqa: ARG002  # the placed link needs it
         return tensor.to(self.output_device)
 
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
@@ -642,6 +642,11 @@ class _Gathering:
         return total
 
     def _concatenated(self, tensors: list[Tensor]) -> Tensor:
+        if tensors[0].dim() <= self.dim:
+            raise WorkloadError(
+                f"an output of the replicas has the shape {tuple(tensors[0].shape)}; expected one with a dimension "
+                f"{self.dim}, along which the batch is split; give it that dimension, or return a scalar"
+            )
         shapes = {tuple(s for d, s in enumerate(tensor.shape) if d != self.dim % tensor.dim()) for tensor in tensors}
         if len(shapes) != 1:
             raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors])

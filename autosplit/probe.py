@@ -88,7 +88,15 @@ class Prober:
             return 2
         return 1
 
-    def ceiling(self, index: int, role: Role, *, elsewhere: tuple[int, ...] = (), accumulates: bool = False) -> Ceiling:
+    def ceiling(
+        self,
+        index: int,
+        role: Role,
+        *,
+        elsewhere: tuple[int, ...] = (),
+        accumulates: bool = False,
+        start: int | None = None,
+    ) -> Ceiling:
         """Find the ceiling of one device in one role.
 
         Args:
@@ -96,6 +104,7 @@ class Prober:
             role: What it does; ``primary`` is device 0's alone.
             elsewhere: For ``primary``, the samples of the other devices at the same time; default none.
             accumulates: Several micro-steps make a step, so that gradients are held all through the second.
+            start: Where to begin to look. Default: the sample batch's size.
 
         Returns:
             The ceiling; 0 where not even one sample fits.
@@ -108,7 +117,7 @@ class Prober:
         def predicted(n: int) -> float:
             return self.traced(shape_of(n))[index]
 
-        start = min(self.tracer.workload.sample_batch_size, self.max_batch_size)
+        start = min(max(1, start or self.tracer.workload.sample_batch_size), self.max_batch_size)
         batch_size = largest_fitting(predicted, capacity_bytes, least=0, most=self.max_batch_size, start=start)
         confirmed = False
         if not self.runtime.simulated and batch_size > 0:

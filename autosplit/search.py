@@ -15,7 +15,7 @@ from autosplit.space import Configuration, Space, Trial
 
 __all__ = ["search"]
 
-NOT_BETTER = 12
+NOT_BETTER = 8
 """Trials in a row that may bring nothing before the search ends, where their times are exact."""
 
 

@@ -62,6 +62,10 @@ class Trainee:
                 return workload.made_batch(n)
             return resize(sample, n, workload.batch_dim, mark=True)
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the models' parameters, tied ones once."""
+        return list({id(p): p for module in modules_of(self.models) for p in module.parameters()}.values())
+
     def wrapped(self, wrap: Callable[[nn.Module], nn.Module]) -> Any:
         """Return the models, each in a wrapper."""
         return _map_modules(wrap, self.models)
@@ -80,7 +84,9 @@ class Trainee:
         models: Any,
         batches: Sequence[Any],
         sizes: Sequence[int],
-        mark: Callable[[str], None] = lambda phase: None,
+        mark: Callable[[str], None] = lambda _phase: None,
+        *,
+        updates: bool = True,
     ) -> None:
         """Run one optimizer step.
 
@@ -89,6 +95,7 @@ class Trainee:
             batches: One micro-batch for each accumulation step.
             sizes: Samples in each; a mean loss counts by its share of them.
             mark: Told when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer.
+            updates: Run the optimizer.
         """
         workload = self.workload
         device_type = _device_type(self.models)
@@ -108,10 +115,8 @@ class Trainee:
                     loss = loss * (size / sum(sizes))
                 self._scaled(loss).backward()
             mark("update")
-            for optimizer in listed(self.optimizers):
-                self._update(optimizer)
-            if self.scaler is not None:
-                self.scaler.update()
+            if updates:
+                self._update()
         for optimizer in listed(self.optimizers):
             optimizer.zero_grad(set_to_none=True)
 
@@ -121,15 +126,18 @@ class Trainee:
         # Fake tensors have no infinities to look for: the scaler's arithmetic without its decision.
         return loss * LOSS_SCALE if self.scaler is None else self.scaler.scale(loss)
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+    def _update(self) -> None:
+        for optimizer in listed(self.optimizers):
+            if self.scaler is not None:
+                self.scaler.step(optimizer)
+                continue
+            if self.workload.precision == "fp16":
+                grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                if grads:
+                    torch._foreach_mul_(grads, 1.0 / LOSS_SCALE)
+            optimizer.step()
         if self.scaler is not None:
-            self.scaler.step(optimizer)
-            return
-        if self.workload.precision == "fp16":
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, 1.0 / LOSS_SCALE)
-        optimizer.step()
+            self.scaler.update()
 
     def outputs(self) -> Any:
         """Return what the model returns for the sample batch."""
@@ -204,12 +212,12 @@ def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
     try:
         with mode:
             return build()
-    except Exception as error:  # whatever fake tensors can't do, and whatever the user's code does wrong
+    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
         failure = error
     try:
         with torch.device("meta"):
             return build()
-    except Exception:
+    except Exception:  # noqa: BLE001  # the first failure is the one to tell of
         raise failure from None
 
 
@@ -303,7 +311,7 @@ def _nothing() -> None:
 
 def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Any, bool]:
     """Return the workload's model or models, and whether a factory made them just now."""
-    models = workload.model
+    models: Any = workload.model
     if isinstance(models, (nn.Module, tuple, list, Mapping)):
         return models, False
     made = models() if mode is None else built_without_memory(models, mode)
@@ -317,7 +325,7 @@ def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Any,
 def _copied_or_borrowed(models: Any, memo: dict[int, Any]) -> tuple[Any, Callable[[], None]]:
     try:
         return copy.deepcopy(models, memo), _nothing
-    except Exception:  # whatever a module's own __deepcopy__ or an uncopyable attribute raises
+    except Exception:  # noqa: BLE001  # whatever a module's own __deepcopy__ or an uncopyable attribute raises
         memo.clear()
         restore = _borrow(models)
         # The optimizer's twin then trains the very parameters, which hold copies of their data for now.

@@ -108,7 +108,8 @@ def transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Ten
         tensor: Any shape and dtype, sparse ones too.
         source: Index of the device it is on, `HOST` for none.
         destination: Index of the device that gets the copy, `HOST` for none.
-        purpose: What travels (``"input"``, ``"parameter"``, ``"buffer"``, ``"output"``, ``"scalar"``, ``"gradient"``), for whoever follows.
+        purpose: What travels, for whoever follows: ``"input"``, ``"parameter"``, ``"buffer"``, ``"output"``,
+            ``"scalar"`` or ``"gradient"``.
 
     Returns:
         The copy; its gradient is copied back the same way.

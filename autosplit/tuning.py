@@ -66,9 +66,13 @@ class TuningInterrupted(KeyboardInterrupt):
     """
 
     def __init__(self, plan: Plan | None, path: Path | None) -> None:
-        super().__init__("tuning was interrupted")
+        super().__init__(plan, path)
         self.plan = plan
         self.path = path
+
+    def __str__(self) -> str:
+        """Say what happened."""
+        return "tuning was interrupted"
 
 
 def tune(
@@ -178,7 +182,7 @@ def _tune_source(
         remembered, notes = _remembered(request, key, machine, described)
         if remembered is not None:
             return remembered
-        session = _Session(request, followed, progress, closing, machine, described, notes)
+        session = _Session(request, followed, progress, closing, machine, described, notes, key)
         try:
             plan = session.plan()
         except KeyboardInterrupt:
@@ -231,7 +235,9 @@ class _Session:
         machine: dict[str, Any],
         described: dict[str, Any],
         notes: tuple[str, ...],
+        key: str,
     ) -> None:
+        self.key = key
         self.request = request
         self.workload = followed.workload
         self.tell = progress
@@ -378,7 +384,7 @@ class _Session:
             seed=self.request.seed,
             deadline_s=self.request.deadline_s,
             storage=self.request.storage,
-            study_name=self.request.name or "autosplit",
+            study_name=f"{self.request.name or 'autosplit'}-{self.key}",
             on_trial=self._keep,
         )
 
@@ -416,7 +422,12 @@ class _Session:
         sizes = [best.batch_size]
         if effective is not None:
             sizes += [-(-effective // (best.accumulation_steps + more)) for more in (1, 2, 3)]
+        region = self.solver.space.region if self.solver is not None else None
         for size in dict.fromkeys(sizes):
+            shares = None if region is None else region.gpu0_bounds(size)
+            even = even_split(size, count)
+            if shares is None or not shares[0] <= even[0] <= shares[1]:
+                continue  # by the model it does not fit, and need not be run to see
             total = best.batch_size if effective is None else effective
             splits = tuple(even_split(micro, count) for micro in micro_batch_sizes(total, size))
             known = next((t.samples_per_s for t in self.trials if t.split == splits[0] and t.batch_size == size), None)
@@ -470,7 +481,7 @@ class _Session:
                 batch_size=samples,
                 accumulation_steps=answer.accumulation_steps,
                 ceiling=ceiling,
-                peak_bytes=ceiling.fixed_bytes + ceiling.bytes_per_sample * samples,
+                peak_bytes=max(0, ceiling.fixed_bytes + ceiling.bytes_per_sample * samples),
             )
             for index, (ceiling, samples) in enumerate(zip(ranks, answer.batch_sizes, strict=True))
         )
@@ -493,7 +504,9 @@ class _Session:
             return (self.primary_alone,)
         accumulates = best.accumulation_steps > 1
         others = tuple(ceiling.batch_size for ceiling in self.replicas)
-        primary = self.prober.ceiling(0, "primary", elsewhere=others, accumulates=accumulates)
+        assert self.solver is not None
+        guess = self.solver.space.region.primary_most(best.gpu0_bsz + sum(others))
+        primary = self.prober.ceiling(0, "primary", elsewhere=others, accumulates=accumulates, start=guess)
         if primary.batch_size >= best.gpu0_bsz:
             return (primary, *self.replicas)
         # Device 0 can't gather that much: the others' ceilings come down until the plan's own share fits beside them.

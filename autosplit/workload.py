@@ -243,7 +243,8 @@ def _loss_of(outputs: Any) -> Tensor:
     if not floating:
         raise WorkloadError(
             f"the model returned a {type(outputs).__name__} without a loss or a floating-point tensor that has a "
-            "gradient; expected one of them; pass loss_fn=(outputs, targets) -> loss or compute_loss=(model, batch) -> loss"
+            "gradient; expected one of them; pass loss_fn=(outputs, targets) -> loss, "
+            "or compute_loss=(model, batch) -> loss"
         )
     means = [tensor.float().mean() for tensor in floating]
     total = means[0]

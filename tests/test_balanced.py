@@ -459,6 +459,11 @@ class TestCalls:
         with run(1):
             torch.testing.assert_close(BalancedDataParallel(2, module, ["cpu"])(inputs), module(inputs))
 
+    def test_outputs_without_the_batch_dimension(self):
+        """torch.cat's IndexError named neither the output nor the dimension."""
+        with pytest.raises(WorkloadError, match=r"has the shape \(5,\); expected one with a dimension 1.*; give it"):
+            wrap(Returns(lambda x: x.sum((1, 2))), 1, 3, dim=1)(torch.zeros(5, 4, 2))
+
     def test_disagreeing_inputs(self):
         with pytest.raises(WorkloadError, match="disagree"):
             wrap(Echo(), 2, 2)(torch.zeros(4, 3), torch.zeros(5, 7))
@@ -540,11 +545,11 @@ class TestOutputs:
 
     def test_counts_are_summed(self):
         assert joined(lambda x: torch.tensor(len(x)), 1, 3).item() == 4
-        assert joined(lambda x: len(x), 1, 3) == 4
+        assert joined(len, 1, 3) == 4
 
     def test_equal_counts_are_summed_too(self):
         """Equal whole numbers came back once: two counts of 3 were 3, and 3 and 4 were 7."""
-        assert joined(lambda x: len(x), 3, 3) == 6
+        assert joined(len, 3, 3) == 6
 
     def test_equal_floats_are_summed_where_the_loss_is_a_sum(self):
         assert joined(lambda x: 2.0, 3, 3, reduce="sum") == 4.0
@@ -579,7 +584,7 @@ class TestReduce:
 
     def test_callable(self):
         def weight(call):
-            (x,), kwargs = call
+            (x,), _ = call
             return 10.0 * len(x)
 
         assert joined(lambda x: x.new_tensor(1.0), 1, 3, reduce=weight).item() == 40.0
@@ -606,7 +611,7 @@ class TestReduce:
             wrap(Echo(), 2, 2, reduce="tokens")(x=torch.zeros(4, 1))
 
     def test_unknown(self):
-        with pytest.raises(InputError, match="reduce is 'mean'; expected 'samples', 'tokens', 'sum' or a callable"):
+        with pytest.raises(InputError, match=r"reduce is 'mean'; expected 'samples', 'tokens', 'sum' or a callable"):
             wrap(Echo(), 2, 2, reduce="mean")
 
 
@@ -631,7 +636,7 @@ class TestShares:
 
     @pytest.mark.parametrize("bad", [-1, 1.0, True, "4"])
     def test_a_bad_gpu0_bsz(self, bad):
-        with pytest.raises(InputError, match="gpu0_bsz is .*expected a number of samples, 0 or more"):
+        with pytest.raises(InputError, match=r"gpu0_bsz is .*expected a number of samples, 0 or more"):
             BalancedDataParallel(bad, Echo(), ["cpu", "cpu"])
 
     def test_a_contradiction(self):
@@ -693,7 +698,7 @@ class TestDevices:
     def test_out_of_memory_names_the_device(self):
         module = nn.Linear(64, 64)
         with Tracker(["cpu:0", "cpu:1"], [None, 40_000]) as tracker:
-            with pytest.raises(torch.OutOfMemoryError, match="^cpu:1 is out of memory: ") as caught:
+            with pytest.raises(torch.OutOfMemoryError, match=r"^cpu:1 is out of memory: ") as caught:
                 loss_of(wrap(module, 8, 256)(torch.randn(264, 64))).backward()
             assert isinstance(caught.value, OutOfMemoryError)
             assert caught.value.device_index == 1

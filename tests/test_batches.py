@@ -190,7 +190,7 @@ class TestBatchSize:
 
     @pytest.mark.parametrize("batch", [(), {}, None, "text", torch.tensor(1.0), [None, 3], (Whole(torch.zeros(3)),)])
     def test_nothing_to_split(self, batch):
-        with pytest.raises(WorkloadError, match="no tensor with a dimension 0.*expected at least one.*pass"):
+        with pytest.raises(WorkloadError, match=r"no tensor with a dimension 0.*expected at least one.*pass"):
             batch_size_of(batch)
 
     def test_errors_are_one_line(self):

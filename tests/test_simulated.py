@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
@@ -146,7 +147,7 @@ class TestTime:
     def test_the_slowest_counts(self, tracers):
         machine = runtime(tracers("char_gpt"), "sim:2xRTX3090")
         found = machine.measure(StepShape(((16, 512),)))
-        assert found.busy_s[1] > 3 * found.busy_s[0]
+        assert found.busy_s[1] > 2 * found.busy_s[0]
         assert found.seconds >= max(found.busy_s)
 
     def test_micro_steps_add_up(self, tracers):
@@ -193,7 +194,7 @@ class TestMemory:
     def test_more_samples_need_more(self, tracers):
         peaks = [traced_peaks(tracers("char_gpt"), StepShape(((n, n),))) for n in (4, 8, 16)]
         assert sorted(peaks) == peaks
-        assert all(a[1] < b[1] for a, b in zip(peaks, peaks[1:], strict=False))
+        assert all(a[1] < b[1] for a, b in itertools.pairwise(peaks))
 
     def test_the_first_card_holds_the_optimizer(self, tracers):
         first, second = traced_peaks(tracers("char_gpt"), StepShape(((8, 8),)))
@@ -271,9 +272,9 @@ def test_seven_billion_parameters_without_their_memory():
 
 
 def test_questions_about_tensors_cost_no_time():
-    """A fake tensor asks `prim.device` at every turn, and each was clocked as a kernel: small steps took 4 times as long."""
+    """A fake tensor asks `prim.device` at every turn, and each was clocked as a kernel: small steps took 4 times."""
     kernels = []
     for fake in (True, False):
         trace = Tracer(cnn(), fake=fake, like_gpu=True).trace(StepShape(((2,),)))
-        kernels.append(sum(count for work in (*trace.first, *trace.update) for _, count in getattr(work, "costs", ())))
+        kernels.append(sum(count for work in (*trace.micro, *trace.update) for _, count in getattr(work, "costs", ())))
     assert kernels[0] == kernels[1]

@@ -344,8 +344,7 @@ class TestLeavesNothing:
         before = len(weakref.finalize._registry)
         kept = []
         with pytest.raises(OutOfMemoryError), follow(1, 2048) as tracker:
-            for _ in range(10):
-                kept.append(placed(tracker, 100))
+            kept.extend(placed(tracker, 100) for _ in range(10))
         assert len(weakref.finalize._registry) == before
 
     def test_a_tensor_that_dies_later_harms_nothing(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -36,6 +37,11 @@ class Output:
     loss: Tensor | None = None
 
 
+class Pair(NamedTuple):
+    a: Tensor
+    b: Tensor
+
+
 X = torch.arange(8.0).view(4, 2)
 Y = torch.arange(4)
 
@@ -49,7 +55,7 @@ class TestCallRules:
             ([X, Y], 2, []),
             ({"x": X, "y": Y}, 0, ["x", "y"]),
             (collections.UserDict(x=X), 0, ["x"]),
-            (collections.namedtuple("Pair", "a b")(X, Y), 2, []),
+            (Pair(X, Y), 2, []),
             (Output(X), 1, []),
         ],
         ids=["tensor", "tuple", "list", "dict", "UserDict", "namedtuple", "dataclass"],
@@ -124,7 +130,7 @@ class TestLossRules:
     def test_otherwise_the_mean_of_floating_outputs(self):
         assert self.loss_of(lambda x: x) == 3.5
         assert self.loss_of(lambda x: (x, {"other": x + 1, "codes": torch.arange(3)}, "text")) == 4.0
-        assert self.loss_of(lambda x: Output(x)) == 3.5
+        assert self.loss_of(Output) == 3.5
 
     def test_a_loss_per_sample_is_averaged(self):
         assert self.loss_of(lambda x: Output(x, x.sum(1))) == 7

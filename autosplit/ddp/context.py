@@ -65,6 +65,7 @@ class Context:
             kwargs.setdefault("device_ids", [self.device.index])
         kwargs.setdefault("gradient_as_bucket_view", True)
         wrapped = DistributedDataParallel(model.to(self.device), **kwargs)
+        _let_go_of_group_last(wrapped)
         self._wrapped.add(wrapped)
         return wrapped
 
@@ -143,6 +144,18 @@ class Context:
     def _synchronise(self, meets: bool) -> None:
         for wrapped in self._wrapped:
             wrapped.require_backward_grad_sync = meets
+
+
+def _let_go_of_group_last(wrapped: DistributedDataParallel) -> None:
+    """Make the wrapper's own reference to its process group the last that dies with it.
+
+    Where a model outlives its group, as it does in most scripts, the last reference to the group ends it and waits for
+    gloo's threads. Python's does so without the interpreter's lock, but that of DDP's reducer holds it, which one of
+    the threads may be waiting for: both then wait for ever (torch 2.13; about one in thirty models). An object's
+    attributes die in the order in which they were set, so the group is set again, behind the reducer.
+    """
+    group = wrapped.__dict__.pop("process_group")
+    wrapped.process_group = group
 
 
 def _effective_batch_size(plan: Plan, batch_size: int) -> int:

@@ -21,15 +21,24 @@ class StepShape:
         splits: Samples per device, for each micro-step in turn.
         arrangement: How the devices share the work. For ``rank`` and ``eval`` exactly one device has samples.
         num_ranks: DDP processes in the job, for ``rank``: more than one keeps gradient buckets.
+        accumulates: Gradients of earlier micro-steps are held all through, and those of this step added to them.
+        updates: The optimizer runs; without it, what a replica does is all there is to see.
     """
 
     splits: tuple[tuple[int, ...], ...]
     arrangement: Arrangement = "balanced"
     num_ranks: int = 1
+    accumulates: bool = False
+    updates: bool = True
 
     def __post_init__(self) -> None:
         assert self.splits, "a step has at least one micro-step"
         assert all(sum(split) > 0 for split in self.splits), self.splits
+
+    @property
+    def alone(self) -> bool:
+        """Whether one device works by itself, wherever it stands in the list."""
+        return self.arrangement != "balanced"
 
     @property
     def num_samples(self) -> int:

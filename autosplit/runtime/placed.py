@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autosplit.balanced import BalancedDataParallel
+from autosplit.batches import tensors_of
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.tracking import Tracker
 from autosplit.trainee import Trainee
@@ -42,7 +43,14 @@ def bucket_bytes(trainee: Trainee) -> int:
     )
 
 
-def run_placed(trainee: Trainee, shape: StepShape, tracker: Tracker, mark: Callable[[str], None]) -> tuple[int, ...]:
+def run_placed(
+    trainee: Trainee,
+    shape: StepShape,
+    tracker: Tracker,
+    mark: Callable[[str], None],
+    *,
+    held: Iterable[nn.Parameter] = (),
+) -> tuple[int, ...]:
     """Run one optimizer step under a tracker.
 
     Args:
@@ -50,6 +58,7 @@ def run_placed(trainee: Trainee, shape: StepShape, tracker: Tracker, mark: Calla
         shape: The step.
         tracker: A new one, with a device for each entry of the split.
         mark: Told when a phase begins.
+        held: Parameters that have a gradient from earlier micro-steps.
 
     Returns:
         The peak of each device, in bytes.
@@ -63,6 +72,8 @@ def run_placed(trainee: Trainee, shape: StepShape, tracker: Tracker, mark: Calla
         with trainee.fake_mode or nullcontext():
             made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
             batches = [made[size] for size in sizes]
+            for parameter in held:
+                parameter.grad = torch.zeros_like(parameter)
             with tracker:
                 trainee.adopt_on(tracker)
                 if shape.arrangement == "eval":
@@ -70,7 +81,7 @@ def run_placed(trainee: Trainee, shape: StepShape, tracker: Tracker, mark: Calla
                     del outputs
                 else:
                     buckets = _adopt_buckets(trainee, tracker) if shape.num_ranks > 1 else None
-                    trainee.step(models, batches, sizes, mark)
+                    trainee.step(models, batches, sizes, mark, updates=shape.updates)
                     del buckets
                 return tuple(tracker.peak_bytes)
     finally:
@@ -88,11 +99,11 @@ def _adopt_buckets(trainee: Trainee, tracker: Tracker) -> torch.Tensor:
 def adopting_optimizers(tracker: Tracker) -> Iterator[None]:
     """Charge the state that an optimizer had before the tracker, when it steps: each tensor beside its parameter."""
 
-    def adopt(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def adopt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter, state in optimizer.state.items():
             device = tracker.device_of(parameter) if isinstance(parameter, Tensor) else HOST
-            for value in state.values() if device != HOST else ():
-                if isinstance(value, Tensor) and value.dim() > 0:
+            for value in tensors_of(state) if device != HOST else ():
+                if value.dim() > 0:
                     tracker.adopt(value, device)
 
     handle = register_optimizer_step_pre_hook(adopt)

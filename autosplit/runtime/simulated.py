@@ -17,7 +17,9 @@ from autosplit.catalog import GpuSpec
 from autosplit.devices import Device
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.measurement import Measurement, StepShape
+from autosplit.runtime.placed import bucket_bytes
 from autosplit.runtime.tracing import Event, Move, OpCost, Trace, Tracer, Work
+from autosplit.runtime.tracking import rounded
 from autosplit.transfer import HOST
 
 __all__ = ["SimulatedRuntime", "traced_peaks"]
@@ -91,7 +93,7 @@ class SimulatedRuntime:
         self._refuse_overflow(peaks, shape)
         return peaks
 
-    def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:
+    def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:  # noqa: ARG002  # the protocol's
         """Return the time and the peaks of one optimizer step.
 
         Args:
@@ -105,10 +107,17 @@ class SimulatedRuntime:
         peaks = source.peaks()
         self._refuse_overflow(peaks, shape)
         clocks = _Clocks(self._specs)
-        for index, split in enumerate(shape.splits):
-            source.play_micro_step(clocks, split, first=index == 0)
+        for split in shape.splits:
+            source.play_micro_step(clocks, split)
             clocks.meet()
         before_s = clocks.meet()
+        if len(shape.splits) > 1:
+            # Every micro-step was traced as one that adds its gradients to earlier ones; the first has none to add to.
+            home = next(index for index, samples in enumerate(shape.splits[0]) if samples) if shape.alone else 0
+            spent_s = sum(cost.seconds(self._specs[home]) for cost in self.tracer.accumulation_costs())
+            before_s -= spent_s
+            clocks.now_s = [before_s] * len(clocks.now_s)
+            clocks.busy_s[home] -= spent_s
         source.play_update(clocks)
         seconds = clocks.meet()
         return Measurement(seconds, 0.0, peaks, tuple(clocks.busy_s), seconds - before_s)
@@ -152,9 +161,12 @@ def _spec(device: Device) -> GpuSpec:
     return device.spec
 
 
-def _followed(shape: StepShape, splits: tuple[tuple[int, ...], ...]) -> StepShape:
-    """Return the shape to trace: of many equal micro-steps the first two tell all."""
-    return StepShape(splits[:2], shape.arrangement, shape.num_ranks)
+def _followed(shape: StepShape, split: tuple[int, ...]) -> StepShape:
+    """Return the micro-step to trace for one of a step; of many, each adds to the gradients of those before."""
+    accumulates = shape.accumulates or len(shape.splits) > 1
+    # A rank is a model on one device; what its buckets hold is there all through, and is added to the peak.
+    arrangement = "balanced" if shape.arrangement == "rank" else shape.arrangement
+    return StepShape((split,), arrangement, accumulates=accumulates)
 
 
 def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
@@ -175,26 +187,25 @@ class _Whole:
         self._tracer = tracer
         self._shape = shape
         self._num_devices = len(shape.splits[0])
-        alone = shape.arrangement != "balanced"
+        alone = shape.alone
         active = [index for index, samples in enumerate(shape.splits[0]) if samples]
         self._place = active if alone else sorted({0, *active})
 
     def peaks(self) -> tuple[int, ...]:
+        buckets = rounded(bucket_bytes(self._tracer.trainee)) if self._shape.num_ranks > 1 else 0
         peaks = [0] * self._num_devices
         for index, peak_bytes in zip(self._place, self._trace(self._shape.splits[0]).peak_bytes, strict=True):
-            peaks[index] = peak_bytes
+            peaks[index] = peak_bytes + buckets
         return tuple(peaks)
 
-    def play_micro_step(self, clocks: _Clocks, split: tuple[int, ...], *, first: bool) -> None:
-        trace = self._trace(split)
-        _play(clocks, trace.first if first else trace.again, self._place)
+    def play_micro_step(self, clocks: _Clocks, split: tuple[int, ...]) -> None:
+        _play(clocks, self._trace(split).micro, self._place)
 
     def play_update(self, clocks: _Clocks) -> None:
         _play(clocks, self._trace(self._shape.splits[0]).update, self._place)
 
     def _trace(self, split: tuple[int, ...]) -> Trace:
-        short = tuple(split[index] for index in self._place)
-        return self._tracer.trace(_followed(self._shape, (short,) * len(self._shape.splits)))
+        return self._tracer.trace(_followed(self._shape, tuple(split[index] for index in self._place)))
 
 
 def _joining_costs(event: Move, nbytes: int) -> tuple[OpCost, ...]:
@@ -228,7 +239,7 @@ class _Composed:
     def fits_together(self) -> bool:
         """Tell whether every trace moves the same tensors, so that they can be laid over each other."""
         return all(
-            len(_moves(self._replica(samples).first)) == len(_moves(self._primary(split).first))
+            len(_moves(self._replica(samples).micro)) == len(_moves(self._primary(split).micro))
             for split in set(self._shape.splits)
             for samples in split[1:]
             if samples
@@ -239,10 +250,10 @@ class _Composed:
         others = [self._replica(samples).peak_bytes[1] if samples else 0 for samples in split[1:]]
         return (self._primary(split).peak_bytes[0], *others)
 
-    def play_micro_step(self, clocks: _Clocks, split: tuple[int, ...], *, first: bool) -> None:
+    def play_micro_step(self, clocks: _Clocks, split: tuple[int, ...]) -> None:
         primary = self._primary(split)
-        replicas = {index + 1: _Replica(self._replica(n).first) for index, n in enumerate(split[1:]) if n}
-        for event in primary.first if first else primary.again:
+        replicas = {index + 1: _Replica(self._replica(n).micro) for index, n in enumerate(split[1:]) if n}
+        for event in primary.micro:
             if isinstance(event, Work):
                 if event.device == 0:
                     clocks.work(0, event.seconds(clocks.specs[0]))
@@ -274,10 +285,10 @@ class _Composed:
 
     def _primary(self, split: tuple[int, ...]) -> Trace:
         short = (split[0], *_stand_ins(split))
-        return self._tracer.trace(_followed(self._shape, (short,) * len(self._shape.splits)))
+        return self._tracer.trace(_followed(self._shape, short))
 
     def _replica(self, samples: int) -> Trace:
-        return self._tracer.trace(StepShape(((0, samples),)))
+        return self._tracer.trace(StepShape(((0, samples),), updates=False))
 
 
 class _Replica:

@@ -10,7 +10,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,14 +86,12 @@ class Trace:
 
     Attributes:
         peak_bytes: The most each device held.
-        first: Events of the first micro-step.
-        again: Events of the last micro-step, whose gradients are added to those there; `first` if there is one only.
+        micro: Events of the micro-step.
         update: Events of the optimizer.
     """
 
     peak_bytes: tuple[int, ...]
-    first: tuple[Event, ...]
-    again: tuple[Event, ...]
+    micro: tuple[Event, ...]
     update: tuple[Event, ...]
 
 
@@ -222,23 +220,47 @@ class Tracer:
                 gpu_variants=like_gpu,
             )
         self._kept: dict[StepShape, Trace] = {}
-        self._has_state = False
+        self._with_gradient: list[nn.Parameter] | None = None
 
     def trace(self, shape: StepShape) -> Trace:
         """Follow one optimizer step over pretended devices; a shape is followed once.
 
         Args:
-            shape: The step, of one or two micro-steps.
+            shape: The step, of one micro-step; with `accumulates`, one that adds to gradients of earlier ones.
 
         Returns:
             The trace; peaks are not held against any capacity.
         """
         if shape not in self._kept:
-            if shape.arrangement != "eval" and not self._has_state:
-                self._run(shape)  # the optimizer's state appears in the first step, and is there in all that follow
-                self._has_state = True
+            if shape.arrangement != "eval" and self._with_gradient is None:
+                # The optimizer's state appears in the first step, and is there in all that follow.
+                self._with_gradient = []
+                self._run(replace(shape, accumulates=False, updates=True))
             self._kept[shape] = self._run(shape)
         return self._kept[shape]
+
+    def _run(self, shape: StepShape) -> Trace:
+        recorder = _Recorder()
+
+        def mark(phase: str) -> None:
+            recorder.mark(phase)
+            if phase == "update" and not self._with_gradient:
+                grads = [(p, p.grad) for p in self.trainee.parameters()]
+                self._with_gradient = [p for p, grad in grads if grad is not None and not grad.is_sparse]
+
+        held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
+        names = [f"device {index}" for index in range(len(shape.splits[0]))]
+        tracker = Tracker(names, [None] * len(names), observer=recorder)
+        with kept_rng(), _without_collector(), _without_onednn() if self.like_gpu else nullcontext():
+            peaks = run_placed(self.trainee, shape, tracker, mark, held=held)
+        self.runs += 1
+        phases = recorder.finish()
+        return Trace(peaks, _events(phases, "micro"), _events(phases, "update"))
+
+    def accumulation_costs(self) -> list[OpCost]:
+        """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
+        # Two tensors read, one written.
+        return [OpCost(0, 3 * p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
 
     def assumptions(self) -> tuple[str, ...]:
         """Return what the workload leaves open and was taken for granted, a sentence each."""
@@ -247,20 +269,10 @@ class Tracer:
         with kept_rng(), self.trainee.fake_mode or nullcontext(), torch.no_grad():
             return self.workload.assumptions(self.trainee.outputs())
 
-    def _run(self, shape: StepShape) -> Trace:
-        recorder = _Recorder()
-        names = [f"device {index}" for index in range(len(shape.splits[0]))]
-        with kept_rng(), _without_collector(), _without_onednn() if self.like_gpu else nullcontext():
-            peaks = run_placed(
-                self.trainee, shape, Tracker(names, [None] * len(names), observer=recorder), recorder.mark
-            )
-        self.runs += 1
-        phases = recorder.finish()
-        micros = [tuple(events) for name, events in phases if name == "micro"] or [
-            tuple(event for _, events in phases for event in events)
-        ]
-        update = tuple(event for name, events in phases if name == "update" for event in events)
-        return Trace(peaks, micros[0], micros[-1], update)
+
+def _events(phases: list[tuple[str, list[Event]]], wanted: str) -> tuple[Event, ...]:
+    """Return the events of a phase; a custom step that has no phases of its own is all in the first."""
+    return tuple(event for name, events in phases if name == wanted for event in events)
 
 
 @contextmanager
@@ -278,12 +290,13 @@ def _without_collector() -> Iterator[None]:
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     """Turn off what oneDNN fuses and GPUs run apart: an LSTM's memory would be several times too small."""
-    enabled = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False
+    switch: Any = torch.backends.mkldnn  # torch declares its flag as a descriptor, not as the bool that it takes
+    enabled = switch.enabled
+    switch.enabled = False
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = enabled
+        switch.enabled = enabled
 
 
 def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | None]:
@@ -306,7 +319,7 @@ def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | No
         tracer.trace(shape)
     except AutosplitError:
         raise
-    except Exception as error:  # whatever fake tensors can't do, and whatever the user's code does wrong
+    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
         failure = error
     else:
         return tracer, None

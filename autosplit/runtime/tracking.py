@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autosplit.oom import OutOfMemoryError
@@ -37,11 +38,12 @@ from autosplit.transfer import (
     deactivate_placement,
 )
 
-__all__ = ["BLOCK_BYTES", "Observer", "Tracker"]
+__all__ = ["BLOCK_BYTES", "Observer", "Tracker", "rounded"]
 
 BLOCK_BYTES = 512
 
 _PROVISIONAL = -2
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 _SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -78,8 +80,14 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the strided tensors that hold a tensor's memory."""
+def _dense_parts(tensor: Tensor) -> Iterable[Tensor]:
+    """Return the strided tensors that hold a tensor's memory."""
+    if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided:  # nearly all, and asked for at every op
+        return (tensor,)
+    return _parts_of(tensor)
+
+
+def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
     parts = _SPARSE_PARTS.get(tensor.layout)
     if parts is not None:
         for part in parts:
@@ -97,7 +105,7 @@ def _storage_key(tensor: Tensor) -> int:
     return key
 
 
-class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch declares the mode's base untyped
+class Tracker(TorchDispatchMode, Placement):
     """Count the bytes each device of a step holds, and raise where one would hold more than it may.
 
     Args:
@@ -116,7 +124,7 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
     def __init__(
         self, labels: Sequence[str], capacities: Sequence[int | None], *, observer: Observer | None = None
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         assert len(labels) == len(capacities), (labels, capacities)
         self.labels = tuple(labels)
         self.capacities = tuple(capacities)
@@ -128,11 +136,11 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
 
     def __enter__(self) -> Tracker:
         self._token = activate_placement(self)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         assert self._token is not None
         deactivate_placement(self._token)
         self._token = None
@@ -152,10 +160,8 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
 
     def device_of(self, tensor: Tensor) -> int:
         """Return the index of the device a tensor is on, `HOST` where it is on none."""
-        for part in _dense_parts(tensor):
-            held = self._held.get(_storage_key(part))
-            return held.device if held is not None and held.device >= 0 else HOST
-        return HOST
+        held = self._held_of(tensor)
+        return held.device if held is not None and held.device >= 0 else HOST
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -166,12 +172,23 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
         if func is TRANSFER_INTO_OP:
             return self._transfer_into(func, args)
         inputs = list(_tensors((*args, *kwargs.values())))
-        device = self._device_of_inputs(inputs)
+        held = [self._held_of(tensor) for tensor in inputs]
+        device, by_scalar = _device_of_inputs(inputs, held)
         outputs = func(*args, **kwargs)
+        if device >= 0 and not by_scalar:
+            for tensor, record in zip(inputs, held, strict=True):
+                if record is not None and record.device == _PROVISIONAL and tensor.dim() > 0:
+                    self._settle(tensor, device)
         self._follow(inputs, _tensors((outputs,)), device)
         if self._observer is not None and device >= 0:
             self._observer.on_op(device, func, args, kwargs, outputs)
         return outputs
+
+    def _held_of(self, tensor: Tensor) -> _Held | None:
+        """Return the record of a tensor's storage, of a sparse one's indices."""
+        for part in _dense_parts(tensor):
+            return self._held.get(_storage_key(part))
+        return None
 
     def _transfer(self, func: Any, args: Sequence[Any]) -> Tensor:
         _, source, destination, purpose = args
@@ -189,32 +206,18 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
         if self._observer is not None:
             self._observer.on_transfer(source, destination, tensor.numel() * tensor.element_size(), purpose)
 
-    def _device_of_inputs(self, inputs: list[Tensor]) -> int:
-        """Find where an op runs: where its first placed tensor is, a scalar's place counting last."""
-        scalar_device = _PROVISIONAL
-        for tensor in inputs:
-            device = self.device_of(tensor)
-            if device != HOST:
-                if tensor.dim() > 0:
-                    return device
-                scalar_device = device
-        return scalar_device
-
     def _follow(self, inputs: list[Tensor], outputs: Iterable[Tensor], device: int) -> None:
-        """Charge what an op made, and what it brought onto the device of its other inputs."""
-        if device >= 0 and any(tensor.dim() > 0 and self.device_of(tensor) == device for tensor in inputs):
-            for tensor in inputs:
-                if tensor.dim() > 0:
-                    self._settle(tensor, device)
+        """Charge what an op made; what shares an input's storage is not new."""
         input_keys: set[int] | None = None
         for output in outputs:
             for part in _dense_parts(output):
-                if _storage_key(part) in self._held:
+                key = _storage_key(part)
+                if key in self._held:
                     self._regrow(part)
                     continue
                 if input_keys is None:
                     input_keys = {_storage_key(piece) for tensor in inputs for piece in _dense_parts(tensor)}
-                if _storage_key(part) not in input_keys:
+                if key not in input_keys:
                     self._hold(part, device)
 
     def _settle(self, tensor: Tensor, device: int) -> None:
@@ -228,7 +231,7 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
     def _regrow(self, tensor: Tensor) -> None:
         """Follow a storage that an op resized in place."""
         held = self._held[_storage_key(tensor)]
-        nbytes = _rounded(tensor.untyped_storage().nbytes())
+        nbytes = rounded(tensor.untyped_storage().nbytes())
         if nbytes != held.nbytes:
             grown = nbytes - held.nbytes
             held.nbytes = nbytes
@@ -243,7 +246,7 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
             if held.device == _PROVISIONAL and device >= 0:
                 self._settle(tensor, device)
             return
-        nbytes = _rounded(storage.nbytes())
+        nbytes = rounded(storage.nbytes())
         finalizer = weakref.finalize(storage, self._release, key)
         finalizer.atexit = False
         self._held[key] = _Held(device, nbytes, finalizer)
@@ -273,5 +276,17 @@ class Tracker(TorchDispatchMode, Placement):  # type: ignore[misc]  # torch decl
             self.live_bytes[held.device] -= held.nbytes
 
 
-def _rounded(nbytes: int) -> int:
+def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[int, bool]:
+    """Find where an op runs: where its first placed tensor is. A scalar's place counts last, and is told apart."""
+    scalar_device = _PROVISIONAL
+    for tensor, record in zip(inputs, held, strict=True):
+        if record is not None and record.device >= 0:
+            if tensor.dim() > 0:
+                return record.device, False
+            scalar_device = record.device
+    return scalar_device, True
+
+
+def rounded(nbytes: int) -> int:
+    """Return what a block of so many bytes is charged."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
