@@ -261,7 +261,14 @@ def overlapped_seconds(
 
 
 def largest_fitting(
-    peak_bytes: Callable[[int], float], capacity_bytes: float, *, least: int, most: int, start: int, max_calls: int = 24
+    peak_bytes: Callable[[int], float],
+    capacity_bytes: float,
+    *,
+    least: int,
+    most: int,
+    start: int,
+    slope: float = 0.0,
+    max_calls: int = 24,
 ) -> int:
     """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n, in few calls.
 
@@ -274,6 +281,7 @@ def largest_fitting(
         least: Known or assumed to fit; returned where nothing larger does.
         most: Nothing larger is looked at.
         start: A size to begin with.
+        slope: Bytes per sample, roughly, for the second look; 0 where nothing is known of it.
         max_calls: After this many looks the largest size that was seen to fit is returned.
 
     Returns:
@@ -294,20 +302,22 @@ def largest_fitting(
         if high - low <= 1:
             break
         halvings = (high - low - 1).bit_length()  # looks that halving would take from here
-        n = (low + high) // 2 if calls_left <= halvings else _next_size(known, capacity_bytes, low, high)
+        n = (low + high) // 2 if calls_left <= halvings else _next_size(known, capacity_bytes, low, high, slope)
     return low
 
 
-def _next_size(known: dict[int, float], capacity_bytes: float, low: int, high: int) -> int:
+def _next_size(known: dict[int, float], capacity_bytes: float, low: int, high: int, hint: float) -> int:
     """Choose where to look between a size that fits and one that does not."""
     if len(known) == 1:
-        n = next(iter(known))
-        return min(max(low + 1, 2 * n if n == low else n // 2), high - 1)
+        n, bytes_at_n = next(iter(known.items()))
+        aim = n + math.floor((capacity_bytes - bytes_at_n) / hint) if hint > 0 else 2 * n if n == low else n // 2
+        return min(max(low + 1, aim), high - 1)
     # The two known sizes nearest to the capacity, for the slope there.
     (n0, y0), (n1, y1) = sorted(sorted(known.items(), key=lambda item: abs(item[1] - capacity_bytes))[:2])
     slope = (y1 - y0) / (n1 - n0)
     if slope <= 0:
-        return (low + high) // 2
+        # Flat so far: what else the step holds is still more. Not at once to the middle of what may be vast.
+        return min((low + high) // 2, max(2 * n1, low + 1))
     aim = math.floor(n1 + (capacity_bytes - y1) / slope)
     if low < aim < high:
         return aim

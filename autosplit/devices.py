@@ -334,7 +334,7 @@ def _check_count(count: int, spec: object) -> None:
 
 
 def _plain_cpu() -> Device:
-    return Device("cpu", 0, "cpu", int(_available_host_bytes() * _CPU_SHARE))
+    return Device("cpu", 0, "cpu", int(available_host_bytes() * _CPU_SHARE))
 
 
 def _cpu_piece(tail: str | None) -> tuple[Device, ...]:
@@ -425,7 +425,7 @@ def _cuda_piece(tail: str | None) -> tuple[Device, ...]:
 # ------------------------------------------------------------------------------------------------- host memory
 
 
-def _available_host_bytes(root: Path = Path("/")) -> int:
+def available_host_bytes(root: Path = Path("/")) -> int:
     """Memory that this process may still take: the kernel's figure, bounded by the cgroups around the process."""
     free_bytes = [n_bytes for n_bytes in (_meminfo_bytes(root), *_cgroup_bytes(root)) if n_bytes is not None]
     return max(0, min(free_bytes)) if free_bytes else _sysconf_bytes()

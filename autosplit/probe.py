@@ -6,6 +6,7 @@ simulated cards the trace is the truth. Nobody doubles until something breaks.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from autosplit.cost import Ceiling, Limit, MemoryFit, Role, TimeCurve, largest_fitting
-from autosplit.devices import Device, list_devices, size_text
+from autosplit.devices import Device, available_host_bytes, list_devices, size_text
 from autosplit.errors import DeviceError, InputError
 from autosplit.isolation import in_child
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
@@ -96,6 +97,7 @@ class Prober:
         elsewhere: tuple[int, ...] = (),
         accumulates: bool = False,
         start: int | None = None,
+        slope: float = 0.0,
     ) -> Ceiling:
         """Find the ceiling of one device in one role.
 
@@ -105,6 +107,7 @@ class Prober:
             elsewhere: For ``primary``, the samples of the other devices at the same time; default none.
             accumulates: Several micro-steps make a step, so that gradients are held all through the second.
             start: Where to begin to look. Default: the sample batch's size.
+            slope: Bytes per sample, roughly; 0 where nothing is known of it.
 
         Returns:
             The ceiling; 0 where not even one sample fits.
@@ -114,11 +117,14 @@ class Prober:
         capacity_bytes = self.runtime.capacities_bytes[index]
         before = Counts(self.counts.steps, self.counts.ooms)
 
-        def predicted(n: int) -> float:
+        def traced(n: int) -> float:
             return self.traced(shape_of(n))[index]
 
+        predicted = self._extended(traced)
         start = min(max(1, start or self.tracer.workload.sample_batch_size), self.max_batch_size)
-        batch_size = largest_fitting(predicted, capacity_bytes, least=0, most=self.max_batch_size, start=start)
+        batch_size = largest_fitting(
+            predicted, capacity_bytes, least=0, most=self.max_batch_size, start=start, slope=slope
+        )
         confirmed = False
         if not self.runtime.simulated and batch_size > 0:
             batch_size, peak_bytes = self._confirmed(index, shape_of, predicted, batch_size)
@@ -144,6 +150,28 @@ class Prober:
         if shape not in self._traced:
             self._traced[shape] = traced_peaks(self.tracer, shape)
         return self._traced[shape]
+
+    @functools.cached_property
+    def largest_traced(self) -> int:
+        """The largest batch that is traced: any with fake tensors; with real ones what fits a quarter of the host."""
+        if self.tracer.fake:
+            return self.max_batch_size
+        n = max(self.least_batch(), min(self.tracer.workload.sample_batch_size, self.max_batch_size))
+        fixed_bytes, bytes_per_sample = self._line(lambda size: self.traced(StepShape(((size,),)))[0], 2 * n)
+        room_bytes = available_host_bytes() / 4 - fixed_bytes
+        return max(2 * n, min(self.max_batch_size, int(room_bytes / max(1, bytes_per_sample))))
+
+    def _extended(self, traced: Callable[[int], float]) -> Callable[[int], float]:
+        """Return traced peaks, and beyond the largest batch that is traced the line through it and half of it."""
+        largest = self.largest_traced
+
+        def peak(n: int) -> float:
+            if n <= largest:
+                return traced(n)
+            half = largest // 2
+            return traced(largest) + (traced(largest) - traced(half)) / (largest - half) * (n - largest)
+
+        return peak
 
     def primary_fit(self, near: int, *, accumulates: bool) -> MemoryFit:
         """Fit device 0's peak over its own share and the whole batch, with replicas beside it.

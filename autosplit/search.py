@@ -13,10 +13,10 @@ from typing import Any
 from autosplit.errors import InputError
 from autosplit.space import Configuration, Space, Trial
 
-__all__ = ["search"]
+__all__ = ["PATIENCE", "search"]
 
-NOT_BETTER = 8
-"""Trials in a row that may bring nothing before the search ends, where their times are exact."""
+PATIENCE = 8
+"""Trials in a row that may bring nothing beyond noise before the search ends."""
 
 
 Evaluate = Callable[[int, Configuration], Trial]
@@ -29,6 +29,7 @@ def search(
     first: Sequence[Configuration],
     n_trials: int,
     seed: int,
+    patience: int = PATIENCE,
     deadline_s: float | None = None,
     storage: str | None = None,
     study_name: str = "autosplit",
@@ -42,6 +43,7 @@ def search(
         first: Tried first, in this order; what is not in the space is left out.
         n_trials: At most so many.
         seed: Of Optuna's sampler.
+        patience: Trials in a row that may bring nothing beyond noise before the search ends.
         deadline_s: `time.monotonic()` after which no trial begins; one is made in any case.
         storage: An Optuna URL to keep the study in; None keeps it in memory. What an earlier search left there guides
             the sampler; its times are of another moment, so `first` is evaluated again.
@@ -79,7 +81,7 @@ def search(
         if seen is None:
             done[configuration] = trial
             on_trial(trial)
-            if _settled(list(done.values())):
+            if _settled(list(done.values()), patience):
                 break
     return tuple(done.values())
 
@@ -154,12 +156,12 @@ def _tell(study: Any, asking: Any, trial: Trial) -> None:
         study.tell(asking, trial.samples_per_s)
 
 
-def _settled(trials: list[Trial]) -> bool:
+def _settled(trials: list[Trial], patience: int) -> bool:
     """Tell whether the last trials, more than there are neighbours to try, brought nothing beyond noise."""
     good = [trial for trial in trials if trial.samples_per_s is not None]
-    if len(trials) <= NOT_BETTER or not good:
+    if len(trials) <= patience or not good:
         return False
-    before = [trial.samples_per_s or 0.0 for trial in trials[:-NOT_BETTER]]
-    since = [trial.samples_per_s or 0.0 for trial in trials[-NOT_BETTER:]]
+    before = [trial.samples_per_s or 0.0 for trial in trials[:-patience]]
+    since = [trial.samples_per_s or 0.0 for trial in trials[-patience:]]
     noise = max(0.001, *(trial.error_share for trial in good))
     return max(since) <= max(before) * (1 + noise)

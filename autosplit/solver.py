@@ -87,18 +87,16 @@ class Solver:
         return [knee, *(c for c in ranked if c != knee)]
 
     def first_trials(self) -> list[Configuration]:
-        """Return what to try first: the answer, its neighbours, the even split, and the runners-up."""
+        """Return what to try first: the answer, its neighbours, the even split, and other numbers of micro-steps."""
         answers = self.answers()
         if not answers:
             return []
         best = answers[0]
         even = even_split(best.batch_size, 1 + len(self.space.region.replica_ceilings))[0]
         near = max(1, best.gpu0_bsz // 16)
-        neighbours = [
-            Configuration(even, best.batch_size, best.accumulation_steps),
-            *(Configuration(best.gpu0_bsz + d, best.batch_size, best.accumulation_steps) for d in (near, -near)),
-        ]
-        return [best, *answers[1:3], *neighbours, *answers[3:6]]
+        shares = (best.gpu0_bsz, best.gpu0_bsz + near, best.gpu0_bsz - near, even)
+        same_batch = [Configuration(share, best.batch_size, best.accumulation_steps) for share in shares]
+        return [*same_batch, *answers[1:6]]
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
         """Yield batch sizes with their number of micro-steps: the smallest of each number, or a geometric grid."""

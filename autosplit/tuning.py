@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from autosplit import profiles
-from autosplit.cost import Ceiling, MemoryFit, Region, StepTime, TimeCurve
+from autosplit.cost import Ceiling, MemoryFit, Region, Role, StepTime, TimeCurve
 from autosplit.errors import ProfileError
 from autosplit.isolation import in_child
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
@@ -20,7 +20,7 @@ from autosplit.probe import Prober, does_not_fit
 from autosplit.request import Request, checked_request
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
-from autosplit.search import search
+from autosplit.search import PATIENCE, search
 from autosplit.solver import RankSolver, Solver
 from autosplit.staging import Followed, Source, follow, runtime_for, workload_source
 from autosplit.space import Configuration, Space, Trial, best_trial
@@ -34,6 +34,10 @@ POINT_BUDGET_S = 0.5
 
 TRIAL_BUDGET_S = 1.0
 """Repeating one trial stops after this long."""
+
+
+EXACT_PATIENCE = 4
+"""As `search.PATIENCE`, where times are exact: the solver's answer and its neighbours tell it all."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +249,12 @@ class _Session:
         self.notes = [*notes, *followed.notes]
         self.runtime = runtime_for(request.devices, request.capacities_bytes, followed, closing)
         self.prober = Prober(self.runtime, followed.tracer, request.largest_batch, self._report)
+        if request.simulated and self.prober.largest_traced < request.largest_batch:
+            # A simulated step is a trace: what is not traced can't be run.
+            self.prober.max_batch_size = self.prober.largest_traced
+            self.notes.append(
+                f"no batch over {self.prober.max_batch_size} was looked at: real tensors fill this machine"
+            )
         self.stage = "ceilings"
         self.trials: list[Trial] = []
         self.measured: dict[int, Measurement] = {}
@@ -297,9 +307,17 @@ class _Session:
             if primary.batch_size == 0:
                 raise does_not_fit(self.prober, 0)
             return (replace(primary, role="rank"),), primary
-        ranks = tuple(self.prober.ceiling(i, "rank", accumulates=accumulates) for i in range(len(devices)))
-        self.replicas = tuple(self.prober.ceiling(i, "replica") for i in range(1, len(devices)))
+        buckets = bucket_bytes(self.prober.tracer.trainee)
+        ranks = tuple(self._like(primary, index, "rank", buckets, accumulates) for index in range(len(devices)))
+        self.replicas = tuple(self._like(primary, index, "replica", 0, False) for index in range(1, len(devices)))
         return ranks, primary
+
+    def _like(self, known: Ceiling, index: int, role: Role, more_bytes: int, accumulates: bool) -> Ceiling:
+        """Find a ceiling, beginning where another device's says that it should be."""
+        slope = known.bytes_per_sample
+        room_bytes = self.runtime.capacities_bytes[index] - known.fixed_bytes - more_bytes
+        start = max(1, int(room_bytes / slope)) if slope > 0 else None
+        return self.prober.ceiling(index, role, accumulates=accumulates, start=start, slope=slope)
 
     def _on_plain_cpu(self) -> bool:
         return self.request.kind == "cpu" and not self.request.devices[0].budgeted
@@ -309,7 +327,7 @@ class _Session:
         request = self.request
         if self.replicas:
             accumulates = request.effective_batch_size is not None
-            near = min(request.largest_batch, max(2, primary.batch_size // 2))
+            near = min(self.prober.max_batch_size, max(2, primary.batch_size // 2))
             fit = self.prober.primary_fit(near, accumulates=accumulates)
             # What a real step holds beyond its trace (a CUDA context's workspaces, fragmentation) stays with it.
             fit = replace(fit, fixed_bytes=fit.fixed_bytes + self.prober.untraced_bytes(primary))
@@ -320,7 +338,7 @@ class _Session:
             primary_capacity_bytes=self.runtime.capacities_bytes[0],
             primary_ceiling=primary.batch_size,
             replica_ceilings=tuple(ceiling.batch_size for ceiling in self.replicas),
-            max_batch_size=request.largest_batch,
+            max_batch_size=self.prober.max_batch_size,
         )
         if region.largest_batch == 0:
             raise does_not_fit(self.prober, 0)
@@ -382,6 +400,7 @@ class _Session:
             first=self.solver.first_trials(),
             n_trials=self.request.n_trials,
             seed=self.request.seed,
+            patience=EXACT_PATIENCE if self.runtime.simulated else PATIENCE,
             deadline_s=self.request.deadline_s,
             storage=self.request.storage,
             study_name=f"{self.request.name or 'autosplit'}-{self.key}",

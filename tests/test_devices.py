@@ -212,7 +212,7 @@ def test_budgets():
 
 
 def test_plain_cpu(monkeypatch):
-    monkeypatch.setattr(devices, "_available_host_bytes", lambda: 1001)
+    monkeypatch.setattr(devices, "available_host_bytes", lambda: 1001)
     for spec in ("cpu", " CPU ", torch.device("cpu"), [torch.device("cpu")], ["cpu"]):
         assert parse_devices(spec) == (Device("cpu", 0, "cpu", 800),)
     assert parse_devices("cpu")[0].label == "cpu"
@@ -469,7 +469,7 @@ MEMINFO = {"proc/meminfo": "MemTotal:  2000 kB\nMemFree: 100 kB\nMemAvailable:  
 
 
 def test_memory_without_a_cgroup(tmp_path):
-    assert devices._available_host_bytes(write(tmp_path, MEMINFO)) == 1000 * 1024
+    assert devices.available_host_bytes(write(tmp_path, MEMINFO)) == 1000 * 1024
 
 
 def test_memory_in_cgroups_of_version_2(tmp_path):
@@ -485,7 +485,7 @@ def test_memory_in_cgroups_of_version_2(tmp_path):
             "sys/fs/cgroup/a/memory.stat": "anon 1\nactive_file 3\ninactive_file 50000\n",
         },
     )
-    assert devices._available_host_bytes(root) == 500000 - 150000
+    assert devices.available_host_bytes(root) == 500000 - 150000
 
 
 def test_memory_in_cgroups_of_version_1(tmp_path):
@@ -501,20 +501,20 @@ def test_memory_in_cgroups_of_version_1(tmp_path):
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "100000\n",
         },
     )
-    assert devices._available_host_bytes(root) == 300000 - 60000
+    assert devices.available_host_bytes(root) == 300000 - 60000
 
 
 def test_memory_in_a_container_that_sees_only_its_own_cgroup(tmp_path):
     files = {"sys/fs/cgroup/memory.max": "700000", "sys/fs/cgroup/memory.current": "800000"}
     root = write(tmp_path, {**MEMINFO, "proc/self/cgroup": "0::/elsewhere/x\n", **files})
-    assert devices._available_host_bytes(root) == 0
+    assert devices.available_host_bytes(root) == 0
 
 
 def test_memory_without_proc(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": -1}.__getitem__)
-    assert devices._available_host_bytes(tmp_path) == 500 * 4096
+    assert devices.available_host_bytes(tmp_path) == 500 * 4096
     monkeypatch.delattr(os, "sysconf")
-    assert devices._available_host_bytes(tmp_path) == 4 * GIB
+    assert devices.available_host_bytes(tmp_path) == 4 * GIB
 
 
 # -------------------------------------------------------------------------------------------------------- the rest

@@ -11,7 +11,7 @@ import pytest
 
 from autosplit.cost import MemoryFit, Region
 from autosplit.errors import InputError
-from autosplit.search import NOT_BETTER, search
+from autosplit.search import PATIENCE, search
 from autosplit.space import Configuration, Space, Trial
 
 REGION = Region(MemoryFit(0.0, 1.0, 0.05), 40, 32, (48, 48), 128)
@@ -107,12 +107,12 @@ def test_nothing_is_tried_where_nothing_fits(effective):
 
 def test_ends_where_nothing_gets_better():
     trials = run(Evaluation(lambda c: 100.0), n_trials=100)
-    assert len(trials) == NOT_BETTER + 1
+    assert len(trials) == PATIENCE + 1
 
 
 def test_goes_on_while_it_gets_better():
     rising = iter(range(1, 1000))
-    assert len(run(Evaluation(lambda c: 10.0 * next(rising)), n_trials=3 * NOT_BETTER)) == 3 * NOT_BETTER
+    assert len(run(Evaluation(lambda c: 10.0 * next(rising)), n_trials=3 * PATIENCE)) == 3 * PATIENCE
 
 
 def test_a_failed_trial_is_failed_in_the_study(tmp_path):
