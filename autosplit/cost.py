@@ -297,12 +297,17 @@ def largest_fitting(
 
     low, high = least, most + 1  # low fits; high does not
     n = min(max(start, least + 1), most)
+    widths: list[int] = []
     for calls_left in reversed(range(max_calls)):
         low, high = (n, high) if look(n) else (low, n)
         if high - low <= 1:
             break
+        widths.append(high - low)
         halvings = (high - low - 1).bit_length()  # looks that halving would take from here
-        n = (low + high) // 2 if calls_left <= halvings else _next_size(known, capacity_bytes, low, high, slope)
+        # A line that does not halve what is left in three looks is no line: neither is the peak, there.
+        creeping = high in known and len(widths) > 3 and 2 * widths[-1] > widths[-4]
+        halve = calls_left <= halvings or creeping
+        n = (low + high) // 2 if halve else _next_size(known, capacity_bytes, low, high, slope)
     return low
 
 
@@ -312,14 +317,14 @@ def _next_size(known: dict[int, float], capacity_bytes: float, low: int, high: i
         n, bytes_at_n = next(iter(known.items()))
         aim = n + math.floor((capacity_bytes - bytes_at_n) / hint) if hint > 0 else 2 * n if n == low else n // 2
         return min(max(low + 1, aim), high - 1)
-    # The two known sizes nearest to the capacity, for the slope there.
-    (n0, y0), (n1, y1) = sorted(sorted(known.items(), key=lambda item: abs(item[1] - capacity_bytes))[:2])
-    slope = (y1 - y0) / (n1 - n0)
+    if low in known and high in known:
+        n0, n1 = low, high  # the chord between what fits and what does not
+    else:
+        # All fit, or none did: the line through the two nearest to the capacity.
+        n0, n1 = sorted(sorted(known, key=lambda n: abs(known[n] - capacity_bytes))[:2])
+    slope = (known[n1] - known[n0]) / (n1 - n0)
     if slope <= 0:
-        # Flat so far: what else the step holds is still more. Not at once to the middle of what may be vast.
+        # Flat so far: something else of the step holds still more. Not at once to the middle of what may be vast.
         return min((low + high) // 2, max(2 * n1, low + 1))
-    aim = math.floor(n1 + (capacity_bytes - y1) / slope)
-    if low < aim < high:
-        return aim
-    # The line says that `low` is the answer already (look right above it), or that the answer is beyond what failed.
-    return low + 1 if aim <= low else high - 1
+    aim = math.floor(n0 + (capacity_bytes - known[n0]) / slope)
+    return min(max(low + 1, aim), high - 1)

@@ -173,21 +173,24 @@ class Prober:
 
         return peak
 
-    def primary_fit(self, near: int, *, accumulates: bool) -> MemoryFit:
+    def primary_fit(self, share: int, elsewhere: int, *, accumulates: bool) -> MemoryFit:
         """Fit device 0's peak over its own share and the whole batch, with replicas beside it.
 
+        A peak bends where another moment of the step becomes the fullest, so the plane is laid where it is needed:
+        at the edge of what fits.
+
         Args:
-            near: A size at which the plane should be right: a kernel's memory may bend at small ones.
+            share: About the most that device 0 holds, at least 2.
+            elsewhere: About the most that the others hold together, at least 2.
             accumulates: See `ceiling`.
         """
-        near = max(2, near)
-        half = max(1, near // 2)
+        less, fewer = share - max(1, share // 4), elsewhere - max(1, elsewhere // 2)
 
-        def point(share: int, batch_size: int) -> tuple[int, int, int]:
-            peaks = self.traced(_balanced((share, batch_size - share), accumulates))
-            return share, batch_size, peaks[0]
+        def point(own: int, others: int) -> tuple[int, int, int]:
+            return own, own + others, self.traced(_balanced((own, others), accumulates))[0]
 
-        return MemoryFit.through(point(half, near), point(near, near + near - half), point(half, 2 * near))
+        # From one point to the second both the share and the batch grow, to the third the batch alone.
+        return MemoryFit.through(point(less, fewer), point(share, fewer), point(less, elsewhere))
 
     def curve(self, index: int, ceiling: int, *, role: Role, budget_s: float) -> TimeCurve:
         """Time one device alone on a few sizes up to a ceiling.
@@ -370,7 +373,8 @@ class Prober:
         def shape(n: int) -> StepShape:
             split = tuple(n if position == index else samples for position, samples in enumerate(others))
             if role in ("primary", "replica"):
-                return _balanced(split, accumulates)
+                # Of a replica only what it holds itself is asked for, and the optimizer is not on it.
+                return replace(_balanced(split, accumulates), updates=role == "primary" or not self.runtime.simulated)
             if role == "eval":
                 return StepShape((split,), "eval")
             return StepShape((split,) * micro_steps, "rank", num_ranks=self.num_ranks or count)

@@ -327,8 +327,10 @@ class _Session:
         request = self.request
         if self.replicas:
             accumulates = request.effective_batch_size is not None
-            near = min(self.prober.max_batch_size, max(2, primary.batch_size // 2))
-            fit = self.prober.primary_fit(near, accumulates=accumulates)
+            most = self.prober.max_batch_size
+            share = min(most, max(2, primary.batch_size))
+            others = min(most, max(2, sum(ceiling.batch_size for ceiling in self.replicas)))
+            fit = self.prober.primary_fit(share, others, accumulates=accumulates)
             # What a real step holds beyond its trace (a CUDA context's workspaces, fragmentation) stays with it.
             fit = replace(fit, fixed_bytes=fit.fixed_bytes + self.prober.untraced_bytes(primary))
         else:
@@ -524,8 +526,10 @@ class _Session:
         accumulates = best.accumulation_steps > 1
         others = tuple(ceiling.batch_size for ceiling in self.replicas)
         assert self.solver is not None
-        guess = self.solver.space.region.primary_most(best.gpu0_bsz + sum(others))
-        primary = self.prober.ceiling(0, "primary", elsewhere=others, accumulates=accumulates, start=guess)
+        slope = self.solver.space.region.primary.bytes_per_share + self.solver.space.region.primary.bytes_per_batch
+        primary = self.prober.ceiling(
+            0, "primary", elsewhere=others, accumulates=accumulates, start=max(1, best.gpu0_bsz), slope=slope
+        )
         if primary.batch_size >= best.gpu0_bsz:
             return (primary, *self.replicas)
         # Device 0 can't gather that much: the others' ceilings come down until the plan's own share fits beside them.

@@ -148,8 +148,14 @@ def traced_peaks(tracer: Tracer, shape: StepShape) -> tuple[int, ...]:
     return _source_of(tracer, shape).peaks()
 
 
+def _active(split: tuple[int, ...]) -> list[int]:
+    """Return the devices that have samples."""
+    return [index for index, samples in enumerate(split) if samples]
+
+
 def _source_of(tracer: Tracer, shape: StepShape) -> _Whole | _Composed:
-    if shape.arrangement == "balanced" and sum(1 for samples in shape.splits[0] if samples) > 1:
+    # Over two devices device 0's trace is the whole step.
+    if shape.arrangement == "balanced" and len({0, *_active(shape.splits[0])}) > 2:
         composed = _Composed(tracer, shape)
         if composed.fits_together():
             return composed
@@ -166,7 +172,7 @@ def _followed(shape: StepShape, split: tuple[int, ...]) -> StepShape:
     accumulates = shape.accumulates or len(shape.splits) > 1
     # A rank is a model on one device; what its buckets hold is there all through, and is added to the peak.
     arrangement = "balanced" if shape.arrangement == "rank" else shape.arrangement
-    return StepShape((split,), arrangement, accumulates=accumulates)
+    return StepShape((split,), arrangement, accumulates=accumulates, updates=shape.updates)
 
 
 def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
@@ -188,7 +194,7 @@ class _Whole:
         self._shape = shape
         self._num_devices = len(shape.splits[0])
         alone = shape.alone
-        active = [index for index, samples in enumerate(shape.splits[0]) if samples]
+        active = _active(shape.splits[0])
         self._place = active if alone else sorted({0, *active})
 
     def peaks(self) -> tuple[int, ...]:
