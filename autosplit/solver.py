@@ -140,6 +140,9 @@ class RankSolver:
         update_s: The optimizer.
         effective_batch_size: Samples per optimizer step; None for one micro-step of any size.
         max_batch_size: The most samples per forward, over all ranks.
+        adds_up: The ranks share one processor, so that their times add.
+        least_batch: The fewest samples that a rank can train on.
+        accumulates: False where an optimizer step has to be a single forward.
     """
 
     def __init__(
@@ -152,7 +155,11 @@ class RankSolver:
         effective_batch_size: int | None,
         max_batch_size: int,
         adds_up: bool,
+        least_batch: int = 1,
+        accumulates: bool = True,
     ) -> None:
+        self.least_batch = least_batch
+        self.accumulates = accumulates
         self.curves = curves
         self.ceilings = ceilings
         self.all_reduce_s = all_reduce_s
@@ -175,18 +182,20 @@ class RankSolver:
 
     def _sizes(self) -> list[int]:
         most = min(sum(self.ceilings), self.max_batch_size)
-        least = len(self.curves)
-        if min(self.ceilings) < 1 or most < least:
+        least = len(self.curves) * self.least_batch
+        if min(self.ceilings) < self.least_batch or most < least:
             return []
         if self.effective_batch_size is None:
             return [size for size in geometric(most) if size >= least]
         fewest = accumulation_steps(self.effective_batch_size, most)
+        if not self.accumulates:
+            return [self.effective_batch_size] if fewest == 1 and self.effective_batch_size >= least else []
         sizes = {-(-self.effective_batch_size // steps) for steps in range(fewest, fewest + MOST_STEPS)}
         return sorted(size for size in sizes if size >= least)
 
     def _at(self, batch_size: int) -> RankAnswer:
         total = batch_size if self.effective_batch_size is None else self.effective_batch_size
-        floors = (1,) * len(self.curves)
+        floors = (self.least_batch,) * len(self.curves)
         split = fastest_split(batch_size, self.curves, self.ceilings, floors)
         sizes = micro_batch_sizes(total, batch_size)
         times = [curve(samples) for curve, samples in zip(self.curves, split, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from autosplit.plan import Plan
 __all__ = ["setup"]
 
 PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
+
+_GROUPS = itertools.count()
+"""Numbers the groups that this process made; every rank makes the same ones, so the numbers agree."""
 
 
 @contextmanager
@@ -157,15 +161,21 @@ def _process_group(place: _Place, backend: str) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    if place.world_size == 1:  # nobody to meet, so neither address nor port is needed
-        store = dist.HashStore()  # type: ignore[attr-defined]  # documented there, and not re-exported by name
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    else:
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size)
+    store = _meeting_place(place.world_size)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _meeting_place(world_size: int) -> dist.Store:
+    """Return the store through which the ranks find each other."""
+    if world_size == 1:  # nobody to meet, so neither address nor port is needed
+        return dist.HashStore()  # type: ignore[attr-defined,no-any-return]  # documented there, not re-exported by name
+    store, _, _ = next(dist.rendezvous("env://"))
+    # Torchrun keeps one store for the whole job: what an earlier group left in it would mislead this one.
+    return dist.PrefixStore(f"autosplit/{next(_GROUPS)}", store)
 
 
 def _agree_on(plan: Plan, rank: int) -> None:

@@ -1,0 +1,227 @@
+"""Put a plan together from what was measured and found: values in, a value out. Nothing is run here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autosplit.cost import Ceiling, StepTime, TimeCurve
+from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
+from autosplit.request import Request
+from autosplit.solver import RankSolver
+from autosplit.space import Trial
+from autosplit.workload import Workload
+
+__all__ = ["Answer", "Subject", "assembled", "lone_rank", "rank_answer", "solved_ranks"]
+
+DDP_NOTE = (
+    "strategy 'ddp': samples/s and memory are predicted from each device's own measurements, and no step of all ranks "
+    "together was run; the split holds the ranks' batch sizes, which autosplit.ddp.setup() loads"
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a plan is for.
+
+    Attributes:
+        request: What was asked for.
+        workload: What is trained.
+        machine: The kind of machine, by `profiles.machine_of`.
+        described: The workload, by `profiles.workload_of`.
+    """
+
+    request: Request
+    workload: Workload
+    machine: dict[str, Any]
+    described: dict[str, Any]
+
+    @property
+    def may_accumulate(self) -> bool:
+        """Whether an optimizer step may have several micro-steps: custom steps and losses over a batch forbid it."""
+        return self.workload.step is None and self.workload.loss_scope == "sample"
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether steps of several micro-steps are looked at."""
+        return self.may_accumulate and self.request.effective_batch_size is not None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found.
+
+    Attributes:
+        split: Samples per device in one forward.
+        accumulation_steps: Forwards per optimizer step.
+        samples_per_s: Throughput of whole optimizer steps.
+        peak_bytes: The most each device holds.
+        ceilings: Of each device, all at once.
+        curves: Each device's time.
+        ddp: The answer for DistributedDataParallel.
+        even_samples_per_s: Of the even split; None where it is not known.
+    """
+
+    split: tuple[int, ...]
+    accumulation_steps: int
+    samples_per_s: float
+    peak_bytes: tuple[int, ...]
+    ceilings: tuple[Ceiling, ...]
+    curves: tuple[TimeCurve, ...]
+    ddp: DdpPlan
+    even_samples_per_s: float | None = None
+
+
+def assembled(
+    subject: Subject,
+    answer: Answer,
+    *,
+    trials: tuple[Trial, ...] = (),
+    notes: tuple[str, ...] = (),
+    real_steps: int = 0,
+    real_ooms: int = 0,
+) -> Plan:
+    """Make the plan.
+
+    Args:
+        subject: What it is for.
+        answer: What was found.
+        trials: What the search tried.
+        notes: What was assumed or could not be done.
+        real_steps: Training steps that were run.
+        real_ooms: How many of them ran out of memory.
+    """
+    request, workload = subject.request, subject.workload
+    batch_size = sum(answer.split)
+    return Plan(
+        split=answer.split,
+        gpu0_bsz=answer.split[0],
+        batch_size=batch_size,
+        accumulation_steps=answer.accumulation_steps,
+        effective_batch_size=request.effective_batch_size or batch_size,
+        samples_per_s=answer.samples_per_s,
+        even_samples_per_s=answer.even_samples_per_s,
+        ceilings=tuple(ceiling.batch_size for ceiling in answer.ceilings),
+        devices=tuple(_device(request, answer, position) for position in range(len(request.devices))),
+        trials=trials,
+        ddp=answer.ddp,
+        precision=workload.precision or "none",
+        simulated=request.simulated,
+        batch_dim=workload.batch_dim,
+        loss_reduction=workload.loss_reduction,
+        machine=subject.machine,
+        workload=subject.described,
+        notes=notes,
+        real_steps=real_steps,
+        real_ooms=real_ooms,
+    )
+
+
+def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
+    device, share = request.devices[position], answer.split[position]
+    return PlanDevice(
+        label=device.label,
+        kind=device.kind,
+        index=device.index,
+        name=device.name,
+        memory_bytes=device.capacity_bytes,
+        capacity_bytes=request.capacities_bytes[position],
+        budgeted=device.budgeted,
+        share=share,
+        peak_bytes=answer.peak_bytes[position],
+        busy_s=answer.curves[position](share),
+        ceiling=answer.ceilings[position],
+        uuid=device.uuid,
+        driver=device.driver,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- DDP
+
+
+def lone_rank(rank: Ceiling, best: Trial) -> DdpPlan:
+    """Return the answer for a single rank: a plain model on one device, which is what the search measured."""
+    assert best.samples_per_s is not None
+    peak_bytes = best.peak_bytes[0]
+    settings = RankSettings(0, rank.device, best.batch_size, best.accumulation_steps, rank, peak_bytes)
+    return DdpPlan((settings,), best.samples_per_s)
+
+
+def solved_ranks(
+    subject: Subject, ranks: tuple[Ceiling, ...], step_time: StepTime, *, all_reduce_s: float, least_batch: int
+) -> DdpPlan:
+    """Solve DDP's batch sizes.
+
+    Args:
+        subject: What they are for.
+        ranks: Each device's ceiling as a rank.
+        step_time: The devices' curves, and the optimizer's time.
+        all_reduce_s: The all-reduce of the gradients alone.
+        least_batch: The fewest samples that a rank can train on.
+
+    Returns:
+        The answer, or why there is none.
+    """
+    why_not = _why_no_ranks(subject, ranks, least_batch)
+    if why_not is not None:
+        return DdpPlan((), 0.0, why_not)
+    request = subject.request
+    answer = RankSolver(
+        step_time.curves,
+        tuple(rank.batch_size for rank in ranks),
+        all_reduce_s=all_reduce_s,
+        update_s=step_time.update_s,
+        effective_batch_size=request.effective_batch_size,
+        max_batch_size=request.largest_batch,
+        adds_up=step_time.adds_up,
+        least_batch=least_batch,
+        accumulates=subject.may_accumulate,
+    ).answer()
+    if answer is None:
+        return DdpPlan((), 0.0, _why_no_answer(subject, ranks, least_batch))
+    settings = tuple(
+        RankSettings(
+            rank=index,
+            device=ceiling.device,
+            batch_size=samples,
+            accumulation_steps=answer.accumulation_steps,
+            ceiling=ceiling,
+            # The line is laid near the ceiling: below, another moment of the step may be the fullest, but no fuller.
+            peak_bytes=max(0, min(ceiling.peak_bytes, ceiling.fixed_bytes + ceiling.bytes_per_sample * samples)),
+        )
+        for index, (ceiling, samples) in enumerate(zip(ranks, answer.batch_sizes, strict=True))
+    )
+    return DdpPlan(settings, answer.samples_per_s)
+
+
+def _why_no_ranks(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int) -> str | None:
+    if subject.workload.loss_scope == "batch" and len(ranks) > 1:
+        return (
+            "loss_scope='batch': a DDP rank's loss would see its own samples alone; gather the ranks' embeddings in "
+            "the loss, and give the ranks' batches yourself"
+        )
+    small = [rank.device for rank in ranks if rank.batch_size < least_batch]
+    if small:
+        return f"{', '.join(small)} can't hold a DDP rank: parameters, gradients and optimizer state"
+    return None
+
+
+def _why_no_answer(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int) -> str:
+    effective, held = subject.request.effective_batch_size, sum(rank.batch_size for rank in ranks)
+    if effective is not None and not subject.may_accumulate and held < effective:
+        return f"the ranks hold {held} samples together, fewer than the {effective} of a step that can't be accumulated"
+    return f"{len(ranks)} ranks need a batch of at least {len(ranks) * least_batch} samples"
+
+
+def rank_answer(ddp: DdpPlan, curves: tuple[TimeCurve, ...]) -> Answer:
+    """Return DDP's answer as the plan's own: its split holds the ranks' batch sizes."""
+    assert ddp.ranks, ddp
+    return Answer(
+        split=tuple(rank.batch_size for rank in ddp.ranks),
+        accumulation_steps=ddp.ranks[0].accumulation_steps,
+        samples_per_s=ddp.samples_per_s,
+        peak_bytes=tuple(rank.peak_bytes for rank in ddp.ranks),
+        ceilings=tuple(rank.ceiling for rank in ddp.ranks),
+        curves=curves,
+        ddp=ddp,
+    )

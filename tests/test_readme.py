@@ -1,0 +1,83 @@
+"""The README's commands run, and say what the README says they do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line]
+INSTALLING = [command for command in COMMANDS if command.startswith("pip install")]
+QUICK = {"python -m autosplit devices", "python -m autosplit show"}
+
+
+def run(command: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Run a README command as a newcomer would, from the top of the project."""
+    words = command.split()
+    assert words[0] == "python", command
+    environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "2"}
+    return subprocess.run(
+        [sys.executable, *words[1:]],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def test_the_first_two_commands_do_everything() -> None:
+    assert (
+        INSTALLING
+        == COMMANDS[:2]
+        == [
+            "pip install -c constraints.txt -e . && python -m autosplit tune examples/char_gpt.py",
+            'pip install -c constraints.txt -e ".[test]" && python -m pytest',
+        ]
+    )
+
+
+@pytest.mark.parametrize("command", INSTALLING)
+def test_ci_runs_the_installing_commands_to_the_letter(command: str) -> None:
+    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", sorted(QUICK))
+def test_quick_commands_run(command: str, tmp_path: Path) -> None:
+    assert command in COMMANDS
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in QUICK and c not in INSTALLING])
+def test_long_commands_run(command: str, tmp_path: Path) -> None:
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_table_is_what_the_command_prints(tmp_path: Path) -> None:
+    """A README that shows figures nobody gets is worse than none; simulated ones are the same everywhere."""
+    command = next(c for c in COMMANDS if "sim:" in c)
+    shown = README.split(command)[1].split("```\n")[2]
+    printed = run(command, tmp_path).stdout
+    for line in shown.splitlines():
+        assert line.rstrip() in [printed_line.rstrip() for printed_line in printed.splitlines()], line
+
+
+def test_the_files_it_names_exist() -> None:
+    named = set(re.findall(r"(?:examples|autosplit)/[\w/]+\.\w+|[A-Z]+\.md", README))
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
