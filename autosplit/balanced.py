@@ -7,10 +7,7 @@ through a replica per device inside one (so that each device's copies are accoun
 
 from __future__ import annotations
 
-import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -20,16 +17,16 @@ from torch import Tensor, nn
 from autosplit.batches import (
     batch_size_of,
     chunk,
-    is_namedtuple,
     leaves_of,
     map_tensors,
-    rebuilt,
     unmarked,
 )
 from autosplit.errors import DeviceError, InputError, WorkloadError
+from autosplit.gathering import Gathering, Link, PlacedLink
 from autosplit.oom import OutOfMemoryError
+from autosplit.replicas import copy_buffers, kept_buffers, replicate_placed, with_autocast
 from autosplit.split import cap_split, even_split, proportional_split, split_from_gpu0
-from autosplit.transfer import Placement, active_placement, adopt_module, transfer, transfer_into
+from autosplit.transfer import Placement, active_placement, adopt_module, transfer
 
 __all__ = ["BalancedDataParallel", "Reduce", "data_parallel"]
 
@@ -185,10 +182,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             outputs = self._run_on_gpus(active, chunks)
         elif (placement := active_placement()) is not None:
             outputs = self._run_placed(placement, active, chunks)
-            return _Gathering(self.dim, weights, _PlacedLink(tuple(active))).join(outputs)
+            return Gathering(self.dim, weights, PlacedLink(tuple(active))).join(outputs)
         else:
             outputs = self._run_in_turn(chunks)
-        return _Gathering(self.dim, weights, _Link(torch.device(self.output_device))).join(outputs)
+        return Gathering(self.dim, weights, Link(torch.device(self.output_device))).join(outputs)
 
     def _check_module_device(self) -> None:
         home = self.devices[0]
@@ -216,7 +213,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         """Run the chunks through the one module; buffers keep what the first of them leaves, as on GPUs."""
         outputs = [self.module(*chunks[0][0], **chunks[0][1])]
         for args, kwargs in chunks[1:]:
-            with _kept_buffers(self.module):
+            with kept_buffers(self.module):
                 outputs.append(self.module(*args, **kwargs))
         return outputs
 
@@ -228,10 +225,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         ]
         if active == [0]:
             return [self.module(*placed[0][0], **placed[0][1])]
-        replicas = _replicate_placed(self.module, active)
+        replicas = replicate_placed(self.module, active)
         outputs = [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, placed, strict=True)]
         if active[0] != 0:
-            _copy_buffers(replicas[0], self.module, lambda tensor: transfer(tensor, active[0], 0, "buffer"))
+            copy_buffers(replicas[0], self.module, lambda tensor: transfer(tensor, active[0], 0, "buffer"))
         return outputs
 
     def _run_on_gpus(self, active: list[int], chunks: list[Any]) -> list[Any]:
@@ -248,7 +245,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         replicas = replicas if active[0] == 0 else replicas[1:]
         try:
             outputs = nn.parallel.parallel_apply(
-                [_with_autocast(replica) for replica in replicas],  # type: ignore[misc]  # it only calls them
+                [with_autocast(replica) for replica in replicas],  # type: ignore[misc]  # it only calls them
                 [args for args, _ in moved],
                 [kwargs for _, kwargs in moved],
                 devices,
@@ -257,7 +254,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             message = str(error)
         else:
             if active[0] != 0:
-                _copy_buffers(replicas[0], self.module, lambda tensor: tensor.to(self.devices[0]))
+                copy_buffers(replicas[0], self.module, lambda tensor: tensor.to(self.devices[0]))
             return list(outputs)
         # Raised outside the except block: its traceback would pin the replica's tensors.
         raise _named_oom(message, devices, chunks, self.dim)
@@ -382,139 +379,6 @@ def _named_oom(message: str, devices: list[torch.device], chunks: list[Any], dim
     return OutOfMemoryError(message)
 
 
-# Replicas
-
-
-def _with_autocast(replica: nn.Module) -> Callable[..., Any]:
-    """Carry autocast's dtype into the replica's thread; torch carries only whether it is on."""
-    if not torch.is_autocast_enabled("cuda"):
-        return replica
-    dtype, cached = torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cuda", dtype=dtype, cache_enabled=cached):
-            return replica(*args, **kwargs)
-
-    return run
-
-
-class _Broadcast(torch.autograd.Function):
-    """Parameters of the first device to each active one; gradients come back in one node, as torch's do.
-
-    No gradient reaches `.grad` before all replicas have finished: their sum stands beside the first replica's
-    own gradients, and beside `.grad` while accumulating (torch nn/parallel/_functions.py, Broadcast).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, devices: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # a parameter that no replica used keeps a gradient of None
-        ctx.devices, ctx.num_tensors = devices, len(tensors)
-        copies = [[_broadcast_one(tensor, device) for device in devices] for tensor in tensors]
-        fixed = [
-            copy
-            for tensor_copies, needed in zip(copies, ctx.needs_input_grad[1:], strict=True)
-            if not needed
-            for copy in tensor_copies
-        ]
-        ctx.mark_non_differentiable(*fixed)
-        return tuple(copy for tensor_copies in copies for copy in tensor_copies)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        count = len(ctx.devices)
-        sums = [_sum_on_first(grads[i * count : (i + 1) * count], ctx.devices) for i in range(ctx.num_tensors)]
-        return (None, *sums)
-
-
-def _broadcast_one(tensor: Tensor, device: int) -> Tensor:
-    return tensor.view_as(tensor) if device == 0 else transfer(tensor.detach(), 0, device, "parameter")
-
-
-def _sum_on_first(grads: Sequence[Tensor | None], devices: tuple[int, ...]) -> Tensor | None:
-    total: Tensor | None = None
-    owned = False  # a sum of ours is added to in place; the first replica's gradient is autograd's
-    for grad, device in zip(grads, devices, strict=True):
-        if grad is None:
-            continue
-        here = grad if device == 0 else transfer(grad, device, 0, "gradient")
-        if total is None:
-            total, owned = here, device != 0
-        else:
-            total, owned = total.add_(here) if owned else total + here, True
-        del here  # before the next one comes
-    return total
-
-
-def _replicate_placed(module: nn.Module, devices: list[int]) -> list[nn.Module]:
-    """Build a replica of the module on each device, by the protocol that nn.DataParallel's replicas follow."""
-    spread = _unique((*module.parameters(), *module.buffers()))
-    moving = [tensor for tensor in spread if _may_have_gradient(tensor)]
-    copies = _Broadcast.apply(tuple(devices), *moving) if moving else ()  # type: ignore[no-untyped-call]
-    tables = [
-        {id(tensor): copies[i * len(devices) + position] for i, tensor in enumerate(moving)}
-        for position in range(len(devices))
-    ]
-    for tensor in spread:
-        if id(tensor) in tables[0]:
-            continue
-        purpose = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"  # an integer parameter has no gradient
-        for table, device in zip(tables, devices, strict=True):
-            table[id(tensor)] = tensor if device == 0 else transfer(tensor.detach(), 0, device, purpose)
-    return [_replica(module, table) for table in tables]
-
-
-def _may_have_gradient(tensor: Tensor) -> bool:
-    differentiable = tensor.is_floating_point() or tensor.is_complex()
-    return differentiable and (isinstance(tensor, nn.Parameter) or tensor.requires_grad)
-
-
-def _unique(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _replica(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
-    """Copy a module's structure around tensors that are given, tied ones staying tied."""
-    twins: dict[int, nn.Module] = {id(part): part._replicate_for_data_parallel() for part in module.modules()}
-    for part in module.modules():
-        twin = twins[id(part)]
-        for name, child in part._modules.items():
-            twin._modules[name] = None if child is None else twins[id(child)]
-        for name, parameter in part._parameters.items():
-            if parameter is None:
-                twin._parameters[name] = None
-            else:
-                # A plain attribute, not a parameter: it is no leaf. RNNs refresh their flat weights on this.
-                setattr(twin, name, table[id(parameter)])
-        for name, buffer in part._buffers.items():
-            twin._buffers[name] = None if buffer is None else table[id(buffer)]
-    return twins[id(module)]
-
-
-@contextmanager
-def _kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Let a chunk run on copies of the module's buffers, so that only the first chunk moves them."""
-    slots = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
-    copies: dict[int, Tensor] = {}
-    for part, name, buffer in slots:
-        if module.training and buffer is not None and not buffer.requires_grad:
-            part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
-    try:
-        yield
-    finally:
-        for part, name, buffer in slots:
-            part._buffers[name] = buffer
-
-
-def _copy_buffers(replica: nn.Module, module: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
-    """Bring the buffers a replica moved back to the module: the first device had no samples to move them with."""
-    if not module.training:
-        return
-    with torch.no_grad():
-        for ours, theirs in zip(module.buffers(), replica.buffers(), strict=True):
-            if not ours.requires_grad:
-                ours.copy_(move(theirs))
-
-
 def _sent(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
@@ -522,162 +386,3 @@ def _sent(device: torch.device, tensor: Tensor) -> Tensor:
 def _moved(placement: Placement, device: int, tensor: Tensor) -> Tensor:
     source = placement.device_of(tensor)
     return tensor if source == device else transfer(tensor, source, device, "input")
-
-
-# Gathering
-
-
-class _GatherPlaced(torch.autograd.Function):
-    """Concatenate the devices' outputs on the first: one block of the whole size, filled chunk by chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, devices: tuple[int, ...], dim: int, *tensors: Tensor) -> Tensor:
-        ctx.devices, ctx.dim, ctx.sizes = devices, dim, [tensor.size(dim) for tensor in tensors]
-        shape = list(tensors[0].shape)
-        shape[dim] = sum(ctx.sizes)
-        placement = active_placement()
-        assert placement is not None
-        # Not new_empty: that would be on the device of its first argument.
-        whole = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
-        placement.adopt(whole, 0)
-        start = 0
-        for tensor, device, size in zip(tensors, devices, ctx.sizes, strict=True):
-            block = whole.narrow(dim, start, size)
-            if device == 0:
-                block.copy_(tensor)
-            else:
-                transfer_into(block, tensor, device, 0, "output")
-            start += size
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pieces = grad.split(ctx.sizes, ctx.dim)
-        moved = [
-            piece if device == 0 else transfer(piece, 0, device, "output")
-            for piece, device in zip(pieces, ctx.devices, strict=True)
-        ]
-        return (None, None, *moved)
-
-
-@dataclasses.dataclass(frozen=True)
-class _PlacedLink:
-    """Brings outputs to the first device inside a placement."""
-
-    devices: tuple[int, ...]
-
-    def bring(self, tensor: Tensor, position: int) -> Tensor:
-        device = self.devices[position]
-        return tensor if device == 0 else transfer(tensor, device, 0, "scalar")
-
-    def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
-        if self.devices == (0,):
-            return tensors[0]
-        gathered: Tensor = _GatherPlaced.apply(self.devices, dim, *tensors)  # type: ignore[no-untyped-call]
-        return gathered
-
-
-@dataclasses.dataclass(frozen=True)
-class _Link:
-    """Brings outputs to the output device: torch's gather on GPUs, nothing but `cat` on the CPU."""
-
-    output_device: torch.device
-
-    def bring(self, tensor: Tensor, position: int) -> Tensor:  # noqa: ARG002  # the placed link needs it
-        return tensor.to(self.output_device)
-
-    def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
-        if self.output_device.type == "cuda":
-            gathered: Tensor = nn.parallel.gather(tensors, self.output_device, dim)
-            return gathered
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gathering:
-    """Put the outputs of the replicas together, keeping the types of what holds them."""
-
-    dim: int
-    weights: list[float]
-    link: _Link | _PlacedLink
-
-    def join(self, outputs: list[Any]) -> Any:
-        """Join outputs of one structure, one per active device."""
-        first = outputs[0]
-        if any(type(output) is not type(first) for output in outputs):
-            raise _cannot_join("types", [type(output).__name__ for output in outputs])
-        if isinstance(first, Tensor):
-            return self._join_tensors(outputs)
-        if isinstance(first, (Mapping, UserDict)):
-            return self._join_keyed(first, [dict(output.items()) for output in outputs])
-        if dataclasses.is_dataclass(first) and not isinstance(first, type):
-            names = [field.name for field in dataclasses.fields(first)]
-            return self._join_keyed(first, [{name: getattr(output, name) for name in names} for output in outputs])
-        if isinstance(first, (tuple, list)):
-            if len({len(output) for output in outputs}) != 1:
-                raise _cannot_join("lengths", [len(output) for output in outputs])
-            items = [self.join(list(column)) for column in zip(*outputs, strict=True)]
-            return type(first)(*items) if is_namedtuple(first) else type(first)(items)
-        return self._join_plain(outputs)
-
-    def _join_keyed(self, first: Any, outputs: list[dict[Any, Any]]) -> Any:
-        if any(output.keys() != outputs[0].keys() for output in outputs):
-            raise _cannot_join("keys", [list(output) for output in outputs])
-        return rebuilt(first, {key: self.join([output[key] for output in outputs]) for key in outputs[0]})
-
-    def _join_tensors(self, tensors: list[Tensor]) -> Tensor:
-        if tensors[0].dim() > 0:
-            return self._concatenated(tensors)
-        brought = [self.link.bring(tensor, position) for position, tensor in enumerate(tensors)]
-        if brought[0].dtype == torch.bool:
-            return torch.stack(brought).all()
-        if not (brought[0].is_floating_point() or brought[0].is_complex()):
-            return torch.stack(brought).sum()
-        weighted = [
-            tensor if weight == 1.0 else tensor * weight for tensor, weight in zip(brought, self.weights, strict=True)
-        ]
-        total = weighted[0]
-        for tensor in weighted[1:]:
-            total = total + tensor
-        return total
-
-    def _concatenated(self, tensors: list[Tensor]) -> Tensor:
-        if tensors[0].dim() <= self.dim:
-            raise WorkloadError(
-                f"an output of the replicas has the shape {tuple(tensors[0].shape)}; expected one with a dimension "
-                f"{self.dim}, along which the batch is split; give it that dimension, or return a scalar"
-            )
-        shapes = {tuple(s for d, s in enumerate(tensor.shape) if d != self.dim % tensor.dim()) for tensor in tensors}
-        if len(shapes) != 1:
-            raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors])
-        return self.link.concatenate(tensors, self.dim)
-
-    def _join_plain(self, values: list[Any]) -> Any:
-        # By type, never by whether the values happen to agree: two counts of 3 are 6, as 3 and 4 are 7.
-        first = values[0]
-        if isinstance(first, bool):
-            return all(values)
-        if isinstance(first, int):
-            return sum(values)
-        if isinstance(first, float):
-            return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
-        if all(_is_same(value, first) for value in values):
-            return first
-        raise _cannot_join("values", values)
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if value is other:
-        return True
-    try:
-        return bool(value == other)
-    except (TypeError, ValueError):  # an array compares element by element, and is neither true nor false
-        return False
-
-
-def _cannot_join(what: str, values: list[Any]) -> WorkloadError:
-    shown = " ".join(f"{values}"[:200].split())  # arrays and texts of many lines, too, on one
-    return WorkloadError(
-        f"the replicas' outputs have different {what}: {shown}; expected the same from each; "
-        "return per-sample tensors of one shape, or combine them inside the module"
-    )

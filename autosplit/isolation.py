@@ -30,10 +30,10 @@ def in_child(function: Callable[..., T], *args: Any) -> T:
     """
     try:
         pickle.dumps((function, args))
-    except Exception as error:  # pickling runs the objects' own code, which may raise anything
+    except Exception as error:  # noqa: BLE001  # pickling runs the objects' own code, which may raise anything
         raise InputError(
-            f"isolate=True and the workload can't be pickled ({type(error).__name__}: {error}); expected a workload made "
-            "of importable functions and classes; define them in a module, or leave isolate out"
+            f"isolate=True and the workload can't be pickled ({type(error).__name__}: {error}); expected a workload "
+            "made of importable functions and classes; define them in a module, or leave isolate out"
         ) from None
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:

@@ -70,7 +70,7 @@ class Prober:
     runtime: Runtime
     tracer: Tracer
     max_batch_size: int
-    report: Callable[[str], None] = lambda message: None
+    report: Callable[[str], None] = lambda _message: None
     num_ranks: int = 0
     exact: bool = False
     deadline_s: float | None = None
@@ -79,7 +79,7 @@ class Prober:
     _measured: dict[StepShape, Measurement] = field(default_factory=dict)
 
     def least_batch(self) -> int:
-        """Return the smallest share that a device can train on: 2 where a BatchNorm sees one value per sample, else 1."""
+        """Return the smallest share that a device trains on: 2 where a BatchNorm sees one value per sample, else 1."""
         try:
             self.traced(StepShape(((1,),)))
         except ValueError as error:
@@ -305,8 +305,8 @@ class Prober:
         for index, peak_bytes in enumerate(peaks):
             if peak_bytes > self.runtime.capacities_bytes[index]:
                 raise OutOfMemoryError(
-                    f"{devices[index].label} would hold {peak_bytes} bytes with {shape.splits[0][index]} samples and may "
-                    f"hold {self.runtime.capacities_bytes[index]}; give it fewer samples",
+                    f"{devices[index].label} would hold {peak_bytes} bytes with {shape.splits[0][index]} samples and "
+                    f"may hold {self.runtime.capacities_bytes[index]}; give it fewer samples",
                     device=devices[index].label,
                     device_index=index,
                     requested_bytes=peak_bytes,
@@ -314,11 +314,14 @@ class Prober:
                 )
         return peaks
 
-    def until_it_stops_paying(self) -> tuple[TimeCurve, Ceiling]:
+    def until_it_stops_paying(self, needed: int = 0) -> tuple[TimeCurve, Ceiling]:
         """Time growing batches on a plain CPU, whose memory is predicted and never filled.
 
         The batch doubles until that gains less than `KNEE_GAIN` of throughput, or a step takes longer than
         `LONGEST_STEP_S`, or the next would not fit.
+
+        Args:
+            needed: So many samples have to run at once, whether that pays or not.
 
         Returns:
             The curve, and the largest size that ran, as the ceiling.
@@ -339,7 +342,8 @@ class Prober:
             self.report(f"{self.runtime.devices[0].label}: time of {n} samples")
             measured = self.measured(shape, budget_s=0.5)
             points.append((n, max(1e-9, measured.seconds - measured.update_s)))
-            if measured.seconds > LONGEST_STEP_S or _stops_paying(points) or n == self.max_batch_size:
+            enough = measured.seconds > LONGEST_STEP_S or _stops_paying(points)
+            if n == self.max_batch_size or (enough and n >= needed):
                 limit = "max_batch_size" if n == self.max_batch_size else "time"
                 break
             n = min(2 * n, self.max_batch_size)
@@ -392,7 +396,7 @@ class Prober:
     def _confirmed(
         self, index: int, shape_of: Callable[[int], StepShape], predicted: Callable[[int], float], guess: int
     ) -> tuple[int, int]:
-        """Run the predicted ceiling for real; step up while there is room, shrink by the refitted model where there is none.
+        """Run the predicted ceiling for real; step up while there is room, shrink by the refitted model if not.
 
         Returns:
             The largest size that ran, and its peak; 0 and 0 where none did.
@@ -437,7 +441,7 @@ class Prober:
         return _shifted(predicted, y1 - predicted(n1))
 
     def _refitted(self, model: Callable[[int], float], capacity_bytes: int, low: int, high: int, start: int) -> int:
-        """Return the largest size between what ran and what did not that the model says fits; at least the next to try."""
+        """Return the largest size, between what ran and what did not, that fits by the model; the next to try."""
         if high - low <= 1:
             return low
         return largest_fitting(
@@ -509,7 +513,7 @@ def _ceiling_of(source: Source, request: Request, role: Role, exact: bool) -> Ce
         # Somebody has to be device 0: one like it, that may hold anything.
         devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
     with kept_rng(), ExitStack() as closing:
-        followed = follow(source, devices)
+        followed = follow(source, devices, closing)
         runtime = runtime_for(devices, capacities_bytes, followed, closing)
         prober = Prober(
             runtime,

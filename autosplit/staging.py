@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-
 
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
@@ -19,7 +18,7 @@ from autosplit.runtime.measurement import Runtime
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracing import Tracer, make_tracer
 from autosplit.trainee import built_without_memory, fake_mode, training_copy
-from autosplit.workload import Workload
+from autosplit.workload import PRECISIONS, Workload
 
 __all__ = ["Followed", "Source", "follow", "runtime_for", "workload_source"]
 
@@ -42,7 +41,8 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     Args:
         given: A model, a `Workload`, or a function that returns a `Workload`.
         sample_batch: With a model.
-        described: What else describes a workload, with a model; None where it was not given.
+        described: What else describes a workload, with a model; None where it was not given. A `precision` replaces
+            a Workload's own.
 
     Raises:
         InputError: Arguments that do not go together.
@@ -53,6 +53,7 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
         if isinstance(given, Workload):
             raise InputError("a Workload and a sample_batch are given; expected one of them; the Workload has its own")
         return Workload(given, sample_batch, **options)
+    precision = options.pop("precision", None)
     if isinstance(given, nn.Module):
         raise WorkloadError(
             f"a {type(given).__name__} is given without sample_batch; expected one batch as training sees it; "
@@ -68,10 +69,32 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
             f"the workload is {given!r:.80}; expected a model with a sample_batch, a Workload, or a function that "
             "returns one; pass one of these"
         )
-    return given
+    source: Source = given
+    return source if precision is None else _in_precision(source, precision)
 
 
-def follow(source: Source, devices: Sequence[Device]) -> Followed:
+@dataclass(frozen=True)
+class _InPrecision:
+    """A function's workload in another precision than the function gave it."""
+
+    build: Callable[[], Workload]
+    precision: str
+
+    def __call__(self) -> Workload:
+        built = self.build()
+        # What is not a workload is told of where all of them are.
+        return replace(built, precision=self.precision) if isinstance(built, Workload) else built
+
+
+def _in_precision(source: Source, precision: Any) -> Source:
+    if precision not in PRECISIONS:
+        raise WorkloadError(
+            f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}; choose one of them"
+        )
+    return replace(source, precision=precision) if isinstance(source, Workload) else _InPrecision(source, precision)
+
+
+def follow(source: Source, devices: Sequence[Device], closing: ExitStack) -> Followed:
     """Build the workload and follow one step of it.
 
     For simulated cards a function is called under fake tensors first, so that what it builds takes no memory.
@@ -79,21 +102,21 @@ def follow(source: Source, devices: Sequence[Device]) -> Followed:
     Args:
         source: See `Source`.
         devices: What it is tuned for, all of one kind.
+        closing: Gets what has to be undone at the end: a model that can't be copied is borrowed.
 
     Raises:
         UserCodeError: The function raised, or the workload failed on its own sample batch.
         WorkloadError: No training step can be made of it.
     """
-    kind = devices[0].kind
-    like_gpu = kind != "cpu"
-    why_real: str | None = None
-    if kind == "sim" and not isinstance(source, Workload):
+    followed, why_real = None, None
+    if devices[0].kind == "sim" and not isinstance(source, Workload):
         followed, why_real = _built_fake(source)
-        if followed is not None:
-            return followed
-    workload = _built(source)
-    tracer, note = make_tracer(workload, like_gpu=like_gpu)
-    return _said(workload, tracer, note or why_real)
+    if followed is None:
+        workload = _built(source)
+        tracer, note = make_tracer(workload, like_gpu=devices[0].kind != "cpu")
+        followed = _said(workload, tracer, note or why_real)
+    closing.callback(followed.tracer.trainee.restore)
+    return followed
 
 
 def _built(source: Source) -> Workload:
@@ -118,7 +141,7 @@ def _built_fake(source: Callable[[], Workload]) -> tuple[Followed | None, str | 
     try:
         workload = built_without_memory(lambda: _built(source), fake_mode())
         tracer, note = make_tracer(workload, like_gpu=True)
-    except Exception as error:  # whatever fake tensors can't do; what is really wrong shows again with real ones
+    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do; what is really wrong shows again with real ones
         return None, f"the workload could not be built without its memory, and was built for real: {one_line(error)}"
     return _said(workload, tracer, note), None
 
@@ -139,7 +162,6 @@ def runtime_for(
         followed: The workload and its tracer.
         closing: Gets what has to be undone at the end.
     """
-    closing.callback(followed.tracer.trainee.restore)
     if devices[0].kind == "sim":
         return SimulatedRuntime(devices, capacities_bytes, followed.tracer)
     if devices[0].kind == "cpu":

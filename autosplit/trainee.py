@@ -290,8 +290,26 @@ def training_copy(
         _refuse_meta(models)
         if not is_fresh:
             models, restore = _copied_or_borrowed(models, memo)
-        if device is not None:
-            models = _map_modules(lambda module: module.to(device), models)
+    try:
+        return _ready(workload, models, memo, restore, device=device, mode=mode, gpu_variants=gpu_variants)
+    except BaseException:
+        restore()
+        raise
+
+
+def _ready(
+    workload: Workload,
+    models: Any,
+    memo: dict[int, Any],
+    restore: Callable[[], None],
+    *,
+    device: torch.device | None,
+    mode: FakeTensorMode | None,
+    gpu_variants: bool,
+) -> Trainee:
+    """Put copied models where they train, and give them their optimizers."""
+    if mode is None and device is not None:
+        models = _map_modules(lambda module: module.to(device), models)
     for module in modules_of(models):
         _prepare(module)
     optimizers = _copied_optimizers(workload, models, memo)
@@ -452,7 +470,16 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
         if name != "step" and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
     }
     twin.__setstate__(copy.deepcopy(kept, memo))
+    _follow_parameters(twin)
     return twin
+
+
+def _follow_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Move an optimizer's state to where its parameters were moved; scalars (step counts) stay on the host."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items() if isinstance(parameter, Tensor) else ():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.device != parameter.device:
+                state[name] = value.to(parameter.device)
 
 
 def _refuse_closures(optimizers: Any) -> None:

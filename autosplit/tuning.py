@@ -74,7 +74,7 @@ def tune(
     Args:
         model_or_workload: A module with its `sample_batch`, a `Workload`, or a function that returns a `Workload`
             (for ``sim:`` it is called under fake tensors, so that a model larger than this machine can be planned).
-        sample_batch: One batch as training sees it; see `Workload`, as for all up to `make_batch` and `precision`.
+        sample_batch: One batch as training sees it; see `Workload`, as for all up to `make_batch`.
         loss_fn: ``loss_fn(outputs, targets)``.
         compute_loss: ``compute_loss(model, batch)``.
         optimizer: A class, a factory or a live instance. Default: AdamW.
@@ -83,8 +83,9 @@ def tune(
         devices: ``"cuda:0,1"``, ``"cpu:2GiB,cpu:1GiB"``, ``"sim:2xA100-40GB+1xRTX3090"`` and the like. Default: every
             visible GPU; without any, the processor.
         strategy: ``"auto"`` and ``"balanced"`` search BalancedDataParallel's split and solve DDP's beside it;
-            ``"ddp"`` solves DDP's alone, and the plan's split holds the ranks' batch sizes.
-        precision: ``"none"``, ``"bf16"`` or ``"fp16"``.
+            ``"ddp"`` solves DDP's alone from each device's own measurements: the plan's split holds the ranks' batch
+            sizes, its samples/s are predicted, and there are no trials.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; replaces what a `Workload` says.
         effective_batch_size: Samples per optimizer step, kept exactly. Default: one forward of whatever is best.
         max_batch_size: The most samples per forward.
         reserve: Kept free on every device: bytes, ``"1GiB"``, or a share (``0.05``, ``"5%"``). Default: 5 % on GPUs.
@@ -141,8 +142,17 @@ def _quiet(progress: Progress) -> None:
 def _tune_source(
     request: Request, source: Source, reserve: object, progress: Callable[[Progress], None] = _quiet
 ) -> Plan:
+    try:
+        return _tuned(request, source, reserve, progress)
+    except TuningInterrupted:
+        raise
+    except KeyboardInterrupt:  # before there was anything to keep
+        raise TuningInterrupted(None, None) from None
+
+
+def _tuned(request: Request, source: Source, reserve: object, progress: Callable[[Progress], None]) -> Plan:
     with kept_rng(), ExitStack() as closing:
-        followed = follow(source, request.devices)
+        followed = follow(source, request.devices, closing)
         workload = followed.workload
         machine, described = profiles.machine_of(request.devices), profiles.workload_of(workload)
         key = profiles.key_of(machine, described, request.facts(reserve), request.name)

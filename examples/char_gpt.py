@@ -40,7 +40,8 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(n, length, width))
-        return x + self.feed_forward(self.norm2(x))
+        out: Tensor = x + self.feed_forward(self.norm2(x))
+        return out
 
 
 class CharGPT(nn.Module):
@@ -63,7 +64,8 @@ class CharGPT(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         """Return the logits of the next character, shape (n, length, characters), for codes of shape (n, length)."""
         places = torch.arange(codes.shape[1], device=codes.device)
-        return self.head(self.norm(self.blocks(self.characters(codes) + self.positions(places))))
+        logits: Tensor = self.head(self.norm(self.blocks(self.characters(codes) + self.positions(places))))
+        return logits
 
 
 def next_character_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def train() -> None:
             optimizer.step()
             optimizer.zero_grad()
             if ctx.rank == 0 and number % 10 == 0:
-                print(f"step {number:3}: loss {step.loss:.3f} over {step.num_samples} samples of all ranks")
+                print(f"step {number:3}: loss {step.loss:.3f} on rank 0, of {step.num_samples} samples on all ranks")
             if number == STEPS:
                 break
         dist.barrier()

@@ -8,9 +8,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from autosplit.ddp.context import Context
 from autosplit.errors import DeviceError, InputError, PlanError
@@ -169,13 +171,14 @@ def _process_group(place: _Place, backend: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _meeting_place(world_size: int) -> dist.Store:
+def _meeting_place(world_size: int) -> Any:
     """Return the store through which the ranks find each other."""
+    stores: Any = dist  # its stores are documented there, but not re-exported in the way that type checkers ask for
     if world_size == 1:  # nobody to meet, so neither address nor port is needed
-        return dist.HashStore()  # type: ignore[attr-defined,no-any-return]  # documented there, not re-exported by name
-    store, _, _ = next(dist.rendezvous("env://"))
+        return stores.HashStore()
+    store, _, _ = next(rendezvous("env://"))
     # Torchrun keeps one store for the whole job: what an earlier group left in it would mislead this one.
-    return dist.PrefixStore(f"autosplit/{next(_GROUPS)}", store)
+    return stores.PrefixStore(f"autosplit/{next(_GROUPS)}", store)
 
 
 def _agree_on(plan: Plan, rank: int) -> None:

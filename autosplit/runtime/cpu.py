@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 
-
 from autosplit.devices import Device
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import run_placed, wrapper_for
@@ -61,7 +60,7 @@ class CpuRuntime:
             made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
             batches = [made[size] for size in sizes]
             if shape.arrangement == "eval":
-                return timed(lambda mark: trainee.evaluate(models, batches[0]), budget_s)
+                return timed(lambda _mark: trainee.evaluate(models, batches[0]), budget_s)
             return timed(lambda mark: trainee.step(models, batches, sizes, mark), budget_s)
 
     def _has_state(self) -> bool:
@@ -80,7 +79,7 @@ class CpuRuntime:
         )
         gc.collect()  # what an earlier step left in cycles would otherwise die, and take its time, in this one
         with kept_rng():
-            found = run_placed(self.trainee, short, tracker, lambda phase: None)
+            found = run_placed(self.trainee, short, tracker, lambda _phase: None)
         peaks = [0] * len(self.devices)
         for index, peak_bytes in zip(places, found, strict=True):
             peaks[index] = peak_bytes

@@ -56,11 +56,11 @@ class CudaRuntime:
         Raises:
             OutOfMemoryError: A GPU ran out of memory; it is named.
         """
-        with self._bounded(shape), kept_rng():
+        with self._bounded(), kept_rng():
             for gpu in self._gpus:
                 torch.cuda.reset_peak_memory_stats(gpu)
             run = self._prepared(shape)
-            self._guarded(lambda: [run(lambda phase: None) for _ in range(_CONFIRMING_STEPS)], shape)
+            self._guarded(lambda: _repeated(run, _CONFIRMING_STEPS), shape)
             return tuple(torch.cuda.max_memory_reserved(gpu) for gpu in self._gpus)
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
@@ -73,7 +73,7 @@ class CudaRuntime:
         Raises:
             OutOfMemoryError: A GPU ran out of memory; it is named.
         """
-        with self._bounded(shape), kept_rng():
+        with self._bounded(), kept_rng():
             for gpu in self._gpus:
                 torch.cuda.reset_peak_memory_stats(gpu)
             run = self._prepared(shape)
@@ -84,8 +84,7 @@ class CudaRuntime:
 
     def close(self) -> None:
         """Give the copies' memory back."""
-        self._trainee = self._home = None
-        self._release()
+        self._drop_trainee()
 
     def _prepared(self, shape: StepShape) -> _Run:
         """Put a copy of the workload on the step's first GPU, and the batches in pinned or plain host memory."""
@@ -103,13 +102,21 @@ class CudaRuntime:
 
     def _trainee_on(self, gpu: torch.device) -> Trainee:
         if self._trainee is None or self._home != gpu:
-            self._trainee = None  # the old copy's memory, before the new one's
-            self._release()
+            self._drop_trainee()  # the old copy's memory, before the new one's
             self._trainee, self._home = training_copy(self.workload, device=gpu), gpu
         return self._trainee
 
+    def _drop_trainee(self) -> None:
+        if self._trainee is not None:
+            self._trainee.restore()
+        self._trainee = self._home = None
+        self._release()
+
     def _guarded(self, run: Callable[[], object], shape: StepShape) -> None:
-        """Run, and name the GPU that ran out of memory; recover outside the except block, whose traceback pins tensors."""
+        """Run, and name the GPU that ran out of memory.
+
+        It recovers outside the except block, whose traceback pins tensors.
+        """
         message = None
         try:
             run()
@@ -136,7 +143,7 @@ class CudaRuntime:
         torch.cuda.empty_cache()
 
     @contextmanager
-    def _bounded(self, shape: StepShape) -> Iterator[None]:
+    def _bounded(self) -> Iterator[None]:
         """Let the allocator of each GPU hold no more than the GPU's capacity, and start from an empty cache."""
         self._release()
         for gpu, capacity_bytes in zip(self._gpus, self.capacities_bytes, strict=True):
@@ -186,6 +193,11 @@ class _Run:
         workload = self._trainee.workload
         reduce = "sum" if workload.loss_reduction == "sum" else "samples"
         return BalancedDataParallel(None, module, self._gpus, dim=workload.batch_dim, split=split, reduce=reduce)  # type: ignore[arg-type]
+
+
+def _repeated(run: _Run, count: int) -> None:
+    for _ in range(count):
+        run(lambda _phase: None)
 
 
 def _failed_gpu(error: RuntimeError, gpus: list[torch.device]) -> int | None:

@@ -38,7 +38,7 @@ def timed(run: Callable[[Callable[[str], None]], object], budget_s: float, *, wa
         The median, its standard error, and how many repeats there were.
     """
     for _ in range(warmups):
-        run(lambda phase: None)
+        run(lambda _phase: None)
     seconds: list[float] = []
     update_s: list[float] = []
     begun_s = time.perf_counter()

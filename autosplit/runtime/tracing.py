@@ -315,8 +315,7 @@ def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | No
     """
     shape = StepShape(((workload.sample_batch_size,),))
     try:
-        tracer = Tracer(workload, fake=True, like_gpu=like_gpu)
-        tracer.trace(shape)
+        tracer = _traced_once(workload, shape, fake=True, like_gpu=like_gpu)
     except AutosplitError:
         raise
     except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
@@ -326,8 +325,7 @@ def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | No
     if any(parameter.is_meta for module in _known_modules(workload) for parameter in module.parameters()):
         raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
     try:
-        tracer = Tracer(workload, fake=False, like_gpu=like_gpu)
-        tracer.trace(shape)
+        tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu)
     except AutosplitError:
         raise
     except Exception as error:
@@ -337,6 +335,17 @@ def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | No
         f"the model can't be followed with fake tensors ({type(failure).__name__}: {reason[0] if reason else ''}); "
         "real ones on the CPU were followed instead"
     )
+
+
+def _traced_once(workload: Workload, shape: StepShape, *, fake: bool, like_gpu: bool) -> Tracer:
+    """Make a tracer that has followed a step; where that fails, a borrowed model is as it was."""
+    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu)
+    try:
+        tracer.trace(shape)
+    except BaseException:
+        tracer.trainee.restore()
+        raise
+    return tracer
 
 
 def _known_modules(workload: Workload) -> list[nn.Module]:

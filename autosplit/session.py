@@ -1,0 +1,439 @@
+"""One tuning: measure ceilings and times, search, and hand over what was found to be put together as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from autosplit.assembly import DDP_NOTE, Answer, Subject, assembled, lone_rank, rank_answer, solved_ranks
+from autosplit.cost import Ceiling, MemoryFit, Region, Role, StepTime, TimeCurve
+from autosplit.errors import WorkloadError
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.plan import DdpPlan, Plan
+from autosplit.probe import Prober, does_not_fit
+from autosplit.progress import Progress, fraction_of
+from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.placed import bucket_bytes
+from autosplit.search import PATIENCE, search
+from autosplit.solver import Solver
+from autosplit.space import Configuration, Space, Trial, best_trial
+from autosplit.split import accumulation_steps, even_split, micro_batch_sizes
+from autosplit.staging import Followed, runtime_for
+
+__all__ = ["Session"]
+
+POINT_BUDGET_S = 0.5
+"""Repeating one measured size stops after this long."""
+
+TRIAL_BUDGET_S = 1.0
+"""Repeating one trial stops after this long."""
+
+EXACT_PATIENCE = 4
+"""As `search.PATIENCE`, where times are exact: the solver's answer and its neighbours tell it all."""
+
+
+class Session:
+    """One tuning: the measurements so far, and the plan they make.
+
+    Args:
+        subject: What the plan is for.
+        followed: The workload with its tracer.
+        tell: Told how far it is.
+        closing: Gets what has to be undone at the end.
+        notes: What is to be said already.
+        study_name: Of the search's study.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        followed: Followed,
+        tell: Callable[[Progress], None],
+        closing: ExitStack,
+        *,
+        notes: tuple[str, ...],
+        study_name: str,
+    ) -> None:
+        request = subject.request
+        self.subject, self.request = subject, request
+        self.tell, self.study_name = tell, study_name
+        self.notes = [*notes, *followed.notes]
+        self.runtime = runtime_for(request.devices, request.capacities_bytes, followed, closing)
+        self.prober = Prober(self.runtime, followed.tracer, request.largest_batch, self._report)
+        self.stage = "ceilings"
+        self.trials: list[Trial] = []
+        self.solver: Solver | None = None
+        self.replicas: tuple[Ceiling, ...] = ()
+
+    def plan(self) -> Plan:
+        """Measure, search, and put the plan together.
+
+        Raises:
+            DoesNotFitError: Not even the smallest batch fits, or a step that can't be accumulated does not.
+            WorkloadError: `max_batch_size` is below the samples of a step that can't be accumulated.
+        """
+        self._bound_by_tracing()
+        self._refuse_bounded_step()
+        plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
+        self._say("done", "done", 1.0)
+        return plan
+
+    def _balanced_plan(self) -> Plan:
+        ranks, primary = self._ceilings()
+        curves = self._curves(ranks)
+        space = self._space(primary)
+        step_time = self._step_time(space, curves)
+        self.solver = Solver(space, step_time)
+        self._search(space)
+        best = best_trial(self.trials, effective_batch_size=self.request.effective_batch_size)
+        if best is None:
+            raise self._nothing_fits()
+        even = self._even_rate(best)
+        ddp = self._ddp(best, ranks, step_time)
+        return self._assembled(self._answer(best, self._final_ceilings(best), ddp, even))
+
+    def _ddp_plan(self) -> Plan:
+        """Solve DDP's batch sizes from what each device does by itself; nothing is searched."""
+        ranks = self._rank_ceilings()
+        curves = self._curves(ranks)
+        ddp = self._solved_ranks(ranks, self._rank_time(curves, ranks))
+        if not ddp.ranks:
+            raise DoesNotFitError(
+                f"DDP has no answer on {', '.join(device.label for device in self.request.devices)}: {ddp.reason}; "
+                "expected a rank on each device; leave strategy='ddp' out, or use a smaller model or larger devices"
+            )
+        return self._assembled(rank_answer(ddp, curves), DDP_NOTE)
+
+    def _bound_by_tracing(self) -> None:
+        """Look at no batch that can't be traced, where a step is a trace: on simulated cards."""
+        if self.request.simulated and self.prober.largest_traced < self.request.largest_batch:
+            self.prober.max_batch_size = self.prober.largest_traced
+            self.notes.append(
+                f"no batch over {self.prober.max_batch_size} was looked at: real tensors fill this machine"
+            )
+
+    def _refuse_bounded_step(self) -> None:
+        effective, most = self.request.effective_batch_size, self.request.max_batch_size
+        if effective is not None and most is not None and most < effective and not self.subject.may_accumulate:
+            raise WorkloadError(
+                f"max_batch_size is {most} and effective_batch_size {effective}, and {self._why_single()}; expected "
+                f"one forward to hold them all; raise max_batch_size to {effective}, or ask for fewer samples"
+            )
+
+    def _why_single(self) -> str:
+        if self.subject.workload.step is not None:
+            return "a custom step can't be accumulated"
+        return "a loss over the whole batch (loss_scope='batch') can't be accumulated"
+
+    def best_so_far(self) -> Plan | None:
+        """Return the best plan that the trials so far make, without running anything more."""
+        best = best_trial(self.trials, effective_batch_size=self.request.effective_batch_size)
+        if best is None or self.solver is None:
+            return None
+        region = self.solver.space.region
+        primary = self.primary_alone
+        ceilings = (
+            replace(primary, batch_size=max(best.gpu0_bsz, region.primary_most(best.batch_size))),
+            *self.replicas,
+        )
+        ddp = DdpPlan((), 0.0, "the search was interrupted before DDP was solved")
+        plan = self._assembled(
+            self._answer(best, ceilings, ddp, None), "the search was interrupted: this is the best so far"
+        )
+        return replace(plan, complete=False)
+
+    # Measurements
+
+    def _ceilings(self) -> tuple[tuple[Ceiling, ...], Ceiling]:
+        """Find each device's ceiling as a rank, device 0's alone, and the others' as replicas."""
+        devices, accumulates = self.request.devices, self.subject.accumulates
+        self.primary_alone = primary = self._alone("primary")
+        if len(devices) == 1:
+            if primary.batch_size == 0:
+                raise does_not_fit(self.prober, 0)
+            return (replace(primary, role="rank"),), primary
+        buckets = bucket_bytes(self.prober.tracer.trainee)
+        ranks = tuple(self._like(primary, index, "rank", buckets, accumulates) for index in range(len(devices)))
+        self.replicas = tuple(self._like(primary, index, "replica", 0, False) for index in range(1, len(devices)))
+        return ranks, primary
+
+    def _rank_ceilings(self) -> tuple[Ceiling, ...]:
+        """Find each device's ceiling as a rank, and nothing else."""
+        first = self._alone("rank")
+        if first.batch_size == 0:
+            raise does_not_fit(self.prober, 0)
+        others = range(1, len(self.request.devices))
+        return (first, *(self._like(first, index, "rank", 0, self.subject.accumulates) for index in others))
+
+    def _alone(self, role: Role) -> Ceiling:
+        """Find device 0's ceiling with nobody beside it."""
+        if self._on_plain_cpu():
+            # Where a step can't be accumulated, all its samples have to run at once, whether that pays or not.
+            needed = 0 if self.subject.may_accumulate else self.request.effective_batch_size or 0
+            self.plain_cpu_curve, ceiling = self.prober.until_it_stops_paying(needed)
+            return replace(ceiling, role=role)
+        accumulates = role == "rank" and self.subject.accumulates
+        return self.prober.ceiling(0, role, accumulates=accumulates)
+
+    def _like(self, known: Ceiling, index: int, role: Role, more_bytes: int, accumulates: bool) -> Ceiling:
+        """Find a ceiling, beginning where another device's says that it should be."""
+        slope = known.bytes_per_sample
+        room_bytes = self.runtime.capacities_bytes[index] - known.fixed_bytes - more_bytes
+        start = max(1, int(room_bytes / slope)) if slope > 0 else None
+        return self.prober.ceiling(index, role, accumulates=accumulates, start=start, slope=slope)
+
+    def _on_plain_cpu(self) -> bool:
+        return self.request.kind == "cpu" and not self.request.devices[0].budgeted
+
+    def _space(self, primary: Ceiling) -> Space:
+        """Bound the search by what fits."""
+        request = self.request
+        if self.replicas:
+            accumulates = self.subject.accumulates
+            most = self.prober.max_batch_size
+            share = min(most, max(2, primary.batch_size))
+            others = min(most, max(2, sum(ceiling.batch_size for ceiling in self.replicas)))
+            fit = self.prober.primary_fit(share, others, accumulates=accumulates)
+            # What a real step holds beyond its trace (a CUDA context's workspaces, fragmentation) stays with it.
+            fit = replace(fit, fixed_bytes=fit.fixed_bytes + self.prober.untraced_bytes(primary))
+        else:
+            fit = MemoryFit(primary.fixed_bytes, primary.bytes_per_sample)
+        region = Region(
+            primary=fit,
+            primary_capacity_bytes=self.runtime.capacities_bytes[0],
+            primary_ceiling=primary.batch_size,
+            replica_ceilings=tuple(ceiling.batch_size for ceiling in self.replicas),
+            max_batch_size=self.prober.max_batch_size,
+        )
+        if region.largest_batch == 0:
+            raise does_not_fit(self.prober, 0)
+        fewest = accumulation_steps(request.effective_batch_size or 1, region.largest_batch)
+        if self.subject.may_accumulate:
+            return Space(region, request.effective_batch_size, fewest + max(3, fewest))
+        if fewest > 1:
+            raise DoesNotFitError(
+                f"{region.largest_batch} samples fit one forward and effective_batch_size is "
+                f"{request.effective_batch_size}, and {self._why_single()}; expected all of them to fit; ask for at "
+                f"most {region.largest_batch}, or use a smaller model or larger devices"
+            )
+        return Space(region, request.effective_batch_size)
+
+    def _curves(self, ranks: tuple[Ceiling, ...]) -> tuple[TimeCurve, ...]:
+        """Time each device alone; devices that share a processor share a curve."""
+        self.stage = "times"
+        if self._on_plain_cpu():
+            return (self.plain_cpu_curve,)
+        if self.runtime.shares_processor:
+            widest = max(range(len(ranks)), key=lambda index: ranks[index].batch_size)
+            return (self._curve(widest, ranks[widest]),) * len(ranks)
+        return tuple(self._curve(index, rank) for index, rank in enumerate(ranks))
+
+    def _curve(self, index: int, rank: Ceiling) -> TimeCurve:
+        if rank.batch_size > 0:
+            return self.prober.curve(index, rank.batch_size, role="rank", budget_s=POINT_BUDGET_S)
+        if index > 0 and self.replicas[index - 1].batch_size > 0:
+            # Too small for a rank, with the optimizer's state: timed as a replica, its copies included.
+            return self.prober.curve(
+                index, self.replicas[index - 1].batch_size, role="replica", budget_s=POINT_BUDGET_S
+            )
+        return TimeCurve(((1, 1.0),))  # it gets no samples, so its time is never asked for
+
+    def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
+        """Fit the time of a step: the devices' own curves, and what replicas add."""
+        update_s = self.prober.update_seconds()
+        bare = StepTime(curves, 0.0, 0.0, update_s, adds_up=self.runtime.shares_processor)
+        if not self.replicas or self.runtime.shares_processor:
+            return bare
+        measured: list[tuple[tuple[int, ...], float]] = []
+        solver = Solver(replace(space, effective_batch_size=None), bare)
+        largest = space.region.largest_batch
+        for size in dict.fromkeys((largest, max(1, largest // 4))):
+            configuration = solver.fastest_of(size, 1)
+            if configuration is None:
+                continue
+            split = solver.split_of(configuration)
+            if not any(split[1:]):
+                continue
+            self._report(f"time of the split {split}")
+            try:
+                seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
+            except OutOfMemoryError:
+                continue  # the plane was a little too good there; the trials will tell
+            measured.append((split, seconds))
+        return bare.with_overhead(measured) if measured else bare
+
+    def _rank_time(self, curves: tuple[TimeCurve, ...], ranks: tuple[Ceiling, ...]) -> StepTime:
+        """Return the ranks' curves with the time of copying parameters and gradients, by one small balanced step."""
+        bare = StepTime(curves, 0.0, 0.0, self.prober.update_seconds(), adds_up=self.runtime.shares_processor)
+        if len(ranks) == 1 or self.runtime.shares_processor or self.runtime.simulated:
+            return bare  # a simulated all-reduce is computed; on one processor nothing is copied
+        split = (max(1, min(rank.batch_size for rank in ranks) // 4),) * len(ranks)
+        try:
+            seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
+        except OutOfMemoryError:
+            return bare
+        return bare.with_overhead([(split, seconds)])
+
+    # The search
+
+    def _search(self, space: Space) -> None:
+        assert self.solver is not None
+        self.stage = "search"
+        search(
+            space,
+            self._evaluate,
+            first=self.solver.first_trials(),
+            n_trials=self.request.n_trials,
+            seed=self.request.seed,
+            patience=EXACT_PATIENCE if self._few_trials_tell() else PATIENCE,
+            deadline_s=self.request.deadline_s,
+            storage=self.request.storage,
+            study_name=self.study_name,
+            on_trial=self._keep,
+        )
+
+    def _few_trials_tell(self) -> bool:
+        """Tell whether more trials would only chase noise: times are exact, or no split is faster than another."""
+        return self.runtime.simulated or self.runtime.shares_processor
+
+    def _keep(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        self._report(f"trial {trial.number + 1} of at most {self.request.n_trials}")
+
+    def _evaluate(self, number: int, configuration: Configuration) -> Trial:
+        """Run a configuration; one that fails is a failed trial."""
+        assert self.solver is not None
+        splits = self.solver.splits_of(configuration)
+        trial = Trial(
+            number, configuration.gpu0_bsz, configuration.batch_size, configuration.accumulation_steps, splits[0]
+        )
+        least = self.prober.least_batch()
+        if any(0 < share < least for split in splits for share in split):
+            return replace(trial, failure=f"a share below {least}: BatchNorm needs {least} samples to train on")
+        try:
+            measured = self.prober.step(splits, budget_s=TRIAL_BUDGET_S)
+        except OutOfMemoryError as error:
+            return replace(trial, failure=str(error))
+        return replace(
+            trial,
+            samples_per_s=sum(map(sum, splits)) / measured.seconds,
+            error_share=measured.error_s / measured.seconds,
+            peak_bytes=measured.peak_bytes,
+        )
+
+    def _even_rate(self, best: Trial) -> float | None:
+        """Measure the even split of the same effective batch, in as many micro-steps more as it needs to fit."""
+        if not self.replicas or self.runtime.shares_processor:
+            return None
+        count, effective = len(self.request.devices), self.request.effective_batch_size
+        sizes = [best.batch_size]
+        if self.subject.accumulates and effective is not None:
+            sizes += [-(-effective // (best.accumulation_steps + more)) for more in (1, 2, 3)]
+        region = self.solver.space.region if self.solver is not None else None
+        for size in dict.fromkeys(sizes):
+            shares = None if region is None else region.gpu0_bounds(size)
+            even = even_split(size, count)
+            if shares is None or not shares[0] <= even[0] <= shares[1]:
+                continue  # by the model it does not fit, and need not be run to see
+            total = best.batch_size if effective is None else effective
+            splits = tuple(even_split(micro, count) for micro in micro_batch_sizes(total, size))
+            known = next((t.samples_per_s for t in self.trials if t.split == splits[0] and t.batch_size == size), None)
+            if known is not None:
+                return known
+            try:
+                return total / self.prober.step(splits, budget_s=TRIAL_BUDGET_S).seconds
+            except OutOfMemoryError:
+                continue
+        return None
+
+    def _nothing_fits(self) -> DoesNotFitError:
+        failure = self.trials[-1].failure if self.trials else "no configuration was in the space"
+        return DoesNotFitError(
+            f"none of {len(self.trials)} configurations could be run; the last: {failure}; "
+            "expected at least one; raise effective_batch_size, or use a smaller model or a larger device"
+        )
+
+    # The plan
+
+    def _ddp(self, best: Trial, ranks: tuple[Ceiling, ...], step_time: StepTime) -> DdpPlan:
+        """Solve DDP's batch sizes from the same measurements; one rank alone takes the plan's own."""
+        if len(ranks) == 1:
+            return lone_rank(ranks[0], best)
+        return self._solved_ranks(ranks, step_time)
+
+    def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> DdpPlan:
+        return solved_ranks(
+            self.subject,
+            ranks,
+            step_time,
+            all_reduce_s=self._all_reduce_seconds(step_time),
+            least_batch=self.prober.least_batch(),
+        )
+
+    def _all_reduce_seconds(self, step_time: StepTime) -> float:
+        """Return the time of DDP's all-reduce: a ring over simulated links, otherwise what replicas' copies took."""
+        count = len(self.request.devices)
+        if count == 1:
+            return 0.0
+        if self.request.simulated:
+            link = min(device.spec.link_bytes_per_s for device in self.request.devices if device.spec is not None)
+            # A ring sends 2 (W - 1) / W of the gradients over each link (Patarasuk and Yuan 2009).
+            return 2 * (count - 1) / count * bucket_bytes(self.prober.tracer.trainee) / link
+        return step_time.shared_s
+
+    def _final_ceilings(self, best: Trial) -> tuple[Ceiling, ...]:
+        """Find the largest shares that fit all at once: any split within them does."""
+        if not self.replicas:
+            return (self.primary_alone,)
+        accumulates = best.accumulation_steps > 1
+        others = tuple(ceiling.batch_size for ceiling in self.replicas)
+        assert self.solver is not None
+        slope = self.solver.space.region.primary.bytes_per_share + self.solver.space.region.primary.bytes_per_batch
+        primary = self.prober.ceiling(
+            0, "primary", elsewhere=others, accumulates=accumulates, start=max(1, best.gpu0_bsz), slope=slope
+        )
+        if primary.batch_size >= best.gpu0_bsz:
+            return (primary, *self.replicas)
+        # Device 0 can't gather that much: the others' ceilings come down until the plan's own share fits beside them.
+        room = self.prober.room_beside(best.gpu0_bsz, best.split[1:], others, accumulates=accumulates)
+        lowered = tuple(replace(c, batch_size=n, confirmed=False) for c, n in zip(self.replicas, room, strict=True))
+        return (replace(primary, batch_size=best.gpu0_bsz, confirmed=False), *lowered)
+
+    def _answer(
+        self, best: Trial, ceilings: tuple[Ceiling, ...], ddp: DdpPlan, even_samples_per_s: float | None
+    ) -> Answer:
+        assert self.solver is not None
+        assert best.samples_per_s is not None
+        return Answer(
+            split=best.split,
+            accumulation_steps=best.accumulation_steps,
+            samples_per_s=best.samples_per_s,
+            peak_bytes=best.peak_bytes,
+            ceilings=ceilings,
+            curves=self.solver.step_time.curves,
+            ddp=ddp,
+            even_samples_per_s=even_samples_per_s,
+        )
+
+    def _assembled(self, answer: Answer, *notes: str) -> Plan:
+        return assembled(
+            self.subject,
+            answer,
+            trials=tuple(self.trials),
+            notes=(*self.notes, *notes),
+            real_steps=self.prober.counts.steps,
+            real_ooms=self.prober.counts.ooms,
+        )
+
+    # Progress
+
+    def _report(self, message: str) -> None:
+        done = len(self.trials) / self.request.n_trials if self.stage == "search" else 0.0
+        self._say(self.stage, message, fraction_of(self.stage, done))
+
+    def _say(self, stage: str, message: str, fraction: float) -> None:
+        best = best_trial(self.trials, effective_batch_size=self.request.effective_batch_size)
+        counts = self.prober.counts
+        rate = None if best is None else best.samples_per_s
+        self.tell(Progress(stage, message, fraction, counts.steps, counts.ooms, rate))
