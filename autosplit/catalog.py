@@ -13,14 +13,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autosplit.errors import DeviceError
+from autosplit.errors import DeviceError, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["GpuSpec", "catalog_names_near", "find_card", "gpu_catalog", "mentions_card", "shown"]
+__all__ = ["GpuSpec", "catalog_names_near", "find_card", "gpu_catalog", "mentions_card"]
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,3 @@ def find_card(name: str) -> GpuSpec:
         f"card {shown(name)} is not in the catalogue of {len(gpu_catalog())} cards: expected a name such as "
         f"{', '.join(near)}; correct the name"
     )
-
-
-def shown(value: object) -> str:
-    """Quote what somebody wrote for a message, which has to stay on one line however much it was."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}...{text[-12:]}"

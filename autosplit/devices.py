@@ -15,11 +15,12 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autosplit.catalog import GpuSpec, find_card, mentions_card, shown
-from autosplit.errors import DeviceError, InputError
+from autosplit.catalog import GpuSpec, find_card, mentions_card
+from autosplit.errors import DeviceError, InputError, shown
+from autosplit.host import available_host_bytes
+from autosplit.sizes import parse_bytes, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +29,9 @@ __all__ = [
     "MAX_DEVICES",
     "Device",
     "list_devices",
-    "parse_bytes",
     "parse_devices",
     "parse_reserve",
     "reserve_bytes",
-    "size_text",
 ]
 
 MAX_DEVICES = 1024
@@ -40,8 +39,6 @@ MAX_DEVICES = 1024
 
 _CPU_SHARE = Fraction(80, 100)
 _CUDA_RESERVE = 0.05
-# Where neither /proc nor sysconf says how much memory there is (Windows): small, to be safe; `cpu:SIZE` overrides it.
-_UNKNOWN_HOST_BYTES = 4 * 2**30
 _EXPECTED = "expected 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 'sim:2xA100-40GB+1xRTX3090'"
 
 
@@ -81,43 +78,6 @@ class Device:
 
 
 # ------------------------------------------------------------------------------------------------------- sizes
-
-_UNIT_BYTES = {
-    "": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
-# Bounded lengths: int() refuses thousands of digits with an error of its own.
-_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
-
-
-def parse_bytes(text: str) -> int:
-    """Read a size such as ``"1.5GiB"``.
-
-    Args:
-        text: A number of zero or more, with decimals or without, then B, KiB, MiB, GiB, TiB, KB, MB, GB or TB in any
-            case. A number alone is bytes.
-
-    Returns:
-        Whole bytes, rounded down.
-
-    Raises:
-        InputError: If it is not such a size.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
-    if match is None or unit_bytes is None:
-        raise InputError(
-            f"size {shown(text)}: expected a number of 0 or more with a unit; write it as 600MiB or 1.5GiB"
-        )
-    return int(Fraction(match[1]) * unit_bytes)
 
 
 def parse_reserve(value: str | float | None) -> int | float | None:
@@ -183,24 +143,6 @@ def reserve_bytes(reserve: str | float | None, device: Device) -> int:
             f"{device.label}: expected less than its capacity; lower the reserve"
         )
     return kept_bytes
-
-
-def size_text(nbytes: int) -> str:
-    """Write bytes for a message.
-
-    Args:
-        nbytes: Bytes, of either sign.
-
-    Returns:
-        Four digits at most, in the largest unit that they fill: ``"23.5 GiB"``, ``"600 MiB"``, ``"7 B"``; beyond
-        10,000 TiB as many as it takes.
-    """
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(nbytes) >= factor:
-            value = nbytes / factor
-            # Past four digits, `g` would write an exponent.
-            return f"{value:.0f} {unit}" if abs(value) >= 1000 else f"{value:.4g} {unit}"
-    return f"{nbytes} B"
 
 
 # ------------------------------------------------------------------------------------------------ device specs
@@ -420,72 +362,6 @@ def _cuda_piece(tail: str | None) -> tuple[Device, ...]:
     _refuse_unsupported(cuda, indices, visible)
     driver = _driver_version()
     return tuple(_cuda_device(cuda, index, driver) for index in indices)
-
-
-# ------------------------------------------------------------------------------------------------- host memory
-
-
-def available_host_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may still take: the kernel's figure, bounded by the cgroups around the process."""
-    free_bytes = [n_bytes for n_bytes in (_meminfo_bytes(root), *_cgroup_bytes(root)) if n_bytes is not None]
-    return max(0, min(free_bytes)) if free_bytes else _sysconf_bytes()
-
-
-def _meminfo_bytes(root: Path) -> int | None:
-    """``MemAvailable`` of Linux; None elsewhere."""
-    match = re.search(r"^MemAvailable:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
-
-
-def _cgroup_bytes(root: Path) -> list[int]:
-    """What every memory cgroup from the process's own up to the root has left, of either version."""
-    left: list[int] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mounts = ("sys/fs/cgroup/memory",) if controllers else ("sys/fs/cgroup", "sys/fs/cgroup/unified")
-        own = Path(path.strip("/"))
-        for mount in mounts:
-            left.extend(
-                n_bytes
-                for level in (own, *own.parents)
-                if (n_bytes := _cgroup_level_bytes(root / mount / level, v1=bool(controllers))) is not None
-            )
-    return left
-
-
-def _cgroup_level_bytes(folder: Path, *, v1: bool) -> int | None:
-    """One cgroup's limit less its use; page cache that the kernel would drop is not use. None without a limit."""
-    limit = _read(folder / ("memory.limit_in_bytes" if v1 else "memory.max")).strip()
-    used = _read(folder / ("memory.usage_in_bytes" if v1 else "memory.current")).strip()
-    if not limit.isdigit() or not used.isdigit():
-        return None
-    cache = re.search(
-        rf"^{'total_inactive_file' if v1 else 'inactive_file'} ([0-9]+)", _read(folder / "memory.stat"), re.MULTILINE
-    )
-    return int(limit) - max(0, int(used) - (int(cache[1]) if cache else 0))
-
-
-def _sysconf_bytes() -> int:
-    """Memory where there is no /proc: free pages, else half of all pages, else a cautious constant."""
-    for name, share in (("SC_AVPHYS_PAGES", 1.0), ("SC_PHYS_PAGES", 0.5)):
-        try:
-            pages = os.sysconf(name)
-            page_bytes = os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):
-            continue
-        if pages > 0 and page_bytes > 0:
-            return int(pages * page_bytes * share)
-    return _UNKNOWN_HOST_BYTES
-
-
-def _read(path: Path) -> str:
-    """A file's text, empty where there is none."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 # -------------------------------------------------------------------------------------------------------- CUDA

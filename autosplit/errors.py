@@ -15,6 +15,7 @@ __all__ = [
     "WorkloadError",
     "from_user_code",
     "one_line",
+    "shown",
     "user_frames",
 ]
 
@@ -61,6 +62,12 @@ class UserCodeError(AutosplitError):
     def __init__(self, message: str, frames: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.frames = frames
+
+
+def shown(value: object) -> str:
+    """Quote what somebody wrote for a message, which has to stay on one line however much it was."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}...{text[-12:]}"
 
 
 _OWN_FOLDER = str(Path(__file__).parent)

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from autosplit.cost import Ceiling, Limit, MemoryFit, Role, TimeCurve, largest_fitting
-from autosplit.devices import Device, available_host_bytes, list_devices, size_text
+from autosplit.devices import Device, list_devices
 from autosplit.errors import DeviceError, InputError
+from autosplit.host import available_host_bytes
 from autosplit.isolation import in_child
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.request import Request, checked_request
 from autosplit.runtime.measurement import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracing import Tracer
+from autosplit.sizes import size_text
 from autosplit.split import proportional_split
 from autosplit.staging import Source, follow, runtime_for, workload_source
 from autosplit.trainee import kept_rng

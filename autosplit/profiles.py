@@ -18,10 +18,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosplit.devices import Device, size_text
+from autosplit.devices import Device
 from autosplit.errors import PlanError, ProfileError
 from autosplit.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
 from autosplit.plan import SCHEMA_VERSION, Plan
+from autosplit.sizes import size_text
 
 if TYPE_CHECKING:
     from autosplit.workload import Workload

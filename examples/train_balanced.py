@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 
-import autosplit
 import char_gpt
 import torch
 from torch.utils.data import DataLoader
+
+import autosplit
 
 STEPS = 48
 EFFECTIVE_BATCH_SIZE = 64

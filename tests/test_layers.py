@@ -23,6 +23,8 @@ ORDER = (
     "isolation",
     "transfer",
     "batches",
+    "sizes",
+    "host",
     "catalog",
     "devices",
     "survey",

@@ -1,0 +1,75 @@
+"""How much memory of this machine a process may still take."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+__all__ = ["available_host_bytes"]
+
+# Where neither /proc nor sysconf says how much memory there is (Windows): small, to be safe; `cpu:SIZE` overrides it.
+_UNKNOWN_HOST_BYTES = 4 * 2**30
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may still take: the kernel's figure, bounded by the cgroups around the process."""
+    free_bytes = [n_bytes for n_bytes in (_meminfo_bytes(root), *_cgroup_bytes(root)) if n_bytes is not None]
+    return max(0, min(free_bytes)) if free_bytes else _sysconf_bytes()
+
+
+def _meminfo_bytes(root: Path) -> int | None:
+    """``MemAvailable`` of Linux; None elsewhere."""
+    match = re.search(r"^MemAvailable:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _cgroup_bytes(root: Path) -> list[int]:
+    """What every memory cgroup from the process's own up to the root has left, of either version."""
+    left: list[int] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mounts = ("sys/fs/cgroup/memory",) if controllers else ("sys/fs/cgroup", "sys/fs/cgroup/unified")
+        own = Path(path.strip("/"))
+        for mount in mounts:
+            left.extend(
+                n_bytes
+                for level in (own, *own.parents)
+                if (n_bytes := _cgroup_level_bytes(root / mount / level, v1=bool(controllers))) is not None
+            )
+    return left
+
+
+def _cgroup_level_bytes(folder: Path, *, v1: bool) -> int | None:
+    """One cgroup's limit less its use; page cache that the kernel would drop is not use. None without a limit."""
+    limit = _read(folder / ("memory.limit_in_bytes" if v1 else "memory.max")).strip()
+    used = _read(folder / ("memory.usage_in_bytes" if v1 else "memory.current")).strip()
+    if not limit.isdigit() or not used.isdigit():
+        return None
+    cache = re.search(
+        rf"^{'total_inactive_file' if v1 else 'inactive_file'} ([0-9]+)", _read(folder / "memory.stat"), re.MULTILINE
+    )
+    return int(limit) - max(0, int(used) - (int(cache[1]) if cache else 0))
+
+
+def _sysconf_bytes() -> int:
+    """Memory where there is no /proc: free pages, else half of all pages, else a cautious constant."""
+    for name, share in (("SC_AVPHYS_PAGES", 1.0), ("SC_PHYS_PAGES", 0.5)):
+        try:
+            pages = os.sysconf(name)
+            page_bytes = os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError, OSError):
+            continue
+        if pages > 0 and page_bytes > 0:
+            return int(pages * page_bytes * share)
+    return _UNKNOWN_HOST_BYTES
+
+
+def _read(path: Path) -> str:
+    """A file's text, empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
