@@ -15,7 +15,7 @@ from autosplit.space import Configuration, Space, Trial
 
 __all__ = ["PATIENCE", "search"]
 
-PATIENCE = 8
+PATIENCE = 12
 """Trials in a row that may bring nothing beyond noise before the search ends."""
 
 

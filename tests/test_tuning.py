@@ -1,0 +1,657 @@
+"""tune(): the main job end to end, what it leaves behind (nothing), what it remembers, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from workloads import Uncopyable, char_gpt, net, net_batch, small, with_loss
+
+import autosplit
+from autosplit import profiles, session
+from autosplit.balanced import BalancedDataParallel
+from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
+from autosplit.oom import DoesNotFitError
+from autosplit.plan import Plan
+from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.simulated import traced_peaks
+from autosplit.runtime.tracing import make_tracer
+from autosplit.split import micro_batch_sizes
+from autosplit.tuning import TuningInterrupted, tune
+from autosplit.workload import Workload
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collection():
+    """A tracker collects garbage as it is entered: let it skip the modules that are loaded by now."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def quick(workload, devices, **options) -> Plan:
+    """Tune with few trials, and without remembering."""
+    return tune(workload, devices=devices, **{"profile": "off", "n_trials": 3, **options})
+
+
+def check_sums(plan: Plan, effective: int) -> None:
+    assert sum(plan.split) == plan.batch_size
+    sizes = micro_batch_sizes(plan.effective_batch_size, plan.batch_size)
+    assert sum(sizes) == plan.effective_batch_size == effective
+    assert len(sizes) == plan.accumulation_steps
+    assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
+    assert all(rank.peak_bytes <= rank.ceiling.capacity_bytes for rank in plan.ddp.ranks)
+    if plan.ddp.ranks:
+        together = sum(rank.batch_size for rank in plan.ddp.ranks)
+        assert together * (plan.ddp.ranks[0].accumulation_steps - 1) < effective
+        assert together * plan.ddp.ranks[0].accumulation_steps >= effective
+
+
+class TestSimulated:
+    def test_the_micro_steps_add_up_and_the_same_seed_gives_the_same_plan(self):
+        plans = [quick(char_gpt(), "sim:3xRTX3090", effective_batch_size=512, n_trials=24) for _ in range(2)]
+        check_sums(plans[0], 512)
+        assert plans[0].simulated
+        assert plans[0].real_steps == 0
+        assert plans[0].to_dict() == plans[1].to_dict()
+
+    def test_the_faster_card_takes_the_greater_share(self):
+        plan = quick(char_gpt(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, n_trials=24)
+        check_sums(plan, 512)
+        assert plan.split[0] > plan.split[1]
+
+    def test_lowered_memory_takes_two_micro_steps_with_fewer_samples_on_device_0(self):
+        tracer, _ = make_tracer(char_gpt(), like_gpu=True)
+
+        def most(gpu0: int) -> int:
+            rest = 256 - gpu0
+            return max(traced_peaks(tracer, StepShape(((gpu0, rest - rest // 2, rest // 2),) * 2)))
+
+        even = max(traced_peaks(tracer, StepShape(((86, 85, 85),) * 2)))
+        uneven = min(most(gpu0) for gpu0 in range(46, 86, 4))
+        assert uneven < even
+        plan = quick(char_gpt(), f"sim:3xRTX3090@{(even + uneven) // 2}B", effective_batch_size=512, n_trials=24)
+        check_sums(plan, 512)
+        assert plan.accumulation_steps == 2
+        assert plan.split[0] < 86
+
+    def test_a_function_is_built_without_its_memory(self):
+        plan = quick(functools.partial(small, optimizer=torch.optim.SGD), "sim:2xRTX3090", effective_batch_size=64)
+        check_sums(plan, 64)
+
+    def test_without_an_effective_batch_there_is_one_micro_step(self):
+        plan = quick(small(), "sim:2xRTX3090", max_batch_size=256)
+        assert plan.accumulation_steps == 1
+        assert plan.effective_batch_size == plan.batch_size <= 256
+
+
+# ------------------------------------------------------------------------------------------------------- budgets
+
+
+def train(model, loss_of, make_batch, optimizer, n: int, count: int = 3) -> None:
+    for _ in range(count):
+        loss_of(model, make_batch(n)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def outside(model, batch):
+    inputs, targets = batch
+    logits = model(inputs)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def inside(model, batch):
+    return model(*batch)
+
+
+def check_edges(plan: Plan, workload: Workload, loss_of, new_optimizer, *, steps_before: int = 0) -> None:
+    """Train at the ceilings inside the budgets, and over each of them by one sample."""
+
+    def attempt(split: tuple[int, ...]) -> tuple[int, ...]:
+        model = copy.deepcopy(workload.model)
+        optimizer = new_optimizer(model.parameters())
+        train(model, loss_of, workload.batch, optimizer, 2, count=steps_before)
+        wrapped = BalancedDataParallel(None, model, ["cpu"] * len(split), split=split)
+        with plan.budgets() as tracker:
+            train(wrapped, loss_of, workload.batch, optimizer, sum(split))
+            return tuple(tracker.peak_bytes)
+
+    peaks = attempt(plan.ceilings)
+    assert all(peak <= device.capacity_bytes for peak, device in zip(peaks, plan.devices, strict=True))
+    for index, device in enumerate(plan.devices):
+        more = tuple(n + (position == index) for position, n in enumerate(plan.ceilings))
+        with pytest.raises(torch.OutOfMemoryError, match=device.label) as caught:
+            attempt(more)
+        assert isinstance(caught.value, autosplit.OutOfMemoryError)
+        assert caught.value.device == device.label
+
+
+OPTIMIZERS = {"sgd": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9), "adamw": torch.optim.AdamW}
+
+
+class TestBudgets:
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    @pytest.mark.parametrize("steps_before", [0, 1])
+    def test_ceilings_are_the_edge_with_the_loss_outside(self, name, steps_before):
+        workload = char_gpt(width=32, depth=1, heads=2, optimizer=OPTIMIZERS[name])
+        plan = quick(workload, "cpu:3MiB,cpu:2MiB")
+        check_edges(plan, workload, outside, OPTIMIZERS[name], steps_before=steps_before)
+
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_ceilings_are_the_edge_with_the_loss_inside(self, name):
+        workload = with_loss(optimizer=OPTIMIZERS[name])
+        plan = quick(workload, "cpu:3MiB,cpu:2MiB")
+        check_edges(plan, workload, inside, OPTIMIZERS[name])
+
+    @pytest.mark.parametrize("effective", [150, 331])
+    def test_accumulated_training_stays_within(self, effective):
+        workload = char_gpt(width=32, depth=1, heads=2)
+        plan = quick(workload, "cpu:3MiB,cpu:2MiB", effective_batch_size=effective)
+        check_sums(plan, effective)
+        assert plan.accumulation_steps > 1
+        model = copy.deepcopy(workload.model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        wrapped = plan.wrap(model)
+        data = TensorDataset(*workload.batch(3 * effective))
+        loader = DataLoader(data, batch_sampler=plan.batch_sampler(len(data), shuffle=True, seed=0))
+        sizes = []
+        with plan.budgets() as tracker:
+            for step in plan.steps(loader):
+                sizes.append([])
+                for inputs, targets in step:
+                    sizes[-1].append(len(inputs))
+                    step.backward(outside(wrapped, (inputs, targets)))
+                optimizer.step()
+                optimizer.zero_grad()
+            peaks = tuple(tracker.peak_bytes)
+        assert [sum(step) for step in sizes] == [effective] * 3
+        assert all(peak <= device.capacity_bytes for peak, device in zip(peaks, plan.devices, strict=True))
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(900)
+    def test_the_sizes_of_the_readme(self):
+        workload = char_gpt()
+        plan = quick(workload, "cpu:600MiB,cpu:300MiB", n_trials=2)
+        check_edges(plan, workload, outside, torch.optim.AdamW)
+
+
+# --------------------------------------------------------------------------------------------------- state guard
+
+
+def tensors_as_they_are(module: nn.Module) -> dict:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {
+        name: (id(t), t.data_ptr(), t.detach().clone(), None if t.grad is None else (id(t.grad), t.grad.clone()))
+        + (t.requires_grad, str(t.device))
+        for name, t in named
+    }
+
+
+def flags_as_they_are(module: nn.Module) -> list:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+    return [(name, part.training, *(len(getattr(part, h)) for h in hooks)) for name, part in module.named_modules()]
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+class Live:
+    """A model in the middle of its training, and all that must not change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        for _ in range(3):
+            inputs, targets = net_batch()
+            F.cross_entropy(model(inputs), targets).backward()
+            self.optimizer.step()
+            self.scheduler.step()  # the last gradients stay, as before an accumulated step
+        modules = list(model.modules())
+        modules[-1].eval()
+        modules[-1].bias.requires_grad_(False)
+        modules[-1].register_forward_hook(lambda *_: None)
+        self.before = self.state()
+
+    def state(self) -> tuple:
+        import numpy as np
+
+        return (
+            tensors_as_they_are(self.model),
+            flags_as_they_are(self.model),
+            copy.deepcopy(self.optimizer.state_dict()),
+            copy.deepcopy(self.scheduler.state_dict()),
+            torch.get_rng_state(),
+            random.getstate(),
+            [part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()],
+        )
+
+    def check(self) -> None:
+        names = ("tensors", "flags", "optimizer", "scheduler", "torch's generator", "python's", "numpy's")
+        after = self.state()
+        assert [name for name, a, b in zip(names, self.before, after, strict=True) if not same(a, b)] == []
+
+
+class Trap:
+    """Lets a model raise in a stage of the tuning, or at a call; copies of the model share it."""
+
+    def __init__(self) -> None:
+        self.calls, self.stage = 0, "predict"
+        self.raises: dict = {}
+
+    def __deepcopy__(self, memo) -> Trap:
+        return self
+
+    def spring(self) -> None:
+        self.calls += 1
+        error = self.raises.get(self.stage) or self.raises.get(self.calls)
+        if error is not None:
+            raise error
+
+    def watch(self, progress) -> None:
+        self.stage = progress.stage
+
+
+class Trapped(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.trap = Trap()
+        self.body = body
+
+    def forward(self, x):
+        self.trap.spring()
+        return self.body(x)
+
+
+DEVICES = ("cpu", "cpu:1MiB,cpu:1MiB", "sim:2xRTX3090")
+MODELS = {"copied": net, "borrowed": Uncopyable}
+
+
+@pytest.fixture(params=MODELS)
+def live(request) -> Live:
+    return Live(Trapped(MODELS[request.param]()))
+
+
+def tune_live(live: Live, devices: str, **options) -> Plan:
+    workload = small(live.model, optimizer=live.optimizer)
+    options = {"max_batch_size": 8, "progress": live.model.trap.watch, **options}
+    return quick(workload, devices, **options)
+
+
+class TestStateGuard:
+    @pytest.mark.parametrize("devices", DEVICES)
+    def test_a_tuning_leaves_nothing_behind(self, live, devices):
+        tune_live(live, devices)
+        live.model.trap.calls = 0
+        live.check()
+
+    @pytest.mark.parametrize("devices", DEVICES)
+    @pytest.mark.parametrize("call", [1, 2, 5, 9])
+    def test_nor_does_one_whose_model_raises(self, live, devices, call):
+        live.model.trap.calls = 0
+        live.model.trap.raises = dict.fromkeys(range(call, 1000), ZeroDivisionError("on purpose"))
+        with pytest.raises((UserCodeError, ZeroDivisionError), match="on purpose"):
+            tune_live(live, devices)
+        live.check()
+
+    @pytest.mark.parametrize("devices", DEVICES)
+    @pytest.mark.parametrize("stage", ["predict", "ceilings", "times", "search"])
+    def test_nor_does_one_that_was_interrupted(self, live, devices, stage):
+        trap = live.model.trap
+        trap.raises = {stage: KeyboardInterrupt()}
+
+        def watch(progress):
+            trap.watch(progress)
+            if stage == "times" and progress.stage == stage:
+                raise KeyboardInterrupt  # simulated and plain cpu steps of this stage may all be known already
+
+        if stage == "times" and devices == "cpu":
+            pytest.skip("the ceiling of a plain cpu is found by its times")
+        with pytest.raises(TuningInterrupted):
+            tune_live(live, devices, progress=watch, max_batch_size=32)
+        live.check()
+
+    @pytest.mark.parametrize("devices", ["cpu:1KiB,cpu:1KiB", "cpu:10KiB,cpu:2KiB", "sim:2xRTX3090@1KiB"])
+    def test_nor_does_one_that_does_not_fit(self, live, devices):
+        with pytest.raises(DoesNotFitError):
+            tune_live(live, devices)
+        live.check()
+
+    @pytest.mark.parametrize("devices", DEVICES)
+    def test_nor_does_a_remembered_plan(self, live, devices):
+        for _ in range(2):
+            plan = tune_live(live, devices, profile="auto")
+            live.check()
+        assert "nothing was run" in plan.notes[0]
+
+    def test_nor_does_an_optimizer_that_does_not_fit_the_model(self, live):
+        other = torch.optim.SGD(net().parameters(), lr=0.1)
+        with pytest.raises(WorkloadError, match="not the model's"):
+            quick(small(live.model, optimizer=other), "cpu")
+        live.check()
+
+
+class TestInterrupted:
+    def test_the_best_so_far_is_kept_and_not_taken_for_the_answer(self, tmp_path):
+        seen = []
+
+        def stop(progress):
+            seen.append(progress)
+            if progress.stage == "search" and progress.best_samples_per_s is not None:
+                raise KeyboardInterrupt
+
+        workload = small()
+        with pytest.raises(TuningInterrupted) as caught:
+            tune(workload, devices="sim:2xRTX3090", effective_batch_size=64, progress=stop)
+        plan = caught.value.plan
+        assert plan is not None
+        assert not plan.complete
+        check_sums(plan, 64)
+        assert Plan.load(caught.value.path).to_dict() == plan.to_dict()
+        again = tune(workload, devices="sim:2xRTX3090", effective_batch_size=64)
+        assert again.complete
+        assert any("interrupted" in note for note in again.notes)
+
+    def test_nothing_is_kept_where_no_trial_had_succeeded(self, cache_dir):
+        def stop(progress):
+            raise KeyboardInterrupt
+
+        with pytest.raises(TuningInterrupted) as caught:
+            tune(small(), devices="sim:2xRTX3090", progress=stop)
+        assert (caught.value.plan, caught.value.path) == (None, None)
+        assert not list(cache_dir.rglob("*.json"))
+
+
+# ------------------------------------------------------------------------------------------------------ profiles
+
+
+def forbid_search(monkeypatch) -> None:
+    def fail(*args, **kwargs):
+        raise AssertionError("a remembered plan needs no search")
+
+    monkeypatch.setattr(session, "search", fail)
+
+
+class TestProfiles:
+    options = {"devices": "sim:2xRTX3090", "effective_batch_size": 64, "n_trials": 3}
+
+    def test_the_second_tuning_runs_nothing_and_says_so(self, monkeypatch):
+        workload = small()
+        first = tune(workload, **self.options)
+        forbid_search(monkeypatch)
+        second = tune(workload, **self.options)
+        assert "nothing was run" in second.notes[0]
+        assert replace(second, notes=first.notes).to_dict() == first.to_dict()
+        with pytest.raises(AssertionError, match="no search"):
+            tune(workload, **self.options, profile="refresh")
+
+    def test_refresh_replaces_the_plan(self):
+        workload = small()
+        tune(workload, **self.options, name="mine")
+        fresh = tune(workload, **{**self.options, "n_trials": 1}, name="mine", profile="refresh")
+        assert len(fresh.trials) == 1
+        assert len(tune(workload, **self.options, name="mine").trials) == 1
+
+    def test_off_neither_reads_nor_writes(self, cache_dir, monkeypatch):
+        workload = small()
+        tune(workload, **self.options, profile="off")
+        assert not cache_dir.exists()
+        tune(workload, **self.options)
+        forbid_search(monkeypatch)
+        with pytest.raises(AssertionError, match="no search"):
+            tune(workload, **self.options, profile="off")
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"effective_batch_size": 65},
+            {"devices": "sim:2xRTX4090"},
+            {"devices": "sim:3xRTX3090"},
+            {"precision": "bf16"},
+            {"strategy": "ddp"},
+            {"reserve": "1GiB"},
+            {"max_batch_size": 32},
+            {"name": "another"},
+            {"model": "wider"},
+        ],
+        ids=str,
+    )
+    def test_what_makes_another_plan_makes_another_profile(self, other, monkeypatch):
+        tune(small(), **self.options)
+        found = []
+        real_find = profiles.find
+        monkeypatch.setattr(
+            profiles, "find", lambda *args, **kwargs: found.append(real_find(*args, **kwargs)) or found[-1]
+        )
+        options = {**self.options, **other}
+        wider = nn.Sequential(nn.Linear(4, 33), nn.BatchNorm1d(33), nn.Dropout(0.5), nn.ReLU(), nn.Linear(33, 3))
+        tune(small(wider if options.pop("model", None) else None), **options)
+        assert found[0].plan is None
+        assert found[0].notes == ()
+
+
+class TestPrecision:
+    """`precision` beside a Workload or a function takes the place of its own, as the command line's flag does."""
+
+    @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    @pytest.mark.parametrize("source", [small, small()], ids=["function", "workload"])
+    def test_it_replaces_the_workloads_own(self, devices, precision, source):
+        plan = quick(source, devices, precision=precision, max_batch_size=8)
+        assert plan.precision == precision
+        assert plan.workload["precision"] == precision
+
+    def test_it_can_be_taken_away(self):
+        assert quick(small(precision="bf16"), "sim:1xRTX3090", precision="none", max_batch_size=8).precision == "none"
+
+    @pytest.mark.parametrize("source", [small, small()], ids=["function", "workload"])
+    def test_an_unknown_one_is_refused(self, source):
+        with pytest.raises(WorkloadError, match="precision is 'fp8'"):
+            quick(source, "sim:1xRTX3090", precision="fp8")
+
+    def test_the_users_function_is_still_checked(self):
+        with pytest.raises(WorkloadError, match="returned a int"):
+            quick(lambda: 3, "cpu", precision="bf16")
+
+
+# ---------------------------------------------------------------------------------------------------------- ddp
+
+
+class TestDdpStrategy:
+    def test_the_split_holds_the_ranks_batches_and_nothing_is_searched(self, monkeypatch):
+        forbid_search(monkeypatch)
+        plan = quick(char_gpt(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, strategy="ddp")
+        check_sums(plan, 512)
+        assert plan.trials == ()
+        assert plan.split == tuple(rank.batch_size for rank in plan.ddp.ranks)
+        assert plan.ceilings == tuple(rank.ceiling.batch_size for rank in plan.ddp.ranks)
+        assert all(rank.ceiling.role == "rank" for rank in plan.ddp.ranks)
+        assert plan.samples_per_s == plan.ddp.samples_per_s
+        assert plan.split[0] > plan.split[1]
+        assert any("predicted" in note for note in plan.notes)
+
+    def test_it_agrees_with_the_answer_beside_a_searched_plan(self):
+        options = {"effective_batch_size": 512}
+        alone = quick(char_gpt(), "sim:3xRTX3090", strategy="ddp", **options)
+        assert alone.ddp == quick(char_gpt(), "sim:3xRTX3090", **options).ddp
+
+    @pytest.mark.parametrize("devices", ["cpu", "cpu:1MiB", "cpu:1MiB,cpu:1MiB", "sim:1xRTX3090"])
+    def test_on_any_devices(self, devices):
+        plan = quick(small(), devices, strategy="ddp", effective_batch_size=32)
+        check_sums(plan, 32)
+        assert min(plan.split) >= 2  # BatchNorm trains on no less
+
+    def test_a_device_too_small_for_a_rank(self):
+        with pytest.raises(DoesNotFitError, match="can't hold a DDP rank"):
+            quick(small(), "sim:1xRTX3090+1xRTX3090@5KiB", strategy="ddp", effective_batch_size=32)
+
+    def test_fewer_samples_than_ranks(self):
+        with pytest.raises(DoesNotFitError, match="at least 8 samples"):
+            quick(small(), "sim:4xRTX3090", strategy="ddp", effective_batch_size=4)
+
+    def test_a_loss_over_the_batch(self):
+        plan = quick(small(loss_scope="batch"), "sim:2xRTX3090", max_batch_size=16)
+        assert plan.ddp.ranks == ()
+        assert "loss_scope" in plan.ddp.reason
+
+
+# ------------------------------------------------------------------------------- steps that can't be accumulated
+
+
+class Discriminating(nn.Module):
+    """Half of a GAN."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def gan_step(models, optimizers, batch):
+    generator, critic = models
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    made = generator(batch)
+    critic_loss = critic(made.detach()).mean() - critic(batch).mean()
+    critic_loss.backward()
+    optimizers[1].step()
+    (-critic(made).mean()).backward()
+    optimizers[0].step()
+
+
+def gan() -> Workload:
+    models = (Discriminating(64), Discriminating(32))
+    optimizers = (torch.optim.Adam, torch.optim.RMSprop)
+    return Workload(models, torch.randn(4, 16), step=gan_step, optimizer=optimizers)
+
+
+SINGLE = {"step": gan, "loss_scope": lambda: small(loss_scope="batch")}
+
+
+@pytest.mark.parametrize("make", SINGLE.values(), ids=SINGLE)
+class TestSingleForward:
+    @pytest.mark.parametrize("devices", [*DEVICES, "cpu:1MiB"])
+    def test_the_whole_step_is_one_forward(self, make, devices):
+        plan = quick(make(), devices, effective_batch_size=64, n_trials=6)
+        check_sums(plan, 64)
+        assert plan.accumulation_steps == 1
+        assert all(trial.accumulation_steps == 1 for trial in plan.trials)
+        assert all(rank.accumulation_steps == 1 for rank in plan.ddp.ranks)
+
+    @pytest.mark.parametrize("devices", ["cpu:40KiB,cpu:40KiB", "sim:2xRTX3090@40KiB"])
+    @pytest.mark.parametrize("strategy", ["auto", "ddp"])
+    def test_what_does_not_fit_one_forward_is_refused(self, make, devices, strategy):
+        with pytest.raises(DoesNotFitError, match=r"can't be accumulated|can't hold|loss_scope") as caught:
+            quick(make(), devices, effective_batch_size=4096, strategy=strategy)
+        assert "\n" not in str(caught.value)
+
+    def test_a_bound_below_the_step_is_refused(self, make):
+        with pytest.raises(WorkloadError, match="max_batch_size is 8"):
+            quick(make(), "sim:2xRTX3090", effective_batch_size=64, max_batch_size=8)
+
+
+# -------------------------------------------------------------------------------------------------------- errors
+
+
+def raising_factory():
+    raise LookupError("no such data")
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x) @ torch.ones(99, 1)
+
+
+SIM = "sim:2xRTX3090"
+BAD = {
+    "effective batch of 0": (
+        InputError,
+        "effective_batch_size is 0",
+        lambda: quick(small(), SIM, effective_batch_size=0),
+    ),
+    "max batch of 0": (InputError, "max_batch_size is 0", lambda: quick(small(), SIM, max_batch_size=0)),
+    "negative reserve": (InputError, "reserve", lambda: quick(small(), SIM, reserve=-1)),
+    "unknown strategy": (InputError, "strategy is 'fsdp'", lambda: quick(small(), SIM, strategy="fsdp")),
+    "unknown profile": (InputError, "profile is 'maybe'", lambda: quick(small(), SIM, profile="maybe")),
+    "no trials": (InputError, "n_trials is 0", lambda: quick(small(), SIM, n_trials=0)),
+    "time limit of 0": (InputError, "time_limit_s is 0", lambda: quick(small(), SIM, time_limit_s=0)),
+    "sample twice": (InputError, "sample_batch", lambda: tune(small(), net_batch(), devices=SIM)),
+    "option beside a workload": (InputError, "loss_fn given", lambda: quick(small(), SIM, loss_fn=F.cross_entropy)),
+    "model alone": (WorkloadError, "without sample_batch", lambda: quick(net(), SIM)),
+    "no workload": (WorkloadError, "the workload is 3", lambda: quick(3, SIM)),
+    "unknown device": (DeviceError, "RTX3091", lambda: quick(small(), "sim:RTX3091")),
+    "factory of another thing": (WorkloadError, "returned a int", lambda: quick(lambda: 3, SIM)),
+    "factory raises": (UserCodeError, "no such data", lambda: quick(raising_factory, SIM)),
+    "factory raises on cpu": (UserCodeError, "no such data", lambda: quick(raising_factory, "cpu")),
+    "model fails": (UserCodeError, "raised", lambda: quick(small(Failing()), SIM)),
+    "model fails on cpu": (UserCodeError, "raised", lambda: quick(small(Failing()), "cpu:1MiB")),
+    "does not fit": (DoesNotFitError, "needs", lambda: quick(small(), "sim:RTX3090@3KiB")),
+    "does not fit a budget": (DoesNotFitError, "needs", lambda: quick(small(), "cpu:3KiB")),
+    "fits neither": (DoesNotFitError, "needs", lambda: quick(small(), "cpu:3KiB,cpu:3KiB")),
+    "storage": (InputError, "storage is", lambda: quick(small(), SIM, storage="sqlite:////nowhere/at/all.db")),
+}
+
+
+class TestErrors:
+    @pytest.mark.parametrize(("kind", "says", "call"), BAD.values(), ids=BAD)
+    def test_bad_input_is_one_line_that_says_what_to_do(self, kind, says, call):
+        with pytest.raises(kind, match=says) as caught:
+            call()
+        assert isinstance(caught.value, AutosplitError)
+        assert "\n" not in str(caught.value)
+        assert ";" in str(caught.value), "a message ends in what to do next"
+
+    @pytest.mark.parametrize("devices", ["sim:RTX3090@3KiB", "cpu:3KiB"])
+    def test_what_does_not_fit_tells_the_bytes_it_needs_and_has(self, devices):
+        with pytest.raises(DoesNotFitError) as caught:
+            quick(small(), devices)
+        assert caught.value.capacity_bytes == 3 * 1024
+        assert caught.value.requested_bytes > 3 * 1024
+        assert str(caught.value.requested_bytes) in str(caught.value)
+        assert str(caught.value.capacity_bytes) in str(caught.value)
+
+    @pytest.mark.parametrize("source", [raising_factory, small(Failing())], ids=["factory", "model"])
+    @pytest.mark.parametrize("devices", ["cpu", SIM])
+    def test_the_users_own_frames_are_shown(self, source, devices):
+        with pytest.raises(UserCodeError) as caught:
+            quick(source, devices)
+        assert caught.value.frames
+        assert all("test_tuning.py" in frame for frame in caught.value.frames)
+
+    def test_a_time_limit_ends_the_search(self):
+        plan = quick(small(), SIM, effective_batch_size=64, n_trials=500, time_limit_s=0.001)
+        assert len(plan.trials) == 1
+
+    def test_a_storage_keeps_the_study(self, tmp_path):
+        import optuna
+
+        url = f"sqlite:///{tmp_path / 'study.db'}"
+        plan = quick(small(), SIM, effective_batch_size=64, storage=url, name="kept")
+        names = optuna.get_all_study_names(storage=url)
+        assert len(names) == 1
+        assert names[0].startswith("kept-")
+        assert len(optuna.load_study(study_name=names[0], storage=url).trials) >= len(plan.trials)
