@@ -25,7 +25,7 @@ from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracing import Tracer
 from autosplit.sizes import size_text
 from autosplit.split import proportional_split
-from autosplit.staging import Source, follow, runtime_for, workload_source
+from autosplit.staging import Source, build, follow, runtime_for, workload_source
 from autosplit.trainee import kept_rng
 
 __all__ = ["Prober", "does_not_fit", "find_ceiling"]
@@ -40,7 +40,7 @@ _UNBOUNDED_BYTES = 2**62
 """More than any device has."""
 
 KNEE_GAIN = 0.03
-"""On a plain CPU a doubled batch that gains less throughput is the last one tried."""
+"""On a plain CPU no larger batch is tried once two doublings in a row gained less throughput."""
 
 LONGEST_STEP_S = 2.0
 """On a plain CPU no larger batch is tried once a step takes longer."""
@@ -319,7 +319,7 @@ class Prober:
     def until_it_stops_paying(self, needed: int = 0) -> tuple[TimeCurve, Ceiling]:
         """Time growing batches on a plain CPU, whose memory is predicted and never filled.
 
-        The batch doubles until that gains less than `KNEE_GAIN` of throughput, or a step takes longer than
+        The batch doubles until that twice gains less than `KNEE_GAIN` of throughput, or a step takes longer than
         `LONGEST_STEP_S`, or the next would not fit.
 
         Args:
@@ -515,7 +515,7 @@ def _ceiling_of(source: Source, request: Request, role: Role, exact: bool) -> Ce
         # Somebody has to be device 0: one like it, that may hold anything.
         devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
     with kept_rng(), ExitStack() as closing:
-        followed = follow(source, devices, closing)
+        followed = follow(build(source, devices), devices, closing)
         runtime = runtime_for(devices, capacities_bytes, followed, closing)
         prober = Prober(
             runtime,
@@ -573,7 +573,8 @@ def _shifted(model: Callable[[int], float], offset_bytes: float) -> Callable[[in
 
 
 def _stops_paying(points: list[tuple[int, float]]) -> bool:
-    if len(points) < 2:
+    """Tell whether two doublings in a row gained too little: one alone may be the machine's noise."""
+    if len(points) < 3:
         return False
-    (n0, t0), (n1, t1) = points[-2:]
-    return n1 / t1 < (1 + KNEE_GAIN) * n0 / t0
+    *before, last_but_one, last = [n / seconds for n, seconds in points]
+    return max(last_but_one, last) < (1 + KNEE_GAIN) * max(before)

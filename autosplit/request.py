@@ -36,6 +36,7 @@ class Request:
         profile: One of `PROFILES`.
         name: Keeps profiles of equal workloads apart.
         seed: Of the search.
+        defaulted: No devices were named.
     """
 
     devices: tuple[Device, ...]
@@ -50,6 +51,7 @@ class Request:
     profile: str
     name: str | None
     seed: int
+    defaulted: bool = False
 
     @property
     def kind(self) -> str:
@@ -126,6 +128,7 @@ def checked_request(
         profile=profile,
         name=name,
         seed=seed,
+        defaulted=devices is None,
     )
 
 

@@ -20,7 +20,7 @@ from autosplit.runtime.tracing import Tracer, make_tracer
 from autosplit.trainee import built_without_memory, fake_mode, training_copy
 from autosplit.workload import PRECISIONS, Workload
 
-__all__ = ["Followed", "Source", "follow", "runtime_for", "workload_source"]
+__all__ = ["Built", "Followed", "Source", "build", "follow", "runtime_for", "workload_source"]
 
 Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
@@ -33,6 +33,23 @@ class Followed:
     workload: Workload
     tracer: Tracer
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A workload as it was built.
+
+    Attributes:
+        source: What it was built from.
+        workload: The workload.
+        why_real: Why it has memory although none was needed; None where it has not, or needs it.
+        fake: It was built without memory.
+    """
+
+    source: Source
+    workload: Workload
+    why_real: str | None = None
+    fake: bool = False
 
 
 def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any]) -> Source:
@@ -94,29 +111,58 @@ def _in_precision(source: Source, precision: Any) -> Source:
     return replace(source, precision=precision) if isinstance(source, Workload) else _InPrecision(source, precision)
 
 
-def follow(source: Source, devices: Sequence[Device], closing: ExitStack) -> Followed:
-    """Build the workload and follow one step of it.
-
-    For simulated cards a function is called under fake tensors first, so that what it builds takes no memory.
+def build(source: Source, devices: Sequence[Device]) -> Built:
+    """Build the workload; for simulated cards without its memory, where that can be.
 
     Args:
         source: See `Source`.
         devices: What it is tuned for, all of one kind.
+
+    Raises:
+        UserCodeError: The function raised.
+        WorkloadError: It returned something else.
+    """
+    if devices[0].kind != "sim" or isinstance(source, Workload):
+        return Built(source, _built(source))
+    try:
+        return Built(source, built_without_memory(lambda: _built(source), fake_mode()), fake=True)
+    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do; what is wrong shows again with real ones
+        return Built(source, _built(source), _built_for_real(error))
+
+
+def follow(built: Built, devices: Sequence[Device], closing: ExitStack) -> Followed:
+    """Follow one step of a workload.
+
+    Args:
+        built: The workload; one that was built without memory and can't be followed is built again.
+        devices: What it is tuned for, all of one kind.
         closing: Gets what has to be undone at the end: a model that can't be copied is borrowed.
 
     Raises:
-        UserCodeError: The function raised, or the workload failed on its own sample batch.
+        UserCodeError: The workload failed on its own sample batch.
         WorkloadError: No training step can be made of it.
     """
-    followed, why_real = None, None
-    if devices[0].kind == "sim" and not isinstance(source, Workload):
-        followed, why_real = _built_fake(source)
-    if followed is None:
-        workload = _built(source)
-        tracer, note = make_tracer(workload, like_gpu=devices[0].kind != "cpu")
-        followed = _said(workload, tracer, note or why_real)
-    closing.callback(followed.tracer.trainee.restore)
-    return followed
+    like_gpu = devices[0].kind != "cpu"
+    workload, why_real = built.workload, built.why_real
+    try:
+        tracer, note = make_tracer(workload, like_gpu=like_gpu)
+    except Exception as error:
+        if not built.fake:
+            raise
+        why_real = _built_for_real(error)
+    else:
+        why_real = note or why_real
+    if built.fake and why_real is not None:
+        workload = _built(built.source)
+        tracer, note = make_tracer(workload, like_gpu=like_gpu)
+        why_real = note or why_real
+    closing.callback(tracer.trainee.restore)
+    assumed = tracer.assumptions()
+    return Followed(workload, tracer, assumed if why_real is None else (why_real, *assumed))
+
+
+def _built_for_real(error: Exception) -> str:
+    return f"the workload could not be built without its memory, and was built for real: {one_line(error)}"
 
 
 def _built(source: Source) -> Workload:
@@ -134,21 +180,6 @@ def _built(source: Source) -> Workload:
             "return Workload(model, sample_batch)"
         )
     return workload
-
-
-def _built_fake(source: Callable[[], Workload]) -> tuple[Followed | None, str | None]:
-    """Build without memory; where anything is in the way, say what, and let the real thing tell what is wrong."""
-    try:
-        workload = built_without_memory(lambda: _built(source), fake_mode())
-        tracer, note = make_tracer(workload, like_gpu=True)
-    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do; what is really wrong shows again with real ones
-        return None, f"the workload could not be built without its memory, and was built for real: {one_line(error)}"
-    return _said(workload, tracer, note), None
-
-
-def _said(workload: Workload, tracer: Tracer, note: str | None) -> Followed:
-    notes = [*tracer.assumptions()]
-    return Followed(workload, tracer, tuple(notes if note is None else [note, *notes]))
 
 
 def runtime_for(

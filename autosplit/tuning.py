@@ -18,10 +18,16 @@ from autosplit.plan import Plan
 from autosplit.progress import Progress
 from autosplit.request import Request, checked_request
 from autosplit.session import Session
-from autosplit.staging import Source, follow, workload_source
+from autosplit.staging import Source, build, follow, workload_source
 from autosplit.trainee import kept_rng
 
 __all__ = ["Progress", "TuningInterrupted", "tune"]
+
+
+NO_GPU_NOTE = (
+    "no GPU is visible, so this is for the processor; devices='sim:2xRTX3090' (--devices) plans for GPUs elsewhere"
+)
+"""Said where no devices were named and there is no GPU."""
 
 
 class TuningInterrupted(KeyboardInterrupt):
@@ -152,14 +158,16 @@ def _tune_source(
 
 def _tuned(request: Request, source: Source, reserve: object, progress: Callable[[Progress], None]) -> Plan:
     with kept_rng(), ExitStack() as closing:
-        followed = follow(source, request.devices, closing)
-        workload = followed.workload
-        machine, described = profiles.machine_of(request.devices), profiles.workload_of(workload)
+        built = build(source, request.devices)
+        machine, described = profiles.machine_of(request.devices), profiles.workload_of(built.workload)
         key = profiles.key_of(machine, described, request.facts(reserve), request.name)
         remembered, notes = _remembered(request, key, machine, described)
         if remembered is not None:
             return remembered
-        subject = Subject(request, workload, machine, described)
+        followed = follow(built, request.devices, closing)
+        if request.defaulted and request.kind == "cpu":
+            notes = (*notes, NO_GPU_NOTE)
+        subject = Subject(request, followed.workload, machine, described)
         session = Session(subject, followed, progress, closing, notes=notes, study_name=_study_name(request, key))
         try:
             plan = session.plan()
