@@ -45,6 +45,9 @@ KNEE_GAIN = 0.03
 LONGEST_STEP_S = 2.0
 """On a plain CPU no larger batch is tried once a step takes longer."""
 
+DOUBLING_BUDGET_S = 0.5
+"""Repeating one of those batches stops after this long."""
+
 
 @dataclass
 class Counts:
@@ -119,14 +122,17 @@ class Prober:
         capacity_bytes = self.runtime.capacities_bytes[index]
         before = Counts(self.counts.steps, self.counts.ooms)
 
+        least = self.least_batch()
+
         def traced(n: int) -> float:
-            return self.traced(shape_of(n))[index]
+            return self.traced(shape_of(max(n, least)))[index]  # fewer can't be run to see
 
         predicted = self._extended(traced)
         start = min(max(1, start or self.tracer.workload.sample_batch_size), self.max_batch_size)
         batch_size = largest_fitting(
             predicted, capacity_bytes, least=0, most=self.max_batch_size, start=start, slope=slope
         )
+        batch_size = 0 if batch_size < least else batch_size
         confirmed = False
         if not self.runtime.simulated and batch_size > 0:
             batch_size, peak_bytes = self._confirmed(index, shape_of, predicted, batch_size)
@@ -182,11 +188,14 @@ class Prober:
         at the edge of what fits.
 
         Args:
-            share: About the most that device 0 holds, at least 2.
-            elsewhere: About the most that the others hold together, at least 2.
+            share: About the most that device 0 holds.
+            elsewhere: About the most that the others hold together.
             accumulates: See `ceiling`.
         """
-        less, fewer = share - max(1, share // 4), elsewhere - max(1, elsewhere // 2)
+        least = self.least_batch()
+        share, elsewhere = max(share, least + 1), max(elsewhere, least + 1)
+        less = max(least, share - max(1, share // 4))
+        fewer = max(least, elsewhere - max(1, elsewhere // 2))
 
         def point(own: int, others: int) -> tuple[int, int, int]:
             return own, own + others, self.traced(_balanced((own, others), accumulates))[0]
@@ -205,12 +214,21 @@ class Prober:
 
         Returns:
             Seconds of a micro-step against samples.
+
+        Raises:
+            OutOfMemoryError: None of them could be run.
         """
         least = min(self.least_batch(), ceiling)
         points = []
         for n in sorted({max(least, ceiling // 2**halvings) for halvings in range(5)}):
             self.report(f"{self.runtime.devices[index].label}: time of {n} samples")
-            points.append((n, self.micro_seconds(self._shapes(index, role, (), False)(n), budget_s=budget_s)))
+            try:
+                points.append((n, self.micro_seconds(self._shapes(index, role, (), False)(n), budget_s=budget_s)))
+            except OutOfMemoryError:
+                # A replica's samples are gathered on device 0, which may be the smaller one.
+                if not points:
+                    raise
+                break
         return TimeCurve.of(points)
 
     def update_seconds(self) -> float:
@@ -342,7 +360,7 @@ class Prober:
                 limit = "memory"
                 break
             self.report(f"{self.runtime.devices[0].label}: time of {n} samples")
-            measured = self.measured(shape, budget_s=0.5)
+            measured = self.measured(shape, budget_s=DOUBLING_BUDGET_S)
             points.append((n, max(1e-9, measured.seconds - measured.update_s)))
             enough = measured.seconds > LONGEST_STEP_S or _stops_paying(points)
             if n == self.max_batch_size or (enough and n >= needed):
@@ -403,17 +421,18 @@ class Prober:
         Returns:
             The largest size that ran, and its peak; 0 and 0 where none did.
         """
-        capacity_bytes = self.runtime.capacities_bytes[index]
+        capacity_bytes, least = self.runtime.capacities_bytes[index], self.least_batch()
         model = self._checked(index, shape_of, predicted, guess)
-        low, low_peak, high = 0, 0, self.max_batch_size + 1  # low ran; high did not
-        n = self._refitted(model, capacity_bytes, low, high, guess)
+        found = (0, 0)
+        low, high = least - 1, self.max_batch_size + 1  # low ran, or is too few to run; high did not
+        n = max(least, self._refitted(model, capacity_bytes, low, high, guess))
         for _ in range(MAX_CONFIRMATIONS):
             peak_bytes = self._real_peak(index, shape_of(n))
             if peak_bytes is None:
                 high = n
                 model = _shifted(model, capacity_bytes + 1 - model(n))
             else:
-                low, low_peak = n, peak_bytes
+                low, found = n, (n, peak_bytes)
                 model = _shifted(model, peak_bytes - model(n))
             following = self._refitted(model, capacity_bytes, low, high, n)
             if following == low and self.exact and high - low > 1:
@@ -421,7 +440,7 @@ class Prober:
             if high - low <= 1 or following == low or self._out_of_time():
                 break
             n = following
-        return low, low_peak
+        return found
 
     def _out_of_time(self) -> bool:
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
@@ -552,6 +571,11 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
     """Say that the workload does not fit a device at one sample, with the bytes it needs and has."""
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     least = prober.least_batch()
+    if prober.max_batch_size < least:
+        return DoesNotFitError(
+            f"a batch of {prober.max_batch_size} is the most that is asked for, and BatchNorm trains on no fewer than "
+            f"{least} samples; expected at least {least}; raise effective_batch_size or max_batch_size"
+        )
     needed = prober.traced(StepShape(((least,),)))[0]
     return DoesNotFitError(
         f"the workload does not fit {device.label} ({device.name}) at batch {least}: it needs {needed} bytes "

@@ -81,8 +81,8 @@ class Session:
 
     def _balanced_plan(self) -> Plan:
         ranks, primary = self._ceilings()
-        curves = self._curves(ranks)
         space = self._space(primary)
+        curves = self._curves(ranks)
         step_time = self._step_time(space, curves)
         self.solver = Solver(space, step_time)
         self._search(space)
@@ -192,8 +192,8 @@ class Session:
         if self.replicas:
             accumulates = self.subject.accumulates
             most = self.prober.max_batch_size
-            share = min(most, max(2, primary.batch_size))
-            others = min(most, max(2, sum(ceiling.batch_size for ceiling in self.replicas)))
+            share = min(most, primary.batch_size)
+            others = min(most, sum(ceiling.batch_size for ceiling in self.replicas))
             fit = self.prober.primary_fit(share, others, accumulates=accumulates)
             # What a real step holds beyond its trace (a CUDA context's workspaces, fragmentation) stays with it.
             fit = replace(fit, fixed_bytes=fit.fixed_bytes + self.prober.untraced_bytes(primary))
@@ -232,7 +232,7 @@ class Session:
     def _curve(self, index: int, rank: Ceiling) -> TimeCurve:
         if rank.batch_size > 0:
             return self.prober.curve(index, rank.batch_size, role="rank", budget_s=POINT_BUDGET_S)
-        if index > 0 and self.replicas[index - 1].batch_size > 0:
+        if self.replicas and index > 0 and self.replicas[index - 1].batch_size > 0:
             # Too small for a rank, with the optimizer's state: timed as a replica, its copies included.
             return self.prober.curve(
                 index, self.replicas[index - 1].batch_size, role="replica", budget_s=POINT_BUDGET_S
@@ -253,7 +253,7 @@ class Session:
             if configuration is None:
                 continue
             split = solver.split_of(configuration)
-            if not any(split[1:]):
+            if not any(split[1:]) or not self._can_train(split):
                 continue
             self._report(f"time of the split {split}")
             try:
@@ -308,8 +308,8 @@ class Session:
         trial = Trial(
             number, configuration.gpu0_bsz, configuration.batch_size, configuration.accumulation_steps, splits[0]
         )
-        least = self.prober.least_batch()
-        if any(0 < share < least for split in splits for share in split):
+        if not self._can_train(*splits):
+            least = self.prober.least_batch()
             return replace(trial, failure=f"a share below {least}: BatchNorm needs {least} samples to train on")
         try:
             measured = self.prober.step(splits, budget_s=TRIAL_BUDGET_S)
@@ -321,6 +321,10 @@ class Session:
             error_share=measured.error_s / measured.seconds,
             peak_bytes=measured.peak_bytes,
         )
+
+    def _can_train(self, *splits: tuple[int, ...]) -> bool:
+        least = self.prober.least_batch()
+        return not any(0 < share < least for split in splits for share in split)
 
     def _even_rate(self, best: Trial) -> float | None:
         """Measure the even split of the same effective batch, in as many micro-steps more as it needs to fit."""
@@ -338,6 +342,8 @@ class Session:
                 continue  # by the model it does not fit, and need not be run to see
             total = best.batch_size if effective is None else effective
             splits = tuple(even_split(micro, count) for micro in micro_batch_sizes(total, size))
+            if not self._can_train(*splits):
+                continue
             known = next((t.samples_per_s for t in self.trials if t.split == splits[0] and t.batch_size == size), None)
             if known is not None:
                 return known

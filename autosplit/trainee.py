@@ -343,6 +343,8 @@ def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Any,
 def _copied_or_borrowed(models: Any, memo: dict[int, Any]) -> tuple[Any, Callable[[], None]]:
     try:
         return copy.deepcopy(models, memo), _nothing
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # noqa: BLE001  # whatever a module's own __deepcopy__ or an uncopyable attribute raises
         memo.clear()
         restore = _borrow(models)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from workloads import Uncopyable, char_gpt, net, net_batch, small, with_loss
 
 import autosplit
-from autosplit import profiles, session
+from autosplit import probe, profiles, session
 from autosplit.balanced import BalancedDataParallel
 from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
 from autosplit.oom import DoesNotFitError
@@ -37,6 +37,14 @@ def _quick_collection():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _short_budgets(monkeypatch):
+    """What is timed is not looked at here."""
+    monkeypatch.setattr(session, "POINT_BUDGET_S", 0.01)
+    monkeypatch.setattr(session, "TRIAL_BUDGET_S", 0.01)
+    monkeypatch.setattr(probe, "DOUBLING_BUDGET_S", 0.01)
 
 
 def quick(workload, devices, **options) -> Plan:
@@ -229,6 +237,7 @@ class Live:
         modules[-1].eval()
         modules[-1].bias.requires_grad_(False)
         modules[-1].register_forward_hook(lambda *_: None)
+        self.workload = small(model, optimizer=self.optimizer)
         self.before = self.state()
 
     def state(self) -> tuple:
@@ -291,9 +300,8 @@ def live(request) -> Live:
 
 
 def tune_live(live: Live, devices: str, **options) -> Plan:
-    workload = small(live.model, optimizer=live.optimizer)
     options = {"max_batch_size": 8, "progress": live.model.trap.watch, **options}
-    return quick(workload, devices, **options)
+    return quick(live.workload, devices, **options)
 
 
 class TestStateGuard:
@@ -343,9 +351,9 @@ class TestStateGuard:
         assert "nothing was run" in plan.notes[0]
 
     def test_nor_does_an_optimizer_that_does_not_fit_the_model(self, live):
-        other = torch.optim.SGD(net().parameters(), lr=0.1)
-        with pytest.raises(WorkloadError, match="not the model's"):
-            quick(small(live.model, optimizer=other), "cpu")
+        other = replace(live.workload, optimizer=lambda parameters: 3)
+        with pytest.raises(WorkloadError, match="optimizer factory returned"):
+            quick(other, "cpu")
         live.check()
 
 
@@ -558,7 +566,7 @@ class TestSingleForward:
         assert all(trial.accumulation_steps == 1 for trial in plan.trials)
         assert all(rank.accumulation_steps == 1 for rank in plan.ddp.ranks)
 
-    @pytest.mark.parametrize("devices", ["cpu:40KiB,cpu:40KiB", "sim:2xRTX3090@40KiB"])
+    @pytest.mark.parametrize("devices", ["cpu:128KiB,cpu:128KiB", "sim:2xRTX3090@128KiB"])
     @pytest.mark.parametrize("strategy", ["auto", "ddp"])
     def test_what_does_not_fit_one_forward_is_refused(self, make, devices, strategy):
         with pytest.raises(DoesNotFitError, match=r"can't be accumulated|can't hold|loss_scope") as caught:

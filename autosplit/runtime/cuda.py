@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from autosplit.trainee import Trainee, kept_rng, training_copy
 from autosplit.workload import Workload, modules_of
 
 __all__ = ["CudaRuntime"]
+
+T = TypeVar("T")
 
 _CONFIRMING_STEPS = 3
 """The optimizer's state appears in the first step, DDP's buckets are rebuilt before the second, the third is steady."""
@@ -56,12 +59,7 @@ class CudaRuntime:
         Raises:
             OutOfMemoryError: A GPU ran out of memory; it is named.
         """
-        with self._bounded(), kept_rng():
-            for gpu in self._gpus:
-                torch.cuda.reset_peak_memory_stats(gpu)
-            run = self._prepared(shape)
-            self._guarded(lambda: _repeated(run, _CONFIRMING_STEPS), shape)
-            return tuple(torch.cuda.max_memory_reserved(gpu) for gpu in self._gpus)
+        return self._watched(shape, lambda run: _repeated(run, _CONFIRMING_STEPS))[1]
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
         """Run a step repeatedly for its time and peaks.
@@ -73,14 +71,16 @@ class CudaRuntime:
         Raises:
             OutOfMemoryError: A GPU ran out of memory; it is named.
         """
+        measured, peaks = self._watched(shape, lambda run: timed(run, budget_s, warmups=_CONFIRMING_STEPS - 1))
+        return replace(measured, peak_bytes=peaks)
+
+    def _watched(self, shape: StepShape, use: Callable[[_Run], T]) -> tuple[T, tuple[int, ...]]:
+        """Use a step that is ready to run, and read off what the allocator reserved on each GPU meanwhile."""
         with self._bounded(), kept_rng():
             for gpu in self._gpus:
                 torch.cuda.reset_peak_memory_stats(gpu)
-            run = self._prepared(shape)
-            found: list[Measurement] = []
-            self._guarded(lambda: found.append(timed(run, budget_s, warmups=_CONFIRMING_STEPS - 1)), shape)
-            peaks = tuple(torch.cuda.max_memory_reserved(gpu) for gpu in self._gpus)
-        return replace(found[0], peak_bytes=peaks)
+            result = self._guarded(lambda: use(self._prepared(shape)), shape)
+            return result, tuple(torch.cuda.max_memory_reserved(gpu) for gpu in self._gpus)
 
     def close(self) -> None:
         """Give the copies' memory back."""
@@ -112,22 +112,18 @@ class CudaRuntime:
         self._trainee = self._home = None
         self._release()
 
-    def _guarded(self, run: Callable[[], object], shape: StepShape) -> None:
+    def _guarded(self, run: Callable[[], T], shape: StepShape) -> T:
         """Run, and name the GPU that ran out of memory.
 
         It recovers outside the except block, whose traceback pins tensors.
         """
-        message = None
         try:
-            run()
+            return run()
         except RuntimeError as error:
             if not is_oom(error):
                 raise
             message, index = str(error), _failed_gpu(error, self._gpus)
-        if message is None:
-            return
-        assert self._trainee is not None
-        for module in modules_of(self._trainee.models):
+        for module in modules_of(self._trainee.models) if self._trainee is not None else []:
             module.zero_grad(set_to_none=True)
         self._release()
         where = "a GPU" if index is None else f"{self.devices[index].label} ({self.devices[index].name})"
