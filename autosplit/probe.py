@@ -353,6 +353,8 @@ class Prober:
         before = self.counts.steps
         points: list[tuple[int, float]] = []
         n = self.least_batch()
+        if n > self.max_batch_size:
+            raise does_not_fit(self, 0)
         limit: Limit = "time"
         while True:
             shape = StepShape(((n,),))
@@ -437,6 +439,8 @@ class Prober:
             following = self._refitted(model, capacity_bytes, low, high, n)
             if following == low and self.exact and high - low > 1:
                 following = low + 1
+            if following == low and not found[0]:
+                following = max(least, high // 2)  # the trace knows too little here; something small may still run
             if high - low <= 1 or following == low or self._out_of_time():
                 break
             n = following
@@ -577,6 +581,16 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
             f"{least} samples; expected at least {least}; raise effective_batch_size or max_batch_size"
         )
     needed = prober.traced(StepShape(((least,),)))[0]
+    if needed <= capacity_bytes:
+        return DoesNotFitError(
+            f"the workload does not fit {device.label} ({device.name}) at batch {least}: a real step needs more than "
+            f"the {needed} bytes that its trace tells, and may hold {capacity_bytes} ({size_text(capacity_bytes)}); "
+            "expected at least one sample to fit; use a smaller model, a lower precision, or a larger device",
+            device=device.label,
+            device_index=index,
+            requested_bytes=needed,
+            capacity_bytes=capacity_bytes,
+        )
     return DoesNotFitError(
         f"the workload does not fit {device.label} ({device.name}) at batch {least}: it needs {needed} bytes "
         f"({size_text(needed)}) and may hold {capacity_bytes} ({size_text(capacity_bytes)}); "

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib
 import random
+import types
 from dataclasses import replace
 
 import pytest
@@ -25,6 +27,7 @@ from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracing import make_tracer
 from autosplit.split import micro_batch_sizes
+from autosplit.trainee import fake_mode
 from autosplit.tuning import TuningInterrupted, tune
 from autosplit.workload import Workload
 
@@ -33,7 +36,9 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_collection():
-    """A tracker collects garbage as it is entered: let it skip the modules that are loaded by now."""
+    """A tracked step collects garbage before it begins: let it skip the modules, also those that torch loads late."""
+    fake_mode()
+    importlib.import_module("optuna")
     gc.freeze()
     yield
     gc.unfreeze()
@@ -153,19 +158,19 @@ class TestBudgets:
     @pytest.mark.parametrize("steps_before", [0, 1])
     def test_ceilings_are_the_edge_with_the_loss_outside(self, name, steps_before):
         workload = char_gpt(width=32, depth=1, heads=2, optimizer=OPTIMIZERS[name])
-        plan = quick(workload, "cpu:3MiB,cpu:2MiB")
+        plan = quick(workload, "cpu:1.5MiB,cpu:1MiB")
         check_edges(plan, workload, outside, OPTIMIZERS[name], steps_before=steps_before)
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_ceilings_are_the_edge_with_the_loss_inside(self, name):
         workload = with_loss(optimizer=OPTIMIZERS[name])
-        plan = quick(workload, "cpu:3MiB,cpu:2MiB")
+        plan = quick(workload, "cpu:1.5MiB,cpu:1MiB")
         check_edges(plan, workload, inside, OPTIMIZERS[name])
 
     @pytest.mark.parametrize("effective", [150, 331])
     def test_accumulated_training_stays_within(self, effective):
         workload = char_gpt(width=32, depth=1, heads=2)
-        plan = quick(workload, "cpu:3MiB,cpu:2MiB", effective_batch_size=effective)
+        plan = quick(workload, "cpu:1.5MiB,cpu:1MiB", effective_batch_size=effective)
         check_sums(plan, effective)
         assert plan.accumulation_steps > 1
         model = copy.deepcopy(workload.model)
@@ -200,8 +205,11 @@ class TestBudgets:
 def tensors_as_they_are(module: nn.Module) -> dict:
     named = [*module.named_parameters(), *module.named_buffers()]
     return {
-        name: (id(t), t.data_ptr(), t.detach().clone(), None if t.grad is None else (id(t.grad), t.grad.clone()))
-        + (t.requires_grad, str(t.device))
+        name: [
+            (id(t), t.data_ptr(), t.requires_grad, str(t.device)),
+            t.detach().clone(),
+            None if t.grad is None else (id(t.grad), t.grad.clone()),
+        ]
         for name, t in named
     }
 
@@ -250,7 +258,7 @@ class Live:
             copy.deepcopy(self.scheduler.state_dict()),
             torch.get_rng_state(),
             random.getstate(),
-            [part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()],
+            [part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()],  # noqa: NPY002,
         )
 
     def check(self) -> None:
@@ -312,7 +320,7 @@ class TestStateGuard:
         live.check()
 
     @pytest.mark.parametrize("devices", DEVICES)
-    @pytest.mark.parametrize("call", [1, 2, 5, 9])
+    @pytest.mark.parametrize("call", [1, 6])
     def test_nor_does_one_whose_model_raises(self, live, devices, call):
         live.model.trap.calls = 0
         live.model.trap.raises = dict.fromkeys(range(call, 1000), ZeroDivisionError("on purpose"))
@@ -399,7 +407,7 @@ def forbid_search(monkeypatch) -> None:
 
 
 class TestProfiles:
-    options = {"devices": "sim:2xRTX3090", "effective_batch_size": 64, "n_trials": 3}
+    options = types.MappingProxyType({"devices": "sim:2xRTX3090", "effective_batch_size": 64, "n_trials": 3})
 
     def test_the_second_tuning_runs_nothing_and_says_so(self, monkeypatch):
         workload = small()

@@ -1,0 +1,180 @@
+"""find_ceiling: the largest batch, as brute force finds it, for every role and many kinds of models."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from workloads import ALL, branching, cnn, mlp, net, small
+
+from autosplit import probe
+from autosplit.devices import parse_devices
+from autosplit.errors import InputError
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.probe import find_ceiling
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.simulated import traced_peaks
+from autosplit.runtime.tracing import make_tracer
+from autosplit.trainee import fake_mode, training_copy
+from autosplit.tuning import tune
+
+KIB = 2**10
+MOST = 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collection():
+    """A tracked step collects garbage before it begins: let it skip the modules, also those that torch loads late."""
+    fake_mode()
+    importlib.import_module("optuna")
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _short_budgets(monkeypatch):
+    """What is timed is not looked at here."""
+    monkeypatch.setattr(probe, "DOUBLING_BUDGET_S", 0.01)
+
+
+def shape_of(role: str, n: int) -> StepShape:
+    """The step by which a role is probed, alone in its job."""
+    if role == "replica":
+        return StepShape(((0, n),))
+    if role == "primary":
+        return StepShape(((n,),))
+    return StepShape(((n,),), role, num_ranks=2 if role == "rank" else 1)
+
+
+def traced(workload, role: str, n: int, *, like_gpu: bool = True) -> int:
+    tracer, _ = make_tracer(workload, like_gpu=like_gpu)
+    return traced_peaks(tracer, shape_of(role, n))[-1]
+
+
+def runs(workload, role: str, n: int, capacity_bytes: int) -> bool:
+    """Whether a real step of n samples stays within a budget."""
+    devices, capacities = parse_devices(f"cpu:{capacity_bytes}B"), (capacity_bytes,)
+    if role == "replica":
+        companion = replace(devices[0], budgeted=False)
+        devices, capacities = (companion, replace(devices[0], index=1)), (2**60, capacity_bytes)
+    runtime = CpuRuntime(devices, capacities, training_copy(workload, device=torch.device("cpu")))
+    try:
+        runtime.peaks(shape_of(role, n))
+    except OutOfMemoryError:
+        return False
+    return True
+
+
+ROLES = ("primary", "replica", "rank", "eval")
+
+
+class TestAgainstBruteForce:
+    @pytest.mark.parametrize("role", ROLES)
+    @pytest.mark.parametrize("name", ALL)
+    def test_simulated(self, name, role):
+        workload = ALL[name]()
+        tracer, _ = make_tracer(workload, like_gpu=True)
+        least = 2 if role == "replica" and name == "cnn" else 1
+        peaks = {n: traced_peaks(tracer, shape_of(role, n))[-1] for n in range(least, 17)}
+        capacity = (peaks[10] + peaks[11]) // 2 if peaks[11] > peaks[10] else peaks[11]
+        expected = max(n for n in peaks if peaks[n] <= capacity)
+        found = find_ceiling(workload, f"sim:RTX3090@{capacity}B", role=role, max_batch_size=16)
+        assert (found.batch_size, found.steps, found.confirmed) == (expected, 0, False)
+        assert found.peak_bytes == peaks[expected]
+        assert found.role == role
+
+    @pytest.mark.parametrize("role", ROLES)
+    @pytest.mark.parametrize("name", ALL)
+    def test_a_budget(self, name, role):
+        workload = ALL[name]()
+        capacity = traced(workload, role, 24, like_gpu=False) + 256
+        found = find_ceiling(workload, f"cpu:{capacity}B", role=role, max_batch_size=MOST)
+        assert found.confirmed
+        assert runs(workload, role, found.batch_size, capacity)
+        assert found.batch_size == MOST or not runs(workload, role, found.batch_size + 1, capacity)
+        assert found.peak_bytes <= found.capacity_bytes == capacity
+        assert found.steps <= 8
+        if name not in ("lstm", "gru"):  # their kernels on this processor hold what a trace can't see
+            assert found.ooms == 0
+
+    def test_exact_also_refutes_one_more(self):
+        workload = ALL["char_gpt"]()
+        capacity = traced(workload, "rank", 24, like_gpu=False) + 256
+        found = find_ceiling(workload, f"cpu:{capacity}B", exact=True, max_batch_size=MOST)
+        assert found.ooms >= 1
+        assert not runs(workload, "rank", found.batch_size + 1, capacity)
+        assert found.batch_size == find_ceiling(workload, f"cpu:{capacity}B", max_batch_size=MOST).batch_size
+
+
+class TestLimits:
+    @pytest.mark.parametrize("device", ["sim:RTX3090", "cpu:64MiB"])
+    def test_it_looks_no_further_than_asked(self, device):
+        found = find_ceiling(mlp(), device, max_batch_size=5)
+        assert (found.batch_size, found.limited_by) == (5, "max_batch_size")
+
+    def test_a_plain_cpu_is_limited_by_time(self, monkeypatch):
+        monkeypatch.setattr(probe, "KNEE_GAIN", 10.0)  # no doubling gains as much
+        found = find_ceiling(mlp(), "cpu")
+        assert found.limited_by == "time"
+        assert found.confirmed
+        assert found.role == "rank"
+
+    @pytest.mark.parametrize("device", ["sim:RTX3090", "cpu:64MiB", "cpu"])
+    def test_batchnorm_needs_two(self, device):
+        assert find_ceiling(small(), device, role="primary", max_batch_size=2).batch_size == 2
+        with pytest.raises(DoesNotFitError, match="BatchNorm"):
+            find_ceiling(small(), device, role="primary", max_batch_size=1)
+
+    @pytest.mark.parametrize("kind", ["sim:RTX3090@{}B", "cpu:{}B"])
+    def test_batchnorm_where_two_just_fit(self, kind):
+        workload = small()
+        capacity = traced(workload, "primary", 2, like_gpu=kind.startswith("sim"))
+        assert find_ceiling(workload, kind.format(capacity), role="primary", max_batch_size=9).batch_size >= 2
+        with pytest.raises(DoesNotFitError, match="at batch 2"):
+            find_ceiling(workload, kind.format(capacity - 512), role="primary", max_batch_size=9)
+
+
+class TestUnfakeable:
+    @pytest.mark.parametrize("device", ["sim:RTX3090@1MiB", "cpu:1MiB"])
+    def test_control_flow_by_numbers_is_followed_with_real_tensors(self, device):
+        found = find_ceiling(branching(), device, role="primary", max_batch_size=64)
+        assert found.batch_size == 64
+
+    @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
+    def test_the_plan_says_so(self, devices, monkeypatch):
+        plan = tune(branching(), devices=devices, max_batch_size=8, n_trials=2, profile="off")
+        assert any("can't be followed with fake tensors" in note for note in plan.notes)
+
+
+class TestErrors:
+    def test_several_devices(self):
+        with pytest.raises(InputError, match="2 devices are given"):
+            find_ceiling(mlp(), "sim:2xRTX3090")
+
+    def test_an_unknown_role(self):
+        with pytest.raises(InputError, match="role is 'boss'"):
+            find_ceiling(mlp(), "sim:RTX3090", role="boss")
+
+    @pytest.mark.parametrize("device", ["sim:RTX3090@1KiB", "cpu:1KiB"])
+    @pytest.mark.parametrize("role", ROLES)
+    def test_what_does_not_fit(self, device, role):
+        with pytest.raises(DoesNotFitError, match="needs") as caught:
+            find_ceiling(mlp(), device, role=role)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_isolated():
+    here = find_ceiling(cnn(), "sim:RTX3090@64MiB", max_batch_size=64)
+    assert find_ceiling(cnn(), "sim:RTX3090@64MiB", max_batch_size=64, isolate=True) == here
+
+
+def test_what_is_isolated_must_be_picklable():
+    with pytest.raises(InputError, match="can't be pickled"):
+        find_ceiling(small(nn.Sequential(net(), nn.Identity()), loss_fn=lambda x, y: x.mean()), "cpu", isolate=True)

@@ -1,0 +1,134 @@
+"""The runtime of the processor, the clock, and processes of their own."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from workloads import small
+
+from autosplit.devices import parse_devices
+from autosplit.errors import AutosplitError, InputError
+from autosplit.isolation import in_child
+from autosplit.oom import OutOfMemoryError
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.timing import MAX_REPEATS, MIN_REPEATS, median_error, timed
+from autosplit.trainee import training_copy
+
+
+def runtime(spec: str, **options) -> CpuRuntime:
+    devices = parse_devices(spec)
+    trainee = training_copy(small(**options), device=torch.device("cpu"))
+    return CpuRuntime(devices, tuple(device.capacity_bytes for device in devices), trainee)
+
+
+class TestCpu:
+    def test_peaks_are_the_same_every_time(self):
+        machine = runtime("cpu:1MiB,cpu:1MiB")
+        peaks = [machine.peaks(StepShape(((6, 4),))) for _ in range(3)]
+        assert len(set(peaks)) == 1
+        assert all(0 < peak <= 2**20 for peak in peaks[0])
+
+    def test_an_idle_device_holds_nothing(self):
+        assert runtime("cpu:1MiB,cpu:1MiB").peaks(StepShape(((6, 0),)))[1] == 0
+
+    def test_a_rank_is_alone_wherever_it_stands(self):
+        machine = runtime("cpu:1MiB,cpu:1MiB")
+        first = machine.peaks(StepShape(((6, 0),), "rank", num_ranks=2))
+        second = machine.peaks(StepShape(((0, 6),), "rank", num_ranks=2))
+        assert second == first[::-1]
+
+    def test_the_device_that_is_full_is_named_and_the_next_step_runs(self):
+        machine = runtime("cpu:1MiB,cpu:16KiB")
+        with pytest.raises(OutOfMemoryError, match="cpu:1 is out of memory") as caught:
+            machine.peaks(StepShape(((4, 64),)))
+        assert (caught.value.device, caught.value.device_index) == ("cpu:1", 1)
+        assert caught.value.capacity_bytes == 16 * 1024
+        before = machine.peaks(StepShape(((4, 4),)))
+        with pytest.raises(OutOfMemoryError):
+            machine.peaks(StepShape(((4, 64),)))
+        assert machine.peaks(StepShape(((4, 4),))) == before
+
+    def test_a_measured_step_has_its_update_within(self):
+        found = runtime("cpu:1MiB,cpu:1MiB").measure(StepShape(((6, 4), (3, 2))), budget_s=0.01)
+        assert 0 < found.update_s < found.seconds
+        assert found.repeats >= 1
+
+    def test_an_evaluation_has_no_gradients_and_no_optimizer(self):
+        machine = runtime("cpu:1MiB")
+        evaluated = machine.peaks(StepShape(((64,),), "eval"))
+        assert evaluated < machine.peaks(StepShape(((64,),)))
+        assert machine.measure(StepShape(((64,),), "eval"), budget_s=0.01).seconds > 0
+
+    def test_random_numbers_go_on_as_if_nothing_had_run(self):
+        machine = runtime("cpu:1MiB")
+        before = torch.get_rng_state()
+        machine.peaks(StepShape(((6,),)))
+        machine.measure(StepShape(((6,),)), budget_s=0.01)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+class TestTimed:
+    def test_warm_ups_are_not_counted(self):
+        calls = []
+        found = timed(calls.append, 0.0, warmups=2)
+        assert len(calls) == found.repeats + 2
+
+    def test_the_update_is_what_follows_its_mark(self):
+        def run(mark):
+            time.sleep(0.002)
+            mark("update")
+            time.sleep(0.004)
+
+        found = timed(run, 0.02)
+        assert 0.003 < found.update_s < found.seconds
+
+    def test_one_run_longer_than_the_budget_is_enough(self):
+        assert timed(lambda mark: time.sleep(0.02), 0.01).repeats == 1
+
+    def test_repeats_are_bounded(self):
+        assert MIN_REPEATS <= timed(lambda mark: None, 10.0).repeats <= MAX_REPEATS
+
+    @given(st.lists(st.floats(0.001, 10), min_size=2, max_size=20))
+    def test_the_error_is_of_the_values_scale(self, values):
+        assert median_error([3 * value for value in values]) == pytest.approx(3 * median_error(values))
+        assert median_error([values[0]] * len(values)) == 0
+
+    def test_one_value_says_nothing_of_its_error(self):
+        assert median_error([2.0]) == 2.0
+
+    def test_an_outlier_does_not_count(self):
+        assert median_error([1.0, 1.01, 0.99, 1.0, 50.0]) < 0.02
+
+
+def die(code: int) -> None:
+    os._exit(code)
+
+
+def refuse() -> None:
+    raise InputError("a value; expected another; change it")
+
+
+class TestIsolation:
+    @pytest.mark.slow
+    def test_what_the_function_returns_comes_back(self):
+        assert in_child(pow, 2, 10) == 1024
+
+    @pytest.mark.slow
+    def test_what_the_function_raises_comes_back(self):
+        with pytest.raises(InputError, match="a value"):
+            in_child(refuse)
+
+    @pytest.mark.slow
+    def test_a_crash_ends_the_process_and_not_this_one(self):
+        with pytest.raises(AutosplitError, match="died without an answer"):
+            in_child(die, 7)
+
+    def test_what_can_not_be_sent_is_refused(self):
+        with pytest.raises(InputError, match="can't be pickled"):
+            in_child(lambda: 3)

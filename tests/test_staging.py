@@ -1,0 +1,175 @@
+"""Staging: from what tune() is given to a workload that is followed, and a model that is given back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from workloads import Uncopyable, branching, net, net_batch, small
+
+from autosplit.devices import parse_devices
+from autosplit.errors import UserCodeError, WorkloadError
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.simulated import SimulatedRuntime
+from autosplit.staging import Followed, build, follow, runtime_for, workload_source
+from autosplit.tuning import tune
+from autosplit.workload import Workload
+
+
+def staged(source, devices, closing) -> Followed:
+    return follow(build(source, devices), devices, closing)
+
+
+SIM, CPU = parse_devices("sim:RTX3090"), parse_devices("cpu:1MiB")
+
+
+def test_a_function_is_built_under_fake_tensors_for_cards_that_are_not_there():
+    with ExitStack() as closing:
+        followed = staged(small, SIM, closing)
+    assert all(isinstance(parameter, FakeTensor) for parameter in followed.workload.model.parameters())
+    assert followed.tracer.fake
+
+
+def test_a_function_is_built_for_real_on_the_processor():
+    with ExitStack() as closing:
+        followed = staged(small, CPU, closing)
+    assert not any(isinstance(parameter, FakeTensor) for parameter in followed.workload.model.parameters())
+
+
+def test_a_function_that_reads_numbers_is_built_for_real_and_said_so():
+    def reading() -> Workload:
+        workload = small()
+        assert workload.model[0].weight.abs().max().item() > 0
+        return workload
+
+    with ExitStack() as closing:
+        followed = staged(reading, SIM, closing)
+    assert "could not be built without its memory" in followed.notes[0]
+
+
+def test_runtimes_by_kind():
+    with ExitStack() as closing:
+        for devices, kind in ((SIM, SimulatedRuntime), (CPU, CpuRuntime)):
+            capacities = tuple(device.capacity_bytes for device in devices)
+            assert isinstance(runtime_for(devices, capacities, staged(small(), devices, closing), closing), kind)
+
+
+@pytest.mark.parametrize("devices", [SIM, CPU])
+def test_a_borrowed_model_is_given_back_when_all_is_closed(devices):
+    model = Uncopyable()
+    before = {name: (tensor, tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    with ExitStack() as closing:
+        staged(small(model), devices, closing)
+        assert any(tensor.data_ptr() != pointer for tensor, pointer in before.values())
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is tensor and tensor.data_ptr() == pointer for name, (tensor, pointer) in before.items())
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_borrowed_model_is_given_back_where_it_can_not_be_followed(error):
+    """Once it was not: what a failing first step had borrowed stayed with the copies' numbers."""
+    model = Uncopyable()
+    pointers = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+
+    def fail(model, batch):
+        model(batch[0])
+        raise error
+
+    workload = small(model, loss_fn=None, compute_loss=fail)
+    with ExitStack() as closing, pytest.raises((UserCodeError, KeyboardInterrupt)):
+        staged(workload, CPU, closing)
+    assert [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())] == pointers
+
+
+def test_a_source_is_what_it_was_given():
+    workload = small()
+    assert workload_source(workload, None, {"precision": None}) is workload
+    assert workload_source(small, None, {}) is small
+
+
+def test_a_model_with_its_batch_becomes_a_workload():
+    source = workload_source(net(), net_batch(), {"loss_fn": F.cross_entropy, "optimizer": None})
+    assert isinstance(source, Workload)
+    assert source.sample_batch_size == 4
+
+
+def test_what_can_not_be_faked_says_why():
+    with ExitStack() as closing:
+        followed = staged(branching(), SIM, closing)
+    assert not followed.tracer.fake
+    assert "real ones on the CPU were followed instead" in followed.notes[0]
+
+
+# --------------------------------------------------------------------------------------- batches of every kind
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.body(x), y)
+
+
+class OfColumns(nn.Module):
+    """Samples stand in the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+def batch_loss(model, batch):
+    return model(batch.x, batch.y)
+
+
+X, Y = torch.randn(4, 4), torch.randint(0, 3, (4,))
+KINDS = {
+    "dict": lambda: Workload(ByName(), {"x": X, "y": Y}),
+    "UserDict": lambda: Workload(ByName(), UserDict({"x": X, "y": Y})),
+    "tuple": lambda: Workload(ByName(), (X, Y)),
+    "dataclass": lambda: Workload(ByName(), Batch(X, Y), compute_loss=batch_loss),
+    "tensor": lambda: Workload(nn.Linear(4, 3), X),
+    "make_batch": lambda: small(make_batch=lambda n: (torch.randn(n, 4), torch.zeros(n, dtype=torch.long))),
+    "batch_dim 1": lambda: Workload(OfColumns(), torch.randn(4, 6), batch_dim=1),
+    "fp16": lambda: small(precision="fp16"),
+    "bf16": lambda: small(precision="bf16"),
+    "sum": lambda: small(loss_fn=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum"),
+    "frozen": lambda: small(nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 3))),
+}
+
+
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_every_kind_are_tuned(kind, devices, monkeypatch):
+    from autosplit import session
+
+    monkeypatch.setattr(session, "POINT_BUDGET_S", 0.01)
+    monkeypatch.setattr(session, "TRIAL_BUDGET_S", 0.01)
+    plan = tune(KINDS[kind](), devices=devices, effective_batch_size=12, max_batch_size=8, n_trials=2, profile="off")
+    assert plan.accumulation_steps >= 2
+    assert plan.effective_batch_size == 12
+
+
+def test_a_model_without_memory_is_planned_for_cards_and_refused_here():
+    with torch.device("meta"):
+        model = net()
+    assert tune(small(model), devices="sim:RTX3090", max_batch_size=8, n_trials=2, profile="off").batch_size == 8
+    with pytest.raises(WorkloadError, match="meta device"):
+        tune(small(model), devices="cpu:1MiB", max_batch_size=8, profile="off")
