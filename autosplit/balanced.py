@@ -211,6 +211,9 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
     def _run_in_turn(self, chunks: list[Any]) -> list[Any]:
         """Run the chunks through the one module; buffers keep what the first of them leaves, as on GPUs."""
+        if len(chunks) > 1:
+            # As on GPUs each replica gets a copy: a module that changes its input in place must not reach the others'.
+            chunks = [map_tensors(torch.clone, call) for call in chunks]
         outputs = [self.module(*chunks[0][0], **chunks[0][1])]
         for args, kwargs in chunks[1:]:
             with kept_buffers(self.module):

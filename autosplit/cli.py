@@ -261,6 +261,16 @@ def _check_before_running(keywords: Mapping[str, Any], output: str | None) -> No
     parse_reserve(keywords.get("reserve"))
     if output is not None and Path(output).is_dir():
         raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}")
+    if output is not None and Path(output).exists():
+        from autosplit.plan import Plan
+
+        try:
+            Plan.load(output)
+        except PlanError:
+            raise InputError(
+                f"--output {output} exists and is not a plan; expected a new file, or a plan to replace; "
+                "choose another name"
+            ) from None
 
 
 def _tuned(workload: object, spec: str, keywords: Mapping[str, Any]) -> tuple[Plan, KeyboardInterrupt | None]:

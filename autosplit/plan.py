@@ -184,6 +184,14 @@ class Plan:
         if not holds:
             raise PlanError(f"{name} is {getattr(self, name)!r:.200}; expected {expected}; tune again")
 
+    def __str__(self) -> str:
+        """Return the plan in one line; `autosplit show` prints all of it."""
+        return (
+            f"split {self.split} = {self.batch_size} samples per forward, {self.accumulation_steps} forwards "
+            f"per optimizer step of {self.effective_batch_size}, {self.samples_per_s:,.0f} samples/s"
+            f"{' (simulated)' if self.simulated else ''}"
+        )
+
     # JSON
 
     def to_dict(self) -> dict[str, Any]:

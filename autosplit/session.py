@@ -174,7 +174,15 @@ class Session:
             self.plain_cpu_curve, ceiling = self.prober.until_it_stops_paying(needed)
             return replace(ceiling, role=role)
         accumulates = role == "rank" and self.subject.accumulates
-        return self.prober.ceiling(0, role, accumulates=accumulates)
+        found = self.prober.ceiling(0, role, accumulates=accumulates)
+        if len(self.request.devices) > 1 or accumulates or not self.subject.accumulates:
+            return found
+        if found.batch_size >= (self.request.effective_batch_size or 0) or found.batch_size == 0:
+            return found
+        # A step takes several micro-steps here, and these hold the gradients of those before.
+        return self.prober.ceiling(
+            0, role, accumulates=True, start=found.batch_size, slope=float(found.bytes_per_sample)
+        )
 
     def _like(self, known: Ceiling, index: int, role: Role, more_bytes: int, accumulates: bool) -> Ceiling:
         """Find a ceiling, beginning where another device's says that it should be."""
@@ -357,7 +365,7 @@ class Session:
         failure = self.trials[-1].failure if self.trials else "no configuration was in the space"
         return DoesNotFitError(
             f"none of {len(self.trials)} configurations could be run; the last: {failure}; "
-            "expected at least one; raise effective_batch_size, or use a smaller model or a larger device"
+            "expected at least one; use a smaller model, a lower precision or a larger device"
         )
 
     # The plan

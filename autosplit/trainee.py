@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from autosplit.errors import WorkloadError
 from autosplit.transfer import Placement, adopt_module
 from autosplit.workload import Workload, call_model, modules_of, on_first_device
 
-__all__ = ["Trainee", "fake_mode", "kept_rng", "training_copy"]
+__all__ = ["Trainee", "fake_mode", "kept_rng", "ran_a_step", "training_copy"]
 
 LOSS_SCALE = 65536.0
 """torch.amp.GradScaler's initial scale (its default `init_scale`)."""
@@ -166,6 +168,24 @@ class Trainee:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def ran_a_step(trace: TracebackType | None) -> bool:
+    """Tell whether an exception came out of the workload's own code while it was being trained.
+
+    Args:
+        trace: Where the exception went.
+    """
+    stepped, innermost = False, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        innermost = code.co_filename
+        stepped = stepped or code in _STEPPING
+        trace = trace.tb_next
+    return stepped and not innermost.startswith(str(Path(__file__).parent))
+
+
+_STEPPING = {Trainee.step.__code__, Trainee.evaluate.__code__, Trainee.outputs.__code__, Trainee.batch.__code__}
 
 
 def listed(values: Any) -> list[Any]:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from autosplit import profiles
 from autosplit.assembly import Subject
-from autosplit.errors import ProfileError
+from autosplit.errors import AutosplitError, ProfileError, from_user_code
 from autosplit.isolation import in_child
 from autosplit.plan import Plan
 from autosplit.progress import Progress
 from autosplit.request import Request, checked_request
 from autosplit.session import Session
 from autosplit.staging import Source, build, follow, workload_source
-from autosplit.trainee import kept_rng
+from autosplit.trainee import kept_rng, ran_a_step
 
 __all__ = ["Progress", "TuningInterrupted", "tune"]
 
@@ -154,6 +154,13 @@ def _tune_source(
         raise
     except KeyboardInterrupt:  # before there was anything to keep
         raise TuningInterrupted(None, None) from None
+    except AutosplitError:
+        raise
+    except (Exception, SystemExit) as error:
+        # What the model, the loss or the optimizer raises beyond the first step, or an exit that would pass for ours.
+        if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
+            raise from_user_code(error, "the workload") from error
+        raise
 
 
 def _tuned(request: Request, source: Source, reserve: object, progress: Callable[[Progress], None]) -> Plan:

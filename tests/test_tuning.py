@@ -158,19 +158,19 @@ class TestBudgets:
     @pytest.mark.parametrize("steps_before", [0, 1])
     def test_ceilings_are_the_edge_with_the_loss_outside(self, name, steps_before):
         workload = char_gpt(width=32, depth=1, heads=2, optimizer=OPTIMIZERS[name])
-        plan = quick(workload, "cpu:1.5MiB,cpu:1MiB")
+        plan = quick(workload, "cpu:3MiB,cpu:2MiB")
         check_edges(plan, workload, outside, OPTIMIZERS[name], steps_before=steps_before)
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_ceilings_are_the_edge_with_the_loss_inside(self, name):
         workload = with_loss(optimizer=OPTIMIZERS[name])
-        plan = quick(workload, "cpu:1.5MiB,cpu:1MiB")
+        plan = quick(workload, "cpu:3MiB,cpu:2MiB")
         check_edges(plan, workload, inside, OPTIMIZERS[name])
 
     @pytest.mark.parametrize("effective", [150, 331])
     def test_accumulated_training_stays_within(self, effective):
         workload = char_gpt(width=32, depth=1, heads=2)
-        plan = quick(workload, "cpu:1.5MiB,cpu:1MiB", effective_batch_size=effective)
+        plan = quick(workload, "cpu:3MiB,cpu:2MiB", effective_batch_size=effective)
         check_sums(plan, effective)
         assert plan.accumulation_steps > 1
         model = copy.deepcopy(workload.model)

@@ -77,7 +77,7 @@ class CpuRuntime:
             [self.devices[index].label for index in places],
             [self.capacities_bytes[index] if self.devices[index].budgeted else None for index in places],
         )
-        gc.collect()  # what an earlier step left in cycles would otherwise die, and take its time, in this one
+        gc.collect(1)  # what an earlier step left in cycles would otherwise die, and take its time, in this one
         with kept_rng():
             found = run_placed(self.trainee, short, tracker, lambda _phase: None)
         peaks = [0] * len(self.devices)

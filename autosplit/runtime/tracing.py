@@ -7,6 +7,7 @@ tensors are fake where the model allows it: no numbers, no memory, and the same 
 from __future__ import annotations
 
 import gc
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -251,7 +252,12 @@ class Tracer:
         held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
         names = [f"device {index}" for index in range(len(shape.splits[0]))]
         tracker = Tracker(names, [None] * len(names), observer=recorder)
-        with kept_rng(), _without_collector(), _without_onednn() if self.like_gpu else nullcontext():
+        with (
+            kept_rng(),
+            _without_collector(),
+            _without_fake_log(),
+            _without_onednn() if self.like_gpu else nullcontext(),
+        ):
             peaks = run_placed(self.trainee, shape, tracker, mark, held=held)
         self.runs += 1
         phases = recorder.finish()
@@ -285,6 +291,17 @@ def _without_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def _without_fake_log() -> Iterator[None]:
+    """Keep torch's log of what fake tensors failed at from burying the error that says it in two lines."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled
 
 
 @contextmanager
