@@ -127,7 +127,7 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     """
     models: Any = workload.model
     parts = [models] if callable(models) else list(models.values() if isinstance(models, Mapping) else models)
-    modules = [part for part in parts if hasattr(part, "named_modules")]
+    modules = [part for part in parts if hasattr(part, "named_modules") and not isinstance(part, type)]
     described = {
         "model": ", ".join(qualified_name(type(part) if part in modules else part) for part in parts),
         "parameters": _count(modules) if modules else None,
