@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -124,7 +124,10 @@ class Prober:
 
         least = self.least_batch()
 
+        looked_at: set[int] = set()
+
         def traced(n: int) -> float:
+            looked_at.add(max(n, least))
             return self.traced(shape_of(max(n, least)))[index]  # fewer can't be run to see
 
         predicted = self._extended(traced)
@@ -138,7 +141,7 @@ class Prober:
             batch_size, peak_bytes = self._confirmed(index, shape_of, predicted, batch_size)
             confirmed = batch_size > 0
         peak_bytes = peak_bytes if confirmed else int(predicted(batch_size)) if batch_size else 0
-        fixed_bytes, bytes_per_sample = self._line(predicted, batch_size)
+        fixed_bytes, bytes_per_sample = self._line(predicted, batch_size, looked_at)
         return Ceiling(
             device=self.runtime.devices[index].label,
             role=role,
@@ -407,11 +410,20 @@ class Prober:
 
         return shape
 
-    def _line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
-        """Return fixed bytes and bytes per sample, by the line through the ceiling and half of it."""
+    def _line(
+        self, predicted: Callable[[int], float], batch_size: int, looked_at: Iterable[int] = ()
+    ) -> tuple[int, int]:
+        """Return fixed bytes and bytes per sample, by the line through the ceiling and about half of it.
+
+        Args:
+            predicted: Bytes at n samples.
+            batch_size: The ceiling.
+            looked_at: Sizes whose bytes are known already; one of them above a third of the ceiling will do.
+        """
         if batch_size < 2 * self.least_batch():
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
-        half = batch_size // 2
+        near = [n for n in looked_at if batch_size / 3 <= n < batch_size - batch_size // 8]
+        half = min(near, key=lambda n: abs(n - batch_size // 2)) if near else batch_size // 2
         slope = (predicted(batch_size) - predicted(half)) / (batch_size - half)
         return int(predicted(batch_size) - slope * batch_size), int(slope)
 
