@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.plan import Plan as Plan
     from autosplit.probe import find_ceiling as find_ceiling
+    from autosplit.states import matching_state_dict as matching_state_dict
     from autosplit.tuning import tune as tune
     from autosplit.workload import Workload as Workload
 
@@ -28,6 +29,7 @@ _HOMES = {
     "data_parallel": "balanced",
     "find_ceiling": "probe",
     "list_devices": "devices",
+    "matching_state_dict": "states",
     "parse_devices": "devices",
     "tune": "tuning",
 }

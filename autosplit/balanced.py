@@ -7,34 +7,31 @@ through a replica per device inside one (so that each device's copies are accoun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autosplit.batches import (
-    batch_size_of,
-    chunk,
-    leaves_of,
-    map_tensors,
-    unmarked,
-)
+from autosplit.accumulation import current_accumulation
+from autosplit.batches import batch_size_of, chunk, leaves_of, map_tensors, tensors_of, unmarked
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.gathering import Gathering, Link, PlacedLink
+from autosplit.kept import GpuCopies, KeptReplicas, PlacedCopies
+from autosplit.links import check_links
 from autosplit.oom import OutOfMemoryError
-from autosplit.replicas import copy_buffers, kept_buffers, replicate_placed, with_autocast
+from autosplit.reducing import Reduce, checked_reduce, weights_of
+from autosplit.replicas import BufferCopies, carried, copy_buffers, moving_buffers, replicate_placed
 from autosplit.split import cap_split, even_split, proportional_split, split_from_gpu0
 from autosplit.transfer import Placement, active_placement, adopt_module, transfer
 
 __all__ = ["BalancedDataParallel", "Reduce", "data_parallel"]
 
-Reduce = Literal["samples", "tokens", "sum"] | Callable[[Any], float]
-"""How scalar outputs are combined; a callable returns a replica's weight from its ``(args, kwargs)``."""
-
-IGNORED_LABEL = -100
-"""The label that torch's cross entropy leaves out by default."""
+_NORM_NEEDS_TWO = "Expected more than 1 value per channel"
+"""What torch says of a BatchNorm that trains on one value (torch nn/functional.py, _verify_batch_size)."""
 
 
 class BalancedDataParallel(nn.DataParallel[nn.Module]):
@@ -45,6 +42,17 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
     rest, evenly. A device whose share is 0 is not called. Outputs are concatenated on the output device; a
     scalar output (a loss) is combined by `reduce`, an integer one (a count) is summed.
 
+    Moving from nn.DataParallel: ``nn.DataParallel(model, ids)`` becomes ``BalancedDataParallel(None, model, ids)``. The
+    old class of this name is called as before, also followed by ``.cuda()``.
+
+    * `gpu0_bsz` counts samples per forward. ``gpu0_bsz // acc_grad`` is right only if the loader yields ``batch //
+      acc_grad`` samples: 4 of 16 in 2 micro-steps is 2 of 8, (2, 3, 3) twice; a loader of 16 gets (2, 7, 7). It also
+      floors: ``1 // 2`` leaves the first device without samples.
+    * Scalar losses come back as one number, weighted by `reduce`, not as one per device; ``.mean()`` on it is harmless.
+    * `no_sync` around all micro-steps but the last keeps the replicas: one broadcast and one reduce per optimizer step.
+    * `autosplit.matching_state_dict` loads states of plain, wrapped and compiled modules into each other. Compile the
+      wrapper, not the module.
+
     Args:
         gpu0_bsz: Samples per forward on the first device; None takes `split[0]`.
         module: The module; its parameters must be on the first device at the first forward.
@@ -54,9 +62,11 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         dim: The batch dimension.
         split: Samples per device in one forward.
         ceilings: The most samples each device may get in one forward.
-        reduce: ``"samples"`` (the default) weights scalar outputs by samples, which is exact where each is a
-            mean over them; ``"tokens"`` by the labels that are not -100; ``"sum"`` adds them up; a callable
-            returns each replica's weight from its ``(args, kwargs)``.
+        reduce: How scalar outputs are combined. None, the default, lets the module decide: a transformers model by
+            what its head averages over, any other by samples, and what could not be decided is said once.
+            ``"samples"`` weights by samples, which is exact where each is a mean over them; ``"tokens"`` by the
+            labels that are not -100; ``"sum"`` adds them up; a callable returns each replica's weight from its
+            ``(args, kwargs)``.
 
     Raises:
         InputError: Numbers that disagree with each other, or a compiled module.
@@ -88,11 +98,14 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         if devices:
             self.output_device = _output_device(output_device, devices[0])
             self.src_device_obj = devices[0]
-        self.reduce: Reduce = _checked_reduce(reduce)
+        self.reduce = checked_reduce(reduce)
         self.ceilings = _checked_sizes("ceilings", ceilings, len(devices))
         self._split: tuple[int, ...] | None = None
         self._gpu0_bsz: int | None = None
         self._set_shares(gpu0_bsz, split)
+        self._checked = False
+        self._syncs = True
+        self._kept: KeptReplicas | None = None
 
     @property
     def split(self) -> tuple[int, ...] | None:
@@ -168,59 +181,155 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         if not self.devices:
             args, named = unmarked((inputs, kwargs))
             return self.module(*args, **named)
-        self._check_module_device()
+        self._check_module()
         call = (inputs, kwargs)
-        if any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
-            batch_size = batch_size_of(call, self.dim)
-            sizes = self.split_of(batch_size)
-        else:  # nothing to split: the first device runs the call as it is
-            batch_size, sizes = 1, (1, *(0 for _ in self.devices[1:]))
-        active = [index for index, size in enumerate(sizes) if size]
-        chunks = chunk(call, tuple(sizes[index] for index in active), self.dim, batch_size)
-        weights = self._weights(chunks, [sizes[index] for index in active])
-        if self.devices[0].type == "cuda":
-            outputs = self._run_on_gpus(active, chunks)
-        elif (placement := active_placement()) is not None:
-            outputs = self._run_placed(placement, active, chunks)
-            return Gathering(self.dim, weights, PlacedLink(tuple(active))).join(outputs)
-        else:
-            outputs = self._run_in_turn(chunks)
-        return Gathering(self.dim, weights, Link(torch.device(self.output_device))).join(outputs)
+        sizes, batch_size = self._sizes_of(call)
+        active = [index for index, size in enumerate(sizes) if size] or [0]
+        shares = [sizes[index] for index in active]
+        chunks = chunk(call, tuple(shares), self.dim, batch_size)
+        weights = weights_of(self.reduce, self.module, chunks, shares)
+        kept, last = self._kept_now()
+        try:
+            outputs, link = self._run(active, chunks, kept)
+        except ValueError as error:
+            if _NORM_NEEDS_TWO not in str(error):
+                raise
+            raise WorkloadError(
+                f"a share of 1 sample ({_NORM_NEEDS_TWO} when training, says BatchNorm); the batch of {batch_size} is "
+                f"split {sizes}; expected 0, or 2 and more, on each device; choose another split, leave out the short "
+                "last batch (drop_last=True), or take a norm that does not look at the batch"
+            ) from error
+        joined = Gathering(self.dim, weights, link).join(outputs)
+        if kept is not None:
+            kept.watch(tensors_of(joined), last=last)
+        return joined
 
-    def _check_module_device(self) -> None:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep replicas, and the gradients on them, from one micro-step to the next.
+
+        Within it parameters are copied to the other devices once, and gradients stay where they are. The backward of
+        the first forward outside brings them home: run the last micro-step of each optimizer step there. The
+        gradient is the same, with fewer copies. `plan.steps` does all this by itself.
+
+            with model.no_sync():
+                for inputs, targets in micro_batches[:-1]:
+                    loss_fn(model(inputs), targets).backward()
+            loss_fn(model(micro_batches[-1][0]), micro_batches[-1][1]).backward()
+            optimizer.step()
+
+        As with DDP, forward and backward both belong inside, hooks on parameters see the first device's part only,
+        and there is no ``create_graph``. `optimizer.zero_grad()` clears what waits elsewhere, too. An
+        `optimizer.step()` before the gradients are home is refused.
+        """
+        outer, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = outer
+
+    def synchronize(self) -> None:
+        """Bring the gradients that `no_sync` left on other devices home now, without another backward.
+
+        Raises:
+            InputError: They have a graph (``create_graph=True``).
+        """
+        if self._kept is not None:
+            self._kept.bring_home()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, those too that wait on other devices.
+
+        Args:
+            set_to_none: Set them to None instead of to zeros.
+        """
+        if self._kept is not None:
+            self._kept.drop_gradients()
+        super().zero_grad(set_to_none)
+
+    def hold_gradients(self, split: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
+        """Let gradients of zeros wait on the devices of a placement, as after a micro-step within `no_sync`.
+
+        For whoever follows one micro-step of many.
+
+        Args:
+            split: Samples per device.
+            parameters: Those of the module that get gradients.
+        """
+        self._kept = KeptReplicas(PlacedCopies())
+        self._kept.hold(self.module, [index for index, samples in enumerate(split) if samples], parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}  # a copy has no devices' gradients to wait for
+
+    def _sizes_of(self, call: Any) -> tuple[tuple[int, ...], int]:
+        """Return each device's share of a call, and the samples of all."""
+        if any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
+            batch_size = batch_size_of(call, self.dim, may_be_empty=True)
+            if batch_size:
+                return self.split_of(batch_size), batch_size
+            return (0,) * len(self.devices), 0  # the first device runs it, as nn.DataParallel lets it
+        return (1, *(0 for _ in self.devices[1:])), 1  # nothing to split: the first device runs the call as it is
+
+    def _check_module(self) -> None:
+        """Check at the first forward what the module is and where; later only where it begins."""
+        named = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         home = self.devices[0]
-        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+        for name, tensor in itertools.islice(named, 1) if self._checked else named:
             if tensor.device != home:
                 raise DeviceError(
                     f"{name} is on {tensor.device}; expected the first device, {home}; call .to('{home}') on the model"
                 )
+        if not self._checked:
+            _refuse_compiled(self.module)  # it may have been compiled since
+            check_links(self.devices)
+            check_links((torch.device(self.output_device), *self.devices))
+            self._checked = True
 
-    def _weights(self, chunks: list[Any], sizes: list[int]) -> list[float]:
-        """Return what each replica's scalar outputs count for."""
-        if self.reduce == "sum":
-            return [1.0] * len(chunks)
-        if self.reduce == "samples":
-            amounts = [float(size) for size in sizes]
-        elif self.reduce == "tokens":
-            amounts = [_count_labels(kwargs) for _, kwargs in chunks]
-        else:
-            assert callable(self.reduce)
-            return [float(self.reduce(call)) for call in chunks]
-        total = sum(amounts)
-        return [amount / total if total else 0.0 for amount in amounts]
+    def _kept_now(self) -> tuple[KeptReplicas | None, bool]:
+        """Return the replicas that this forward runs on, None for such as last no longer than it; and if it is last."""
+        walk = current_accumulation()
+        last = self._syncs and (walk is None or walk.is_last)
+        if self._kept is not None:
+            self._kept.drop_cleared()
+            if walk is None and last and not self._kept.waiting:
+                self._kept = None  # nothing is accumulated any more: their memory is free
+        if not torch.is_grad_enabled():
+            return None, last
+        placed = active_placement() is not None
+        if self._kept is None and not last and (placed or self.devices[0].type == "cuda"):
+            # On the CPU alone all chunks run through the one module, and its gradients are where they belong.
+            self._kept = KeptReplicas(PlacedCopies() if placed else GpuCopies(self.devices))
+        if self._kept is not None and walk is not None:
+            walk.join(self)
+        return self._kept, last
+
+    def _run(
+        self, active: list[int], chunks: list[Any], kept: KeptReplicas | None
+    ) -> tuple[list[Any], Link | PlacedLink]:
+        placement = active_placement()
+        if self.devices[0].type == "cuda":
+            return self._run_on_gpus(active, chunks, kept), Link(torch.device(self.output_device))
+        if placement is not None:
+            return self._run_placed(placement, active, chunks, kept), PlacedLink(tuple(active))
+        return self._run_in_turn(chunks), Link(torch.device(self.output_device))
 
     def _run_in_turn(self, chunks: list[Any]) -> list[Any]:
         """Run the chunks through the one module; buffers keep what the first of them leaves, as on GPUs."""
         if len(chunks) > 1:
             # As on GPUs each replica gets a copy: a module that changes its input in place must not reach the others'.
             chunks = [map_tensors(torch.clone, call) for call in chunks]
+        slots = moving_buffers(self.module) if len(chunks) > 1 else []
+        copies = [BufferCopies(slots) for _ in chunks[1:]]  # before the first chunk moves them, as replicas have them
         outputs = [self.module(*chunks[0][0], **chunks[0][1])]
-        for args, kwargs in chunks[1:]:
-            with kept_buffers(self.module):
+        for (args, kwargs), own in zip(chunks[1:], copies, strict=True):
+            with own:
                 outputs.append(self.module(*args, **kwargs))
         return outputs
 
-    def _run_placed(self, placement: Placement, active: list[int], chunks: list[Any]) -> list[Any]:
+    def _run_placed(
+        self, placement: Placement, active: list[int], chunks: list[Any], kept: KeptReplicas | None
+    ) -> list[Any]:
         """Scatter all, replicate, run all: on devices that are there for the placement only."""
         adopt_module(placement, self.module, 0)
         placed = [
@@ -228,27 +337,22 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         ]
         if active == [0]:
             return [self.module(*placed[0][0], **placed[0][1])]
-        replicas = replicate_placed(self.module, active)
+        replicas = replicate_placed(self.module, active) if kept is None else kept.replicas(self.module, active)
         outputs = [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, placed, strict=True)]
         if active[0] != 0:
             copy_buffers(replicas[0], self.module, lambda tensor: transfer(tensor, active[0], 0, "buffer"))
         return outputs
 
-    def _run_on_gpus(self, active: list[int], chunks: list[Any]) -> list[Any]:
+    def _run_on_gpus(self, active: list[int], chunks: list[Any], kept: KeptReplicas | None) -> list[Any]:
         devices = [self.devices[index] for index in active]
         moved = [map_tensors(partial(_sent, device), call) for device, call in zip(devices, chunks, strict=True)]
         if active == [0]:
             args, kwargs = moved[0]
             return [self.module(*args, **kwargs)]
-        # torch broadcasts from the first device of the list, so it is there even when it gets no samples.
-        indices = [0, *(index for index in active if index != 0)]
-        replicas = nn.parallel.replicate(
-            self.module, [self.devices[index] for index in indices], detach=not torch.is_grad_enabled()
-        )
-        replicas = replicas if active[0] == 0 else replicas[1:]
+        replicas = self._torch_replicas(active) if kept is None else kept.replicas(self.module, active)
         try:
             outputs = nn.parallel.parallel_apply(
-                [with_autocast(replica) for replica in replicas],  # type: ignore[misc]  # it only calls them
+                [carried(replica, device) for replica, device in zip(replicas, devices, strict=True)],  # type: ignore[misc]  # it only calls them
                 [args for args, _ in moved],
                 [kwargs for _, kwargs in moved],
                 devices,
@@ -261,6 +365,14 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             return list(outputs)
         # Raised outside the except block: its traceback would pin the replica's tensors.
         raise _named_oom(message, devices, chunks, self.dim)
+
+    def _torch_replicas(self, active: list[int]) -> list[nn.Module]:
+        # torch broadcasts from the first device of the list, so it is there even when it gets no samples.
+        indices = [0, *(index for index in active if index != 0)]
+        replicas = nn.parallel.replicate(
+            self.module, [self.devices[index] for index in indices], detach=not torch.is_grad_enabled()
+        )
+        return replicas if active[0] == 0 else replicas[1:]
 
 
 def data_parallel(
@@ -306,11 +418,13 @@ def data_parallel(
 def _refuse_compiled(module: nn.Module) -> None:
     # Replicating an OptimizedModule empties the original's parameters; a module compiled in place would run
     # every replica with the first device's weights.
-    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-        raise InputError(
-            f"the module is a compiled {type(module).__name__}; expected an eager one; "
-            "wrap the eager module and compile the wrapper: torch.compile(BalancedDataParallel(...))"
-        )
+    for name, part in module.named_modules():
+        if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
+            what = "the module is" if not name else f"its part {name} is"
+            raise InputError(
+                f"{what} a compiled {type(part).__name__}; expected an eager one; wrap the eager module and compile "
+                "the wrapper: torch.compile(BalancedDataParallel(...))"
+            )
 
 
 def _devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple[torch.device, ...]:
@@ -350,24 +464,6 @@ def _checked_sizes(name: str, sizes: Sequence[int] | None, num_devices: int) -> 
             f"{name} has {len(checked)} entries, {checked}; expected one for each of {num_devices} devices"
         )
     return checked
-
-
-def _checked_reduce(reduce: Reduce | None) -> Reduce:
-    if reduce is None:
-        return "samples"
-    if reduce not in ("samples", "tokens", "sum") and not callable(reduce):
-        raise InputError(f"reduce is {reduce!r}; expected 'samples', 'tokens', 'sum' or a callable")
-    return reduce
-
-
-def _count_labels(kwargs: Mapping[str, Any]) -> float:
-    labels = kwargs.get("labels")
-    if not isinstance(labels, Tensor):
-        raise WorkloadError(
-            f"reduce='tokens' and the call has no tensor named labels among {sorted(kwargs)}; "
-            "pass labels= to the module, or a callable as reduce="
-        )
-    return float((labels != IGNORED_LABEL).sum())
 
 
 def _named_oom(message: str, devices: list[torch.device], chunks: list[Any], dim: int) -> OutOfMemoryError:

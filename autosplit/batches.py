@@ -132,7 +132,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return map_leaves(leaf, tree)
 
 
-def batch_size_of(tree: Any, dim: int = 0) -> int:
+def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int:
     """Find how many samples a batch holds.
 
     The batch size is the size at `dim` on which the tensors agree. A tensor of another size is let through as
@@ -143,9 +143,10 @@ def batch_size_of(tree: Any, dim: int = 0) -> int:
     Args:
         tree: The batch.
         dim: The batch dimension.
+        may_be_empty: Return 0 for a batch without samples instead of refusing it.
 
     Returns:
-        The number of samples, at least 1.
+        The number of samples, at least 1 unless it may be empty.
 
     Raises:
         WorkloadError: No tensor has a batch dimension, the batch is empty, or its tensors disagree.
@@ -159,7 +160,7 @@ def batch_size_of(tree: Any, dim: int = 0) -> int:
     counts = Counter(tensor.size(dim) for tensor in candidates)
     for size, _ in counts.most_common():
         if all(is_batched(tensor, size, dim, _other_sizes(candidates, size, dim)) is not None for tensor in candidates):
-            if size == 0:
+            if size == 0 and not may_be_empty:
                 raise WorkloadError(
                     f"the batch is empty: dimension {dim} of {_shapes(tree)} has 0 samples; "
                     "expected at least 1; pass a sample batch with real samples in it"

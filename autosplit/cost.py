@@ -8,9 +8,9 @@ Peak bytes of another one::
 
     fixed + per_share * share
 
-Seconds of a step of k micro-steps of N samples::
+Seconds of a step of k micro-steps of N samples, whose replicas are kept from the first to the last::
 
-    k * (shared + shared_per_sample * N + slowest device) + update
+    copies + k * (gather_per_sample * N + slowest device) + update
 """
 
 from __future__ import annotations
@@ -203,38 +203,36 @@ class StepTime:
 
     Attributes:
         curves: For each device, its time on its share.
-        shared_s: Added by each micro-step at any size: parameters broadcast, gradients reduced.
-        shared_s_per_sample: Added by each sample of the batch: scatter, gather, the loss over gathered outputs.
+        copies_s: Parameters broadcast and gradients reduced, once a step.
+        gather_s_per_sample: Added to a micro-step by each sample of the batch: scatter, gather, the loss over gathered
+            outputs.
         update_s: The optimizer, once a step.
         adds_up: The devices share one processor, so that their times add.
     """
 
     curves: tuple[TimeCurve, ...]
-    shared_s: float
-    shared_s_per_sample: float
+    copies_s: float
+    gather_s_per_sample: float
     update_s: float
     adds_up: bool
 
     def micro_seconds(self, split: Sequence[int]) -> float:
-        """Return ``shared + shared_per_sample * N + max_i t_i(n_i)`` (the sum where the times add)."""
+        """Return ``gather_per_sample * N + max_i t_i(n_i)``, the sum where the times add; nothing to gather alone."""
         times = [curve(samples) for curve, samples in zip(self.curves, split, strict=True)]
-        return self.overhead_seconds(split) + (sum(times) if self.adds_up else max(times))
-
-    def overhead_seconds(self, split: Sequence[int]) -> float:
-        """Return what a micro-step adds to the devices' own times; nothing where device 0 is alone."""
-        if not any(split[1:]):
-            return 0.0
-        return self.shared_s + self.shared_s_per_sample * sum(split)
+        gather_s = self.gather_s_per_sample * sum(split) if any(split[1:]) else 0.0
+        return gather_s + (sum(times) if self.adds_up else max(times))
 
     def seconds(self, splits: Sequence[Sequence[int]]) -> float:
         """Return the time of an optimizer step of these micro-steps."""
-        return sum(self.micro_seconds(split) for split in splits) + self.update_s
+        copies_s = self.copies_s if any(any(split[1:]) for split in splits) else 0.0
+        return copies_s + sum(self.micro_seconds(split) for split in splits) + self.update_s
 
     def with_overhead(self, measured: Sequence[tuple[Sequence[int], float]]) -> StepTime:
-        """Fit the shared time to measured micro-steps.
+        """Fit the copies and the gather to measured steps of one micro-step.
 
         Args:
-            measured: One or two ``(split, seconds)``, of different batch sizes where there are two.
+            measured: One or two ``(split, seconds without the optimizer)``, of different batch
+                sizes where there are two.
         """
         bare = StepTime(self.curves, 0.0, 0.0, self.update_s, self.adds_up)
         left = [(sum(split), max(0.0, seconds - bare.micro_seconds(split))) for split, seconds in measured]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import enum
+import numbers
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +15,8 @@ from torch import Tensor, nn
 
 from autosplit.batches import is_namedtuple, rebuilt
 from autosplit.errors import WorkloadError
+from autosplit.heads import is_kind
+from autosplit.reducing import DoubtfulWeights
 from autosplit.transfer import active_placement, transfer, transfer_into
 
 __all__ = ["Gathering", "Link", "PlacedLink"]
@@ -61,6 +66,10 @@ class PlacedLink:
         device = self.devices[position]
         return tensor if device == 0 else transfer(tensor, device, 0, "scalar")
 
+    def bring_weight(self, weight: Tensor) -> Tensor:
+        """Leave a weight on the host, where it was counted; a scalar multiplies what is anywhere."""
+        return weight
+
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
         """Put the replicas' tensors together on the first device."""
         if self.devices == (0,):
@@ -79,6 +88,10 @@ class Link:
         """Bring a replica's scalar to the output device."""
         return tensor.to(self.output_device)
 
+    def bring_weight(self, weight: Tensor) -> Tensor:
+        """Bring a weight to the output device, without waiting for it."""
+        return weight.to(self.output_device, non_blocking=True)
+
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
         """Put the replicas' tensors together on the output device."""
         if self.output_device.type == "cuda":
@@ -89,10 +102,16 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Gathering:
-    """Put the outputs of the replicas together, keeping the types of what holds them."""
+    """Put the outputs of the replicas together, keeping the types of what holds them.
+
+    Args:
+        dim: The batch dimension.
+        weights: What each replica's scalars count for: numbers, or scalar tensors on whatever device.
+        link: What brings outputs to the output device.
+    """
 
     dim: int
-    weights: list[float]
+    weights: Sequence[float | Tensor]
     link: Link | PlacedLink
 
     def join(self, outputs: list[Any]) -> Any:
@@ -107,6 +126,8 @@ class Gathering:
         if dataclasses.is_dataclass(first) and not isinstance(first, type):
             names = [field.name for field in dataclasses.fields(first)]
             return self._join_keyed(first, [{name: getattr(output, name) for name in names} for output in outputs])
+        if is_kind(type(first), "transformers", "Cache"):
+            return self._join_caches(outputs)
         if isinstance(first, (tuple, list)):
             if len({len(output) for output in outputs}) != 1:
                 raise _cannot_join("lengths", [len(output) for output in outputs])
@@ -120,52 +141,109 @@ class Gathering:
         return rebuilt(first, {key: self.join([output[key] for output in outputs]) for key in outputs[0]})
 
     def _join_tensors(self, tensors: list[Tensor]) -> Tensor:
+        if len({tensor.dim() for tensor in tensors}) != 1:
+            raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors])
         if tensors[0].dim() > 0:
-            return self._concatenated(tensors)
+            return self._concatenated(tensors, self.dim)
         brought = [self.link.bring(tensor, position) for position, tensor in enumerate(tensors)]
         if brought[0].dtype == torch.bool:
             return torch.stack(brought).all()
         if not (brought[0].is_floating_point() or brought[0].is_complex()):
             return torch.stack(brought).sum()
-        weighted = [
-            tensor if weight == 1.0 else tensor * weight for tensor, weight in zip(brought, self.weights, strict=True)
-        ]
+        self._say_doubts()
+        weighted = [self._weighted(tensor, weight) for tensor, weight in zip(brought, self.weights, strict=True)]
         total = weighted[0]
         for tensor in weighted[1:]:
             total = total + tensor
-        return total
+        return total.to(brought[0].dtype)
 
-    def _concatenated(self, tensors: list[Tensor]) -> Tensor:
-        if tensors[0].dim() <= self.dim:
+    def _weighted(self, tensor: Tensor, weight: float | Tensor) -> Tensor:
+        if not isinstance(weight, Tensor):
+            return tensor if weight == 1.0 else tensor * weight
+        here = self.link.bring_weight(weight)
+        # A mean over nothing is NaN, and NaN × 0 as well: a replica that counts for nothing is left out instead, in
+        # the gradient too.
+        return (tensor * here).masked_fill(here == 0, 0.0)
+
+    def _say_doubts(self) -> None:
+        if isinstance(self.weights, DoubtfulWeights):
+            self.weights.say()
+
+    def _concatenated(self, tensors: list[Tensor], dim: int) -> Tensor:
+        if tensors[0].dim() <= dim:
             raise WorkloadError(
                 f"an output of the replicas has the shape {tuple(tensors[0].shape)}; expected one with a dimension "
-                f"{self.dim}, along which the batch is split; give it that dimension, or return a scalar"
+                f"{dim}, along which the batch is split; give it that dimension, or return a scalar"
             )
-        shapes = {tuple(s for d, s in enumerate(tensor.shape) if d != self.dim % tensor.dim()) for tensor in tensors}
+        shapes = {tuple(s for d, s in enumerate(tensor.shape) if d != dim % tensor.dim()) for tensor in tensors}
         if len(shapes) != 1:
             raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors])
-        return self.link.concatenate(tensors, self.dim)
+        return self.link.concatenate(tensors, dim)
 
     def _join_plain(self, values: list[Any]) -> Any:
-        # By type, never by whether the values happen to agree: two counts of 3 are 6, as 3 and 4 are 7.
+        # By type, never by whether the values happen to agree: two counts of 3 are 6, as 3 and 4 are 7. A member of an
+        # enumeration is no count, though it may be an int.
         first = values[0]
         if isinstance(first, bool):
             return all(values)
-        if isinstance(first, int):
+        if isinstance(first, numbers.Integral) and not isinstance(first, enum.Enum):
             return sum(values)
-        if isinstance(first, float):
-            return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
+        if isinstance(first, numbers.Complex) and not isinstance(first, enum.Enum):
+            self._say_doubts()
+            weights = [float(weight) for weight in self.weights]  # waits for the device: a plain number has to
+            counted = [item for item in zip(weights, values, strict=True) if item[0] != 0.0]
+            return sum(weight * value for weight, value in counted)
         if all(_is_same(value, first) for value in values):
             return first
         raise _cannot_join("values", values)
 
+    def _join_caches(self, caches: list[Any]) -> Any:
+        """Join what transformers models keep of keys and values: objects with tensors in them, one entry per layer."""
+        if len({id(cache) for cache in caches}) != len(caches):
+            raise WorkloadError(
+                f"{len(caches)} replicas returned one and the same {type(caches[0]).__name__}; expected one from each; "
+                "pass use_cache=False, and no past_key_values, where the batch is split"
+            )
+        return self._join_state(caches)
+
+    def _join_state(self, values: list[Any]) -> Any:
+        first = values[0]
+        if any(type(value) is not type(first) for value in values):
+            raise _cannot_join("types", [type(value).__name__ for value in values])
+        if isinstance(first, Tensor):
+            # The batch comes first, whatever the wrapper's dim; counters, and what is not filled yet, have none.
+            return self._concatenated(values, 0) if first.dim() > 1 else self.link.bring(first, 0)
+        if isinstance(first, (list, tuple)):
+            if len({len(value) for value in values}) != 1:
+                raise _cannot_join("lengths", [len(value) for value in values])
+            return type(first)([self._join_state(list(column)) for column in zip(*values, strict=True)])
+        if isinstance(first, dict):
+            return rebuilt(first, dict(self._joined_states([dict(value) for value in values])))
+        if any(kind.__module__.startswith("transformers.") for kind in type(first).__mro__):
+            new = copy.copy(first)
+            new.__dict__.update(self._joined_states([vars(value) for value in values]))
+            return new
+        if isinstance(first, (bool, int, float, str)) and any(value != first for value in values):
+            raise _cannot_join("values", values)
+        return first
+
+    def _joined_states(self, states: list[dict[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        if any(state.keys() != states[0].keys() for state in states):
+            raise _cannot_join("keys", [list(state) for state in states])
+        for name in states[0]:
+            column = [state[name] for state in states]
+            yield name, sum(column) if name == "batch_size" else self._join_state(column)
+
 
 def _is_same(value: Any, other: Any) -> bool:
+    # An array is per sample, as a tensor is: that the replicas' are equal is an accident.
     if value is other:
         return True
+    if hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0:
+        return False
     try:
         return bool(value == other)
-    except (TypeError, ValueError):  # an array compares element by element, and is neither true nor false
+    except (TypeError, ValueError):  # compares element by element, and is neither true nor false
         return False
 
 

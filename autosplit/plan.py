@@ -299,7 +299,7 @@ class Plan:
             dim=self.batch_dim,
             split=self.split,
             ceilings=self.ceilings,
-            reduce="sum" if self.loss_reduction == "sum" else "samples",
+            reduce="sum" if self.loss_reduction == "sum" else None,
         )
 
     def batch_sampler(self, num_samples: int, *, shuffle: bool = False, seed: int = 0) -> ScheduledBatchSampler:

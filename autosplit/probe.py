@@ -289,7 +289,7 @@ class Prober:
             self._count(self._measured[shape].repeats)
         return self._measured[shape]
 
-    def step(self, splits: tuple[tuple[int, ...], ...], *, budget_s: float) -> Measurement:
+    def step(self, splits: tuple[tuple[int, ...], ...], *, budget_s: float, copies_s: float = 0.0) -> Measurement:
         """Measure a whole optimizer step: its time, and each device's peak.
 
         Real steps of many micro-steps are put together from two of them and, where it is another, the last: the
@@ -298,6 +298,7 @@ class Prober:
         Args:
             splits: Samples per device, for each micro-step.
             budget_s: For each thing that is timed.
+            copies_s: What a step spends on copying parameters and gradients, once for all its micro-steps.
 
         Raises:
             OutOfMemoryError: A device would hold more than it may.
@@ -307,12 +308,14 @@ class Prober:
         begin = StepShape(splits[:2])
         peaks = self._peaks_of(begin)
         timed = self.measured(begin, budget_s=budget_s)
-        micro_s = (timed.seconds - timed.update_s) / len(begin.splits)
         seconds, error_s = timed.seconds, timed.error_s
         if len(splits) > 2:
-            last = splits[-1]
-            last_s = micro_s if last == splits[0] else self.micro_seconds(StepShape((last,)), budget_s=budget_s)
-            seconds = micro_s * (len(splits) - 1) + last_s + timed.update_s
+            once_s = min(copies_s, (timed.seconds - timed.update_s) / 2)
+            last_s = micro_s = (timed.seconds - timed.update_s - once_s) / len(begin.splits)
+            if splits[-1] != splits[0]:
+                last_s = self.micro_seconds(StepShape((splits[-1],)), budget_s=budget_s)
+                last_s = max(0.0, last_s - once_s) if any(splits[-1][1:]) else last_s
+            seconds = once_s + micro_s * (len(splits) - 1) + last_s + timed.update_s
             error_s = timed.error_s * seconds / timed.seconds
         return replace(timed, seconds=seconds, error_s=error_s, peak_bytes=timed.peak_bytes or peaks)
 

@@ -6,8 +6,8 @@ here by the same protocol, each with its own copies, so that these are accounted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,17 +15,43 @@ from torch import Tensor, nn
 
 from autosplit.transfer import transfer
 
-__all__ = ["copy_buffers", "kept_buffers", "replicate_placed", "with_autocast"]
+__all__ = [
+    "BufferCopies",
+    "carried",
+    "copy_buffers",
+    "here",
+    "may_have_gradient",
+    "moving_buffers",
+    "replica_of",
+    "replicate_placed",
+    "unique",
+]
 
 
-def with_autocast(replica: nn.Module) -> Callable[..., Any]:
-    """Carry autocast's dtype into the replica's thread; torch carries only whether it is on."""
-    if not torch.is_autocast_enabled("cuda"):
-        return replica
-    dtype, cached = torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
+def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
+    """Carry into a replica's thread what torch leaves behind there.
+
+    torch's `parallel_apply` carries grad mode and whether autocast is on. Left behind are autocast's dtype, inference
+    mode and the default device (torch nn/parallel/parallel_apply.py: the three are thread-local).
+
+    Args:
+        replica: What the thread will call.
+        device: The replica's; a default device of its kind becomes this one in its thread.
+    """
+    inference = torch.is_inference_mode_enabled()
+    default = torch.get_default_device()
+    own = device if default.type == device.type else default
+    autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    cached = torch.is_autocast_cache_enabled()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cuda", dtype=dtype, cache_enabled=cached):
+        with ExitStack() as contexts:
+            if inference:  # not inference_mode(False): that would turn gradients on
+                contexts.enter_context(torch.inference_mode())
+            if own != torch.get_default_device():
+                contexts.enter_context(own)
+            for kind, dtype in autocasts:
+                contexts.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cached))
             return replica(*args, **kwargs)
 
     return run
@@ -69,19 +95,19 @@ def _sum_on_first(grads: Sequence[Tensor | None], devices: tuple[int, ...]) -> T
     for grad, device in zip(grads, devices, strict=True):
         if grad is None:
             continue
-        here = grad if device == 0 else transfer(grad, device, 0, "gradient")
+        brought = grad if device == 0 else transfer(grad, device, 0, "gradient")
         if total is None:
-            total, owned = here, device != 0
+            total, owned = brought, device != 0
         else:
-            total, owned = total.add_(here) if owned else total + here, True
-        del here  # before the next one comes
+            total, owned = total.add_(brought) if owned else total + brought, True
+        del brought  # before the next one comes
     return total
 
 
 def replicate_placed(module: nn.Module, devices: list[int]) -> list[nn.Module]:
     """Build a replica of the module on each device, by the protocol that nn.DataParallel's replicas follow."""
-    spread = _unique((*module.parameters(), *module.buffers()))
-    moving = [tensor for tensor in spread if _may_have_gradient(tensor)]
+    spread = unique((*module.parameters(), *module.buffers()))
+    moving = [tensor for tensor in spread if may_have_gradient(tensor)]
     copies = _Broadcast.apply(tuple(devices), *moving) if moving else ()  # type: ignore[no-untyped-call]
     tables = [
         {id(tensor): copies[i * len(devices) + position] for i, tensor in enumerate(moving)}
@@ -93,20 +119,35 @@ def replicate_placed(module: nn.Module, devices: list[int]) -> list[nn.Module]:
         purpose = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"  # an integer parameter has no gradient
         for table, device in zip(tables, devices, strict=True):
             table[id(tensor)] = tensor if device == 0 else transfer(tensor.detach(), 0, device, purpose)
-    return [_replica(module, table) for table in tables]
+    return [replica_of(module, table) for table in tables]
 
 
-def _may_have_gradient(tensor: Tensor) -> bool:
+def here(tensor: Tensor) -> Tensor:
+    """Return a tensor as the first device's replica has it: a plain attribute, no parameter; a node of its own."""
+    if not may_have_gradient(tensor):
+        return tensor
+    (same,) = _Broadcast.apply((0,), tensor)  # type: ignore[no-untyped-call]  # not view_as: no sparse gradient passes it
+    return same  # type: ignore[no-any-return]
+
+
+def may_have_gradient(tensor: Tensor) -> bool:
+    """Tell whether a module's tensor takes part in the gradient, whether or not it does at the moment."""
     differentiable = tensor.is_floating_point() or tensor.is_complex()
     return differentiable and (isinstance(tensor, nn.Parameter) or tensor.requires_grad)
 
 
-def _unique(tensors: Sequence[Tensor]) -> list[Tensor]:
+def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in order, each once: tied parameters come once for each name."""
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _replica(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
-    """Copy a module's structure around tensors that are given, tied ones staying tied."""
+def replica_of(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
+    """Copy a module's structure around tensors that are given, tied ones staying tied.
+
+    Args:
+        module: The module.
+        table: For the `id` of each of its parameters and buffers, what takes its place.
+    """
     twins: dict[int, nn.Module] = {id(part): part._replicate_for_data_parallel() for part in module.modules()}
     for part in module.modules():
         twin = twins[id(part)]
@@ -123,24 +164,41 @@ def _replica(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
     return twins[id(module)]
 
 
-@contextmanager
-def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Let a chunk run on copies of the module's buffers, so that only the first chunk moves them."""
-    slots = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
-    copies: dict[int, Tensor] = {}
-    for part, name, buffer in slots:
-        if module.training and buffer is not None and not buffer.requires_grad:
-            part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
-    try:
-        yield
-    finally:
-        for part, name, buffer in slots:
+def moving_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return the buffers that a forward may move: all of a module that trains in some part, none in evaluation."""
+    slots = [
+        (part, name, buffer)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and not buffer.requires_grad
+    ]
+    return slots if slots and any(part.training for part in module.modules()) else []
+
+
+class BufferCopies:
+    """Copies of buffers, in their place while a chunk runs, so that only the first chunk moves the module's own.
+
+    Args:
+        slots: By `moving_buffers`; copied at once, before any chunk moves them.
+    """
+
+    def __init__(self, slots: list[tuple[nn.Module, str, Tensor]]) -> None:
+        self._slots = slots
+        copies = {id(buffer): buffer.clone() for _, _, buffer in slots}
+        self._copies = [(part, name, copies[id(buffer)]) for part, name, buffer in slots]
+
+    def __enter__(self) -> None:
+        for part, name, copy in self._copies:
+            part._buffers[name] = copy
+
+    def __exit__(self, *exc: object) -> None:
+        for part, name, buffer in self._slots:
             part._buffers[name] = buffer
 
 
 def copy_buffers(replica: nn.Module, module: nn.Module, move: Callable[[Tensor], Tensor]) -> None:
     """Bring the buffers a replica moved back to the module: the first device had no samples to move them with."""
-    if not module.training:
+    if not moving_buffers(module):
         return
     with torch.no_grad():
         for ours, theirs in zip(module.buffers(), replica.buffers(), strict=True):

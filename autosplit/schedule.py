@@ -3,7 +3,8 @@
 `ScheduledBatchSampler` cuts the epoch and publishes how; `steps` walks a loader by that schedule (or by counting, for
 any other loader) and weights each micro-batch's mean loss by its share of its optimizer step, so that the gradient is
 that of the whole step, also where the last micro-batch is smaller. A rank of a DDP job walks its slice of the same
-epoch in the same loop.
+epoch in the same loop. A `BalancedDataParallel` that runs within a step keeps its replicas until the step's last
+micro-batch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Sampler
 
+from autosplit.accumulation import Accumulation
 from autosplit.errors import InputError
 from autosplit.split import accumulation_steps, micro_batch_sizes, proportional_split, whole_number
 
@@ -353,6 +355,7 @@ class OptimizerStep:
         return self.num_ranks > 1 and self._drawn == len(self)
 
     def _draw(self) -> Iterator[Any]:
+        accumulation = Accumulation(len(self))
         for _ in self.micro_batch_sizes:
             self._check_backward()
             batch = next(self._batches, _MISSING)
@@ -364,9 +367,11 @@ class OptimizerStep:
             self._drawn += 1
             if self.on_draw is not None:
                 self.on_draw(self._drawn == len(self))
-            yield batch
+            with accumulation.running(is_last=self._drawn == len(self)):
+                yield batch
             del batch  # or this frame would hold it while the next is made
         self._check_backward()
+        accumulation.finish()
 
     def _check_backward(self) -> None:
         if self._backwards < self._drawn:

@@ -13,7 +13,7 @@ from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import DdpPlan, Plan
 from autosplit.probe import Prober, does_not_fit
 from autosplit.progress import Progress, fraction_of
-from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
 from autosplit.search import PATIENCE, search
 from autosplit.solver import Solver
@@ -65,6 +65,7 @@ class Session:
         self.trials: list[Trial] = []
         self.solver: Solver | None = None
         self.replicas: tuple[Ceiling, ...] = ()
+        self.keeps = False  # the replicas' ceilings are those of steps of several micro-steps
 
     def plan(self) -> Plan:
         """Measure, search, and put the plan together.
@@ -158,6 +159,14 @@ class Session:
         self.replicas = tuple(self._like(primary, index, "replica", 0, False) for index in range(1, len(devices)))
         return ranks, primary
 
+    def _keep_replicas(self) -> None:
+        """Find the others' ceilings in a step of several micro-steps: their copies and gradients stay all through."""
+        waiting_bytes = bucket_bytes(self.prober.tracer.trainee)
+        self.replicas = tuple(
+            self._like(found, index, "replica", waiting_bytes, True) for index, found in enumerate(self.replicas, 1)
+        )
+        self.keeps = True
+
     def _rank_ceilings(self) -> tuple[Ceiling, ...]:
         """Find each device's ceiling as a rank, and nothing else."""
         first = self._alone("rank")
@@ -196,24 +205,11 @@ class Session:
 
     def _space(self, primary: Ceiling) -> Space:
         """Bound the search by what fits."""
-        request = self.request
-        if self.replicas:
-            accumulates = self.subject.accumulates
-            most = self.prober.max_batch_size
-            share = min(most, primary.batch_size)
-            others = min(most, sum(ceiling.batch_size for ceiling in self.replicas))
-            fit = self.prober.primary_fit(share, others, accumulates=accumulates)
-            # What a real step holds beyond its trace (a CUDA context's workspaces, fragmentation) stays with it.
-            fit = replace(fit, fixed_bytes=fit.fixed_bytes + self.prober.untraced_bytes(primary))
-        else:
-            fit = MemoryFit(primary.fixed_bytes, primary.bytes_per_sample)
-        region = Region(
-            primary=fit,
-            primary_capacity_bytes=self.runtime.capacities_bytes[0],
-            primary_ceiling=primary.batch_size,
-            replica_ceilings=tuple(ceiling.batch_size for ceiling in self.replicas),
-            max_batch_size=self.prober.max_batch_size,
-        )
+        request, effective = self.request, self.request.effective_batch_size
+        region = self._region(primary)
+        if self.replicas and self.subject.accumulates and effective is not None and region.largest_batch < effective:
+            self._keep_replicas()
+            region = self._region(primary)
         if region.largest_batch == 0:
             raise does_not_fit(self.prober, 0)
         fewest = accumulation_steps(request.effective_batch_size or 1, region.largest_batch)
@@ -226,6 +222,24 @@ class Session:
                 f"most {region.largest_batch}, or use a smaller model or larger devices"
             )
         return Space(region, request.effective_batch_size)
+
+    def _region(self, primary: Ceiling) -> Region:
+        if self.replicas:
+            most = self.prober.max_batch_size
+            share = min(most, primary.batch_size)
+            others = min(most, sum(ceiling.batch_size for ceiling in self.replicas))
+            fit = self.prober.primary_fit(share, others, accumulates=self.keeps)
+            # What a real step holds beyond its trace (a CUDA context's workspaces, fragmentation) stays with it.
+            fit = replace(fit, fixed_bytes=fit.fixed_bytes + self.prober.untraced_bytes(primary))
+        else:
+            fit = MemoryFit(primary.fixed_bytes, primary.bytes_per_sample)
+        return Region(
+            primary=fit,
+            primary_capacity_bytes=self.runtime.capacities_bytes[0],
+            primary_ceiling=primary.batch_size,
+            replica_ceilings=tuple(ceiling.batch_size for ceiling in self.replicas),
+            max_batch_size=self.prober.max_batch_size,
+        )
 
     def _curves(self, ranks: tuple[Ceiling, ...]) -> tuple[TimeCurve, ...]:
         """Time each device alone; devices that share a processor share a curve."""
@@ -320,7 +334,7 @@ class Session:
             least = self.prober.least_batch()
             return replace(trial, failure=f"a share below {least}: BatchNorm needs {least} samples to train on")
         try:
-            measured = self.prober.step(splits, budget_s=TRIAL_BUDGET_S)
+            measured = self._measured(splits)
         except OutOfMemoryError as error:
             return replace(trial, failure=str(error))
         return replace(
@@ -329,6 +343,10 @@ class Session:
             error_share=measured.error_s / measured.seconds,
             peak_bytes=measured.peak_bytes,
         )
+
+    def _measured(self, splits: tuple[tuple[int, ...], ...]) -> Measurement:
+        copies_s = 0.0 if self.solver is None else self.solver.step_time.copies_s
+        return self.prober.step(splits, budget_s=TRIAL_BUDGET_S, copies_s=copies_s)
 
     def _can_train(self, *splits: tuple[int, ...]) -> bool:
         least = self.prober.least_batch()
@@ -356,7 +374,7 @@ class Session:
             if known is not None:
                 return known
             try:
-                return total / self.prober.step(splits, budget_s=TRIAL_BUDGET_S).seconds
+                return total / self._measured(splits).seconds
             except OutOfMemoryError:
                 continue
         return None
@@ -394,13 +412,15 @@ class Session:
             link = min(device.spec.link_bytes_per_s for device in self.request.devices if device.spec is not None)
             # A ring sends 2 (W - 1) / W of the gradients over each link (Patarasuk and Yuan 2009).
             return 2 * (count - 1) / count * bucket_bytes(self.prober.tracer.trainee) / link
-        return step_time.shared_s
+        return step_time.copies_s
 
     def _final_ceilings(self, best: Trial) -> tuple[Ceiling, ...]:
         """Find the largest shares that fit all at once: any split within them does."""
         if not self.replicas:
             return (self.primary_alone,)
         accumulates = best.accumulation_steps > 1
+        if accumulates and not self.keeps:
+            self._keep_replicas()
         others = tuple(ceiling.batch_size for ceiling in self.replicas)
         assert self.solver is not None
         slope = self.solver.space.region.primary.bytes_per_share + self.solver.space.region.primary.bytes_per_batch

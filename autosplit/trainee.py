@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from autosplit.accumulation import Accumulation
 from autosplit.batches import Whole, map_leaves, map_tensors, resize, tensors_of
 from autosplit.errors import WorkloadError
 from autosplit.transfer import Placement, adopt_module
@@ -89,6 +90,7 @@ class Trainee:
         mark: Callable[[str], None] = lambda _phase: None,
         *,
         updates: bool = True,
+        num_samples: int | None = None,
     ) -> None:
         """Run one optimizer step.
 
@@ -98,6 +100,7 @@ class Trainee:
             sizes: Samples in each; a mean loss counts by its share of them.
             mark: Told when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer.
             updates: Run the optimizer.
+            num_samples: Samples of the whole step, where these are not all of its micro-batches.
         """
         workload = self.workload
         device_type = _device_type(self.models)
@@ -109,13 +112,17 @@ class Trainee:
             mark("update")
         else:
             # `loss` is held from one micro-step to the next, as the variable of a training loop holds it.
-            for batch, size in zip(batches, sizes, strict=True):
+            accumulation = Accumulation(len(batches))
+            total = num_samples or sum(sizes)
+            for position, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
                 mark("micro")
-                with workload.autocast(device_type):
-                    loss = workload.loss(models, batch)
-                if workload.loss_reduction == "mean" and len(batches) > 1:
-                    loss = loss * (size / sum(sizes))
-                self._scaled(loss).backward()
+                with accumulation.running(is_last=position == len(batches) - 1):
+                    with workload.autocast(device_type):
+                        loss = workload.loss(models, batch)
+                    if workload.loss_reduction == "mean" and size < total:
+                        loss = loss * (size / total)
+                    self._scaled(loss).backward()
+            accumulation.finish()
             mark("update")
             if updates:
                 self._update()

@@ -4,37 +4,41 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
 import gc
-import math
 import pickle
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
+from balanced_models import (
+    BATCH,
+    MODELS,
+    RUNS,
+    SPLITS,
+    TOLERANCE,
+    Complex,
+    Echo,
+    Record,
+    Returns,
+    Sparse,
+    Triple,
+    Unused,
+    assert_same_gradients,
+    inputs_of,
+    joined,
+    loss_of,
+    tracked,
+    wrap,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from autosplit.balanced import BalancedDataParallel, data_parallel
 from autosplit.batches import Whole
 from autosplit.errors import AutosplitError, DeviceError, InputError, WorkloadError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.tracking import Tracker
-
-SPLITS = [(4, 6, 6), (1, 2, 13), (0, 8, 8), (16, 0, 0), (0, 0, 16)]
-BATCH = 16
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
-
-
-@contextmanager
-def tracked(num_devices: int = 3):
-    with Tracker([f"device {index}" for index in range(num_devices)], [None] * num_devices) as tracker:
-        yield tracker
-
-
-RUNS = {"plain": nullcontext, "tracked": tracked}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,151 +54,47 @@ def run(request):
     return RUNS[request.param]
 
 
-def wrap(module: nn.Module, *split: int, **kwargs) -> BalancedDataParallel:
-    return BalancedDataParallel(None, module, ["cpu"] * len(split), split=split, **kwargs)
-
-
-# The models
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.LSTM(5, 7, num_layers=2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(14, 3)
-
-    def forward(self, x):
-        self.rnn.flatten_parameters()
-        return self.head(self.rnn(x)[0][:, -1])
-
-
-class TiedTransformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, codes):
-        return self.head(self.encoder(self.embedding(codes)))
-
-
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 4, sparse=True)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, codes):
-        return self.head(self.embedding(codes).mean(1))
-
-
-class Listed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(5, 5)) for _ in range(3)])
-        self.named = nn.ParameterDict({"scale": nn.Parameter(torch.randn(5))})
-        self.shared = nn.ModuleList([nn.Linear(5, 5)] * 2)
-
-    def forward(self, x):
-        for weight in self.weights:
-            x = torch.tanh(x @ weight)
-        for layer in self.shared:
-            x = layer(x)
-        return x * self.named["scale"]
-
-
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.used(x)
-
-
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.complex(torch.randn(5, 3), torch.randn(5, 3)))
-
-    def forward(self, x):
-        return torch.view_as_real(x.to(self.weight.dtype) @ self.weight)
-
-
-class GradBuffer(nn.Module):
-    """A buffer that takes part in the gradient, and one of whole numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.rand(5, requires_grad=True))
-        self.register_buffer("order", torch.arange(4, -1, -1))
-        self.linear = nn.Linear(5, 2)
-
-    def forward(self, x):
-        return self.linear((x * self.scale)[:, self.order])
-
-
-def cnn():
-    model = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
-    )
-    model[1].running_mean.uniform_()
-    model[1].running_var.uniform_(0.5, 2.0)
-    return model.eval()
-
-
-def frozen():
-    model = nn.Sequential(nn.Linear(5, 6), nn.GELU(), nn.Linear(6, 3))
-    model[0].requires_grad_(False)
-    return model
-
-
-MODELS = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)), (5,)),
-    "lstm": (Recurrent, (6, 5)),
-    "cnn": (cnn, (2, 8, 8)),
-    "tied": (TiedTransformer, None),
-    "sparse": (Sparse, None),
-    "weight_norm": (lambda: nn.Sequential(weight_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 2)), (5,)),
-    "orthogonal": (lambda: nn.Sequential(orthogonal(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 2)), (5,)),
-    "listed": (Listed, (5,)),
-    "unused": (Unused, (5,)),
-    "frozen": (frozen, (5,)),
-    "complex": (Complex, (5,)),
-    "grad_buffer": (GradBuffer, (5,)),
-}
-
-
-def inputs_of(shape, dtype, n=BATCH):
-    return torch.randint(0, 11, (n, 6)) if shape is None else torch.randn(n, *shape, dtype=dtype)
-
-
-def loss_of(outputs: Tensor) -> Tensor:
-    """A mean over samples that makes every output's gradient different."""
-    return (outputs.flatten(1) ** 2 + torch.sin(outputs.flatten(1))).sum(1).mean()
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: tensor.grad.to_dense() for name, tensor in tensors.items() if tensor.grad is not None}
-
-
-def assert_same_gradients(module: nn.Module, reference: nn.Module, tolerance: float) -> None:
-    ours, theirs = gradients(module), gradients(reference)
-    assert ours.keys() == theirs.keys()
-    difference = math.fsum(float((ours[name] - theirs[name]).abs().pow(2).sum()) for name in theirs)
-    size = math.fsum(float(grad.abs().pow(2).sum()) for grad in theirs.values())
-    assert size > 0
-    assert math.sqrt(difference / size) < tolerance
-
-
 @pytest.fixture(autouse=True)
 def _default_dtype():
     yield
     torch.set_default_dtype(torch.float32)
+
+
+class Pair(NamedTuple):
+    values: Tensor
+    name: str
+
+
+class Combines(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5))
+
+    def forward(self, left, factor, right, extra=None):
+        outputs = factor * left * self.weight * torch.tanh(right)
+        return outputs if extra is None else outputs + extra
+
+
+def nested_inputs(dtype, n: int = BATCH):
+    x, y, z = (torch.randn(n, 5, dtype=dtype) for _ in range(3))
+    return collections.OrderedDict(first=x, rest=(y, [z, {"flag": "kept"}]), pair=Pair(x * y, "pair"))
+
+
+class TakesApart(nn.Linear):
+    """Insists on the types of what it is called with, and returns a nesting of its own."""
+
+    def __init__(self):
+        super().__init__(5, 3)
+
+    def forward(self, tree):
+        assert type(tree) is collections.OrderedDict
+        first, (left, [right, options]), pair = tree.values()
+        assert type(pair) is Pair
+        assert options == {"flag": "kept"}
+        total = super().forward(first + left * right)
+        return collections.OrderedDict(
+            sum=total, parts=(left * self.bias.sum(), [right]), pair=Pair(total * 2, pair.name)
+        )
 
 
 class TestGradients:
@@ -247,6 +147,109 @@ class TestGradients:
         with run():
             loss_of(wrap(module, 4, 6, 6)(ours)).backward()
         torch.testing.assert_close(ours.grad, reference.grad)
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("split", [(5, 11), (2, 1, 13), (16,), (0, 16)], ids=str)
+    def test_of_many_inputs(self, split, dtype, run):
+        """Tensors, a number and an argument that may be left out, by position and by name: each gets its gradient."""
+        module = Combines().to(dtype)
+        reference = copy.deepcopy(module)
+        inputs = [torch.randn(BATCH, 5, dtype=dtype) for _ in range(3)]
+
+        def leaves():
+            return [tensor.clone().requires_grad_() for tensor in inputs]
+
+        def calls(model, x, y, z):
+            return loss_of(model(x, 2.5, y)) + loss_of(model(x, 0.5, right=y, extra=z)) + loss_of(model(x, 2.5, y, z))
+
+        ours, theirs = leaves(), leaves()
+        calls(reference, *theirs).backward()
+        with run(len(split)):
+            calls(wrap(module, *split), *ours).backward()
+        assert_same_gradients(module, reference, TOLERANCE[dtype])
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one.grad - other.grad).norm() < TOLERANCE[dtype] * other.grad.norm()
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("shares", [{"gpu0_bsz": 2}, {"gpu0_bsz": 13}, {"split": (17, 3)}], ids=str)
+    def test_of_a_small_layer_by_the_function(self, shares, dtype, run):
+        module = nn.Linear(10, 5).to(dtype)
+        reference, inputs = copy.deepcopy(module), torch.randn(20, 10, dtype=dtype)
+        loss_of(reference(inputs)).backward()
+        with run():
+            loss_of(data_parallel(module, inputs, device_ids=["cpu", "cpu"], **shares)).backward()
+        assert_same_gradients(module, reference, TOLERANCE[dtype])
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("split", [(4, 6, 6), (1, 2, 13), (0, 3, 13)], ids=str)
+    def test_of_nested_inputs_and_outputs(self, split, dtype, run):
+        module = TakesApart().to(dtype)
+        reference = copy.deepcopy(module)
+        tree = nested_inputs(dtype)
+        (expected, (left, [right]), pair) = reference(tree).values()
+        (loss_of(expected) + loss_of(left * right) + loss_of(pair.values)).backward()
+        with run():
+            outputs = wrap(module, *split)(tree)
+            assert list(outputs) == ["sum", "parts", "pair"]
+            ours, (left, [right]), pair = outputs.values()
+            (loss_of(ours) + loss_of(left * right) + loss_of(pair.values)).backward()
+        assert [type(outputs), type(outputs["parts"]), type(pair)] == [collections.OrderedDict, tuple, Pair]
+        torch.testing.assert_close(ours, expected)
+        assert pair.name == "pair"
+        assert_same_gradients(module, reference, TOLERANCE[dtype])
+
+    @pytest.mark.parametrize("split", [(4, 6, 6), (1, 2, 13), (0, 8, 8)], ids=str)
+    def test_of_an_embedding_stay_sparse(self, split, run):
+        """A dense gradient of a sparse embedding would be right, and as large as the table."""
+        module = Sparse().double()
+        reference, codes = copy.deepcopy(module), inputs_of(None, torch.double)
+        loss_of(reference(codes)).backward()
+        with run():
+            loss_of(wrap(module, *split)(codes)).backward()
+        assert module.embedding.weight.grad.layout == torch.sparse_coo
+        assert_same_gradients(module, reference, 1e-10)
+        if run is nullcontext:  # an optimizer made for sparse gradients takes them
+            torch.optim.SparseAdam(module.embedding.parameters()).step()
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("split", [(4, 6, 6), (1, 2, 13), (0, 8, 8)], ids=str)
+    @pytest.mark.parametrize("weights", [torch.channels_last, torch.contiguous_format], ids=str)
+    @pytest.mark.parametrize("images", [torch.channels_last, torch.contiguous_format], ids=str)
+    def test_have_the_strides_of_their_parameters(self, weights, images, split, dtype, run):
+        """Over three steps of an optimizer: the layout must last, whatever that of the inputs is."""
+        module = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Conv2d(6, 2, 3)).to(dtype)
+        module = module.to(memory_format=weights)
+        reference = copy.deepcopy(module)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (module, reference)]
+        for _ in range(3):
+            inputs = torch.randn(BATCH, 4, 6, 6, dtype=dtype).contiguous(memory_format=images)
+            loss_of(reference(inputs)).backward()
+            with run():
+                loss_of(wrap(module, *split)(inputs)).backward()
+            assert all(parameter.grad.stride() == parameter.stride() for parameter in module.parameters())
+            assert_same_gradients(module, reference, 10 * TOLERANCE[dtype])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("split", [(4, 6, 6), (1, 2, 13), (0, 8, 8)], ids=str)
+    def test_train_an_lstm_as_the_plain_one(self, split, dtype, run):
+        make, shape = MODELS["lstm"]
+        module = make().to(dtype)
+        reference = copy.deepcopy(module)
+        ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (module, reference))
+        wrapped = wrap(module, *split)
+        for _ in range(3):
+            inputs = inputs_of(shape, dtype)
+            ours.zero_grad()
+            theirs.zero_grad()
+            loss_of(reference(inputs)).backward()
+            with run():
+                loss_of(wrapped(inputs)).backward()
+            ours.step()
+            theirs.step()
+        assert_same_gradients(module, reference, 10 * TOLERANCE[dtype])
 
     def test_accumulate(self, run):
         reference = MODELS["mlp"][0]()
@@ -371,17 +374,44 @@ class TestBatchNorm:
         assert id(module.norm.running_mean) == before
 
 
-class Echo(nn.Module):
-    """Returns what it is called with, and how often it was called."""
+class Encoding(collections.UserDict):
+    """What a tokenizer returns: no dict, though it can be unpacked as one."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.calls = []
 
-    def forward(self, *args, **kwargs):
-        self.calls.append((args, kwargs))
-        return args[0] if args else kwargs.get("x")
+class TestByHand:
+    """Where a module's result depends on the chunk, the reference is the same chunks, run by hand."""
+
+    @staticmethod
+    def chunks(inputs, split):
+        return inputs.split([size for size in split if size])
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("split", NORM_SPLITS, ids=str)
+    def test_batch_norm_in_training(self, split, dtype, run):
+        module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+        reference, inputs = copy.deepcopy(module), torch.randn(BATCH, 4, dtype=dtype)
+        expected = torch.cat([reference(part) for part in self.chunks(inputs, split)])
+        loss_of(expected).backward()
+        with run():
+            outputs = wrap(module, *split)(inputs)
+            loss_of(outputs).backward()
+        torch.testing.assert_close(outputs, expected)
+        assert_same_gradients(module, reference, TOLERANCE[dtype])
+
+    @pytest.mark.parametrize("split", SPLITS, ids=str)
+    def test_dropout(self, split, run):
+        """Each chunk draws a mask of its own, from where the one before it left the generator."""
+        module = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+        reference, inputs = copy.deepcopy(module), torch.randn(BATCH, 4, dtype=torch.double)
+        torch.manual_seed(3)
+        expected = torch.cat([reference(part) for part in self.chunks(inputs, split)])
+        loss_of(expected).backward()
+        torch.manual_seed(3)
+        with run():
+            outputs = wrap(module, *split)(inputs)
+            loss_of(outputs).backward()
+        torch.testing.assert_close(outputs, expected)
+        assert_same_gradients(module, reference, 1e-10)
 
 
 class TestCalls:
@@ -416,6 +446,41 @@ class TestCalls:
             outputs = wrap(module, 2, 3, 3)(x=inputs, scale=2.0, flags=[])
         torch.testing.assert_close(outputs, module(x=inputs, scale=2.0))
 
+    @pytest.mark.parametrize("empty", [[], {}, ()], ids=str)
+    def test_an_empty_container_reaches_every_device(self, empty, run):
+        """Beside a tensor by name: what is empty has no samples, and is there all the same, of its own type."""
+        seen = []
+
+        class Keywords(nn.Linear):
+            def forward(self, *, x, extra):
+                seen.append(extra)
+                return super().forward(x)
+
+        module, inputs = Keywords(3, 2), torch.randn(8, 3)
+        with run():
+            outputs = wrap(module, 1, 2, 5)(x=inputs, extra=empty)
+        assert len(seen) == 3
+        assert all(type(extra) is type(empty) and not extra for extra in seen)
+        torch.testing.assert_close(outputs, module(x=inputs, extra=empty))
+
+    @pytest.mark.parametrize("arguments", [((), {}), (([],), {}), ((), {"x": {}}), ((None, "text"), {})], ids=str)
+    def test_a_module_without_inputs_has_its_gradient(self, arguments, run):
+        class Constant(nn.Linear):
+            calls = 0
+
+            def forward(self, *args, **kwargs):
+                Constant.calls += 1
+                return torch.tanh(self.weight) + self.bias
+
+        module = Constant(3, 3)
+        reference = copy.deepcopy(module)
+        loss_of(reference()).backward()
+        Constant.calls = 0
+        with run():
+            loss_of(wrap(module, 0, 3, 3)(*arguments[0], **arguments[1])).backward()
+        assert Constant.calls == 1
+        assert_same_gradients(module, reference, 1e-6)
+
     def test_a_flag_beside_a_short_batch(self):
         module = Echo()
         wrap(module, 2, 3, 3)(torch.zeros(2, 1), flag=True)
@@ -448,6 +513,51 @@ class TestCalls:
             outputs = wrap(module, 2, 3, 3)(inputs, Whole(mask))
         torch.testing.assert_close(outputs, module(inputs, mask))
 
+    def test_what_holds_no_samples_is_not_cut(self, run):
+        """A number in a tensor, one row for all, and a (T, T) mask beside (n, T) tokens: whole on each device."""
+        module = Echo()
+        tokens, mask = torch.zeros(7, 5), torch.ones(5, 5)
+        with run():
+            wrap(module, 1, 2, 4)(tokens, torch.tensor(0.5), torch.ones(1, 5), mask)
+        shapes = [[tuple(argument.shape) for argument in args] for args, _ in module.calls]
+        assert shapes == [[(n, 5), (), (1, 5), (5, 5)] for n in (1, 2, 4)]
+
+    def test_what_one_device_changes_in_place_is_whole_for_the_next(self, run):
+        class Spoils(nn.Module):
+            def forward(self, x, mask):
+                outputs = x * mask
+                mask.zero_()
+                return outputs
+
+        with run():
+            outputs = wrap(Spoils(), 1, 2, 4)(torch.ones(7, 5), Whole(torch.ones(5)))
+        assert torch.equal(outputs, torch.ones(7, 5))
+
+    @pytest.mark.parametrize("kind", ["dataclass", "encoding", "mapping", "namedtuple"])
+    def test_containers_are_cut_and_keep_their_types(self, kind, run):
+        x, loss = torch.arange(14.0).view(7, 2), torch.arange(7)
+        batch = {
+            "dataclass": Record(x, loss, 0.5),
+            "encoding": Encoding(logits=x, loss=loss),
+            "mapping": collections.OrderedDict(logits=x, loss=loss),
+            "namedtuple": Triple(x, loss, "name"),
+        }[kind]
+        module = Echo()
+        with run():
+            outputs = wrap(module, 1, 2, 4)(batch)
+        received = [args[0] for args, _ in module.calls]
+        assert all(type(part) is type(batch) for part in (*received, outputs))
+        parts = [part if kind in ("dataclass", "namedtuple") else part.values() for part in received]
+        logits = [part.logits if hasattr(part, "logits") else next(iter(part)) for part in parts]
+        assert [len(part) for part in logits] == [1, 2, 4]
+        assert torch.equal(torch.cat(logits), x)
+
+    def test_an_encoding_that_is_unpacked(self, run):
+        module = Echo()
+        with run():
+            wrap(module, 1, 2, 4)(**Encoding(x=torch.zeros(7, 2), mask=torch.ones(7)))
+        assert [(len(kwargs["x"]), len(kwargs["mask"])) for _, kwargs in module.calls] == [(1, 1), (2, 2), (4, 4)]
+
     def test_other_dimension(self, run):
         module, inputs = nn.Linear(4, 4), torch.randn(5, 8, 4)
         with run():
@@ -468,45 +578,11 @@ class TestCalls:
         with pytest.raises(WorkloadError, match="disagree"):
             wrap(Echo(), 2, 2)(torch.zeros(4, 3), torch.zeros(5, 7))
 
-    def test_an_empty_batch(self):
-        with pytest.raises(WorkloadError, match="empty"):
-            wrap(Echo(), 2, 2)(torch.zeros(0, 3))
-
     def test_data_parallel_function(self):
         module, inputs = MODELS["mlp"][0](), torch.randn(8, 5)
         torch.testing.assert_close(data_parallel(module, inputs, 2, ["cpu", "cpu"]), module(inputs))
         outputs = data_parallel(Echo(), (), split=(2, 6), device_ids=["cpu", "cpu"], module_kwargs={"x": inputs})
         assert torch.equal(outputs, inputs)
-
-
-class Triple(NamedTuple):
-    logits: Tensor
-    loss: Tensor
-    name: str
-
-
-@dataclasses.dataclass
-class Record:
-    logits: Tensor
-    loss: Tensor
-    share: float
-    name: str = "record"
-
-
-class Returns(nn.Module):
-    """Returns what a function makes of its chunk."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-def joined(function, *split: int, run=nullcontext, **kwargs) -> Any:
-    with run():
-        return wrap(Returns(function), *split, **kwargs)(torch.arange(float(sum(split))).view(-1, 1))
 
 
 class TestOutputs:
@@ -678,6 +754,29 @@ class TestDevices:
         wrapped = wrap(nn.Linear(2, 2, device="meta"), 2, 2)
         with pytest.raises(DeviceError, match=r"weight is on meta; expected the first device, cpu; call \.to"):
             wrapped(torch.zeros(4, 2))
+
+    @pytest.mark.parametrize("part", ["the first layer", "the last layer", "a buffer"])
+    def test_one_part_elsewhere(self, part):
+        """Any of its tensors may be the one that was forgotten; moved home, the same wrapper runs."""
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        wrapped = wrap(module, 2, 2)
+        if part == "a buffer":
+            module[1].running_var = torch.ones(2, device="meta")
+        else:
+            module[0 if part == "the first layer" else 2].to("meta")
+        name = {"the first layer": "0.weight", "the last layer": "2.weight", "a buffer": "1.running_var"}[part]
+        with pytest.raises(DeviceError, match=rf"{name} is on meta; expected the first device, cpu"):
+            wrapped(torch.zeros(4, 2))
+        module.to_empty(device="cpu")
+        assert wrapped(torch.zeros(4, 2)).shape == (4, 2)
+
+    @pytest.mark.parametrize("output_device", [None, "cpu", "cpu:0", torch.device("cpu")], ids=str)
+    @pytest.mark.parametrize("ids", [("cpu", "cpu:0"), (torch.device("cpu"), "cpu")], ids=str)
+    def test_devices_by_name_and_by_object(self, ids, output_device):
+        module, inputs = nn.Linear(10, 5), torch.randn(20, 10)
+        outputs = data_parallel(module, inputs, 3, ids, output_device)
+        assert outputs.device == torch.device("cpu")
+        torch.testing.assert_close(outputs, module(inputs))
 
     def test_a_compiled_module_is_refused_whole(self):
         module = nn.Linear(2, 2)

@@ -182,27 +182,30 @@ class TestStepTime:
 
     def test_the_slowest_device_counts(self):
         step = StepTime(self.CURVES, 0.5, 0.1, 3.0, adds_up=False)
-        assert step.micro_seconds((4, 1)) == pytest.approx(0.5 + 0.5 + 4.0)
-        assert step.seconds([(4, 1), (1, 1)]) == pytest.approx(5.0 + 0.7 + 2.0 + 3.0)
+        assert step.micro_seconds((4, 1)) == pytest.approx(0.5 + 4.0)
+
+    def test_copies_are_paid_once_a_step(self):
+        step = StepTime(self.CURVES, 0.5, 0.1, 3.0, adds_up=False)
+        assert step.seconds([(4, 1), (1, 1)]) == pytest.approx(0.5 + 4.5 + 2.2 + 3.0)
 
     def test_on_one_processor_the_times_add(self):
-        assert StepTime(self.CURVES, 0.0, 0.0, 0.0, adds_up=True).micro_seconds((4, 1)) == pytest.approx(6.0)
+        assert StepTime(self.CURVES, 0.0, 0.0, 0.0, adds_up=True).seconds([(4, 1)]) == pytest.approx(6.0)
 
     def test_device_0_alone_shares_nothing(self):
-        assert StepTime(self.CURVES, 0.5, 0.1, 0.0, adds_up=False).micro_seconds((4, 0)) == pytest.approx(4.0)
+        assert StepTime(self.CURVES, 0.5, 0.1, 0.0, adds_up=False).seconds([(4, 0)]) == pytest.approx(4.0)
 
     @given(st.floats(0, 1), st.floats(0, 0.1))
-    def test_recovers_the_shared_time(self, shared, per_sample):
-        true = StepTime(self.CURVES, shared, per_sample, 0.0, adds_up=False)
+    def test_recovers_copies_and_gather(self, copies, per_sample):
+        true = StepTime(self.CURVES, copies, per_sample, 0.0, adds_up=False)
         splits = [(2, 1), (20, 10)]
         bare = StepTime(self.CURVES, 0.0, 0.0, 0.0, adds_up=False)
-        fitted = bare.with_overhead([(split, true.micro_seconds(split)) for split in splits])
-        assert fitted.shared_s == pytest.approx(shared, abs=1e-9)
-        assert fitted.shared_s_per_sample == pytest.approx(per_sample, abs=1e-9)
+        fitted = bare.with_overhead([(split, true.seconds([split])) for split in splits])
+        assert fitted.copies_s == pytest.approx(copies, abs=1e-9)
+        assert fitted.gather_s_per_sample == pytest.approx(per_sample, abs=1e-9)
 
     def test_a_step_faster_than_its_devices_has_no_negative_overhead(self):
         fitted = StepTime(self.CURVES, 0.0, 0.0, 0.0, adds_up=False).with_overhead([((2, 1), 0.5)])
-        assert (fitted.shared_s, fitted.shared_s_per_sample) == (0.0, 0.0)
+        assert (fitted.copies_s, fitted.gather_s_per_sample) == (0.0, 0.0)
 
 
 def test_an_all_reduce_behind_the_backward_costs_nothing():

@@ -17,8 +17,9 @@ from autosplit.devices import parse_devices
 from autosplit.errors import UserCodeError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.measurement import StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, traced_peaks
-from autosplit.runtime.tracing import OpCost, Tracer, Work, make_tracer
+from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, traced_peaks
+from autosplit.runtime.tracing import Move, OpCost, Tracer, Work, make_tracer
+from autosplit.runtime.tracking import rounded
 from autosplit.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -119,6 +120,46 @@ class TestComposition:
         machine.measure(shape)
         machine.measure(StepShape(((2, 4, 4, 4, 4, 4, 4, 4),) * 5))
         assert tracer.runs - runs <= 2
+
+
+class TestKeptReplicas:
+    """A step of several micro-steps is put together from one of them; here it is followed whole."""
+
+    @pytest.mark.parametrize("name", WORKLOADS)
+    @pytest.mark.parametrize("split", [(400, 600, 600), (0, 800, 800)], ids=str)
+    def test_is_the_whole_step(self, name, split, tracers):
+        tracer = tracers(name)
+        machine = runtime(tracer, "sim:1xRTX3090+2xRTX2080Ti")
+        shape = StepShape((split, split, split, tuple(n // 2 for n in split)))
+        followed = tracer._run(shape)
+        clocks = _Clocks(machine._specs)
+        _play(clocks, followed.micro, (0, 1, 2))
+        clocks.meet()
+        _play(clocks, followed.update, (0, 1, 2))
+        found = machine.measure(shape)
+        assert found.peak_bytes == followed.peak_bytes
+        assert found.seconds == pytest.approx(clocks.meet(), rel=0.01)
+        assert found.busy_s == pytest.approx(clocks.busy_s, rel=0.02)
+
+    def test_parameters_travel_once_a_step(self, tracers):
+        trace = tracers("char_gpt").trace(StepShape(((4, 4),), accumulates=True))
+        count = len(tracers("char_gpt").trainee.parameters())
+        assert [event.purpose for event in trace.broadcast] == ["parameter"] * count
+        assert sum(isinstance(event, Move) for event in trace.reduce) == count
+        assert not any(isinstance(e, Move) and e.purpose in ("parameter", "gradient") for e in trace.micro)
+
+    def test_four_micro_steps_cost_fewer_copies(self, tracers):
+        machine = runtime(tracers("char_gpt"), "sim:4xRTX3090")
+        split = (16, 16, 16, 16)
+        kept = machine.measure(StepShape((split,) * 4))
+        single = machine.measure(StepShape((split,)))
+        assert kept.seconds < 4 * (single.seconds - single.update_s) + single.update_s
+
+    def test_a_replica_holds_its_copy_and_its_gradients(self, tracers):
+        machine = runtime(tracers("with_loss"), "sim:2xRTX3090")
+        parameters = sum(rounded(p.numel() * p.element_size()) for p in tracers("with_loss").trainee.parameters())
+        once, kept = (machine.peaks(StepShape(((1, 1),) * k))[1] for k in (1, 3))
+        assert parameters / 2 < kept - once <= 1.25 * parameters
 
 
 class TestTime:

@@ -47,7 +47,7 @@ def splits_of(solver: Solver, batch_size: int) -> Iterator[tuple[int, ...]]:
 
 @given(solvers(st.none()), st.integers(1, 18))
 def test_the_split_of_a_batch_is_the_fastest_of_all(solver, batch_size):
-    times = [solver.step_time.micro_seconds(split) for split in splits_of(solver, batch_size)]
+    times = [solver.step_time.seconds([split]) for split in splits_of(solver, batch_size)]
     answer = solver.fastest_of(batch_size, 1)
     if not times:
         assert answer is None
@@ -55,7 +55,7 @@ def test_the_split_of_a_batch_is_the_fastest_of_all(solver, batch_size):
     split = solver.split_of(answer)
     assert sum(split) == batch_size
     assert solver.space.holds(answer)
-    assert solver.step_time.micro_seconds(split) == pytest.approx(min(times))
+    assert solver.step_time.seconds([split]) == pytest.approx(min(times))
 
 
 @given(solvers(st.none()), st.data())
@@ -67,8 +67,8 @@ def test_the_split_beside_a_given_share_is_the_fastest_of_all(solver, data):
     share = data.draw(st.integers(*solver.space.region.gpu0_bounds(batch_size)))
     split = solver.split_of(Configuration(share, batch_size))
     assert split[0] == share
-    times = [solver.step_time.micro_seconds(s) for s in splits_of(solver, batch_size) if s[0] == share]
-    assert solver.step_time.micro_seconds(split) == pytest.approx(min(times))
+    times = [solver.step_time.seconds([s]) for s in splits_of(solver, batch_size) if s[0] == share]
+    assert solver.step_time.seconds([split]) == pytest.approx(min(times))
 
 
 @given(solvers(st.none()))

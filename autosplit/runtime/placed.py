@@ -29,7 +29,7 @@ def wrapper_for(workload: Workload, split: tuple[int, ...]) -> Callable[[nn.Modu
         ["cpu"] * len(split),
         dim=workload.batch_dim,
         split=split,
-        reduce="sum" if workload.loss_reduction == "sum" else "samples",
+        reduce="sum" if workload.loss_reduction == "sum" else None,
     )
 
 
@@ -58,7 +58,7 @@ def run_placed(
         shape: The step.
         tracker: A new one, with a device for each entry of the split.
         mark: Told when a phase begins.
-        held: Parameters that have a gradient from earlier micro-steps.
+        held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
 
     Returns:
         The peak of each device, in bytes.
@@ -76,17 +76,29 @@ def run_placed(
                 parameter.grad = torch.zeros_like(parameter)
             with tracker:
                 trainee.adopt_on(tracker)
+                if held and shape.arrangement == "balanced":
+                    mark("broadcast")
+                    _hold(models, shape.splits[0], held)
                 if shape.arrangement == "eval":
                     outputs = trainee.evaluate(models, batches[0])
                     del outputs
                 else:
                     buckets = _adopt_buckets(trainee, tracker) if shape.num_ranks > 1 else None
-                    trainee.step(models, batches, sizes, mark, updates=shape.updates)
+                    # Of a step of many only one may be followed, and weights its loss as all of them do.
+                    total = 2 * sum(sizes) if shape.accumulates else None
+                    trainee.step(models, batches, sizes, mark, updates=shape.updates, num_samples=total)
                     del buckets
                 return tuple(tracker.peak_bytes)
     finally:
         for module in modules_of(trainee.models):
             module.zero_grad(set_to_none=True)  # an out-of-memory error leaves gradients behind
+
+
+def _hold(models: Any, split: tuple[int, ...], held: Iterable[nn.Parameter]) -> None:
+    """Let replicas be kept, with gradients on them, where there are others than the first."""
+    for wrapper in modules_of(models) if any(split[1:]) else []:
+        assert isinstance(wrapper, BalancedDataParallel)
+        wrapper.hold_gradients(split, held)
 
 
 def _adopt_buckets(trainee: Trainee, tracker: Tracker) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """GPUs that are not there: a roofline clock for each card, fed with traces.
 
 Order of a simulated micro-step: scatter, broadcast the parameters, run every replica, gather, loss, and the way
-back; then the optimizer on device 0. A device's clock runs by itself between transfers; a transfer starts when
-both ends are free and keeps both. This is nn.DataParallel without NCCL: device 0's link carries every copy in turn.
+back; then the optimizer on device 0. In a step of several micro-steps replicas are kept: the broadcast comes before
+the first, and gradients come back after the last. A device's clock runs by itself between transfers; a transfer
+starts when both ends are free and keeps both. This is nn.DataParallel without NCCL: device 0's link carries every
+copy in turn.
 
 Tracing a step over eight cards costs eight times a step over one. So a step is composed: device 0 from a trace
 with its own share and all others' together, each other device from a trace of its share alone.
@@ -11,18 +13,21 @@ with its own share and all others' together, each other device from a trace of i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autosplit.catalog import GpuSpec
 from autosplit.devices import Device
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
-from autosplit.runtime.tracing import Event, Move, OpCost, Trace, Tracer, Work
+from autosplit.runtime.tracing import Event, Move, OpCost, Phase, Trace, Tracer, Work
 from autosplit.runtime.tracking import rounded
 from autosplit.transfer import HOST
 
 __all__ = ["SimulatedRuntime", "traced_peaks"]
+
+_BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
+"""Those in which devices work together."""
 
 
 @dataclass
@@ -107,20 +112,23 @@ class SimulatedRuntime:
         peaks = source.peaks()
         self._refuse_overflow(peaks, shape)
         clocks = _Clocks(self._specs)
-        for split in shape.splits:
-            source.play_micro_step(clocks, split)
-            clocks.meet()
+        source.play(clocks, shape.splits[0], "broadcast")
+        for number, split in enumerate(shape.splits):
+            source.play(clocks, split, "micro")
+            if number == 0 and len(shape.splits) > 1:
+                self._begin_gradients(clocks, shape)
+        source.play(clocks, shape.splits[0], "reduce")
         before_s = clocks.meet()
-        if len(shape.splits) > 1:
-            # Every micro-step was traced as one that adds its gradients to earlier ones; the first has none to add to.
-            home = next(index for index, samples in enumerate(shape.splits[0]) if samples) if shape.alone else 0
-            spent_s = sum(cost.seconds(self._specs[home]) for cost in self.tracer.accumulation_costs())
-            before_s -= spent_s
-            clocks.now_s = [before_s] * len(clocks.now_s)
-            clocks.busy_s[home] -= spent_s
-        source.play_update(clocks)
+        source.play(clocks, shape.splits[0], "update")
         seconds = clocks.meet()
         return Measurement(seconds, 0.0, peaks, tuple(clocks.busy_s), seconds - before_s)
+
+    def _begin_gradients(self, clocks: _Clocks, shape: StepShape) -> None:
+        """Set right what the first micro-step did: each was traced as one that adds to earlier gradients."""
+        for device in _active(shape.splits[0]):
+            clocks.work(device, -sum(cost.seconds(self._specs[device]) for cost in self.tracer.accumulation_costs()))
+        if not shape.alone and not shape.splits[0][0]:
+            clocks.work(0, sum(cost.seconds(self._specs[0]) for cost in self.tracer.zeroing_costs()))
 
     def _source(self, shape: StepShape) -> _Whole | _Composed:
         return _source_of(self.tracer, shape) if self.composed else _Whole(self.tracer, shape)
@@ -204,11 +212,8 @@ class _Whole:
             peaks[index] = peak_bytes + buckets
         return tuple(peaks)
 
-    def play_micro_step(self, clocks: _Clocks, split: tuple[int, ...]) -> None:
-        _play(clocks, self._trace(split).micro, self._place)
-
-    def play_update(self, clocks: _Clocks) -> None:
-        _play(clocks, self._trace(self._shape.splits[0]).update, self._place)
+    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: Phase) -> None:
+        _play(clocks, self._trace(split).events(phase), self._place)
 
     def _trace(self, split: tuple[int, ...]) -> Trace:
         return self._tracer.trace(_followed(self._shape, tuple(split[index] for index in self._place)))
@@ -245,21 +250,25 @@ class _Composed:
     def fits_together(self) -> bool:
         """Tell whether every trace moves the same tensors, so that they can be laid over each other."""
         return all(
-            len(_moves(self._replica(samples).micro)) == len(_moves(self._primary(split).micro))
+            len(self._beside(split, samples, phase).moves) == len(_moves(self._primary(split).events(phase)))
             for split in set(self._shape.splits)
             for samples in split[1:]
             if samples
+            for phase in _BALANCED_PHASES
         )
 
     def peaks(self) -> tuple[int, ...]:
-        split = self._shape.splits[0]  # the largest; and a replica keeps nothing from one micro-step to the next
+        split = self._shape.splits[0]  # the largest
         others = [self._replica(samples).peak_bytes[1] if samples else 0 for samples in split[1:]]
         return (self._primary(split).peak_bytes[0], *others)
 
-    def play_micro_step(self, clocks: _Clocks, split: tuple[int, ...]) -> None:
-        primary = self._primary(split)
-        replicas = {index + 1: _Replica(self._replica(n).micro) for index, n in enumerate(split[1:]) if n}
-        for event in primary.micro:
+    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: Phase) -> None:
+        primary = self._primary(split).events(phase)
+        if phase == "update":
+            _play(clocks, primary, (0, 0, 0))
+            return
+        replicas = {index + 1: self._beside(split, n, phase) for index, n in enumerate(split[1:]) if n}
+        for event in primary:
             if isinstance(event, Work):
                 if event.device == 0:
                     clocks.work(0, event.seconds(clocks.specs[0]))
@@ -270,8 +279,12 @@ class _Composed:
         for device, replica in replicas.items():
             replica.work(clocks, device)
 
-    def play_update(self, clocks: _Clocks) -> None:
-        _play(clocks, self._primary(self._shape.splits[0]).update, (0, 0, 0))
+    def _beside(self, split: tuple[int, ...], samples: int, phase: Phase) -> _Replica:
+        """Return what a device with so many samples does in a phase of a split."""
+        events = self._replica(samples).events(phase)
+        if split[0]:  # it was traced beside an idle device 0, which has no samples to move its buffers with
+            events = tuple(event for event in events if not _returns_buffer(event))
+        return _Replica(events)
 
     def _move_all(self, clocks: _Clocks, event: Move, replicas: dict[int, _Replica], num_stand_ins: int) -> None:
         """Play a transfer between device 0 and the first stand-in once for each device of the rest."""
@@ -294,7 +307,7 @@ class _Composed:
         return self._tracer.trace(_followed(self._shape, short))
 
     def _replica(self, samples: int) -> Trace:
-        return self._tracer.trace(StepShape(((0, samples),), updates=False))
+        return self._tracer.trace(replace(_followed(self._shape, (0, samples)), updates=False))
 
 
 class _Replica:
@@ -306,6 +319,11 @@ class _Replica:
             event for event in self._events if isinstance(event, Work) or 1 in (event.source, event.destination)
         ]
 
+    @property
+    def moves(self) -> list[Move]:
+        """The transfers that are left."""
+        return [event for event in self._events if isinstance(event, Move)]
+
     def work(self, clocks: _Clocks, device: int) -> None:
         while self._events and isinstance(self._events[0], Work):
             work = self._events.pop(0)
@@ -316,6 +334,10 @@ class _Replica:
         move = self._events.pop(0)
         assert isinstance(move, Move)
         return move
+
+
+def _returns_buffer(event: Event) -> bool:
+    return isinstance(event, Move) and event.purpose == "buffer" and event.destination == 0
 
 
 def _moves(events: Sequence[Event]) -> list[Move]:

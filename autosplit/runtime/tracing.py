@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from autosplit.runtime.tracking import Tracker
 from autosplit.trainee import Trainee, fake_mode, kept_rng, mode_of, training_copy
 from autosplit.workload import Workload, modules_of
 
-__all__ = ["Event", "Move", "Trace", "Tracer", "Work", "make_tracer"]
+__all__ = ["Event", "Move", "Phase", "Trace", "Tracer", "Work", "make_tracer"]
 
 aten = torch.ops.aten
 
@@ -80,6 +80,9 @@ class Move:
 
 Event = Work | Move
 
+Phase = Literal["broadcast", "micro", "reduce", "update"]
+"""The parts of an optimizer step, in order; ``micro`` comes once for each micro-step."""
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -87,13 +90,26 @@ class Trace:
 
     Attributes:
         peak_bytes: The most each device held.
+        broadcast: Copies of the parameters to replicas that are kept, once a step; otherwise they are in `micro`.
         micro: Events of the micro-step.
+        reduce: Kept replicas' gradients come home, once a step; otherwise they are in `micro`.
         update: Events of the optimizer.
     """
 
     peak_bytes: tuple[int, ...]
+    broadcast: tuple[Event, ...]
     micro: tuple[Event, ...]
+    reduce: tuple[Event, ...]
     update: tuple[Event, ...]
+
+    def events(self, phase: Phase) -> tuple[Event, ...]:
+        """Return the events of a phase."""
+        return {
+            "broadcast": self.broadcast,
+            "micro": self.micro,
+            "reduce": self.reduce,
+            "update": self.update,
+        }[phase]
 
 
 class _Recorder:
@@ -117,7 +133,8 @@ class _Recorder:
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """Close the work of both ends, and keep the transfer."""
-        self._close(source, destination)
+        # Gradients come home when all devices are done: what they did until then comes before.
+        self._close(*(list(self._open) if purpose == "gradient" else (source, destination)))
         self.phases[-1][1].append(Move(source, destination, nbytes, purpose))
 
     def finish(self) -> list[tuple[str, list[Event]]]:
@@ -261,12 +278,22 @@ class Tracer:
             peaks = run_placed(self.trainee, shape, tracker, mark, held=held)
         self.runs += 1
         phases = recorder.finish()
-        return Trace(peaks, _events(phases, "micro"), _events(phases, "update"))
+        micro, update = _events(phases, "micro"), _events(phases, "update")
+        if not shape.accumulates:
+            return Trace(peaks, (), micro, (), update)
+        # What is followed is one micro-step of many: gradients wait on replicas that are there, and come home after it.
+        broadcast = tuple(event for event in _events(phases, "broadcast") if _moves(event, "parameter"))
+        home = next((index for index, event in enumerate(micro) if _moves(event, "gradient")), len(micro))
+        return Trace(peaks, broadcast, micro[:home], micro[home:], update)
 
     def accumulation_costs(self) -> list[OpCost]:
         """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
         # Two tensors read, one written.
         return [OpCost(0, 3 * p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
+
+    def zeroing_costs(self) -> list[OpCost]:
+        """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
+        return [OpCost(0, p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
 
     def assumptions(self) -> tuple[str, ...]:
         """Return what the workload leaves open and was taken for granted, a sentence each."""
@@ -274,6 +301,10 @@ class Tracer:
             return self.workload.assumptions()
         with kept_rng(), self.trainee.fake_mode or nullcontext(), torch.no_grad():
             return self.workload.assumptions(self.trainee.outputs())
+
+
+def _moves(event: Event, purpose: str) -> bool:
+    return isinstance(event, Move) and event.purpose == purpose
 
 
 def _events(phases: list[tuple[str, list[Event]]], wanted: str) -> tuple[Event, ...]:

@@ -1,0 +1,70 @@
+"""Which micro-step of an optimizer step is running: who walks the step says so, and wrappers that keep replicas ask.
+
+A plan is plain numbers and knows no model; so the walk (`plan.steps`) and the wrapper meet here. The walk is named
+for as long as its loop body runs, and no longer: an exception or a `break` in it ends the naming, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+__all__ = ["Accumulation", "Keeper", "current_accumulation"]
+
+
+class Keeper(Protocol):
+    """A wrapper that keeps gradients on its devices until the last micro-step."""
+
+    def synchronize(self) -> None:
+        """Bring the gradients that are still elsewhere to the module's parameters."""
+
+
+class Accumulation:
+    """One optimizer step as wrappers see it.
+
+    Attributes:
+        num_micro_steps: Forwards of the step.
+        is_last: Whether the running micro-step is its last: gradients have to come home in its backward.
+    """
+
+    def __init__(self, num_micro_steps: int) -> None:
+        self.num_micro_steps = num_micro_steps
+        self.is_last = num_micro_steps <= 1
+        self._keepers: list[Keeper] = []
+
+    def join(self, keeper: Keeper) -> None:
+        """Let a wrapper be told when the step is over."""
+        if not any(known is keeper for known in self._keepers):
+            self._keepers.append(keeper)
+
+    def finish(self) -> None:
+        """Bring home what the last micro-step left elsewhere: a wrapper need not have run, or not on every device."""
+        for keeper in self._keepers:
+            keeper.synchronize()
+        self._keepers.clear()
+
+    @contextmanager
+    def running(self, *, is_last: bool) -> Iterator[None]:
+        """Name this step's micro-step as the one that runs.
+
+        Args:
+            is_last: Whether it is the step's last.
+        """
+        self.is_last = is_last
+        outer = _current.get()
+        _current.set(self)
+        try:
+            yield
+        finally:
+            # Not by a token: a generator may be closed in another context than the one it was started in.
+            _current.set(outer)
+
+
+_current: ContextVar[Accumulation | None] = ContextVar("autosplit_accumulation", default=None)
+
+
+def current_accumulation() -> Accumulation | None:
+    """Return the optimizer step whose micro-step runs now; None outside of one."""
+    return _current.get()

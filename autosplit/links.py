@@ -1,0 +1,94 @@
+"""Do copies between this machine's GPUs arrive?
+
+On some machines a direct copy from one GPU to another reports success and leaves zeros, or whatever was there
+before: training then goes wrong without an error. So a known tensor is sent each way once and read on the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import DeviceError
+
+__all__ = ["check_links"]
+
+_HOST = torch.device("cpu")
+_NUM_VALUES = 2**16  # 256 KiB: some links lose small copies, some large ones; this is neither
+
+_sound: set[tuple[torch.device, torch.device]] = set()
+"""The ways, source and destination, that were found sound in this process."""
+_num_sent = 0
+"""The known tensors sent so far: no two are alike."""
+_lock = threading.Lock()
+
+
+def check_links(devices: Sequence[torch.device]) -> None:
+    """Make sure that tensors arrive whole between the first device and each of the others.
+
+    Each way is checked once in a process; one that was found broken is checked again. CPU devices, and one GPU named
+    several times, have nothing to check.
+
+    Args:
+        devices: The devices of a wrapper, in its order.
+
+    Raises:
+        DeviceError: A tensor did not arrive as it was sent; the two devices are named, and what to do.
+    """
+    gpus = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
+    with _lock:
+        for other in gpus[1:]:
+            _check_way(gpus[0], other)
+            _check_way(other, gpus[0])
+
+
+def _check_way(source: torch.device, destination: torch.device) -> None:
+    if (source, destination) in _sound:
+        return
+    sent = _known_values()
+    at_source = _copied(sent, source)
+    arrived = _copied(_copied(at_source, destination), _HOST)
+    if not torch.equal(arrived, sent):
+        raise DeviceError(_broken(source, destination, sent, arrived))
+    _sound.add((source, destination))
+
+
+def _known_values() -> Tensor:
+    """Return values of which none was sent before.
+
+    A copy that does nothing leaves what the memory held: were that an earlier check's tensor, it would look right.
+    """
+    global _num_sent  # noqa: PLW0603  # guarded by the lock, as all of this module's state is
+    first = 1 + _num_sent % 2**14 * _NUM_VALUES  # within int32, and never 0
+    _num_sent += 1
+    return torch.arange(first, first + _NUM_VALUES, dtype=torch.int32, device=_HOST)
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device, as torch does it for a module's parameters."""
+    return tensor.to(device)
+
+
+def _broken(source: torch.device, destination: torch.device, sent: Tensor, arrived: Tensor) -> str:
+    if arrived.shape != sent.shape or arrived.dtype != sent.dtype:
+        what = f"as {arrived.dtype} of the shape {tuple(arrived.shape)}"
+    elif not arrived.any():
+        what = "as zeros"
+    else:
+        wrong = arrived != sent
+        index = int(wrong.nonzero()[0])
+        what = (
+            f"with {int(wrong.sum())} of {sent.numel()} values wrong "
+            f"({int(arrived[index])} for {int(sent[index])} at index {index})"
+        )
+    # NCCL_P2P_DISABLE is what people find first; it does nothing for torch's own copies (nccl-tests #117). The IOMMU is
+    # what it most often was (pytorch #84803), a driver the next (pytorch #119638).
+    return (
+        f"a known tensor copied from {source} to {destination} arrived {what}; expected it as it was sent: direct "
+        "copies between these GPUs are broken; turn off the IOMMU in the BIOS, or boot Linux with iommu=pt, or install "
+        "another driver version (NCCL_P2P_DISABLE=1 does not help here); until then train on one GPU: "
+        f"device_ids=[{source.index if source.index is not None else 0}], or CUDA_VISIBLE_DEVICES with one of them"
+    )

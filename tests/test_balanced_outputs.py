@@ -1,0 +1,356 @@
+"""What comes out of a wrapper: everything in order and of its type, and losses as the whole batch has them."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import gc
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from balanced_models import BATCH, RUNS, TOLERANCE, assert_same_gradients, gradients, joined, tracked, wrap
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit.balanced import BalancedDataParallel
+from autosplit.batches import map_tensors
+from autosplit.errors import WorkloadError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collection():
+    """A tracker collects garbage as it is entered: let it skip the modules that are loaded by now."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(params=RUNS)
+def run(request):
+    return RUNS[request.param]
+
+
+# Any nesting, any split
+
+
+class Both(NamedTuple):
+    one: Any
+    other: Any
+
+
+@dataclasses.dataclass
+class Held:
+    value: Any
+    label: str = "label"
+
+
+class Sealed(tuple):
+    """A tuple of a type of its own."""
+
+    __slots__ = ()
+
+
+def numbered(*tail: int, dtype: torch.dtype = torch.float32):
+    """A tensor whose every element tells which sample it is of; samples lie along `dim`."""
+
+    def make(n: int, dim: int) -> Tensor:
+        shape = (n, *tail)
+        return torch.arange(torch.Size(shape).numel()).view(shape).to(dtype).movedim(0, dim).contiguous()
+
+    return make
+
+
+FLAT = [numbered(3), numbered(2, 2), numbered(4, dtype=torch.int64), numbered(1, dtype=torch.bool)]
+PLAIN = [lambda n, dim, value=value: value for value in (None, "text", True, 0.25, torch.float16)]
+LEAVES = st.sampled_from([*FLAT, *PLAIN, lambda n, dim: torch.tensor(1.5)])
+
+
+def nests(children):
+    """A tree is a function of the batch size and the batch dimension."""
+    lists = st.lists(children, min_size=0, max_size=3)
+    makers = [list, tuple, Sealed, lambda items: dict(enumerate(items)), lambda items: collections.OrderedDict(a=items)]
+    makers.append(lambda items: collections.UserDict(zip("abc", items, strict=False)))
+    makers += [Held, lambda items: Both(items, "text"), lambda items: [{"only": tuple(items)}]]
+    return st.builds(
+        lambda make, items: lambda n, dim: make([it(n, dim) for it in items]), st.sampled_from(makers), lists
+    )
+
+
+TREES = st.recursive(LEAVES, nests, max_leaves=6)
+
+
+@st.composite
+def shares(draw):
+    """Keywords of a wrapper, and how many devices it has."""
+    count = draw(st.integers(1, 4))
+    if draw(st.booleans()):
+        return count, {"gpu0_bsz": draw(st.integers(0, 8)), "split": None}
+    sizes = draw(st.lists(st.integers(0, 6), min_size=count, max_size=count).filter(any))
+    return count, {"gpu0_bsz": None, "split": sizes}
+
+
+class Mirror(nn.Module):
+    """Returns what it is called with, its numbers times one, so that what comes out must be what went in."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, tree, *, more):
+        def times_one(tensor):
+            return tensor * self.one if tensor.is_floating_point() else tensor
+
+        return {"tree": map_tensors(times_one, tree), "more": map_tensors(times_one, more)}
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(ours, Tensor):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert torch.equal(ours, theirs) if ours.dim() else torch.allclose(ours, theirs)
+    elif isinstance(ours, (dict, collections.UserDict)):
+        assert list(ours) == list(theirs)
+        for key in ours:
+            assert_alike(ours[key], theirs[key])
+    elif dataclasses.is_dataclass(ours):
+        assert_alike(vars(ours), vars(theirs))
+    elif isinstance(ours, (tuple, list)):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_alike(one, other)
+    else:
+        assert ours == pytest.approx(theirs) if isinstance(ours, float) else ours == theirs
+
+
+def assert_mirrors(tree, more, n, dim, given_shares) -> None:
+    count, keywords = given_shares
+    module = Mirror()
+    wrapped = BalancedDataParallel(module=module, device_ids=["cpu"] * count, dim=dim, **keywords)
+    inputs = {"tree": tree(n, dim), "more": [FLAT[0](n, dim), more(n, dim)]}
+    assert_alike(module(**inputs), inputs)
+    assert_alike(wrapped(inputs["tree"], more=inputs["more"]), inputs)
+
+
+class TestAnyNesting:
+    @settings(max_examples=400)
+    @given(TREES, TREES, st.integers(1, 20), st.sampled_from([0, 1]), shares())
+    def test_outputs_are_the_plain_modules(self, tree, more, n, dim, given_shares):
+        assert_mirrors(tree, more, n, dim, given_shares)
+
+    @settings(max_examples=120)
+    @given(TREES, st.integers(1, 12), st.sampled_from([0, 1]), shares())
+    def test_and_so_they_are_inside_a_tracker(self, tree, n, dim, given_shares):
+        with tracked(given_shares[0]):
+            assert_mirrors(tree, tree, n, dim, given_shares)
+
+    @settings(max_examples=100)
+    @given(st.integers(1, 40), shares())
+    def test_chunks_are_the_batch_in_order(self, n, given_shares):
+        """Each device has its own samples, as many as the split says, and the batch in its order is what they make."""
+        count, keywords = given_shares
+        seen = []
+
+        class Notes(nn.Module):
+            def forward(self, x):
+                seen.append(x.tolist())
+                return x
+
+        wrapped = BalancedDataParallel(module=Notes(), device_ids=["cpu"] * count, **keywords)
+        assert wrapped(torch.arange(n)).tolist() == list(range(n))
+        assert [len(part) for part in seen] == [size for size in wrapped.split_of(n) if size]
+        assert list(itertools.chain(*seen)) == list(range(n))
+
+
+@dataclasses.dataclass
+class Answer(collections.OrderedDict):
+    """As the models of transformers answer: a dataclass and an ordered dict, whose keys are the fields that are set."""
+
+    loss: Any = None
+    logits: Any = None
+    hidden: Any = None
+    attention: Any = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+    def __setitem__(self, name, value):
+        super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __reduce__(self):
+        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+class TestContainers:
+    @pytest.mark.parametrize("split", [(1, 3, 4), (0, 2, 6), (8, 0, 0)], ids=str)
+    def test_an_answer_of_fields_and_keys(self, split, run):
+        outputs = joined(lambda x: Answer(loss=x.mean(), logits=x, hidden=(x, (x * 2,))), *split, run=run)
+        assert type(outputs) is Answer
+        assert list(outputs) == ["loss", "logits", "hidden"]
+        assert outputs.attention is None
+        assert outputs.loss is outputs["loss"]
+        assert outputs.loss.item() == pytest.approx(3.5)
+        assert outputs["logits"].flatten().tolist() == outputs.logits.flatten().tolist() == list(range(8))
+        assert outputs.hidden[1][0].flatten().tolist() == [2.0 * index for index in range(8)]
+
+    def test_an_answer_is_not_the_first_chunks(self):
+        """What a module keeps of its answer must not grow into the whole batch's."""
+        kept = []
+
+        def answer(x):
+            kept.append(Answer(logits=x))
+            return kept[-1]
+
+        joined(answer, 1, 3, 4)
+        assert [len(part.logits) for part in kept] == [1, 3, 4]
+
+    def test_dicts_of_different_keys(self, run):
+        """One replica that found something and one that did not: said with both lists of keys."""
+
+        def found(x):
+            return {"all": x, "found": x} if len(x) > 2 else {"all": x}
+
+        with pytest.raises(
+            WorkloadError, match=r"different keys: \[\['all'\], \['all', 'found'\]\]; expected the same"
+        ):
+            joined(found, 2, 3, run=run)
+        with pytest.raises(ValueError, match="different keys"):
+            joined(lambda x: {len(x): x}, 2, 3, run=run)
+
+    def test_keys_in_another_order_are_the_same_keys(self, run):
+        def outputs(x):
+            return {"a": x, "b": -x} if len(x) == 2 else {"b": -x, "a": x}
+
+        whole = joined(outputs, 2, 3, run=run)
+        assert list(whole) == ["a", "b"]
+        assert torch.equal(whole["a"], -whole["b"])
+
+    def test_outputs_padded_to_different_lengths(self):
+        with pytest.raises(WorkloadError, match=r"different shapes: \[\(2, 2\), \(3, 3\)\]"):
+            joined(lambda x: x.expand(-1, len(x)), 2, 3)
+
+
+# Losses
+
+TOKENS = 12
+LOSS_SPLITS = [(4, 6, 6), (1, 2, 13)]
+IGNORED = -100
+
+
+class Tagger(nn.Module):
+    """Predicts a class for each token, and returns a loss made of the tokens' own."""
+
+    def __init__(self, combine):
+        super().__init__()
+        self.combine = combine
+        self.embedding, self.head = nn.Embedding(13, 8), nn.Linear(8, 13)
+
+    def forward(self, codes, labels):
+        logits = self.head(torch.tanh(self.embedding(codes)))
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        return self.combine(losses, labels != IGNORED)
+
+
+def mean_of_tokens(losses, real):
+    return losses.sum() / real.sum()
+
+
+def mean_by_a_mask(losses, real):
+    """As loss functions written by hand often do it."""
+    return (losses * real).sum() / real.sum()
+
+
+def sum_of_tokens(losses, real):
+    return losses.sum()
+
+
+def mean_of_each_sample(losses, real):
+    return losses.sum(1) / real.sum(1).clamp(min=1)
+
+
+def mean_over_samples(losses, real):
+    return mean_of_each_sample(losses, real).mean()
+
+
+def padded(num_long: int = 4):
+    """A few samples with every token labelled, and many with one."""
+    codes = torch.randint(0, 13, (BATCH, TOKENS))
+    labels = torch.randint(0, 13, (BATCH, TOKENS))
+    labels[num_long:, 1:] = IGNORED
+    return codes, labels
+
+
+def both_ways(combine, split, run, dtype=torch.float32, batch=None, outer=lambda loss: loss, **options):
+    """Losses and modules of one step, plain and wrapped."""
+    reference = Tagger(combine).to(dtype)
+    module = copy.deepcopy(reference)
+    codes, labels = batch or padded()
+    plain = outer(reference(codes, labels))
+    plain.backward()
+    with run():
+        loss = outer(wrap(module, *split, **options)(codes, labels=labels))
+        loss.backward()
+    return loss, plain, module, reference
+
+
+def relative_error(module, reference) -> float:
+    ours, theirs = (torch.cat([grad.flatten() for grad in gradients(model).values()]) for model in (module, reference))
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("split", LOSS_SPLITS, ids=str)
+class TestLosses:
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize(
+        ("combine", "reduce"),
+        [(mean_of_tokens, "tokens"), (sum_of_tokens, "sum"), (mean_over_samples, "samples")],
+        ids=["tokens", "sum", "samples"],
+    )
+    def test_are_those_of_the_whole_batch(self, combine, reduce, dtype, split, run):
+        loss, plain, module, reference = both_ways(combine, split, run, dtype, reduce=reduce)
+        assert (loss.dim(), loss.dtype) == (0, dtype)
+        assert loss.item() == pytest.approx(plain.item(), rel=TOLERANCE[dtype])
+        assert_same_gradients(module, reference, TOLERANCE[dtype])
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    def test_of_each_sample_are_gathered(self, dtype, split, run):
+        loss, plain, module, reference = both_ways(mean_of_each_sample, split, run, dtype, outer=torch.mean)
+        torch.testing.assert_close(loss, plain)
+        assert_same_gradients(module, reference, TOLERANCE[dtype])
+
+    def test_of_tokens_by_a_callable(self, split, run):
+        """A callable's weights are used as they are: counts divided by the whole batch's are a mean over it."""
+        batch = padded()
+        real = float((batch[1] != IGNORED).sum())
+
+        def share(call):
+            _, kwargs = call
+            return float((kwargs["labels"] != IGNORED).sum()) / real
+
+        _, _, module, reference = both_ways(mean_of_tokens, split, run, batch=batch, reduce=share)
+        assert_same_gradients(module, reference, 1e-6)
+
+    @pytest.mark.parametrize(
+        ("combine", "wrong"), [(mean_of_tokens, "samples"), (sum_of_tokens, "samples"), (mean_over_samples, "sum")]
+    )
+    def test_weighted_wrongly_are_far_off(self, combine, wrong, split, run):
+        """The tests above could not fail if every weighting gave the same gradient."""
+        _, _, module, reference = both_ways(combine, split, run, reduce=wrong)
+        assert relative_error(module, reference) > 0.1
+
+    @pytest.mark.parametrize("combine", [mean_of_tokens, mean_by_a_mask])
+    def test_of_a_device_with_nothing_but_padding_count_for_nothing(self, combine, split, run):
+        """Its mean over no labels is 0/0, and not a number times a weight of 0 is not a number."""
+        codes, labels = padded()
+        labels[: split[0]] = IGNORED
+        loss, plain, module, reference = both_ways(combine, split, run, batch=(codes, labels), reduce="tokens")
+        assert torch.isfinite(plain)
+        torch.testing.assert_close(loss, plain)
+        assert_same_gradients(module, reference, 1e-6)

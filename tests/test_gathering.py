@@ -1,0 +1,180 @@
+"""Outputs of replicas become one: combined, concatenated or refused, and never changed in silence."""
+
+from __future__ import annotations
+
+import enum
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosplit.errors import WorkloadError
+from autosplit.gathering import Gathering, Link
+from autosplit.reducing import DoubtfulWeights, ReduceWarning
+
+CPU = Link(torch.device("cpu"))
+
+
+def joined(*outputs, weights=None, dim=0):
+    return Gathering(dim, weights or [1.0 / len(outputs)] * len(outputs), CPU).join(list(outputs))
+
+
+def tensor_weights(*counts):
+    return [torch.tensor(float(count), dtype=torch.float64) / sum(counts) for count in counts]
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class TestScalars:
+    @given(st.lists(st.tuples(st.integers(0, 99), st.floats(-9, 9)), min_size=1, max_size=6))
+    def test_tensor_weights_do_what_numbers_do(self, pairs):
+        counts = [count + 1 for count, _ in pairs]
+        losses = [torch.tensor(loss, dtype=torch.float64) for _, loss in pairs]
+        by_tensors = joined(*losses, weights=tensor_weights(*counts))
+        by_numbers = joined(*losses, weights=[count / sum(counts) for count in counts])
+        torch.testing.assert_close(by_tensors, by_numbers)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+    def test_the_dtype_stays(self, dtype):
+        loss = torch.tensor(2.0, dtype=dtype)
+        whole = joined(loss, loss, weights=tensor_weights(1, 2))
+        assert whole.dtype == dtype
+        torch.testing.assert_close(whole, loss)
+
+    def test_a_mean_of_nothing_counts_for_nothing(self):
+        losses = [torch.tensor(value, requires_grad=True) for value in (math.nan, 3.0)]
+        whole = joined(*losses, weights=tensor_weights(0, 5))
+        whole.backward()
+        assert whole.item() == 3.0
+        assert [loss.grad.item() for loss in losses] == [0.0, 1.0]
+        assert joined(math.nan, 3.0, weights=tensor_weights(0, 5)) == 3.0
+
+    def test_doubts_are_said_by_a_loss_only(self):
+        class Module(torch.nn.Module):
+            pass
+
+        weights = DoubtfulWeights([0.5, 0.5], Module, "who knows")
+        joined(torch.tensor(3), torch.tensor(4), weights=weights)
+        joined(torch.ones(2), torch.ones(1), weights=weights)
+        with pytest.warns(ReduceWarning, match="who knows"):
+            joined(torch.tensor(1.0), torch.tensor(2.0), weights=weights)
+
+    def test_a_scalar_beside_a_vector(self):
+        with pytest.raises(WorkloadError, match="different shapes"):
+            joined(torch.tensor(1.0), torch.ones(2))
+
+
+class TestPlainValues:
+    @pytest.mark.parametrize("value", [Colour.RED, Level.LOW, "text", b"bytes", None, torch.float32, ("a", Level.HIGH)])
+    def test_what_is_the_same_stays_what_it_is(self, value):
+        whole = joined(value, value)
+        assert whole == value
+        assert type(whole) is type(value)
+
+    @pytest.mark.parametrize("values", [(Colour.RED, Colour.BLUE), (Level.LOW, Level.HIGH), ("a", "b"), (b"a", b"b")])
+    def test_what_differs_is_refused(self, values):
+        with pytest.raises(WorkloadError, match="different values"):
+            joined(*values)
+
+    def test_numbers_of_numpy_are_numbers(self):
+        assert joined(np.int64(3), np.int64(3)) == 6
+        assert joined(np.float32(1.0), np.float32(3.0), weights=[0.25, 0.75]) == 2.5
+        assert joined(np.float32(1.0), np.float32(1.0), weights=[1.0, 1.0]) == 2.0
+
+    def test_other_numbers_are_weighted(self):
+        assert joined(1j, 3j, weights=[0.25, 0.75]) == 2.5j
+        assert joined(Fraction(1, 2), Fraction(3, 2), weights=[0.5, 0.5]) == 1.0
+
+    @pytest.mark.parametrize("shape", [(1,), (1, 1), (3,)])
+    def test_arrays_are_refused_even_where_they_agree(self, shape):
+        """An array per replica, each of one sample with the same value, came back as one sample."""
+        with pytest.raises(WorkloadError, match="different values"):
+            joined(np.ones(shape), np.ones(shape))
+
+
+# Caches of transformers
+
+
+@pytest.fixture(scope="module")
+def caches():
+    pytest.importorskip("transformers", reason="needs transformers (the extra `integrations`)")
+    from transformers import cache_utils
+
+    return cache_utils
+
+
+def filled(cache, batch_size, layers=2, length=5):
+    for layer in range(layers):
+        cache.update(torch.randn(batch_size, 2, length, 4), torch.randn(batch_size, 2, length, 4), layer)
+    return cache
+
+
+class TestCaches:
+    @pytest.mark.parametrize("dim", [0, 1])
+    def test_layers_are_joined_along_the_batch(self, caches, dim):
+        parts = [filled(caches.DynamicCache(), size) for size in (1, 3)]
+        whole = joined(*parts, dim=dim)
+        assert type(whole) is caches.DynamicCache
+        assert whole.get_seq_length() == 5
+        for index, layer in enumerate(whole.layers):
+            for name in ("keys", "values"):
+                tensors = [getattr(part.layers[index], name) for part in parts]
+                assert torch.equal(getattr(layer, name), torch.cat(tensors))
+        assert [part.layers[0].keys.size(0) for part in parts] == [1, 3]
+        filled(whole, 4, length=1)
+        assert whole.get_seq_length() == 6
+
+    def test_sliding_windows_keep_their_counters(self, caches):
+        parts = [filled(caches.DynamicCache(), size, layers=0) for size in (1, 3)]
+        for part, size in zip(parts, (1, 3), strict=True):
+            part.layers = [caches.DynamicSlidingWindowLayer(sliding_window=4)]
+            filled(part, size, layers=1)
+        whole = joined(*parts)
+        assert whole.layers[0].cumulative_length == 5
+        assert whole.layers[0]._sliding_window_tensor.item() == 4
+        assert whole.layers[0].keys.shape == (4, 2, 3, 4)
+
+    def test_encoder_and_decoder(self, caches):
+        parts = [
+            caches.EncoderDecoderCache(
+                filled(caches.DynamicCache(), size), filled(caches.DynamicCache(), size, length=7)
+            )
+            for size in (1, 3)
+        ]
+        whole = joined(*parts)
+        assert whole.is_updated == {0: True, 1: True}
+        assert whole.cross_attention_cache.layers[1].keys.shape == (4, 2, 7, 4)
+
+    def test_gradients_reach_each_replica(self, caches):
+        keys = [torch.randn(size, 2, 5, 4, requires_grad=True) for size in (1, 3)]
+        parts = [caches.DynamicCache() for _ in keys]
+        for part, key in zip(parts, keys, strict=True):
+            part.update(key, key, 0)
+        joined(*parts).layers[0].keys.sum().backward()
+        assert all(torch.equal(key.grad, torch.ones_like(key)) for key in keys)
+
+    def test_an_empty_one(self, caches):
+        assert joined(caches.DynamicCache(), caches.DynamicCache()).layers == []
+
+    def test_other_lengths_are_refused(self, caches):
+        with pytest.raises(WorkloadError, match="different shapes"):
+            joined(filled(caches.DynamicCache(), 1), filled(caches.DynamicCache(), 3, length=4))
+        with pytest.raises(WorkloadError, match="different lengths"):
+            joined(filled(caches.DynamicCache(), 1), filled(caches.DynamicCache(), 3, layers=1))
+
+    def test_one_that_all_replicas_wrote_into_is_refused(self, caches):
+        cache = filled(caches.DynamicCache(), 1)
+        with pytest.raises(WorkloadError, match=r"2 replicas returned one and the same DynamicCache.*use_cache=False"):
+            joined(cache, cache)

@@ -1,0 +1,555 @@
+"""Replicas that are kept over the micro-steps of an optimizer step: the same gradients, fewer copies."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+
+from autosplit.accumulation import Accumulation, current_accumulation
+from autosplit.balanced import BalancedDataParallel
+from autosplit.errors import InputError
+from autosplit.oom import OutOfMemoryError
+from autosplit.runtime.tracking import Tracker
+from autosplit.schedule import steps
+
+SPLITS = [(4, 6, 6), (1, 2, 13), (0, 8, 8), (16, 0, 0), (0, 0, 16)]
+
+
+class Moves:
+    """Counts the copies between devices by what travels."""
+
+    def __init__(self):
+        self.counts = Counter()
+
+    def on_op(self, *_):
+        pass
+
+    def on_transfer(self, source, destination, nbytes, purpose):
+        self.counts[purpose] += 1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collection():
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def tracked(num_devices=3, capacities=None, observer=None):
+    names = [f"device {index}" for index in range(num_devices)]
+    return Tracker(names, capacities or [None] * num_devices, observer=observer)
+
+
+def wrap(module: nn.Module, *split: int, **kwargs) -> BalancedDataParallel:
+    return BalancedDataParallel(None, module, ["cpu"] * len(split), split=split, **kwargs)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+class Mixed(nn.Module):
+    """Tied, sparse, normed, recurrent and frozen parameters, one that is never used, and a buffer with a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, sparse=True)
+        self.tied = nn.Embedding(11, 8)
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+        self.normed = weight_norm(nn.Linear(8, 8))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.tied.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+        self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.register_buffer("scale", torch.rand(8, dtype=torch.float64, requires_grad=True))  # a leaf
+
+    def forward(self, x):
+        codes = (x.sum(1).abs() * 100).long() % 11
+        both = torch.stack([self.embedding(codes), self.tied(codes)], 1) * self.scale
+        hidden = self.frozen(self.normed(torch.tanh(self.rnn(both)[0][:, -1])))
+        return self.head(hidden) + self.counts.sum()
+
+
+def mean_loss(outputs: Tensor) -> Tensor:
+    return (outputs.flatten(1) ** 2 + torch.sin(outputs.flatten(1))).sum(1).mean()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
+
+
+def assert_same_gradients(module, reference, tolerance=1e-10):
+    ours, theirs = gradients(module), gradients(reference)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].layout == theirs[name].layout for name in theirs)
+    difference = math.fsum(float((ours[n].to_dense() - theirs[n].to_dense()).pow(2).sum()) for n in theirs)
+    size = math.fsum(float(theirs[n].to_dense().pow(2).sum()) for n in theirs)
+    assert size > 0
+    assert math.sqrt(difference / size) < tolerance
+
+
+def accumulate(model, batches, loss=mean_loss):
+    """Run one optimizer step's micro-batches, all but the last within no_sync."""
+    total = sum(len(batch) for batch in batches)
+    for index, batch in enumerate(batches):
+        with model.no_sync() if index < len(batches) - 1 else nullcontext():
+            (loss(model(batch)) * (len(batch) / total)).backward()
+
+
+def batches_of(*sizes):
+    return [torch.randn(size, 5, dtype=torch.float64) for size in sizes]
+
+
+class TestGradients:
+    @pytest.mark.parametrize("split", SPLITS, ids=str)
+    @pytest.mark.parametrize("make", [mlp, lambda: Mixed().double()], ids=["mlp", "mixed"])
+    @pytest.mark.parametrize("run", [nullcontext, tracked], ids=["plain", "tracked"])
+    def test_are_those_of_the_whole_step(self, make, split, run):
+        reference = make()
+        module = copy.deepcopy(reference)
+        module.load_state_dict(reference.state_dict())
+        batches = batches_of(16, 16, 16, 5)
+        whole = torch.cat(batches)
+        mean_loss(reference(whole)).backward()
+        with run():
+            accumulate(wrap(module, *split), batches)
+        assert_same_gradients(module, reference)
+
+    @pytest.mark.parametrize("sizes", [(16, 1), (1, 16), (16, 1, 16), (2, 16, 2), (1, 1, 1)], ids=str)
+    def test_devices_come_and_go(self, sizes):
+        """A short micro-batch leaves devices out; what they hold comes home all the same."""
+        reference = mlp()
+        module = copy.deepcopy(reference)
+        batches = batches_of(*sizes)
+        mean_loss(reference(torch.cat(batches))).backward()
+        with tracked():
+            accumulate(wrap(module, 1, 7, 8), batches)
+        assert_same_gradients(module, reference)
+
+    def test_over_several_optimizer_steps(self):
+        reference = mlp()
+        module = copy.deepcopy(reference)
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (module, reference))
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            for _ in range(3):
+                batches = batches_of(16, 16, 7)
+                mean_loss(reference(torch.cat(batches))).backward()
+                accumulate(wrapped, batches)
+                for optimizer in (ours, theirs):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+    def test_parameters_changed_behind_autograds_back(self):
+        """`p.data.add_()` leaves no version behind; the next optimizer step copies anew all the same."""
+        module = mlp()
+        batches = batches_of(16, 16)
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            accumulate(wrapped, batches)
+            module.zero_grad()
+            for parameter in module.parameters():
+                parameter.data.add_(1.0)
+            accumulate(wrapped, batches)
+        reference = copy.deepcopy(module)
+        reference.zero_grad()
+        mean_loss(reference(torch.cat(batches))).backward()
+        assert_same_gradients(module, reference)
+
+    def test_parameters_loaded_between_micro_steps(self):
+        reference, other = mlp(), mlp()
+        module = copy.deepcopy(reference)
+        first, second = batches_of(16, 16)
+        for model, batch in ((reference, first), (other, second)):
+            (mean_loss(model(batch)) / 2).backward()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            with wrapped.no_sync():
+                (mean_loss(wrapped(first)) / 2).backward()
+            module.load_state_dict(other.state_dict())
+            (mean_loss(wrapped(second)) / 2).backward()
+        for one, two, both in zip(*(m.parameters() for m in (reference, other, module)), strict=True):
+            torch.testing.assert_close(both.grad, one.grad + two.grad)
+
+    def test_a_part_is_frozen_between_micro_steps(self):
+        reference = mlp()
+        module = copy.deepcopy(reference)
+        first, second = batches_of(16, 16)
+        for model in (reference, module):
+            model.requires_grad_(True)
+        mean_loss(reference(first)).backward()
+        reference[0].requires_grad_(False)
+        mean_loss(reference(second)).backward()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            with wrapped.no_sync():
+                mean_loss(wrapped(first)).backward()
+            module[0].requires_grad_(False)
+            mean_loss(wrapped(second)).backward()
+        assert_same_gradients(module, reference)
+
+    def test_a_backward_twice_through_the_last_forward(self):
+        reference = mlp()
+        module = copy.deepcopy(reference)
+        first, second = batches_of(16, 16)
+        mean_loss(reference(first)).backward()
+        loss = mean_loss(reference(second))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            with wrapped.no_sync():
+                mean_loss(wrapped(first)).backward()
+            loss = mean_loss(wrapped(second))
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert_same_gradients(module, reference)
+
+    def test_a_penalty_on_the_parameters_between(self):
+        """A gradient that was added by hand is no gradient that was cleared."""
+        reference = mlp()
+        module = copy.deepcopy(reference)
+        first, second = batches_of(16, 16)
+
+        def penalty(model):
+            return sum(parameter.square().sum() for parameter in model.parameters())
+
+        (mean_loss(reference(first)) + mean_loss(reference(second)) + penalty(reference)).backward()
+        with tracked():
+            wrapped = wrap(module, 0, 8, 8)
+            with wrapped.no_sync():
+                mean_loss(wrapped(first)).backward()
+                penalty(module).backward()
+            mean_loss(wrapped(second)).backward()
+        assert_same_gradients(module, reference)
+
+    @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
+    def test_batch_norm_moves_in_every_micro_step(self, split):
+        def trained(keeps):
+            torch.manual_seed(3)
+            module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double()
+            batches = batches_of(16, 16, 16)
+            with tracked():
+                wrapped = wrap(module, *split)
+                for index, batch in enumerate(batches):
+                    with wrapped.no_sync() if keeps and index < 2 else nullcontext():
+                        mean_loss(wrapped(batch)).backward()
+            return module
+
+        ours, theirs = trained(True), trained(False)
+        assert ours[1].num_batches_tracked == theirs[1].num_batches_tracked == 3
+        torch.testing.assert_close(ours[1].running_var, theirs[1].running_var)
+        assert_same_gradients(ours, theirs)
+
+
+class TestCopies:
+    @staticmethod
+    def moves(keeps, micro_steps=4):
+        observer = Moves()
+        module = mlp()
+        with tracked(observer=observer):
+            wrapped = wrap(module, 4, 6, 6)
+            for index in range(micro_steps):
+                with wrapped.no_sync() if keeps and index < micro_steps - 1 else nullcontext():
+                    mean_loss(wrapped(torch.randn(16, 5).double())).backward()
+        return observer.counts
+
+    def test_parameters_go_once_and_gradients_come_once(self):
+        kept, plain = self.moves(True), self.moves(False)
+        assert (kept["parameter"], kept["gradient"]) == (2 * 4, 2 * 4)
+        assert (plain["parameter"], plain["gradient"]) == (4 * 2 * 4, 4 * 2 * 4)
+        assert kept["input"] == plain["input"]
+
+    def test_an_evaluation_between_micro_steps_sees_the_values(self):
+        reference = mlp()
+        module = copy.deepcopy(reference)
+        first, second = batches_of(16, 16)
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            with wrapped.no_sync():
+                mean_loss(wrapped(first)).backward()
+            with torch.no_grad():
+                torch.testing.assert_close(wrapped(second), reference(second))
+            mean_loss(wrapped(second)).backward()
+        (mean_loss(reference(first)) + mean_loss(reference(second))).backward()
+        assert_same_gradients(module, reference)
+
+    def test_memory_of_replicas_is_free_when_nothing_is_accumulated(self):
+        module = nn.Linear(256, 256).double()
+        with tracked() as tracker:
+            wrapped = wrap(module, 4, 6, 6)
+            inputs = torch.randn(16, 256).double()
+            mean_loss(wrapped(inputs)).backward()
+            before = tracker.live_bytes[1:]
+            with wrapped.no_sync():
+                mean_loss(wrapped(inputs)).backward()
+            assert tracker.live_bytes[1] >= before[0] + 2 * 8 * 256 * 256  # the parameters, and their gradients
+            mean_loss(wrapped(inputs)).backward()
+            assert tracker.live_bytes[1] < before[0] + 1.5 * 8 * 256 * 256
+            with torch.no_grad():
+                wrapped(inputs)
+            assert tracker.live_bytes[1:] == before
+
+    def test_nothing_is_kept_where_the_chunks_share_the_module(self):
+        wrapped = wrap(mlp(), 4, 6, 6)
+        accumulate(wrapped, batches_of(16, 16))
+        assert wrapped._kept is None
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+    def test_a_copy_of_the_wrapper_waits_for_nothing(self, duplicate):
+        module = mlp()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            with wrapped.no_sync():
+                mean_loss(wrapped(batches_of(16)[0])).backward()
+            twin = duplicate(wrapped)
+        assert twin._kept is None
+        assert wrapped._kept.waiting
+
+    def test_no_reference_cycle(self):
+        with tracked():
+            wrapped = wrap(mlp(), 4, 6, 6)
+            accumulate(wrapped, batches_of(16, 16))
+            kept = weakref.ref(wrapped._kept)
+            gc.disable()
+            try:
+                del wrapped
+                assert kept() is None
+            finally:
+                gc.enable()
+
+
+class TestClearing:
+    @pytest.mark.parametrize("to_none", [True, False])
+    @pytest.mark.parametrize("split", [(4, 6, 6), (0, 8, 8)], ids=str)
+    def test_an_abandoned_step_leaves_nothing_behind(self, split, to_none):
+        """A step was given up in the middle, its gradients cleared; what waited elsewhere must not reach the next."""
+        reference = mlp()
+        module = copy.deepcopy(reference)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        lost, *batches = batches_of(16, 16, 16)
+        mean_loss(reference(torch.cat(batches))).backward()
+        with tracked():
+            wrapped = wrap(module, *split)
+            with wrapped.no_sync():
+                mean_loss(wrapped(lost)).backward()
+            optimizer.zero_grad(set_to_none=to_none)
+            accumulate(wrapped, batches)
+        assert_same_gradients(module, reference)
+
+    def test_the_wrappers_own(self):
+        module = mlp()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            with wrapped.no_sync():
+                mean_loss(wrapped(batches_of(16)[0])).backward()
+            wrapped.zero_grad()
+            wrapped.synchronize()
+        assert gradients(module) == {}
+
+    def test_synchronize(self):
+        reference = mlp()
+        module = copy.deepcopy(reference)
+        (batch,) = batches_of(16)
+        mean_loss(reference(batch)).backward()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            wrapped.synchronize()  # nothing waits
+            with wrapped.no_sync():
+                mean_loss(wrapped(batch)).backward()
+            wrapped.synchronize()
+            wrapped.synchronize()
+        assert_same_gradients(module, reference)
+
+    def test_an_update_of_half_a_gradient_is_refused(self):
+        module, other = mlp(), mlp()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        before = copy.deepcopy(module.state_dict())
+        mean_loss(other(batches_of(4)[0])).backward()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            for _ in range(2):
+                with wrapped.no_sync():
+                    mean_loss(wrapped(batches_of(16)[0])).backward()
+            with pytest.raises(
+                InputError, match=r"2 micro-steps wait on device 1, device 2; expected the last .* call"
+            ):
+                optimizer.step()
+            torch.optim.SGD(other.parameters(), lr=0.1).step()  # not of this module
+            assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+            wrapped.synchronize()
+            optimizer.step()
+        assert not torch.equal(before["0.weight"], module[0].weight)
+
+    def test_a_dropped_wrapper_refuses_nothing(self):
+        module = mlp()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            with wrapped.no_sync():
+                mean_loss(wrapped(batches_of(16)[0])).backward()
+            del wrapped
+            gc.collect()
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+
+    @pytest.mark.parametrize("last", [True, False])
+    def test_a_graph_of_gradients_is_refused(self, last):
+        with tracked():
+            wrapped = wrap(mlp(), 4, 6, 6)
+            with wrapped.no_sync():
+                loss = mean_loss(wrapped(batches_of(16)[0]))
+                if last:
+                    loss.backward()
+            if last:
+                loss = mean_loss(wrapped(batches_of(16)[0]))
+            with pytest.raises(InputError, match=r"create_graph=True ran on replicas .*; run such a step outside"):
+                loss.backward(create_graph=True)
+
+    def test_an_error_in_the_middle_ends_no_sync(self):
+        wrapped = wrap(mlp(), 4, 6, 6)
+        with pytest.raises(ArithmeticError), wrapped.no_sync():
+            raise ArithmeticError
+        assert wrapped._syncs
+
+    def test_out_of_memory_when_gradients_come_home_names_the_device(self):
+        module = nn.Linear(64, 64, bias=False).double()
+        room = 64 * 64 * 8
+        with tracked(2, [room + 512 * 40, None]) as tracker:
+            wrapped = wrap(module, 0, 4)
+            with wrapped.no_sync(), pytest.raises(OutOfMemoryError, match="device 0 is out of memory"):
+                mean_loss(wrapped(torch.randn(4, 64).double())).backward()
+            assert tracker.live_bytes[0] >= room
+
+
+class TestSteps:
+    @staticmethod
+    def train(model, module, batches, **kwargs):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in steps(batches, **kwargs):
+            for batch in step:
+                step.backward(mean_loss(model(batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def test_keep_replicas(self):
+        reference = mlp()
+        module = copy.deepcopy(reference)
+        batches = batches_of(16, 16, 16, 16, 16, 3)
+        observer = Moves()
+        with tracked(observer=observer):
+            self.train(wrap(module, 4, 6, 6), module, batches, batch_size=16, effective_batch_size=64)
+        self.train(reference, reference, batches, batch_size=16, effective_batch_size=64)
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert observer.counts["parameter"] == observer.counts["gradient"] == 2 * (2 * 4)
+
+    def test_a_model_that_sat_out_the_last_micro_step(self):
+        """Two models, one of them run in the first micro-step only: its gradients come home at the end of the step."""
+        first, second = mlp(), mlp()
+        copies = copy.deepcopy(first), copy.deepcopy(second)
+        batches = batches_of(16, 16)
+
+        def losses(one, two, batch, index):
+            return mean_loss(two(batch)) + (mean_loss(one(batch)) if index == 0 else 0.0)
+
+        with tracked():
+            one, two = wrap(first, 4, 6, 6), wrap(second, 4, 6, 6)
+            for step in steps(batches, batch_size=16, effective_batch_size=32):
+                for index, batch in enumerate(step):
+                    step.backward(losses(one, two, batch, index))
+        for step in steps(batches, batch_size=16, effective_batch_size=32):
+            for index, batch in enumerate(step):
+                step.backward(losses(*copies, batch, index))
+        assert_same_gradients(first, copies[0])
+        assert_same_gradients(second, copies[1])
+
+    @pytest.mark.parametrize("how", ["break", "raise"])
+    def test_leaving_the_loop_leaves_nothing_switched(self, how):
+        """A flag held open across a yield would leave every later step without its gradients."""
+        module = mlp()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            try:
+                for step in steps(batches_of(16, 16, 16), batch_size=16, effective_batch_size=48):
+                    for batch in step:
+                        step.backward(mean_loss(wrapped(batch)))
+                        assert current_accumulation() is not None
+                        if how == "raise":
+                            raise ArithmeticError
+                        break
+                    break
+            except ArithmeticError:
+                pass
+            assert current_accumulation() is None
+            module.zero_grad()
+            reference = copy.deepcopy(module)
+            (batch,) = batches_of(16)
+            mean_loss(wrapped(batch)).backward()
+        mean_loss(reference(batch)).backward()
+        assert_same_gradients(module, reference)
+
+    def test_a_step_of_one_micro_step_is_an_ordinary_one(self):
+        module = mlp()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            self.train(wrapped, module, batches_of(16, 16), batch_size=16, effective_batch_size=16)
+            assert wrapped._kept is None
+
+
+class TestAccumulation:
+    def test_nested(self):
+        outer, inner = Accumulation(2), Accumulation(3)
+        assert current_accumulation() is None
+        with outer.running(is_last=False):
+            with inner.running(is_last=True):
+                assert current_accumulation() is inner
+            assert current_accumulation() is outer
+            assert (outer.is_last, inner.is_last) == (False, True)
+        assert current_accumulation() is None
+
+    def test_each_keeper_is_told_once(self):
+        told = []
+
+        class Keeper:
+            def synchronize(self):
+                told.append(self)
+
+        step, keeper = Accumulation(2), Keeper()
+        step.join(keeper)
+        step.join(keeper)
+        step.finish()
+        step.finish()
+        assert told == [keeper]
+
+
+class TestLosses:
+    def test_a_scalar_loss(self):
+        class WithLoss(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = nn.Linear(5, 3).double()
+
+            def forward(self, x):
+                return F.mse_loss(self.body(x), x[:, :3])
+
+        reference = WithLoss()
+        module = copy.deepcopy(reference)
+        batches = batches_of(16, 16, 4)
+        reference(torch.cat(batches)).backward()
+        with tracked():
+            accumulate(wrap(module, 4, 6, 6), batches, loss=lambda loss: loss)
+        assert_same_gradients(module, reference)

@@ -1,0 +1,164 @@
+"""Broken copies between GPUs are found before they train anything."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from autosplit import links
+from autosplit.errors import DeviceError
+from autosplit.links import check_links
+
+CPU = torch.device("cpu")
+GPUS = [torch.device("cuda", index) for index in range(3)]
+
+
+class Machine:
+    """Copies of tensors that know where they are, over links of which some are broken."""
+
+    def __init__(self, broken=(), arrives=torch.zeros_like):
+        self.broken = set(broken)
+        self.arrives = arrives
+        self.copies = []
+        self._places = []  # a list: tensors compare by value, and ids are used again
+
+    def place(self, tensor):
+        return next((place for held, place in self._places if held is tensor), CPU)
+
+    def copied(self, tensor, device):
+        source = self.place(tensor)
+        way = (source, device)
+        if CPU not in way:
+            self.copies.append((source.index, device.index))
+        copy = self.arrives(tensor) if (source.index, device.index) in self.broken else tensor.clone()
+        self._places.append((copy, device))
+        return copy
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(links, "_sound", set())
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def build(*args, **kwargs):
+        made = Machine(*args, **kwargs)
+        monkeypatch.setattr(links, "_copied", made.copied)
+        return made
+
+    return build
+
+
+def test_sound_links_are_checked_both_ways(machine):
+    sound = machine()
+    check_links(GPUS)
+    assert sound.copies == [(0, 1), (1, 0), (0, 2), (2, 0)]
+
+
+def test_a_link_is_checked_once(machine):
+    sound = machine()
+    check_links(GPUS[:2])
+    check_links(GPUS[:2])
+    check_links(GPUS)
+    assert sound.copies == [(0, 1), (1, 0), (0, 2), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [[], [CPU, CPU], GPUS[:1], [GPUS[0]] * 3, [torch.device("cpu", 0)]],
+    ids=lambda devices: str(len(devices)),
+)
+def test_nothing_to_check(machine, devices):
+    sound = machine()
+    check_links(devices)
+    assert sound.copies == []
+
+
+def test_a_repeated_gpu_is_one(machine):
+    sound = machine()
+    check_links([GPUS[0], GPUS[1], GPUS[0], GPUS[1]])
+    assert sound.copies == [(0, 1), (1, 0)]
+
+
+@pytest.mark.parametrize(("way", "named"), [((0, 2), "from cuda:0 to cuda:2"), ((2, 0), "from cuda:2 to cuda:0")])
+def test_zeros_are_named_with_the_pair(machine, way, named):
+    machine(broken=[way])
+    with pytest.raises(DeviceError) as caught:
+        check_links(GPUS)
+    message = str(caught.value)
+    assert named in message
+    assert "arrived as zeros" in message
+    assert "IOMMU" in message
+    assert "CUDA_VISIBLE_DEVICES" in message
+    assert "\n" not in message
+
+
+def test_garbage_is_counted(machine):
+    def flipped(tensor):
+        copy = tensor.clone()
+        copy[7:9] = -1
+        return copy
+
+    machine(broken=[(0, 1)], arrives=flipped)
+    with pytest.raises(DeviceError, match=r"with 2 of 65536 values wrong \(-1 for \d+ at index 7\)"):
+        check_links(GPUS)
+
+
+def test_memory_that_held_the_last_tensor_fools_nobody(machine):
+    """A copy that does nothing leaves an earlier tensor, and "magically" looked right the second time."""
+    held = []
+
+    def stale(tensor):
+        held.append(tensor.clone())
+        return held[-2] if len(held) > 1 else torch.zeros_like(tensor)
+
+    machine(broken=[(0, 1)], arrives=stale)
+    for _ in range(3):
+        with pytest.raises(DeviceError, match="cuda:0 to cuda:1"):
+            check_links(GPUS)
+
+
+def test_a_broken_link_is_checked_again(machine):
+    mended = machine(broken=[(0, 1)])
+    with pytest.raises(DeviceError):
+        check_links(GPUS[:2])
+    mended.broken.clear()
+    check_links(GPUS[:2])
+    assert mended.copies == [(0, 1), (0, 1), (1, 0)]
+
+
+def test_another_shape_is_no_crash(machine):
+    machine(broken=[(0, 1)], arrives=lambda tensor: tensor[:3].double())
+    with pytest.raises(DeviceError, match=r"as torch.float64 of the shape \(3,\)"):
+        check_links(GPUS)
+
+
+def test_a_default_device_stays_out_of_it(machine):
+    """`torch.device("meta")` as a context changes where tensors are made; what is sent is still known."""
+    machine()
+    with torch.device("meta"):
+        check_links(GPUS)
+
+
+def test_threads_check_a_link_once(machine):
+    sound = machine()
+    threads = [threading.Thread(target=check_links, args=(GPUS[:2],)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sound.copies == [(0, 1), (1, 0)]
+
+
+def test_the_real_copy_is_torchs_own():
+    tensor = torch.arange(3)
+    assert links._copied(tensor, torch.device("meta")).device.type == "meta"
+    assert links._copied(tensor, CPU) is tensor
+
+
+@pytest.mark.gpu
+def test_the_gpus_here_are_sound():
+    check_links([torch.device("cuda", index) for index in range(torch.cuda.device_count())])

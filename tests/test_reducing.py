@@ -1,0 +1,453 @@
+"""Scalar outputs of replicas: whatever a loss is a mean over, the combined one is that of the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autosplit import reducing
+from autosplit.balanced import BalancedDataParallel
+from autosplit.errors import InputError, WorkloadError
+from autosplit.reducing import DoubtfulWeights, ReduceWarning, checked_reduce, weights_of
+from autosplit.runtime.tracking import Tracker
+from autosplit.trainee import fake_mode
+
+SPLITS = [(4, 6, 6), (1, 2, 13)]
+VOCABULARY = 40
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_yet(monkeypatch):
+    monkeypatch.setattr(reducing, "_said", set())
+    monkeypatch.setattr(reducing, "_looked_at", set())
+
+
+class TokenMean(nn.Linear):
+    """A model of the user's own whose loss leaves padded labels out."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(super().forward(x).transpose(1, 2), labels)
+
+
+class SampleMean(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+
+    def forward(self, x, labels=None):
+        return super().forward(x).square().mean()
+
+
+def calls(*counted, length=6):
+    """One call per count: labels of one sample, of which so many count."""
+    return [((), {"labels": torch.tensor([[1] * count + [-100] * (length - count)])}) for count in counted]
+
+
+def as_floats(weights):
+    return [float(weight) for weight in weights]
+
+
+def assert_as_the_whole(model, call, split, **options):
+    """Compare loss and gradients with those of the same model on the whole batch."""
+    plain = copy.deepcopy(model)
+    wrapped = BalancedDataParallel(None, model, ["cpu"] * len(split), split=split, **options)
+    losses = [
+        output if isinstance(output, torch.Tensor) else output.loss for output in (plain(**call), wrapped(**call))
+    ]
+    for loss in losses:
+        loss.backward()
+    assert losses[1].dtype == losses[0].dtype
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    gradients = [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (plain, model)]
+    assert torch.isfinite(gradients[1]).all()
+    assert (gradients[1] - gradients[0]).norm() <= 1e-6 * gradients[0].norm()
+
+
+class TestExplicit:
+    def test_sum(self):
+        assert weights_of("sum", nn.Identity(), calls(1, 2), [1, 1]) == [1.0, 1.0]
+
+    @given(st.lists(st.integers(1, 99), min_size=1, max_size=9))
+    def test_samples(self, sizes):
+        weights = weights_of("samples", nn.Identity(), calls(*sizes, length=99), sizes)
+        assert sum(weights) == pytest.approx(1.0)
+        assert weights == [size / sum(sizes) for size in sizes]
+
+    def test_callable(self):
+        assert weights_of(lambda call: len(call[1]), nn.Identity(), calls(1, 2), [1, 1]) == [1.0, 1.0]
+
+    @given(st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any))
+    def test_tokens(self, counts):
+        weights = weights_of("tokens", nn.Identity(), calls(*counts, length=9), [1] * len(counts))
+        assert all(isinstance(weight, torch.Tensor) and weight.dim() == 0 for weight in weights)
+        assert as_floats(weights) == pytest.approx([count / sum(counts) for count in counts])
+
+    def test_tokens_without_labels(self):
+        with pytest.raises(
+            WorkloadError, match=r"no tensor named labels among \['x'\]; pass labels= to the module, or"
+        ):
+            weights_of("tokens", nn.Identity(), [((torch.ones(1),), {"x": 1})], [1])
+
+    def test_tokens_of_fake_tensors(self):
+        """Nothing about the weights may depend on values that are not there."""
+        with FakeTensorMode():
+            chunks = [((), {"labels": torch.zeros(2, 3, dtype=torch.long)}) for _ in range(2)]
+            weights = weights_of("tokens", nn.Identity(), chunks, [2, 2])
+        assert [weight.shape for weight in weights] == [(), ()]
+
+    @pytest.mark.parametrize("value", [None, "samples", "tokens", "sum", len])
+    def test_checked(self, value):
+        assert checked_reduce(value) is value
+
+    def test_unknown(self):
+        with pytest.raises(InputError, match=r"reduce is 'mean'; expected 'samples', 'tokens', 'sum' or a callable"):
+            checked_reduce("mean")
+
+
+def padded(batch_size=16, length=8, classes=3):
+    """Labels of which each sequence keeps another number, most of them few; the first sequence keeps none."""
+    labels = torch.randint(0, classes, (batch_size, length))
+    for index in range(batch_size):
+        labels[index, (3 * index) % length if index % 4 == 0 else 1 + index % 2 :] = -100
+    labels[0] = -100
+    return labels
+
+
+class TestTokens:
+    @pytest.mark.parametrize("split", SPLITS)
+    def test_padded_labels(self, split):
+        assert_as_the_whole(
+            TokenMean().double(), {"x": torch.randn(16, 8, 4).double(), "labels": padded()}, split, reduce="tokens"
+        )
+
+    def test_a_share_without_a_label_counts_for_nothing(self):
+        """Its mean is 0/0: neither its value nor its gradient may reach the others."""
+        labels = padded()
+        labels[:4] = -100
+        assert_as_the_whole(TokenMean(), {"x": torch.randn(16, 8, 4), "labels": labels}, (4, 6, 6), reduce="tokens")
+
+    @pytest.mark.parametrize("of_nothing", [float("nan"), 0.0])
+    def test_a_batch_without_a_label_gives_what_the_module_gives(self, of_nothing):
+        class Mean(TokenMean):
+            def forward(self, x, labels):
+                return super().forward(x, labels).nan_to_num(of_nothing)
+
+        model = Mean()
+        call = {"x": torch.randn(4, 8, 4), "labels": torch.full((4, 8), -100)}
+        wrapped = BalancedDataParallel(None, model, ["cpu"] * 2, split=(1, 3), reduce="tokens")
+        torch.testing.assert_close(wrapped(**call), model(**call), equal_nan=True)
+
+
+class TestAnyModule:
+    def test_samples_by_default(self):
+        weights = weights_of(None, SampleMean(), calls(6, 6), [1, 3])
+        assert weights == [0.25, 0.75]
+        assert not isinstance(weights, DoubtfulWeights)
+
+    def test_padded_labels_are_said_once(self):
+        call = {"x": torch.randn(16, 8, 4), "labels": padded()}
+        wrapped = BalancedDataParallel(None, TokenMean(), ["cpu"] * 2, split=(4, 12))
+        with pytest.warns(
+            ReduceWarning, match=r"whether TokenMean leaves the labels of -100 out.*pass reduce='tokens'"
+        ):
+            wrapped(**call)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wrapped(**call)
+
+    def test_nothing_is_said_where_no_loss_comes_back(self):
+        class PerToken(TokenMean):
+            def forward(self, x, labels):
+                return F.cross_entropy(nn.Linear.forward(self, x).transpose(1, 2), labels, reduction="none")
+
+        call = {"x": torch.randn(4, 8, 4), "labels": padded(4)}
+        assert BalancedDataParallel(None, PerToken(), ["cpu"] * 2, split=(1, 3))(**call).shape == (4, 8)
+
+    def test_labels_are_looked_at_once(self):
+        weights_of(None, TokenMean(), calls(6, 6), [1, 1])
+        assert not isinstance(weights_of(None, TokenMean(), calls(6, 2), [1, 1]), DoubtfulWeights)
+
+    def test_fake_labels_are_not_looked_at(self):
+        with FakeTensorMode():
+            chunks = [((), {"labels": torch.zeros(2, 3, dtype=torch.long)}) for _ in range(2)]
+            assert weights_of(None, TokenMean(), chunks, [2, 2]) == [0.5, 0.5]
+        assert isinstance(weights_of(None, TokenMean(), calls(6, 2), [1, 1]), DoubtfulWeights)
+
+    def test_one_share_needs_no_weight(self):
+        assert weights_of(None, TokenMean(), calls(2), [4]) == [1.0]
+
+
+# Models of transformers, tiny and with random weights
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    found = pytest.importorskip("transformers", reason="needs transformers (the extra `integrations`)")
+    found.logging.set_verbosity_error()
+    return found
+
+
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+BART = {
+    "vocab_size": VOCABULARY,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 32,
+    "dropout": 0.0,
+}
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_positions": 32,
+    "n_embd": 16,
+    "n_layer": 1,
+    "n_head": 2,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+VIT = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_labels": 3,
+    **NO_DROPOUT,
+}
+
+
+def tokens(batch_size=16, length=8):
+    return torch.randint(3, VOCABULARY, (batch_size, length))
+
+
+def spans():
+    # One of the positions lies behind the input: the head leaves it out.
+    starts, ends = torch.randint(0, 4, (16,)), torch.randint(4, 8, (16,))
+    starts[5] = ends[5] = 30
+    return {"start_positions": starts, "end_positions": ends}
+
+
+HEADS = {
+    "gpt2": ("GPT2LMHeadModel", GPT2, lambda: {"labels": padded()}),
+    "llama": ("LlamaForCausalLM", TEXT, lambda: {"labels": padded()}),
+    "masked": ("BertForMaskedLM", TEXT | NO_DROPOUT, lambda: {"labels": padded()}),
+    "masked, kept criterion": (
+        "DistilBertForMaskedLM",
+        {
+            "vocab_size": VOCABULARY,
+            "dim": 16,
+            "hidden_dim": 32,
+            "n_layers": 1,
+            "n_heads": 2,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        lambda: {"labels": padded()},
+    ),
+    "tokens": ("BertForTokenClassification", TEXT | NO_DROPOUT | {"num_labels": 3}, lambda: {"labels": padded()}),
+    "tokens, generic": (
+        "LlamaForTokenClassification",
+        TEXT | {"num_labels": 3, "classifier_dropout": 0.0},
+        lambda: {"labels": padded()},
+    ),
+    "one class": (
+        "BertForSequenceClassification",
+        TEXT | NO_DROPOUT | {"num_labels": 3},
+        lambda: {"labels": torch.randint(0, 3, (16,))},
+    ),
+    "one class, padded": (
+        "LlamaForSequenceClassification",
+        TEXT | {"num_labels": 3},
+        lambda: {"labels": padded(16, 1).flatten()},
+    ),
+    "many classes": (
+        "BertForSequenceClassification",
+        TEXT | NO_DROPOUT | {"num_labels": 3},
+        lambda: {"labels": torch.rand(16, 3).double()},
+    ),
+    "regression": (
+        "BertForSequenceClassification",
+        TEXT | NO_DROPOUT | {"num_labels": 1},
+        lambda: {"labels": torch.randn(16, 1).double()},
+    ),
+    "question answering": ("BertForQuestionAnswering", TEXT | NO_DROPOUT, spans),
+    "question answering, generic": ("LlamaForQuestionAnswering", TEXT, spans),
+    "t5": ("T5ForConditionalGeneration", T5, lambda: {"labels": padded()}),
+    "bart": ("BartForConditionalGeneration", BART, lambda: {"labels": padded()}),
+    "bart's decoder": ("BartForCausalLM", BART, lambda: {"labels": padded()}),
+    "image": ("ViTForImageClassification", VIT, lambda: {"labels": torch.randint(0, 3, (16,))}),
+}
+
+
+def model_and_call(transformers, name, dtype=torch.float64):
+    kind, config, labels = HEADS[name]
+    head = getattr(transformers, kind)
+    head_config = head.config_class(**config)
+    inputs = {"pixel_values": torch.randn(16, 3, 8, 8).double()} if "VIT" in kind.upper() else {"input_ids": tokens()}
+    model = head(head_config)
+    return (model if dtype == torch.float32 else model.to(dtype)).train(), {**inputs, **labels()}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("num_items", [None, 7])
+@pytest.mark.parametrize("name", HEADS)
+def test_transformers_heads(transformers, name, num_items, split):
+    """With `num_items_in_batch`, some heads divide a sum by it, and others pass it by: both by themselves."""
+    model, call = model_and_call(transformers, name)
+    if num_items is not None:
+        call["num_items_in_batch"] = torch.tensor(num_items)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReduceWarning)
+        assert_as_the_whole(model, call, split)
+
+
+def test_by_samples_a_language_model_is_off(transformers):
+    """Three long sequences among short ones: their tokens are near half of the batch, they are a fifth of it."""
+    model, call = model_and_call(transformers, "gpt2")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(40.0)  # predictions as sharp as those of a trained model
+        expected = model(input_ids=call["input_ids"]).logits.argmax(-1)
+    call["labels"] = torch.cat([expected[:, :1], expected[:, :-1]], dim=1)  # what it predicts ...
+    call["labels"][3:, 3:] = -100
+    call["labels"][:3] = tokens(3)  # ... and what it does not
+    whole = model(**call).loss.detach()
+    errors = []
+    for reduce in ("samples", None):
+        wrapped = BalancedDataParallel(None, model, ["cpu"] * 3, split=(1, 2, 13), reduce=reduce)
+        errors.append(float((wrapped(**call).loss.detach() - whole).abs() / whole))
+    assert errors[0] > 0.1
+    assert errors[1] < 1e-6
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_model_over_followed_devices(transformers, fake):
+    """The tuner's devices: labels are counted where they are, be they real or fake, and so is the cache joined."""
+    with fake_mode() if fake else contextlib.nullcontext():
+        model, call = model_and_call(transformers, "gpt2", torch.float32)
+        expected = model(**call).loss
+        wrapped = BalancedDataParallel(None, model, ["cpu"] * 3, split=(1, 2, 13))
+        with Tracker(["first", "second", "third"], [None] * 3) as tracker:
+            outputs = wrapped(**call)
+            outputs.loss.backward()
+            keys = outputs.past_key_values.layers[0].keys
+            assert [tracker.device_of(tensor) for tensor in (outputs.loss, outputs.logits, keys)] == [0, 0, 0]
+        assert keys.shape == (16, 2, 8, 8)
+        if not fake:
+            torch.testing.assert_close(outputs.loss, expected, rtol=1e-6, atol=0)
+
+
+class TestWrappersOfModels:
+    def test_one_that_hands_the_call_on(self, transformers):
+        class Adapter(nn.Module):
+            def __init__(self, model):
+                super().__init__()
+                self.base_model = model
+
+            def forward(self, input_ids=None, labels=None, **kwargs):
+                return self.base_model(input_ids=input_ids, labels=labels, **kwargs)
+
+        model, call = model_and_call(transformers, "gpt2")
+        assert_as_the_whole(Adapter(model), call, (4, 6, 6))
+
+    def test_one_with_a_loss_of_its_own(self, transformers):
+        class Own(nn.Module):
+            def __init__(self, model):
+                super().__init__()
+                self.model = model
+
+            def forward(self, input_ids, labels, **kwargs):
+                return F.cross_entropy(self.model(input_ids, **kwargs).logits.transpose(1, 2), labels)
+
+        model, call = model_and_call(transformers, "masked")
+        wrapped = BalancedDataParallel(None, Own(model), ["cpu"] * 2, split=(4, 12))
+        with pytest.warns(ReduceWarning, match="whether Own leaves the labels of -100 out"):
+            wrapped(**call)
+
+
+def test_positional_labels_of_a_model_are_found(transformers):
+    model, call = model_and_call(transformers, "t5")
+    names = reducing.parameters_of(model)
+    args = [call.get(name) for name in names[: names.index("labels") + 1]]
+    wrapped = BalancedDataParallel(None, model, ["cpu"] * 2, split=(4, 12))
+    torch.testing.assert_close(wrapped(*args).loss, model(**call).loss, rtol=1e-6, atol=0)
+
+
+def test_what_can_not_be_decided_is_said_once(transformers):
+    class Weighted(transformers.BertForTokenClassification):
+        def forward(self, input_ids, labels):
+            logits = self.classifier(self.bert(input_ids)[0])
+            return {
+                "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=logits.new_tensor([1, 2, 3]))
+            }
+
+    model = Weighted(transformers.BertConfig(**TEXT, num_labels=3))
+    wrapped = BalancedDataParallel(None, model, ["cpu"] * 2, split=(4, 12))
+    call = {"input_ids": tokens(), "labels": torch.randint(0, 3, (16, 8))}
+    with pytest.warns(ReduceWarning, match=r"what the loss of Weighted is a mean over.*by their samples; pass reduce="):
+        wrapped(**call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(**call)
+
+
+def test_nothing_is_said_of_a_model_without_a_loss(transformers):
+    model, call = model_and_call(transformers, "masked")
+    wrapped = BalancedDataParallel(None, model, ["cpu"] * 2, split=(4, 12))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert wrapped(input_ids=call["input_ids"]).logits.shape == (16, 8, VOCABULARY)
+
+
+def test_what_is_said_of_a_model_is_heard_only_without_reduce(transformers):
+    model, call = model_and_call(transformers, "gpt2")
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    assert isinstance(weights_of(None, model, [((), call)] * 2, [16, 16]), DoubtfulWeights)
+    assert weights_of("samples", model, [((), call)] * 2, [16, 16]) == [0.5, 0.5]
+
+
+def test_a_loss_of_the_routers_is_said(transformers):
+    config = transformers.MixtralConfig(**TEXT, num_local_experts=2, num_key_value_heads=1, output_router_logits=True)
+    model = transformers.MixtralForCausalLM(config)
+    wrapped = BalancedDataParallel(None, model, ["cpu"] * 2, split=(4, 12))
+    with pytest.warns(ReduceWarning, match="the loss of MixtralForCausalLM holds a loss of its routers"):
+        wrapped(input_ids=tokens(), labels=padded())
