@@ -1,8 +1,7 @@
 """`BalancedDataParallel`: nn.DataParallel with a share of its own for each device.
 
-It takes plain integers and never tunes itself. On CUDA it stands on torch's own scatter, replicate,
-parallel_apply and gather; on CPU devices its chunks run in turn, through the one module outside a placement,
-through a replica per device inside one (so that each device's copies are accounted where they are).
+It takes plain integers and never tunes itself. What of a batch goes where is decided here; `running` runs it,
+`gathering` puts the outputs together, and `kept` lets replicas outlive a micro-step.
 """
 
 from __future__ import annotations
@@ -10,23 +9,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autosplit.accumulation import current_accumulation
-from autosplit.batches import batch_size_of, chunk, leaves_of, map_tensors, tensors_of, unmarked
+from autosplit.batches import batch_size_of, chunk, leaves_of, tensors_of, unmarked
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.gathering import Gathering, Link, PlacedLink
 from autosplit.kept import GpuCopies, KeptReplicas, PlacedCopies
 from autosplit.links import check_links
-from autosplit.oom import OutOfMemoryError
 from autosplit.reducing import Reduce, checked_reduce, weights_of
-from autosplit.replicas import BufferCopies, carried, copy_buffers, moving_buffers, replicate_placed
+from autosplit.running import run_in_turn, run_on_gpus, run_placed
 from autosplit.split import cap_split, even_split, proportional_split, split_from_gpu0
-from autosplit.transfer import Placement, active_placement, adopt_module, transfer
+from autosplit.transfer import active_placement
 
 __all__ = ["BalancedDataParallel", "Reduce", "data_parallel"]
 
@@ -175,7 +172,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
         Raises:
             WorkloadError: The arguments disagree on the batch size, or outputs that can't be put together.
-            DeviceError: The module is not on the first device.
+            DeviceError: The module is not on the first device, or copies between GPUs do not arrive.
             OutOfMemoryError: A device ran out of memory; it is named, with the samples it held.
         """
         if not self.devices:
@@ -308,71 +305,12 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self, active: list[int], chunks: list[Any], kept: KeptReplicas | None
     ) -> tuple[list[Any], Link | PlacedLink]:
         placement = active_placement()
+        link = Link(torch.device(self.output_device))
         if self.devices[0].type == "cuda":
-            return self._run_on_gpus(active, chunks, kept), Link(torch.device(self.output_device))
+            return run_on_gpus(self.module, self.devices, active, chunks, kept, self.dim), link
         if placement is not None:
-            return self._run_placed(placement, active, chunks, kept), PlacedLink(tuple(active))
-        return self._run_in_turn(chunks), Link(torch.device(self.output_device))
-
-    def _run_in_turn(self, chunks: list[Any]) -> list[Any]:
-        """Run the chunks through the one module; buffers keep what the first of them leaves, as on GPUs."""
-        if len(chunks) > 1:
-            # As on GPUs each replica gets a copy: a module that changes its input in place must not reach the others'.
-            chunks = [map_tensors(torch.clone, call) for call in chunks]
-        slots = moving_buffers(self.module) if len(chunks) > 1 else []
-        copies = [BufferCopies(slots) for _ in chunks[1:]]  # before the first chunk moves them, as replicas have them
-        outputs = [self.module(*chunks[0][0], **chunks[0][1])]
-        for (args, kwargs), own in zip(chunks[1:], copies, strict=True):
-            with own:
-                outputs.append(self.module(*args, **kwargs))
-        return outputs
-
-    def _run_placed(
-        self, placement: Placement, active: list[int], chunks: list[Any], kept: KeptReplicas | None
-    ) -> list[Any]:
-        """Scatter all, replicate, run all: on devices that are there for the placement only."""
-        adopt_module(placement, self.module, 0)
-        placed = [
-            map_tensors(partial(_moved, placement, index), call) for index, call in zip(active, chunks, strict=True)
-        ]
-        if active == [0]:
-            return [self.module(*placed[0][0], **placed[0][1])]
-        replicas = replicate_placed(self.module, active) if kept is None else kept.replicas(self.module, active)
-        outputs = [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, placed, strict=True)]
-        if active[0] != 0:
-            copy_buffers(replicas[0], self.module, lambda tensor: transfer(tensor, active[0], 0, "buffer"))
-        return outputs
-
-    def _run_on_gpus(self, active: list[int], chunks: list[Any], kept: KeptReplicas | None) -> list[Any]:
-        devices = [self.devices[index] for index in active]
-        moved = [map_tensors(partial(_sent, device), call) for device, call in zip(devices, chunks, strict=True)]
-        if active == [0]:
-            args, kwargs = moved[0]
-            return [self.module(*args, **kwargs)]
-        replicas = self._torch_replicas(active) if kept is None else kept.replicas(self.module, active)
-        try:
-            outputs = nn.parallel.parallel_apply(
-                [carried(replica, device) for replica, device in zip(replicas, devices, strict=True)],  # type: ignore[misc]  # it only calls them
-                [args for args, _ in moved],
-                [kwargs for _, kwargs in moved],
-                devices,
-            )
-        except torch.OutOfMemoryError as error:
-            message = str(error)
-        else:
-            if active[0] != 0:
-                copy_buffers(replicas[0], self.module, lambda tensor: tensor.to(self.devices[0]))
-            return list(outputs)
-        # Raised outside the except block: its traceback would pin the replica's tensors.
-        raise _named_oom(message, devices, chunks, self.dim)
-
-    def _torch_replicas(self, active: list[int]) -> list[nn.Module]:
-        # torch broadcasts from the first device of the list, so it is there even when it gets no samples.
-        indices = [0, *(index for index in active if index != 0)]
-        replicas = nn.parallel.replicate(
-            self.module, [self.devices[index] for index in indices], detach=not torch.is_grad_enabled()
-        )
-        return replicas if active[0] == 0 else replicas[1:]
+            return run_placed(self.module, placement, active, chunks, kept), PlacedLink(tuple(active))
+        return run_in_turn(self.module, chunks), link
 
 
 def data_parallel(
@@ -464,24 +402,3 @@ def _checked_sizes(name: str, sizes: Sequence[int] | None, num_devices: int) -> 
             f"{name} has {len(checked)} entries, {checked}; expected one for each of {num_devices} devices"
         )
     return checked
-
-
-def _named_oom(message: str, devices: list[torch.device], chunks: list[Any], dim: int) -> OutOfMemoryError:
-    for position, device in enumerate(devices):
-        if f"in replica {position} on device" in message:
-            samples = batch_size_of(chunks[position], dim)
-            return OutOfMemoryError(
-                f"{device} is out of memory with {samples} samples of the batch; give it fewer. {message}",
-                device=str(device),
-                device_index=position,
-            )
-    return OutOfMemoryError(message)
-
-
-def _sent(device: torch.device, tensor: Tensor) -> Tensor:
-    return tensor.to(device, non_blocking=True)
-
-
-def _moved(placement: Placement, device: int, tensor: Tensor) -> Tensor:
-    source = placement.device_of(tensor)
-    return tensor if source == device else transfer(tensor, source, device, "input")

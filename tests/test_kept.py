@@ -19,7 +19,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from autosplit.accumulation import Accumulation, current_accumulation
 from autosplit.balanced import BalancedDataParallel
 from autosplit.errors import InputError
+from autosplit.kept import GpuCopies, KeptReplicas
 from autosplit.oom import OutOfMemoryError
+from autosplit.running import _outputs_of_gpus
 from autosplit.runtime.tracking import Tracker
 from autosplit.schedule import steps
 
@@ -553,3 +555,90 @@ class TestLosses:
         with tracked():
             accumulate(wrap(module, 4, 6, 6), batches, loss=lambda loss: loss)
         assert_same_gradients(module, reference)
+
+
+class TestBetweenGpus:
+    """The copies between GPUs, on CPU tensors: what travels where, and that a device used twice has its own."""
+
+    @staticmethod
+    def run(module, sizes, monkeypatch):
+        cpus = (torch.device("cpu"),) * 3
+
+        def apply(replicas, args, kwargs, devices):
+            return [replica(*a, **k) for replica, a, k in zip(replicas, args, kwargs, strict=True)]
+
+        monkeypatch.setattr(nn.parallel, "parallel_apply", apply)
+        kept = KeptReplicas(GpuCopies(cpus))
+        for index, batch in enumerate(sizes):
+            chunks = [((part,), {}) for part in batch]
+            active = [position for position, part in enumerate(batch) if len(part)]
+            given = [chunks[position] for position in active]
+            whole = torch.cat(_outputs_of_gpus(module, cpus, active, given, kept))
+            kept.watch([whole], last=index == len(sizes) - 1)
+            mean_loss(whole).backward()
+        return kept
+
+    @pytest.mark.parametrize("shares", [(4, 6, 6), (0, 8, 8), (4, 0, 12)], ids=str)
+    def test_the_gradient_is_that_of_the_whole_step(self, shares, monkeypatch):
+        reference = Mixed().double()
+        module = copy.deepcopy(reference)
+        batches = batches_of(16, 16, 16)
+        for batch in batches:
+            mean_loss(reference(batch)).backward()
+        kept = self.run(module, [batch.split(shares) for batch in batches], monkeypatch)
+        assert_same_gradients(module, reference)
+        assert not kept.waiting
+
+    def test_a_gpu_used_twice_has_copies_of_its_own(self):
+        copies = GpuCopies((torch.device("cpu"),) * 2)
+        tensor = torch.zeros(3)
+        assert copies.copy(tensor, 1, "parameter").data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.gpu
+class TestOnGpus:
+    """On two cards, or on one that is named twice."""
+
+    CARDS = (0, 1) if torch.cuda.device_count() > 1 else (0, 0)
+
+    @pytest.mark.parametrize("split", [(2, 6), (6, 2), (0, 8), (8, 0)], ids=str)
+    @pytest.mark.parametrize("make", [mlp, lambda: Mixed().double()], ids=["mlp", "mixed"])
+    def test_gradients_are_those_of_the_whole_step(self, make, split):
+        home = torch.device("cuda", self.CARDS[0])
+        reference = make()
+        module = copy.deepcopy(reference).to(home)
+        batches = batches_of(8, 8, 8, 3)
+        mean_loss(reference(torch.cat(batches))).backward()
+        wrapped = BalancedDataParallel(None, module, list(self.CARDS), split=split)
+        accumulate(wrapped, [batch.to(home) for batch in batches])
+        assert_same_gradients(module.cpu(), reference)
+
+    @pytest.mark.parametrize("split", [(2, 6), (0, 8)], ids=str)
+    def test_training_is_that_of_one_gpu(self, split):
+        home = torch.device("cuda", self.CARDS[0])
+        reference = mlp().to(home)
+        module = copy.deepcopy(reference)
+        wrapped = BalancedDataParallel(None, module, list(self.CARDS), split=split)
+        batches = [batch.to(home) for batch in batches_of(8, 8, 8, 8, 8, 3)]
+        for model, owner in ((wrapped, module), (reference, reference)):
+            TestSteps.train(model, owner, batches, batch_size=8, effective_batch_size=32)
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+    def test_half_precision_does_not_keep_old_weights(self):
+        """Autocast keeps its casts of leaves: those of the step before must not serve the next."""
+        home = torch.device("cuda", self.CARDS[0])
+        module = nn.Linear(64, 64).to(home)
+        wrapped = BalancedDataParallel(None, module, list(self.CARDS), split=(4, 4))
+        inputs = torch.randn(8, 64, device=home)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            for value in (1.0, 2.0):
+                with torch.no_grad():
+                    module.weight.fill_(value)
+                module.zero_grad()
+                with wrapped.no_sync():
+                    outputs = wrapped(inputs)
+                    outputs.float().sum().backward()
+                expected = inputs.sum(1, keepdim=True) * value + module.bias
+                torch.testing.assert_close(outputs.float(), expected, rtol=0.05, atol=0.5)
+                wrapped.synchronize()

@@ -36,6 +36,7 @@ ORDER = (
     "links",
     "replicas",
     "kept",
+    "running",
     "heads",
     "reducing",
     "gathering",

@@ -75,8 +75,9 @@ def compiled(module: nn.Module) -> nn.Module:
 
 
 def balanced(module: nn.Module) -> nn.Module:
-    # A compiled module is refused there: the wrapper is what gets compiled.
-    return nn.DataParallel(module) if hasattr(module, "_orig_mod") else BalancedDataParallel(1, module, ["cpu", "cpu"])
+    # A module that is compiled, or has a part that is, is refused there: the wrapper is what gets compiled.
+    has_compiled = any(hasattr(part, "_orig_mod") for part in module.modules())
+    return nn.DataParallel(module) if has_compiled else BalancedDataParallel(1, module, ["cpu", "cpu"])
 
 
 WRAPPERS = {"DataParallel": nn.DataParallel, "balanced": balanced, "compiled": compiled}

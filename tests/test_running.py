@@ -1,0 +1,142 @@
+"""Chunks run where they belong; who runs out of memory is named with what it held."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit import running
+from autosplit.batches import Whole
+from autosplit.oom import OutOfMemoryError
+from autosplit.replicas import carried
+from autosplit.running import run_in_turn, run_on_gpus
+
+CARDS = tuple(torch.device("cuda", index) for index in (2, 0, 3))
+ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU {} has a total capacity of 23.69 GiB"
+REPLICA = f"Caught OutOfMemoryError in replica {{}} on device 7.\nOriginal Traceback\n{ALLOCATOR.format(5)}"
+
+
+class TestOutOfMemory:
+    """Which GPU ran out: a replica's thread says its position, the allocator the GPU's number."""
+
+    @staticmethod
+    def failing(monkeypatch, message):
+        def fails(*_):
+            raise torch.OutOfMemoryError(message)
+
+        monkeypatch.setattr(running, "_outputs_of_gpus", fails)
+
+    @pytest.mark.parametrize(
+        ("message", "active", "index", "samples"),
+        [
+            (REPLICA.format(0), [0, 1, 2], 0, 3),
+            (REPLICA.format(1), [0, 1, 2], 1, 4),
+            (REPLICA.format(0), [1, 2], 1, 3),  # nothing on the first: its replicas begin with the second
+            (ALLOCATOR.format(3), [0, 1, 2], 2, 5),
+            (ALLOCATOR.format(2), [0], 0, 3),
+            (ALLOCATOR.format(2), [1, 2], 0, 0),  # it gathers, and has no samples itself
+        ],
+    )
+    def test_is_named(self, monkeypatch, message, active, index, samples):
+        self.failing(monkeypatch, message)
+        chunks = [((torch.zeros(3 + position, 2), Whole(torch.zeros(9))), {}) for position in range(len(active))]
+        with pytest.raises(
+            OutOfMemoryError, match=f"^{CARDS[index]} is out of memory with {samples} samples"
+        ) as caught:
+            run_on_gpus(nn.Identity(), CARDS, active, chunks, None, 0)
+        assert (caught.value.device, caught.value.device_index) == (str(CARDS[index]), index)
+        assert caught.value.__context__ is None  # a traceback would pin the replica's tensors
+
+    def test_of_who_knows_what_passes_with_its_words(self, monkeypatch):
+        self.failing(monkeypatch, "cuBLAS could not allocate")
+        with pytest.raises(OutOfMemoryError, match="cuBLAS could not allocate") as caught:
+            run_on_gpus(nn.Identity(), CARDS, [0], [((torch.zeros(2),), {})], None, 0)
+        assert caught.value.device is None
+
+
+class TestCarried:
+    """What torch leaves behind where it starts a replica's thread."""
+
+    @staticmethod
+    def seen_in_a_thread(device="cpu"):
+        def look(*_args, **_kwargs):
+            made = torch.ones(2, 2)
+            return {
+                "inference": torch.is_inference_mode_enabled(),
+                "device": made.device.type,
+                "dtype": (torch.ones(2, 2, device="cpu") @ torch.ones(2, 2, device="cpu")).dtype,
+                "grad": torch.is_grad_enabled(),
+            }
+
+        run = carried(look, torch.device(device))
+        found = {}
+        thread = threading.Thread(target=lambda: found.update(run()))
+        thread.start()
+        thread.join()
+        return found
+
+    def test_nothing_is_the_default(self):
+        assert self.seen_in_a_thread() == {"inference": False, "device": "cpu", "dtype": torch.float32, "grad": True}
+
+    def test_autocasts_dtype(self):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert self.seen_in_a_thread()["dtype"] == torch.bfloat16
+
+    def test_inference_mode(self):
+        with torch.inference_mode():
+            found = self.seen_in_a_thread()
+        assert found["inference"]
+        assert not found["grad"]
+
+    def test_the_default_device(self):
+        with torch.device("meta"):
+            assert self.seen_in_a_thread()["device"] == "meta"
+
+    def test_a_default_device_of_its_kind_becomes_the_replicas(self, monkeypatch):
+        """`with torch.device("cuda:0")` would make the other replicas' tensors on the first card."""
+        monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda", 0))
+        entered = []
+        monkeypatch.setattr("autosplit.replicas.ExitStack.enter_context", lambda _, context: entered.append(context))
+        carried(lambda: None, torch.device("cuda", 1))()
+        assert entered == [torch.device("cuda", 1)]
+
+    def test_gradients_stay_off_where_they_were(self):
+        """Leaving inference mode out by `inference_mode(False)` would have turned gradients on."""
+        run = carried(torch.is_grad_enabled, torch.device("cpu"))
+        with torch.no_grad():
+            assert not run()
+
+
+class Counting(nn.Module):
+    """Its output depends on a buffer that its forward moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += len(x)
+        return x + self.seen
+
+
+class TestInTurn:
+    def test_each_chunk_begins_with_the_buffers_of_before(self):
+        """The second chunk saw what the first had moved; on GPUs it has a copy from before."""
+        module = Counting()
+        outputs = run_in_turn(module, [((torch.zeros(n, 1),), {}) for n in (2, 3, 4)])
+        assert [output[0].item() for output in outputs] == [2.0, 3.0, 4.0]
+        assert module.seen == 2
+
+    def test_a_part_that_trains_in_a_module_that_does_not(self):
+        module = nn.Sequential(nn.BatchNorm1d(2)).eval()
+        module[0].train()
+        alone = copy.deepcopy(module)
+        chunks = [((torch.randn(n, 2),), {}) for n in (4, 6)]
+        run_in_turn(module, chunks)
+        alone(chunks[0][0][0])
+        assert module[0].num_batches_tracked == 1
+        torch.testing.assert_close(module[0].running_mean, alone[0].running_mean)
