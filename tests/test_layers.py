@@ -46,6 +46,7 @@ ORDER = (
     "solver",
     "runtime.measurement",
     "runtime.timing",
+    "runtime.workspaces",
     "runtime.tracking",
     "runtime.placed",
     "runtime.tracing",

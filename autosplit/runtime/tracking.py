@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autosplit.oom import OutOfMemoryError
+from autosplit.runtime.workspaces import as_real
 from autosplit.transfer import (
     HOST,
     TRANSFER_INTO_OP,
@@ -174,7 +175,7 @@ class Tracker(TorchDispatchMode, Placement):
         inputs = list(_tensors((*args, *kwargs.values())))
         held = [self._held_of(tensor) for tensor in inputs]
         device, by_scalar = _device_of_inputs(inputs, held)
-        outputs = func(*args, **kwargs)
+        outputs = as_real(func, args, func(*args, **kwargs))
         if device >= 0 and not by_scalar:
             for tensor, record in zip(inputs, held, strict=True):
                 if record is not None and record.device == _PROVISIONAL and tensor.dim() > 0:

@@ -1,0 +1,65 @@
+"""What a real op returns where a fake one returns less: oneDNN's fused LSTM layer.
+
+It returns a workspace for its backward, whose size only the library knows: torch's fake op returns an empty one, and a
+traced LSTM's memory would be several times too small. So the real op is asked once for each shape. In its backward
+the two biases' gradients are one tensor where it is fake, and two where it is real (torch _meta_registrations.py,
+meta_mkldnn_rnn_layer; aten/src/ATen/native/mkldnn/RNN.cpp).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+__all__ = ["as_real"]
+
+_RNN_LAYER: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
+_RNN_LAYER_BACKWARD: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer_backward", None)
+_WORKSPACE = 3
+"""Its place among the layer's outputs."""
+_SECOND_BIAS = 4
+"""The place of its gradient among the backward's outputs."""
+
+
+def as_real(func: Any, args: Sequence[Any], outputs: Any) -> Any:
+    """Return what an op returns, with the memory of the real one.
+
+    Args:
+        func: The op.
+        args: Its arguments.
+        outputs: What it returned; only fake outputs of a fused recurrent layer are replaced.
+    """
+    packet = getattr(func, "_overloadpacket", None)
+    if packet is None or packet not in (_RNN_LAYER, _RNN_LAYER_BACKWARD) or not isinstance(outputs[0], FakeTensor):
+        return outputs
+    real = list(outputs)
+    if packet is _RNN_LAYER_BACKWARD:
+        real[_SECOND_BIAS] = real[_SECOND_BIAS].clone()
+    elif torch.is_grad_enabled():  # it keeps nothing otherwise
+        given = tuple((tuple(arg.shape), arg.dtype) if isinstance(arg, Tensor) else _hashable(arg) for arg in args)
+        real[_WORKSPACE] = real[_WORKSPACE].new_empty(_rnn_workspace_bytes(given))
+    return tuple(real)
+
+
+def _hashable(value: Any) -> Any:
+    return ("list", tuple(value)) if isinstance(value, (list, tuple)) else value
+
+
+@functools.lru_cache(maxsize=256)
+def _rnn_workspace_bytes(given: tuple[Any, ...]) -> int:
+    """Run the layer on zeros of those shapes, and weigh what it keeps."""
+    with unset_fake_temporarily(), torch.enable_grad():
+        outputs = _RNN_LAYER.default(*map(_real, given))
+        return int(outputs[_WORKSPACE].untyped_storage().nbytes())
+
+
+def _real(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    kind, rest = value
+    return list(rest) if kind == "list" else torch.zeros(kind, dtype=rest)

@@ -1,0 +1,83 @@
+"""What oneDNN's fused LSTM keeps is in a traced step's memory, at any length and batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autosplit import find_ceiling
+from autosplit.devices import parse_devices
+from autosplit.oom import OutOfMemoryError
+from autosplit.runtime import workspaces
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.simulated import traced_peaks
+from autosplit.runtime.tracing import make_tracer
+from autosplit.trainee import training_copy
+from autosplit.workload import Workload
+
+ROOM = 2**40
+
+
+class Reader(nn.Module):
+    def __init__(self, *, bidirectional):
+        super().__init__()
+        self.rnn = nn.LSTM(8, 16, 2, batch_first=True, bidirectional=bidirectional)
+        self.head = nn.Linear(32 if bidirectional else 16, 5)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def reader(length: int, *, bidirectional: bool = False) -> Workload:
+    batch = (torch.randn(4, length, 8), torch.randint(0, 5, (4,)))
+    return Workload(Reader(bidirectional=bidirectional), batch, loss_fn=F.cross_entropy, optimizer=torch.optim.AdamW)
+
+
+def cpu_runtime(workload: Workload, capacity_bytes: int = ROOM) -> CpuRuntime:
+    trainee = training_copy(workload, device=torch.device("cpu"))
+    return CpuRuntime(parse_devices(f"cpu:{capacity_bytes}B"), (capacity_bytes,), trainee)
+
+
+@pytest.mark.parametrize("length", [6, 12, 40])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_traced_peaks_are_real_ones(length, bidirectional):
+    """A fake op returned an empty workspace: traced at a seventh of what each sample holds."""
+    workload = reader(length, bidirectional=bidirectional)
+    tracer, reason = make_tracer(workload, like_gpu=False)
+    assert reason is None
+    runtime = cpu_runtime(workload)
+    for n in (1, 2, 5, 16, 17, 33, 64):
+        shape = StepShape(((n,),))
+        assert traced_peaks(tracer, shape) == runtime.peaks(shape)
+
+
+@pytest.mark.parametrize("length", [6, 12])
+@pytest.mark.parametrize("samples", [5, 37, 96])
+def test_a_ceiling_is_exact_and_nothing_runs_out_of_memory(length, samples):
+    """With 6 time steps not even one sample was said to fit; where some did, some per cent were missing."""
+    workload = reader(length)
+    capacity = cpu_runtime(workload).peaks(StepShape(((samples,),)))[0]
+    found = find_ceiling(workload, f"cpu:{capacity}B", role="primary", max_batch_size=256)
+    assert found.ooms == 0
+    cpu_runtime(workload, capacity).peaks(StepShape(((found.batch_size,),)))
+    with pytest.raises(OutOfMemoryError):
+        cpu_runtime(workload, capacity).peaks(StepShape(((found.batch_size + 1,),)))
+
+
+def test_a_shape_is_asked_for_once():
+    workload = reader(6)
+    tracer, _ = make_tracer(workload, like_gpu=False)
+    workspaces._rnn_workspace_bytes.cache_clear()
+    for split in ((7,), (7,)):
+        tracer._run(StepShape((split,)))
+    counts = workspaces._rnn_workspace_bytes.cache_info()
+    assert counts.misses == 2  # one for each layer's shapes
+    assert counts.hits > 0
+
+
+def test_other_ops_return_what_they_return():
+    outputs = torch.ops.aten.mm.default(torch.ones(2, 2), torch.ones(2, 2))
+    assert workspaces.as_real(torch.ops.aten.mm.default, (), outputs) is outputs
