@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.accumulation import current_accumulation
-from autosplit.batches import batch_size_of, chunk, leaves_of, tensors_of, unmarked
+from autosplit.batches import batch_size_of, chunk, leaves_of, map_tensors, tensors_of, unmarked
+from autosplit.copies import GpuCopies, PlacedCopies
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.gathering import Gathering, Link, PlacedLink
-from autosplit.kept import GpuCopies, KeptReplicas, PlacedCopies
+from autosplit.kept import KeptReplicas
 from autosplit.links import check_links
+from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.reducing import Reduce, checked_reduce, weights_of
 from autosplit.running import run_in_turn, run_on_gpus, run_placed
 from autosplit.split import cap_split, even_split, proportional_split, split_from_gpu0
@@ -95,6 +97,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         if devices:
             self.output_device = _output_device(output_device, devices[0])
             self.src_device_obj = devices[0]
+            if len(devices) == 1 and devices[0].type == "cuda":
+                self.module.to(devices[0])  # as nn.DataParallel does, and with one device only
         self.reduce = checked_reduce(reduce)
         self.ceilings = _checked_sizes("ceilings", ceilings, len(devices))
         self._split: tuple[int, ...] | None = None
@@ -196,7 +200,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 f"split {sizes}; expected 0, or 2 and more, on each device; choose another split, leave out the short "
                 "last batch (drop_last=True), or take a norm that does not look at the batch"
             ) from error
-        joined = Gathering(self.dim, weights, link).join(outputs)
+        joined = self._joined(Gathering(self.dim, weights, link), outputs, batch_size)
         if kept is not None:
             kept.watch(tensors_of(joined), last=last)
         return joined
@@ -267,6 +271,48 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 return self.split_of(batch_size), batch_size
             return (0,) * len(self.devices), 0  # the first device runs it, as nn.DataParallel lets it
         return (1, *(0 for _ in self.devices[1:])), 1  # nothing to split: the first device runs the call as it is
+
+    def _joined(self, gathering: Gathering, outputs: list[Any], batch_size: int) -> Any:
+        try:
+            return gathering.join(outputs)
+        except RuntimeError as error:
+            if isinstance(error, OutOfMemoryError) or not is_oom(error):
+                raise
+            message = str(error)
+        # Raised outside the except block: its traceback would pin the outputs.
+        place = torch.device(self.output_device)
+        raise OutOfMemoryError(
+            f"{place} is out of memory with the outputs of all {batch_size} samples gathered there; give the module "
+            f"its loss, so that only that is gathered, or make the batch smaller. {message}",
+            device=str(place),
+            device_index=self.devices.index(place) if place in self.devices else None,
+        )
+
+    def scatter(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        device_ids: Any = None,  # noqa: ARG002
+    ) -> tuple[list[Any], list[Any]]:
+        """Cut a call as `forward` does, for code that drives nn.DataParallel's parts itself.
+
+        Args:
+            inputs: Positional arguments.
+            kwargs: Keyword arguments.
+            device_ids: Ignored: the wrapper's own devices have their shares.
+
+        Returns:
+            The positional arguments of each device that has samples, and the keyword arguments of each.
+        """
+        call = (inputs, kwargs or {})
+        sizes, batch_size = self._sizes_of(call)
+        active = [index for index, size in enumerate(sizes) if size] or [0]
+        chunks = chunk(call, tuple(sizes[index] for index in active), self.dim, batch_size)
+        moved = [
+            map_tensors(lambda tensor, to=self.devices[index]: tensor.to(to), part)  # type: ignore[misc]
+            for index, part in zip(active, chunks, strict=True)
+        ]
+        return [args for args, _ in moved], [named for _, named in moved]
 
     def _check_module(self) -> None:
         """Check at the first forward what the module is and where; later only where it begins."""
@@ -381,7 +427,18 @@ def _output_device(given: int | str | torch.device | None, first: torch.device) 
     # Any: nn.DataParallel declares an index where it keeps whatever it was given.
     if given is None:
         return first
-    return _indexed(torch.device("cuda", given) if isinstance(given, int) else torch.device(given))
+    if not isinstance(given, int):
+        place = _indexed(torch.device(given))
+    elif given >= 0:
+        place = torch.device("cuda", given)
+    else:
+        place = torch.device("cpu")  # what nn.DataParallel means by -1
+    if place.type != first.type:
+        raise DeviceError(
+            f"output_device is {given!r}; expected a device of the kind of {first}, where the loss is computed; "
+            "leave it out, and call .cpu() on what comes back"
+        )
+    return place
 
 
 def _indexed(device: torch.device) -> torch.device:

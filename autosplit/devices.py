@@ -391,6 +391,9 @@ def _cuda_device(cuda: Any, index: int, driver: str | None) -> Device:
         properties = cuda.get_device_properties(index)
         free_bytes, total_bytes = cuda.mem_get_info(index)
         own_bytes = cuda.memory_reserved(index)
+        if getattr(properties, "is_integrated", 0):
+            # Its memory is the host's: what the system could free for it counts, and the driver does not see that.
+            free_bytes = available_host_bytes()
     except RuntimeError as error:
         raise DeviceError(
             f"device 'cuda:{index}' cannot be asked for its memory ({first_line(error)}): expected a working GPU; "

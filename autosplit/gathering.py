@@ -94,10 +94,14 @@ class Link:
 
     def concatenate(self, tensors: list[Tensor], dim: int) -> Tensor:
         """Put the replicas' tensors together on the output device."""
+        if len(tensors) == 1:
+            return tensors[0].to(self.output_device)
         if self.output_device.type == "cuda":
+            # What a replica put on the host comes along: torch's gather takes nothing from there.
+            tensors = [tensor if tensor.is_cuda else tensor.to(self.output_device) for tensor in tensors]
             gathered: Tensor = nn.parallel.gather(tensors, self.output_device, dim)
             return gathered
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+        return torch.cat(tensors, dim)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,76 +11,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autosplit.copies import Copies
 from autosplit.errors import InputError
 from autosplit.replicas import here, replica_of, unique
-from autosplit.transfer import transfer, transfer_into
 
-__all__ = ["GpuCopies", "KeptReplicas", "PlacedCopies"]
-
-
-class Copies(Protocol):
-    """How tensors travel between the first device, 0, and another."""
-
-    def name_of(self, device: int) -> str:
-        """Name a device for a message."""
-
-    def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:
-        """Copy a tensor of the first device to another one, differentiably."""
-
-    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:
-        """Copy a tensor of the first device into one that is on another already."""
-
-    def bring(self, tensor: Tensor, device: int) -> Tensor:
-        """Copy a gradient of a device to the first."""
-
-
-class PlacedCopies:
-    """Between the devices of a placement."""
-
-    def name_of(self, device: int) -> str:
-        """Name a device for a message."""
-        return f"device {device}"
-
-    def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:
-        """Copy a tensor of the first device to another one."""
-        return transfer(tensor, 0, device, purpose)
-
-    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:
-        """Copy a tensor of the first device into one that is on another already."""
-        transfer_into(block, tensor.detach(), 0, device, "parameter")
-
-    def bring(self, tensor: Tensor, device: int) -> Tensor:
-        """Copy a gradient of a device to the first."""
-        return transfer(tensor, device, 0, "gradient")
-
-
-@dataclass(frozen=True)
-class GpuCopies:
-    """Between GPUs; a GPU that is used twice gets copies of its own all the same."""
-
-    devices: tuple[torch.device, ...]
-
-    def name_of(self, device: int) -> str:
-        """Name a device for a message."""
-        return str(self.devices[device])
-
-    def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:  # noqa: ARG002  # the placed copies tell it
-        """Copy a tensor of the first device to another one."""
-        return tensor.to(self.devices[device], non_blocking=True, copy=True)
-
-    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:  # noqa: ARG002  # the block is there
-        """Copy a tensor of the first device into one that is on another already."""
-        block.copy_(tensor.detach(), non_blocking=True)
-
-    def bring(self, tensor: Tensor, device: int) -> Tensor:  # noqa: ARG002  # the tensor knows where it is
-        """Copy a gradient of a device to the first."""
-        return tensor.to(self.devices[0], non_blocking=True)
+__all__ = ["KeptReplicas"]
 
 
 @dataclass
@@ -122,6 +63,7 @@ class KeptReplicas:
         self._copies = copies
         self._masters: dict[int, _Master] = {}
         self._num_micro_steps = 0
+        self._has_graph = False  # a forward ran whose backward may be still to come
 
     @property
     def waiting(self) -> bool:
@@ -131,7 +73,7 @@ class KeptReplicas:
     def replicas(self, module: nn.Module, devices: Sequence[int]) -> list[nn.Module]:
         """Return a replica of the module for each device, the first device's on the module's own parameters.
 
-        Values are copied unless gradients wait, which belong to the values that are there.
+        Values are copied anew unless gradients wait, or a backward may be to come: these belong to what is there.
 
         Args:
             module: On the first device.
@@ -140,11 +82,13 @@ class KeptReplicas:
         tensors = unique((*module.parameters(), *module.buffers()))
         kept = [tensor for tensor in tensors if _can_be_kept(tensor)]
         self._follow(kept)
+        self._drop_unfinished()
         for device in devices:
             if device != 0:
                 self._copy_values(kept, device)
         for tensor in kept:
             self._masters[id(tensor)].stamp = _stamp(tensor)
+        self._has_graph = True
         return [replica_of(module, self._table(tensors, device)) for device in devices]
 
     def hold(self, module: nn.Module, devices: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
@@ -185,19 +129,20 @@ class KeptReplicas:
         Raises:
             InputError: A backward made gradients that have a graph themselves (``create_graph=True``).
         """
+        self._has_graph = False
         with torch.no_grad():
             for master in self._masters.values():
                 for device, leaf in master.leaves.items():
-                    grad, leaf.grad = leaf.grad, None
-                    _refuse_graph(grad)
-                    if grad is not None:
-                        _add_to(master.tensor, self._copies.bring(grad, device))
-                    del grad  # before the next one comes
+                    _refuse_graph(leaf.grad)
+                    if leaf.grad is not None:
+                        _add_to(master.tensor, self._copies.bring(leaf.grad, device))
+                        leaf.grad = None  # not before: running out of memory on the way must not lose it
                 master.noted = None
         self._num_micro_steps = 0
 
     def note(self) -> None:
         """Remember how the module's own gradients are while others wait, to see it when they are cleared."""
+        self._has_graph = False
         for master in self._masters.values():
             for leaf in master.leaves.values():
                 _refuse_graph(leaf.grad)
@@ -219,6 +164,12 @@ class KeptReplicas:
                 master.drop_gradients()
         if not self.waiting:
             self._num_micro_steps = 0
+
+    def _drop_unfinished(self) -> None:
+        """Forget what a backward left that broke off: one that ended has noted what waits."""
+        for master in self._masters.values():
+            if master.noted is None:
+                master.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Forget all gradients that wait."""
@@ -254,13 +205,13 @@ class KeptReplicas:
         self.drop_cleared()
 
     def _copy_values(self, kept: list[Tensor], device: int) -> None:
-        waiting = self.waiting
+        stays = self.waiting or self._has_graph
         for tensor in kept:
             master = self._masters[id(tensor)]
             leaf = master.leaves.get(device)
             if leaf is None or leaf.shape != tensor.shape or leaf.dtype != tensor.dtype:
                 leaf = master.leaves[device] = self._copies.copy(tensor.detach(), device, "parameter")
-            elif not waiting or master.stamp != _stamp(tensor):
+            elif not stays or master.stamp != _stamp(tensor):
                 with torch.no_grad():
                     self._copies.copy_into(leaf.detach(), tensor, device)
             leaf.requires_grad_(tensor.requires_grad)

@@ -1,7 +1,7 @@
-"""Replicas of a module on the devices of a placement, and what is carried into and out of replicas.
+"""Replicas of a module on the devices of a wrapper, and what is carried into and out of them.
 
-On GPUs torch's own `replicate` makes them. Inside a placement, where all devices are torch's one CPU, they are made
-here by the same protocol, each with its own copies, so that these are accounted where they would be.
+They are made by the protocol that nn.DataParallel's replicas follow, on GPUs and, where all devices are torch's one
+CPU, inside a placement, each with its own copies, so that these are accounted where they would be.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.transfer import transfer
+from autosplit.copies import Copies
 
 __all__ = [
     "BufferCopies",
@@ -23,7 +23,7 @@ __all__ = [
     "may_have_gradient",
     "moving_buffers",
     "replica_of",
-    "replicate_placed",
+    "replicate",
     "unique",
 ]
 
@@ -61,73 +61,43 @@ class _Broadcast(torch.autograd.Function):
     """Parameters of the first device to each active one; gradients come back in one node, as torch's do.
 
     No gradient reaches `.grad` before all replicas have finished: their sum stands beside the first replica's
-    own gradients, and beside `.grad` while accumulating (torch nn/parallel/_functions.py, Broadcast).
+    own gradients, and beside `.grad` while accumulating (torch nn/parallel/_functions.py, Broadcast). Unlike torch's
+    it makes no zeros where a replica has no gradient: an unused parameter stays without, a sparse one sparse.
     """
 
     @staticmethod
-    def forward(ctx: Any, devices: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, copies: Copies, devices: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # a parameter that no replica used keeps a gradient of None
-        ctx.devices, ctx.num_tensors = devices, len(tensors)
-        copies = [[_broadcast_one(tensor, device) for device in devices] for tensor in tensors]
-        fixed = [
-            copy
-            for tensor_copies, needed in zip(copies, ctx.needs_input_grad[1:], strict=True)
-            if not needed
-            for copy in tensor_copies
-        ]
-        ctx.mark_non_differentiable(*fixed)
-        return tuple(copy for tensor_copies in copies for copy in tensor_copies)
+        ctx.copies, ctx.devices, ctx.num_tensors = copies, devices, len(tensors)
+        spread = copies.spread(tensors, devices)
+        return tuple(copy for tensor_copies in spread for copy in tensor_copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         count = len(ctx.devices)
-        sums = [_sum_on_first(grads[i * count : (i + 1) * count], ctx.devices) for i in range(ctx.num_tensors)]
-        return (None, *sums)
+        parts = [grads[i * count : (i + 1) * count] for i in range(ctx.num_tensors)]
+        del grads
+        return (None, None, *ctx.copies.gathered(parts, ctx.devices))
 
 
-def _broadcast_one(tensor: Tensor, device: int) -> Tensor:
-    return tensor.view_as(tensor) if device == 0 else transfer(tensor.detach(), 0, device, "parameter")
+class _Same(torch.autograd.Function):
+    """A tensor as it is. A view would not do: no sparse gradient passes one."""
 
+    @staticmethod
+    def forward(_ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
 
-def _sum_on_first(grads: Sequence[Tensor | None], devices: tuple[int, ...]) -> Tensor | None:
-    total: Tensor | None = None
-    owned = False  # a sum of ours is added to in place; the first replica's gradient is autograd's
-    for grad, device in zip(grads, devices, strict=True):
-        if grad is None:
-            continue
-        brought = grad if device == 0 else transfer(grad, device, 0, "gradient")
-        if total is None:
-            total, owned = brought, device != 0
-        else:
-            total, owned = total.add_(brought) if owned else total + brought, True
-        del brought  # before the next one comes
-    return total
-
-
-def replicate_placed(module: nn.Module, devices: list[int]) -> list[nn.Module]:
-    """Build a replica of the module on each device, by the protocol that nn.DataParallel's replicas follow."""
-    spread = unique((*module.parameters(), *module.buffers()))
-    moving = [tensor for tensor in spread if may_have_gradient(tensor)]
-    copies = _Broadcast.apply(tuple(devices), *moving) if moving else ()  # type: ignore[no-untyped-call]
-    tables = [
-        {id(tensor): copies[i * len(devices) + position] for i, tensor in enumerate(moving)}
-        for position in range(len(devices))
-    ]
-    for tensor in spread:
-        if id(tensor) in tables[0]:
-            continue
-        purpose = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"  # an integer parameter has no gradient
-        for table, device in zip(tables, devices, strict=True):
-            table[id(tensor)] = tensor if device == 0 else transfer(tensor.detach(), 0, device, purpose)
-    return [replica_of(module, table) for table in tables]
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def here(tensor: Tensor) -> Tensor:
     """Return a tensor as the first device's replica has it: a plain attribute, no parameter; a node of its own."""
     if not may_have_gradient(tensor):
         return tensor
-    (same,) = _Broadcast.apply((0,), tensor)  # type: ignore[no-untyped-call]  # not view_as: no sparse gradient passes it
-    return same  # type: ignore[no-any-return]
+    same: Tensor = _Same.apply(tensor)  # type: ignore[no-untyped-call]
+    return same
 
 
 def may_have_gradient(tensor: Tensor) -> bool:
@@ -139,6 +109,31 @@ def may_have_gradient(tensor: Tensor) -> bool:
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors in order, each once: tied parameters come once for each name."""
     return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def replicate(module: nn.Module, devices: Sequence[int], copies: Copies) -> list[nn.Module]:
+    """Build a replica of the module on each device, by the protocol that nn.DataParallel's replicas follow.
+
+    Args:
+        module: On the first device.
+        devices: Positions of the devices that have samples.
+        copies: How tensors travel.
+    """
+    spread = unique((*module.parameters(), *module.buffers()))
+    moving = [tensor for tensor in spread if tensor.requires_grad]
+    fixed = [tensor for tensor in spread if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
+    flat = _Broadcast.apply(copies, tuple(devices), *moving) if moving else ()  # type: ignore[no-untyped-call]
+    tables: list[dict[int, Tensor]] = [{} for _ in devices]
+    for i, tensor in enumerate(moving):
+        for position, table in enumerate(tables):
+            table[id(tensor)] = flat[i * len(devices) + position]
+    for tensor, own in zip(fixed, copies.spread(fixed, devices), strict=True):
+        for table, copy in zip(tables, own, strict=True):
+            table[id(tensor)] = copy
+    for tensor in spread:
+        for table, device in zip(tables, devices, strict=True) if id(tensor) not in tables[0] else ():
+            table[id(tensor)] = tensor if device == 0 else copies.copy(tensor.detach(), device, "buffer")
+    return [replica_of(module, table) for table in tables]
 
 
 def replica_of(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:

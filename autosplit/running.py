@@ -1,6 +1,6 @@
 """Run a module on the chunks of a batch, each where it belongs.
 
-On CUDA it stands on torch's own replicate and parallel_apply. On CPU devices chunks run in turn: through the one
+On CUDA it stands on torch's own broadcast and parallel_apply. On CPU devices chunks run in turn: through the one
 module outside a placement, through a replica per device inside one, so that each device's copies are accounted where
 they are.
 """
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.batches import batch_size_of, map_tensors
+from autosplit.copies import GpuCopies, PlacedCopies
 from autosplit.kept import KeptReplicas
-from autosplit.oom import OutOfMemoryError
-from autosplit.replicas import BufferCopies, carried, copy_buffers, moving_buffers, replicate_placed
+from autosplit.oom import OutOfMemoryError, is_oom
+from autosplit.replicas import BufferCopies, carried, copy_buffers, moving_buffers, replicate
 from autosplit.transfer import Placement, adopt_module, transfer
 
 __all__ = ["run_in_turn", "run_on_gpus", "run_placed"]
@@ -65,7 +66,7 @@ def run_placed(
     placed = [map_tensors(partial(_moved, placement, index), call) for index, call in zip(active, chunks, strict=True)]
     if active == [0]:
         return [module(*placed[0][0], **placed[0][1])]
-    replicas = replicate_placed(module, active) if kept is None else kept.replicas(module, active)
+    replicas = replicate(module, active, PlacedCopies()) if kept is None else kept.replicas(module, active)
     outputs = [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, placed, strict=True)]
     if active[0] != 0:
         copy_buffers(replicas[0], module, lambda tensor: transfer(tensor, active[0], 0, "buffer"))
@@ -103,7 +104,9 @@ def run_on_gpus(
     """
     try:
         return _outputs_of_gpus(module, devices, active, chunks, kept)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_oom(error):
+            raise
         message = str(error)
     # Raised outside the except block: its traceback would pin the replica's tensors.
     raise _named_oom(message, devices, active, chunks, dim)
@@ -121,7 +124,7 @@ def _outputs_of_gpus(
     if active == [0]:
         args, kwargs = moved[0]
         return [module(*args, **kwargs)]
-    replicas = _torch_replicas(module, devices, active) if kept is None else kept.replicas(module, active)
+    replicas = replicate(module, active, GpuCopies(tuple(devices))) if kept is None else kept.replicas(module, active)
     outputs = nn.parallel.parallel_apply(
         [carried(replica, device) for replica, device in zip(replicas, own, strict=True)],  # type: ignore[misc]  # it only calls them
         [args for args, _ in moved],
@@ -135,13 +138,6 @@ def _outputs_of_gpus(
 
 def _sent(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.to(device, non_blocking=True)
-
-
-def _torch_replicas(module: nn.Module, devices: Sequence[torch.device], active: list[int]) -> list[nn.Module]:
-    # torch broadcasts from the first device of the list, so it is there even when it gets no samples.
-    indices = [0, *(index for index in active if index != 0)]
-    replicas = nn.parallel.replicate(module, [devices[index] for index in indices], detach=not torch.is_grad_enabled())
-    return replicas if active[0] == 0 else replicas[1:]
 
 
 def _named_oom(

@@ -33,7 +33,10 @@ from torch.nn import functional as F
 from autosplit.balanced import BalancedDataParallel, data_parallel
 from autosplit.oom import OutOfMemoryError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:RNN module weights"),  # cuDNN's, of weights that were copied
+]
 
 BATCH = 8
 SPLITS = [(2, 6), (6, 2), (1, 7), (0, 8), (8, 0)]

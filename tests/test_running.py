@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from autosplit import running
+from autosplit.balanced import BalancedDataParallel
 from autosplit.batches import Whole
+from autosplit.errors import DeviceError
 from autosplit.oom import OutOfMemoryError
 from autosplit.replicas import carried
 from autosplit.running import run_in_turn, run_on_gpus
@@ -140,3 +142,40 @@ class TestInTurn:
         alone(chunks[0][0][0])
         assert module[0].num_batches_tracked == 1
         torch.testing.assert_close(module[0].running_mean, alone[0].running_mean)
+
+
+class TestPartsOfDataParallel:
+    """Code that drives nn.DataParallel's parts itself, and what its constructor took."""
+
+    def test_scatter_cuts_as_forward_does(self):
+        wrapped = BalancedDataParallel(None, nn.Identity(), ["cpu"] * 3, split=(4, 0, 2))
+        args, named = wrapped.scatter((torch.arange(6.0),), {"flag": True, "x": torch.zeros(6, 2)}, [0, 1, 2])
+        assert [arg[0].tolist() for arg in args] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0]]
+        assert [(kwargs["flag"], len(kwargs["x"])) for kwargs in named] == [(True, 4), (True, 2)]
+
+    @pytest.mark.parametrize("place", [0, "cuda:0"])
+    def test_an_output_device_of_another_kind(self, place):
+        with pytest.raises(DeviceError, match=r"output_device is .*; expected a device of the kind of cpu.*; leave it"):
+            BalancedDataParallel(1, nn.Identity(), ["cpu", "cpu"], place)
+
+    def test_the_host_as_nn_dataparallel_writes_it(self):
+        assert BalancedDataParallel(1, nn.Identity(), ["cpu", "cpu"], -1).output_device == torch.device("cpu")
+
+    def test_out_of_memory_where_outputs_are_gathered_is_named(self, monkeypatch):
+        def fails(*_):
+            raise RuntimeError("CUDA error: out of memory")
+
+        monkeypatch.setattr(torch, "cat", fails)
+        wrapped = BalancedDataParallel(1, nn.Identity(), ["cpu", "cpu"])
+        with pytest.raises(OutOfMemoryError, match=r"^cpu is out of memory with the outputs of all 4 samples") as caught:
+            wrapped(torch.zeros(4, 2))
+        assert caught.value.device == "cpu"
+        assert caught.value.__context__ is None
+
+    def test_another_error_where_outputs_are_gathered_passes(self, monkeypatch):
+        def fails(*_):
+            raise RuntimeError("something else")
+
+        monkeypatch.setattr(torch, "cat", fails)
+        with pytest.raises(RuntimeError, match=r"^something else$"):
+            BalancedDataParallel(1, nn.Identity(), ["cpu", "cpu"])(torch.zeros(4, 2))

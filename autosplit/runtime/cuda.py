@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,9 @@ T = TypeVar("T")
 _CONFIRMING_STEPS = 3
 """The optimizer's state appears in the first step, DDP's buckets are rebuilt before the second, the third is steady."""
 
+CLIFF = 4.0
+"""A step that takes so many times as long for each sample as a smaller one did is no step to train with."""
+
 
 class CudaRuntime:
     """A training step on GPUs.
@@ -52,14 +56,45 @@ class CudaRuntime:
         self._gpus = [torch.device("cuda", device.index) for device in devices]
         self._trainee: Trainee | None = None
         self._home: torch.device | None = None
+        self._paces_s: dict[tuple[str, tuple[bool, ...]], float] = {}
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a few steps and return the most that the allocator reserved on each GPU, in bytes.
 
         Raises:
-            OutOfMemoryError: A GPU ran out of memory; it is named.
+            OutOfMemoryError: A GPU ran out of memory, or is so near to it that steps no longer run as they should:
+                the allocator has to give back what it kept in each of them, or they are suddenly many times slower
+                for each sample (memory that spills to the host). It is named.
         """
-        return self._watched(shape, lambda run: _repeated(run, _CONFIRMING_STEPS))[1]
+        return self._watched(shape, lambda run: self._confirm(run, shape))[1]
+
+    def _confirm(self, run: _Run, shape: StepShape) -> None:
+        retries, seconds = [self._retries()], []
+        for _ in range(_CONFIRMING_STEPS):
+            start_s = time.perf_counter()
+            run(lambda _phase: None)
+            seconds.append(time.perf_counter() - start_s)
+            retries.append(self._retries())
+        for index, gpu in enumerate(self._gpus):
+            if retries[-3][index] < retries[-2][index] < retries[-1][index]:
+                raise OutOfMemoryError(
+                    f"the allocator of {gpu} had to give back memory in two steps one after the other", device=str(gpu)
+                )
+        pace_s = min(seconds[-2:]) / shape.num_samples
+        kind = shape.arrangement, tuple(samples > 0 for samples in shape.splits[0])
+        best_s = self._paces_s.setdefault(kind, pace_s)
+        if pace_s > CLIFF * best_s:
+            fullest = max(range(len(self._gpus)), key=lambda index: shape.splits[0][index])
+            raise OutOfMemoryError(
+                f"a step takes {pace_s / best_s:.0f} times as long for each sample as a smaller one did, as it does "
+                "where memory spills to the host",
+                device=str(self._gpus[fullest]),
+            )
+        self._paces_s[kind] = min(best_s, pace_s)
+
+    def _retries(self) -> list[int]:
+        """Return how often each GPU's allocator found nothing and had to give back what it kept."""
+        return [int(torch.cuda.memory_stats(gpu).get("num_alloc_retries", 0)) for gpu in self._gpus]
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
         """Run a step repeatedly for its time and peaks.
@@ -142,14 +177,15 @@ class CudaRuntime:
     def _bounded(self) -> Iterator[None]:
         """Let the allocator of each GPU hold no more than the GPU's capacity, and start from an empty cache."""
         self._release()
+        before = [torch.cuda.get_per_process_memory_fraction(gpu) for gpu in self._gpus]
         for gpu, capacity_bytes in zip(self._gpus, self.capacities_bytes, strict=True):
             total_bytes = torch.cuda.get_device_properties(gpu).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, capacity_bytes / total_bytes), gpu)
         try:
             yield
         finally:
-            for gpu in self._gpus:
-                torch.cuda.set_per_process_memory_fraction(1.0, gpu)
+            for gpu, share in zip(self._gpus, before, strict=True):
+                torch.cuda.set_per_process_memory_fraction(share, gpu)
             self._release()
 
 
@@ -189,11 +225,6 @@ class _Run:
         workload = self._trainee.workload
         reduce = "sum" if workload.loss_reduction == "sum" else None
         return BalancedDataParallel(None, module, self._gpus, dim=workload.batch_dim, split=split, reduce=reduce)  # type: ignore[arg-type]
-
-
-def _repeated(run: _Run, count: int) -> None:
-    for _ in range(count):
-        run(lambda _phase: None)
 
 
 def _failed_gpu(error: RuntimeError, gpus: list[torch.device]) -> int | None:

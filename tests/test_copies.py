@@ -1,0 +1,116 @@
+"""What travels between GPUs in a forward whose replicas last no longer than it, on CPU tensors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from balanced_models import MODELS, TOLERANCE, assert_same_gradients, inputs_of, loss_of
+from torch import nn
+
+from autosplit import copies
+from autosplit.copies import GpuCopies
+from autosplit.replicas import replicate
+from autosplit.running import _outputs_of_gpus
+
+CPUS = (torch.device("cpu"),) * 3
+SPLITS = [(4, 6, 6), (0, 8, 8), (4, 0, 12), (0, 0, 16)]
+
+
+class Comm:
+    """torch.nn.parallel.comm, on CPU tensors: the first of the devices gets the tensors themselves."""
+
+    def __init__(self):
+        self.reduced = 0
+
+    def broadcast_coalesced(self, tensors, devices):
+        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        return [real, *([tensor.clone() for tensor in real] for _ in devices[1:])]
+
+    def reduce_add_coalesced(self, inputs, destination):
+        assert all(grad.layout is torch.strided and not grad.is_complex() for grads in inputs for grad in grads)
+        self.reduced += len(inputs[0])
+        return [sum(grads) for grads in zip(*inputs, strict=True)]
+
+
+@pytest.fixture
+def comm(monkeypatch):
+    def apply(replicas, args, kwargs, devices):
+        return [replica(*a, **k) for replica, a, k in zip(replicas, args, kwargs, strict=True)]
+
+    monkeypatch.setattr(nn.parallel, "parallel_apply", apply)
+    stand_in = Comm()
+    monkeypatch.setattr(copies, "comm", stand_in)
+    return stand_in
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def run(module, inputs, split):
+    active = [index for index, share in enumerate(split) if share]
+    chunks = [((part,), {}) for part in inputs.split([share for share in split if share])]
+    return torch.cat(_outputs_of_gpus(module, CPUS, active, chunks, None))
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_plain_module(name, split, comm):
+    make, shape = MODELS[name]
+    torch.set_default_dtype(torch.float64)
+    reference, module = make(), make()
+    module.load_state_dict(reference.state_dict())
+    inputs = inputs_of(shape, torch.float64)
+    loss_of(reference(inputs)).backward()
+    loss_of(run(module, inputs, split)).backward()
+    assert_same_gradients(module, reference, TOLERANCE[torch.float64])
+    assert {n: p.grad.layout for n, p in module.named_parameters() if p.grad is not None} == {
+        n: p.grad.layout for n, p in reference.named_parameters() if p.grad is not None
+    }
+
+
+def test_dense_gradients_are_added_up_together(comm):
+    """One by one, a hundred small tensors would take a hundred copies."""
+    module = MODELS["mlp"][0]()
+    loss_of(run(module, torch.randn(16, 5), (4, 6, 6))).backward()
+    assert comm.reduced == len(list(module.parameters()))
+
+
+def test_what_is_frozen_gets_no_gradient_anywhere(comm):
+    """torch's Broadcast makes zeros of the size of every frozen weight, on each GPU and once more on the first."""
+    module = nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 3))
+    module[0].requires_grad_(False)
+    loss_of(run(module, torch.randn(16, 5), (4, 6, 6))).backward()
+    assert comm.reduced == 2
+
+
+def test_second_derivatives(comm):
+    reference = MODELS["mlp"][0]().double()
+    module = copy.deepcopy(reference)
+    inputs = torch.randn(16, 5, dtype=torch.float64)
+    for model, outputs in ((reference, reference(inputs)), (module, run(module, inputs, (4, 6, 6)))):
+        grads = torch.autograd.grad(loss_of(outputs), list(model.parameters()), create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()
+    assert_same_gradients(module, reference, 1e-10)
+
+
+def test_a_gpu_used_twice_has_buffers_of_its_own(comm):
+    """torch hands out a lone buffer of its dtype as it is: both replicas counted the same batches twice."""
+    module = nn.BatchNorm1d(2)
+    first, second = replicate(module, [0, 1], GpuCopies(CPUS[:2]))
+    assert first.num_batches_tracked is module.num_batches_tracked
+    second.num_batches_tracked.add_(1)
+    second.running_mean.add_(1)
+    assert module.num_batches_tracked == 0
+    assert not module.running_mean.any()
+
+
+def test_a_gpu_used_twice_has_kept_copies_of_its_own():
+    between = GpuCopies(CPUS)
+    tensor = torch.zeros(3)
+    assert between.copy(tensor, 1, "parameter").data_ptr() != tensor.data_ptr()
+    assert between.name_of(1) == "cpu"
