@@ -27,7 +27,7 @@ __all__ = ["Ceiling", "MemoryFit", "Region", "StepTime", "TimeCurve", "largest_f
 Role = Literal["primary", "replica", "rank", "eval"]
 """What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward without gradients."""
 
-Limit = Literal["memory", "max_batch_size", "time"]
+Limit = Literal["memory", "max_batch_size", "kernel", "time"]
 """What a ceiling was limited by."""
 
 
@@ -39,8 +39,9 @@ class Ceiling:
         device: The device's label.
         role: What it does in the step.
         batch_size: The ceiling; 0 where not even one sample fits.
-        limited_by: ``"memory"``; ``"max_batch_size"``, where no more was looked for; ``"time"``, where a larger batch
-            would bring no more throughput or take too long.
+        limited_by: ``"memory"``; ``"max_batch_size"``, where no more was looked for; ``"kernel"``, where a kernel takes
+            no larger tensors (2^31 elements); ``"time"``, where a larger batch would bring no more throughput or
+            take too long.
         fixed_bytes: Held at any batch, by the line through the points near the ceiling.
         bytes_per_sample: Added by each sample, by the same line.
         peak_bytes: The most it held at the ceiling.
@@ -48,6 +49,7 @@ class Ceiling:
         steps: Real training steps that were run to find it.
         ooms: How many of them ran out of memory.
         confirmed: A real step ran at this very size. Never for simulated cards.
+        points: ``(samples, bytes, ran)`` for each size that was looked at: of a real step, or of a trace.
     """
 
     device: str
@@ -61,6 +63,7 @@ class Ceiling:
     steps: int = 0
     ooms: int = 0
     confirmed: bool = False
+    points: tuple[tuple[int, int, bool], ...] = ()
 
     @property
     def headroom_bytes(self) -> int:

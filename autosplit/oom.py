@@ -1,15 +1,19 @@
 """What "out of memory" is: one error class, and one predicate for everybody else's.
 
-Stands above the wrapper and the runtimes, because both raise it and the prober catches it.
+A kernel that can't take so large a tensor is no lack of memory: that has a predicate of its own. Stands above the
+wrapper and the runtimes, because both raise the error and the prober catches it.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterator
 
 import torch
 
 from autosplit.errors import AutosplitError
 
-__all__ = ["DoesNotFitError", "OutOfMemoryError", "is_oom"]
+__all__ = ["DoesNotFitError", "OutOfMemoryError", "is_kernel_limit", "is_oom"]
 
 
 class OutOfMemoryError(AutosplitError, torch.OutOfMemoryError):
@@ -47,34 +51,117 @@ class DoesNotFitError(OutOfMemoryError):
     """The workload does not fit at the smallest batch that it can run; the message has the bytes."""
 
 
-# Each text with where it comes from. A message is an out-of-memory message if it holds one of them.
-_OOM_TEXTS = (
-    # torch c10/cuda/CUDACachingAllocator.cpp: "CUDA out of memory. Tried to allocate ..."; HIP and XPU say their name.
-    "out of memory. Tried to allocate",
-    # The driver's own text, torch c10/cuda/CUDAException.cpp (Lightning#6819): cudaErrorMemoryAllocation.
-    "CUDA error: out of memory",
-    "HIP error: out of memory",
-    # torch c10/core/impl/alloc_cpu.cpp: "DefaultCPUAllocator: can't allocate memory: you tried to allocate ...".
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    # aten/src/ATen/mps: "MPS backend out of memory (MPS allocated: ...)".
-    "MPS backend out of memory",
-    # torch aten/src/ATen/cuda/CUDABlas.cpp, when the handle's workspace can't be had (deepmd-kit#5443).
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    # cudnnStatus_t, cuDNN's workspace (Lightning#5897 was one).
-    "CUDNN_STATUS_ALLOC_FAILED",
+def _any_of(*patterns: str) -> re.Pattern[str]:
+    return re.compile("|".join(patterns))
+
+
+# Whole messages, each with its source, are in tests/test_oom.py. Paths are torch's unless they say otherwise.
+_OOM = _any_of(
+    # The caching allocators of CUDA, HIP, XPU and those that follow them (c10/cuda/CUDACachingAllocator.cpp). Their
+    # class tells enough, until the text comes back in another one: from a compiled graph, or a worker's traceback.
+    r"out of memory\. Tried to allocate",
+    r"out of memory\. Allocation was preemptively rejected",
+    r"would exceed allowed memory\. \(out of memory\)",  # c10/cuda/CUDAMallocAsyncAllocator.cpp
+    # CUDA's asks NVML who holds the memory, to say it in the message; where NVML fails, this is the message.
+    r"NVML_SUCCESS == .* INTERNAL ASSERT FAILED at .*CUDACachingAllocator\.cpp",
+    # The CUDA runtime and the driver: what torch, Triton and NCCL allocate past the allocator, pinned host memory too.
+    r"(?:CUDA|HIP)(?: driver)? error: out of memory",
+    r"cuda runtime error \(2\) ?: out of memory",
+    r"Triton Error \[(?:CUDA|HIP)\]: .*out of memory",
+    r"Cuda failure (?:2 )?'out of memory'",  # NCCL src/include/checks.h, behind torch's "Last error:"
+    r"Failed to CUDA (?:c|m)alloc",  # NCCL src/include/alloc.h
+    r"MPS backend out of memory",  # aten/src/ATen/mps/MPSAllocator.mm
+    r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY",  # Level Zero, below XPU
+    # c10/core/impl/alloc_cpu.cpp: Linux, then Windows and Android. "alloc_cpu() seems to have been called with
+    # negative number" is its word for an overflow, and none of these.
+    r"DefaultCPUAllocator: can't allocate memory",
+    r"DefaultCPUAllocator: not enough memory",
+    r"std::bad_alloc",  # C++, whatever allocated
+    # NVIDIA's and AMD's libraries when a handle or a workspace can't be had.
+    r"(?:CUBLAS|HIPBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED",
+    r"CUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED",
+    r"OOM trying to allocate workspace for cublaslt",  # aten/src/ATen/cuda/CUDABlas.cpp
+    r"Not enough memory for workspace!",  # aten/src/ATen/native/cudnn/Conv_v7.cpp
+    r"MAGMA error: cannot allocate memory on (?:CPU host|GPU device)",  # aten/src/ATen/native/cuda/linalg
+)
+
+# What libraries say when they lack memory, and for other reasons: a card they have no kernel for, a broken driver.
+# These reasons stop the smallest step as well, so a step that did run tells them apart.
+_PERHAPS_OOM = _any_of(
+    # torch tries cuDNN's engines in turn and drops their errors, OutOfMemoryError among them
+    # (aten/src/ATen/native/cudnn/Conv_v8.cpp, Conv_v7.cpp).
+    r"[Uu]nable to find an engine to execute this computation",
+    r"Unable to find a valid cuDNN algorithm",
+    # A handle needs memory that the caching allocator may hold. Out-of-bounds indexing says so, too, and again when
+    # the caches are emptied.
+    r"(?:CUBLAS|HIPBLAS)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cublas|hipblas)(?:Lt)?Create\(",
+    r"CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR), when calling `cusolver\w*Create\(",
+    r"CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
+    r"CUFFT_INTERNAL_ERROR",
+    r"UR_RESULT_ERROR_OUT_OF_RESOURCES|PI_ERROR_OUT_OF_RESOURCES",
+)
+
+_KERNEL_LIMIT = _any_of(
+    # 2^31 elements, in the words of each kernel that counts them with 32 bits.
+    r"must fit into 32-bit index math",
+    r"Expected canUse32BitIndexMath\(",
+    r"(?:more|less|larger) than INT_MAX",
+    r"<= std::numeric_limits<int(?:32_t|eger_t)?>::max\(\) to be true",
+    r"(?:^|RuntimeError: )integer out of range",  # safe_downcast in aten/src/ATen/native/Pool.h
+    r"cuda_int_cast: The value of .* is too large to fit into a int",
+    r"at::cuda::blas::\S+ argument \w+ must be .* and less than",
+    r"(?:Input|Output|Padded input) tensor is too large\.",
+    r"\.stride\(\d+\) overflows",  # the memory-efficient attention
+    # The grid of a launch, 65,535 blocks in two of its dimensions.
+    r"(?:CUDA|HIP|cuda runtime) error(?: \(9\))? ?: invalid configuration argument",
+    r"Can't schedule too many blocks on CUDA device",
+    # One buffer may be no larger than Metal allows, however much memory is free.
+    r"(?:^|RuntimeError: )Invalid buffer size: ",
 )
 
 
-def is_oom(error: BaseException) -> bool:
+def is_oom(error: BaseException, *, smaller_ran: bool = True) -> bool:
     """Tell whether an exception means that a device ran out of memory.
+
+    What it was explicitly raised from counts, so that an error that wraps one (`UserCodeError`) is one.
 
     Args:
         error: What was raised.
+        smaller_ran: Whether a smaller step of the same model ran on the device. Libraries have messages that mean
+            either too little memory or that the model can't run there at all; default: it ran, they mean memory.
 
     Returns:
-        True for torch's own class, and for a RuntimeError with a text from the table above.
+        True for torch's own class, a MemoryError, and a RuntimeError with a text of the tables above.
     """
-    if isinstance(error, torch.OutOfMemoryError):
+    return any(_says_oom(link, smaller_ran=smaller_ran) for link in _with_causes(error))
+
+
+def is_kernel_limit(error: BaseException) -> bool:
+    """Tell whether an exception means that a kernel can't take so large a tensor, however much memory is free.
+
+    Args:
+        error: What was raised; what it was explicitly raised from counts.
+
+    Returns:
+        True for a RuntimeError about 2^31 elements, 32-bit indices, a launch's grid, or the size of one buffer.
+    """
+    return any(isinstance(link, RuntimeError) and _KERNEL_LIMIT.search(str(link)) for link in _with_causes(error))
+
+
+def _says_oom(error: BaseException, *, smaller_ran: bool) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OOM_TEXTS)
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return bool(_OOM.search(text) or (smaller_ran and _PERHAPS_OOM.search(text)))
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and what it was raised from, not what merely was being handled meanwhile."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__

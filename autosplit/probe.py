@@ -18,15 +18,15 @@ from autosplit.devices import Device, list_devices
 from autosplit.errors import DeviceError, InputError
 from autosplit.host import available_host_bytes
 from autosplit.isolation import in_child
-from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.oom import DoesNotFitError, OutOfMemoryError, is_kernel_limit
 from autosplit.request import Request, checked_request
+from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracing import Tracer
 from autosplit.sizes import size_text
 from autosplit.split import proportional_split
 from autosplit.staging import Source, build, follow, runtime_for, workload_source
-from autosplit.trainee import kept_rng
 
 __all__ = ["Prober", "does_not_fit", "find_ceiling"]
 
@@ -82,6 +82,7 @@ class Prober:
     counts: Counts = field(default_factory=Counts)
     _traced: dict[StepShape, tuple[int, ...]] = field(default_factory=dict)
     _measured: dict[StepShape, Measurement] = field(default_factory=dict)
+    _equals: dict[tuple[str, int, Role, int], tuple[int, int]] = field(default_factory=dict)
 
     def least_batch(self) -> int:
         """Return the smallest share that a device trains on: 2 where a BatchNorm sees one value per sample, else 1."""
@@ -121,14 +122,12 @@ class Prober:
         shape_of = self._shapes(index, role, elsewhere, accumulates)
         capacity_bytes = self.runtime.capacities_bytes[index]
         before = Counts(self.counts.steps, self.counts.ooms)
-
         least = self.least_batch()
-
-        looked_at: set[int] = set()
+        seen = _Seen()
 
         def traced(n: int) -> float:
-            looked_at.add(max(n, least))
-            return self.traced(shape_of(max(n, least)))[index]  # fewer can't be run to see
+            n = max(n, least)  # fewer can't be run to see
+            return seen.traced.setdefault(n, self.traced(shape_of(n))[index])
 
         predicted = self._extended(traced)
         start = min(max(1, start or self.tracer.workload.sample_batch_size), self.max_batch_size)
@@ -138,15 +137,15 @@ class Prober:
         batch_size = 0 if batch_size < least else batch_size
         confirmed = False
         if not self.runtime.simulated and batch_size > 0:
-            batch_size, peak_bytes = self._confirmed(index, shape_of, predicted, batch_size)
+            batch_size = self._confirmed(index, role, shape_of, predicted, batch_size, seen)
             confirmed = batch_size > 0
-        peak_bytes = peak_bytes if confirmed else int(predicted(batch_size)) if batch_size else 0
-        fixed_bytes, bytes_per_sample = self._line(predicted, batch_size, looked_at)
+        peak_bytes = seen.ran[batch_size] if confirmed else int(predicted(batch_size)) if batch_size else 0
+        fixed_bytes, bytes_per_sample = self._line(predicted, batch_size, seen.traced)
         return Ceiling(
             device=self.runtime.devices[index].label,
             role=role,
             batch_size=batch_size,
-            limited_by="max_batch_size" if batch_size >= self.max_batch_size else "memory",
+            limited_by=seen.limit or ("max_batch_size" if batch_size >= self.max_batch_size else "memory"),
             fixed_bytes=fixed_bytes,
             bytes_per_sample=bytes_per_sample,
             peak_bytes=peak_bytes,
@@ -154,6 +153,7 @@ class Prober:
             steps=self.counts.steps - before.steps,
             ooms=self.counts.ooms - before.ooms,
             confirmed=confirmed,
+            points=seen.points(),
         )
 
     def traced(self, shape: StepShape) -> tuple[int, ...]:
@@ -431,76 +431,161 @@ class Prober:
         return int(predicted(batch_size) - slope * batch_size), int(slope)
 
     def _confirmed(
-        self, index: int, shape_of: Callable[[int], StepShape], predicted: Callable[[int], float], guess: int
-    ) -> tuple[int, int]:
+        self,
+        index: int,
+        role: Role,
+        shape_of: Callable[[int], StepShape],
+        predicted: Callable[[int], float],
+        guess: int,
+        seen: _Seen,
+    ) -> int:
         """Run the predicted ceiling for real; step up while there is room, shrink by the refitted model if not.
 
         Returns:
-            The largest size that ran, and its peak; 0 and 0 where none did.
+            The largest size that ran; 0 where none did.
         """
         capacity_bytes, least = self.runtime.capacities_bytes[index], self.least_batch()
-        model = self._checked(index, shape_of, predicted, guess)
-        found = (0, 0)
+        alike = self._alike(index, role, shape_of)
+        if alike is None:
+            self._check(index, shape_of, guess, seen)
+            n = self._next_size(predicted, seen, capacity_bytes, least - 1, self.max_batch_size + 1, guess)
+        else:  # an equal device ran there, and its numbers are this one's until a step says otherwise
+            n = alike
         low, high = least - 1, self.max_batch_size + 1  # low ran, or is too few to run; high did not
-        n = max(least, self._refitted(model, capacity_bytes, low, high, guess))
+        n = max(least, n)
         for _ in range(MAX_CONFIRMATIONS):
-            peak_bytes = self._real_peak(index, shape_of(n))
-            if peak_bytes is None:
-                high = n
-                model = _shifted(model, capacity_bytes + 1 - model(n))
+            if self._ran(index, shape_of, n, seen):
+                low = n
             else:
-                low, found = n, (n, peak_bytes)
-                model = _shifted(model, peak_bytes - model(n))
-            following = self._refitted(model, capacity_bytes, low, high, n)
+                high = n
+            following = self._next_size(predicted, seen, capacity_bytes, low, high, n)
             if following == low and self.exact and high - low > 1:
                 following = low + 1
-            if following == low and not found[0]:
+            if following == low and low < least:
                 following = max(least, high // 2)  # the trace knows too little here; something small may still run
             if high - low <= 1 or following == low or self._out_of_time():
                 break
             n = following
+        found = low if low in seen.ran else 0
+        self._equals[_kind_of(self.runtime, index, role, shape_of)] = index, found
         return found
+
+    def _alike(self, index: int, role: Role, shape_of: Callable[[int], StepShape]) -> int | None:
+        """Return the ceiling of an equal device in the same role, found before: same card, and as much memory."""
+        other, found = self._equals.get(_kind_of(self.runtime, index, role, shape_of), (index, 0))
+        return found if other != index and found else None
 
     def _out_of_time(self) -> bool:
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
-    def _checked(
-        self, index: int, shape_of: Callable[[int], StepShape], predicted: Callable[[int], float], guess: int
-    ) -> Callable[[int], float]:
-        """Hold the traced line against two small real steps, and return the model that agrees with them."""
+    def _check(
+        self,
+        index: int,
+        shape_of: Callable[[int], StepShape],
+        guess: int,
+        seen: _Seen,
+    ) -> None:
+        """Hold the traced line against two small real steps; what they show corrects it."""
         small = max(self.least_batch(), guess // 16)
         if 2 * small >= guess:
-            return predicted
-        real = [(n, self._real_peak(index, shape_of(n))) for n in (small, 2 * small)]
-        (n0, y0), (n1, y1) = real
-        if y0 is None or y1 is None:
-            return predicted
-        real_slope, traced_slope = (y1 - y0) / (n1 - n0), (predicted(n1) - predicted(n0)) / (n1 - n0)
-        if real_slope > 0 and abs(traced_slope / real_slope - 1) > SLOPE_TOLERANCE:
-            return lambda n: y0 + real_slope * (n - n0)
-        return _shifted(predicted, y1 - predicted(n1))
+            return
+        for n in (small, 2 * small):
+            if not self._ran(index, shape_of, n, seen):
+                return
 
-    def _refitted(self, model: Callable[[int], float], capacity_bytes: int, low: int, high: int, start: int) -> int:
-        """Return the largest size, between what ran and what did not, that fits by the model; the next to try."""
+    def _next_size(
+        self, predicted: Callable[[int], float], seen: _Seen, capacity_bytes: int, low: int, high: int, start: int
+    ) -> int:
+        """Return the largest size, between what ran and what did not, that fits by the corrected trace."""
         if high - low <= 1:
             return low
+        if seen.limit == "kernel":
+            return (low + high) // 2  # nothing tells where a kernel ends but running it
         return largest_fitting(
-            model, capacity_bytes, least=low, most=high - 1, start=min(max(start, low + 1), high - 1)
+            lambda n: predicted(n) + seen.residual(n, predicted),
+            capacity_bytes,
+            least=low,
+            most=high - 1,
+            start=min(max(start, low + 1), high - 1),
         )
 
-    def _real_peak(self, index: int, shape: StepShape) -> int | None:
-        """Run a step for its memory; None where the device ran out of it."""
+    def _ran(
+        self,
+        index: int,
+        shape_of: Callable[[int], StepShape],
+        n: int,
+        seen: _Seen,
+    ) -> bool:
+        """Run a step for its memory, and keep what it shows."""
         self._count(1)
         try:
-            return self.runtime.peaks(shape)[index]
+            seen.ran[n] = self.runtime.peaks(shape_of(n))[index]
         except OutOfMemoryError:
             self.counts.ooms += 1
-        return None
+            seen.failed[n] = self.runtime.capacities_bytes[index] + 1
+            return False
+        except RuntimeError as error:
+            if not is_kernel_limit(error):
+                raise
+            seen.limit = "kernel"
+            return False
+        return True
 
     def _count(self, steps: int, ooms: int = 0) -> None:
         if not self.runtime.simulated:
             self.counts.steps += steps
             self.counts.ooms += ooms
+
+
+@dataclass
+class _Seen:
+    """What was seen of one device in one role.
+
+    Attributes:
+        traced: Bytes by samples, of traces.
+        ran: Bytes by samples, of real steps.
+        failed: Sizes that ran out of memory, each with what it would at least have needed.
+        limit: Set where something else than memory ended the search.
+    """
+
+    traced: dict[int, int] = field(default_factory=dict)
+    ran: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, int] = field(default_factory=dict)
+    limit: Limit | None = None
+
+    def points(self) -> tuple[tuple[int, int, bool], ...]:
+        """Return all sizes that were looked at, in order."""
+        known = {**{n: (n, nbytes, False) for n, nbytes in self.traced.items()}}
+        known.update({n: (n, nbytes, True) for n, nbytes in self.ran.items()})
+        return tuple(known[n] for n in sorted(known))
+
+    def residual(self, n: int, predicted: Callable[[int], float]) -> float:
+        """Return what real steps hold beyond their traces, at a size that was not run.
+
+        It is that of the nearest real step, and, where two of them show that it grows (the slope of the trace is off
+        by more than `SLOPE_TOLERANCE`), the line through the two nearest. A size that failed needs more than there is.
+        """
+        known = {size: nbytes - predicted(size) for size, nbytes in self.ran.items()}
+        for size, nbytes in self.failed.items():
+            known[size] = max(0.0, nbytes - predicted(size), max(known.values(), default=0.0))
+        if not known:
+            return 0.0
+        nearest = sorted(known, key=lambda size: abs(size - n))[:2]
+        if len(nearest) == 1:
+            return known[nearest[0]]
+        n0, n1 = sorted(nearest)
+        slope = (known[n1] - known[n0]) / (n1 - n0)
+        traced_slope = (predicted(n1) - predicted(n0)) / (n1 - n0)
+        if abs(slope) <= SLOPE_TOLERANCE * abs(traced_slope):
+            return known[nearest[0]]
+        return known[n0] + slope * (n - n0)
+
+
+def _kind_of(
+    runtime: Runtime, index: int, role: Role, shape_of: Callable[[int], StepShape]
+) -> tuple[str, int, Role, int]:
+    """Tell equal devices in equal steps: the same card with as much memory, in a step of as many micro-steps."""
+    return runtime.devices[index].name, runtime.capacities_bytes[index], role, len(shape_of(2).splits)
 
 
 def find_ceiling(
@@ -619,10 +704,6 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
 
 def _balanced(split: tuple[int, ...], accumulates: bool) -> StepShape:
     return StepShape((split,) * (2 if accumulates else 1))
-
-
-def _shifted(model: Callable[[int], float], offset_bytes: float) -> Callable[[int], float]:
-    return lambda n: model(n) + offset_bytes
 
 
 def _stops_paying(points: list[tuple[int, float]]) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Origin", "paste_lines", "plan_report", "print_devices", "print_plan", "print_profiles"]
 
-_LIMITS = {"memory": " (memory)", "max_batch_size": " or more", "time": " (time)"}
+_LIMITS = {"memory": " (memory)", "max_batch_size": " or more", "kernel": " (a kernel's limit)", "time": " (time)"}
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +26,7 @@ from autosplit.errors import WorkloadError
 from autosplit.transfer import Placement, adopt_module
 from autosplit.workload import Workload, call_model, modules_of, on_first_device
 
-__all__ = ["Trainee", "fake_mode", "kept_rng", "ran_a_step", "training_copy"]
+__all__ = ["Trainee", "fake_mode", "ran_a_step", "training_copy"]
 
 LOSS_SCALE = 65536.0
 """torch.amp.GradScaler's initial scale (its default `init_scale`)."""
@@ -527,19 +525,3 @@ def _choose_gpu_variants(optimizers: Any) -> None:
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
-
-
-@contextmanager
-def kept_rng() -> Iterator[None]:
-    """Put every random number generator back to where it was: Python's, NumPy's if loaded, torch's, CUDA's."""
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    cuda_devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=cuda_devices):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy is not None and numpy_state is not None:
-                numpy.random.set_state(numpy_state)

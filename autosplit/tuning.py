@@ -17,9 +17,10 @@ from autosplit.isolation import in_child
 from autosplit.plan import Plan
 from autosplit.progress import Progress
 from autosplit.request import Request, checked_request
+from autosplit.rng import kept_rng
 from autosplit.session import Session
 from autosplit.staging import Source, build, follow, workload_source
-from autosplit.trainee import kept_rng, ran_a_step
+from autosplit.trainee import ran_a_step
 
 __all__ = ["Progress", "TuningInterrupted", "tune"]
 

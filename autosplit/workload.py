@@ -6,7 +6,7 @@ A `Workload` only describes; `autosplit.trainee` makes a copy of it that runs.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.batches import batch_size_of, map_tensors, resize, tensors_of, unmarked
+from autosplit.drawing import largest_batch
 from autosplit.errors import WorkloadError
 from autosplit.transfer import HOST, active_placement, transfer
 
@@ -93,6 +94,41 @@ class Workload:
                 "expected a pair (inputs, targets); pass such a pair, or compute_loss=(model, batch) -> loss"
             )
         _ = self.sample_batch_size  # an empty or inconsistent batch is an error here, not in a probe
+
+    @classmethod
+    def from_loader(
+        cls,
+        loader: Iterable[Any],
+        *,
+        model: nn.Module | ModelFactory | Sequence[nn.Module] | Mapping[str, nn.Module],
+        batches: int = 32,
+        batch_dim: int = 0,
+        **options: Any,
+    ) -> Workload:
+        """Describe a training step whose sample batch is the largest of those that a loader yields.
+
+        Where the samples differ in length, a batch is padded to its longest one, and memory follows that. The batch
+        with the most elements per sample becomes the sample batch, so that a ceiling holds for batches as long as
+        that one::
+
+            workload = Workload.from_loader(loader, model=model, loss_fn=loss_fn, batches=200)
+            plan = autosplit.tune(workload)
+
+        Nothing is left of the drawing: random states, the loader's own generator and an iterator over it that is in
+        use are as they were, and workers are ended. (A mere iterator has its batches taken out.)
+
+        Args:
+            loader: A DataLoader, or anything else that yields batches as training sees them, endless or not.
+            model: As for `Workload`.
+            batches: How many batches to draw; default 32. More of them find longer samples.
+            batch_dim: As for `Workload`.
+            **options: The other arguments of `Workload`.
+
+        Raises:
+            WorkloadError: No sample was drawn, or batches without a batch size: lists of samples of different
+                lengths, a PackedSequence, a nested tensor.
+        """
+        return cls(model, largest_batch(loader, batches, batch_dim), batch_dim=batch_dim, **options)
 
     def _check_model(self) -> None:
         several = isinstance(self.model, (tuple, list, Mapping)) and not isinstance(self.model, nn.Module)

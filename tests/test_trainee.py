@@ -15,11 +15,12 @@ from torch.nn import functional as F
 
 from autosplit.batches import Whole, tensors_of
 from autosplit.errors import AutosplitError, WorkloadError
+from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.placed import bucket_bytes, run_placed, wrapper_for
 from autosplit.runtime.tracing import make_tracer
 from autosplit.runtime.tracking import Tracker
-from autosplit.trainee import fake_mode, kept_rng, listed, training_copy
+from autosplit.trainee import fake_mode, listed, training_copy
 from autosplit.workload import Workload, modules_of
 
 

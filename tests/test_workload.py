@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
+import multiprocessing
+import random
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
+from torch.utils.data import DataLoader, IterableDataset
 
 from autosplit.balanced import BalancedDataParallel
 from autosplit.batches import Whole
@@ -226,3 +234,215 @@ def test_several_models_with_a_step():
 def test_options_are_keywords():
     with pytest.raises(TypeError):
         Workload(LINEAR, (X, Y), F.cross_entropy)
+
+
+class Sequences(torch.utils.data.Dataset):
+    """Texts of different lengths; the longest is the last but two."""
+
+    lengths = (3, 5, 2, 4, 3, 1, 9, 2, 4)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return torch.full((self.lengths[index],), index)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return (torch.zeros(2) for _ in itertools.count())
+
+
+def padded(samples):
+    return pad_sequence(samples, batch_first=True)
+
+
+def loader_of(batch_size=2, **options):
+    return DataLoader(Sequences(), batch_size=batch_size, collate_fn=padded, **options)
+
+
+EMBED = nn.Embedding(16, 4)
+
+
+def drawn(loader, **options):
+    return Workload.from_loader(loader, model=EMBED, **options).sample_batch
+
+
+class TestFromLoader:
+    def test_takes_the_batch_with_the_longest_samples(self):
+        workload = Workload.from_loader(loader_of(), model=EMBED, optimizer=torch.optim.SGD, precision="bf16")
+        assert workload.sample_batch.tolist() == [[6] * 9, [7, 7, *[0] * 7]]
+        assert (workload.model, workload.optimizer, workload.precision) == (EMBED, torch.optim.SGD, "bf16")
+        assert workload.batch(3).shape == (3, 9)
+
+    @pytest.mark.parametrize("batches", [1, 2, 3])
+    def test_draws_as_many_as_it_is_told(self, batches):
+        taken = []
+
+        def passing():
+            for batch in loader_of(1):
+                taken.append(len(batch))
+                yield batch
+
+        drawn(passing(), batches=batches)
+        assert len(taken) == batches
+
+    def test_sees_no_more_than_it_draws(self):
+        assert drawn(loader_of(), batches=2).shape == (2, 5)
+
+    def test_an_endless_loader(self):
+        assert drawn(DataLoader(Endless(), batch_size=3)).shape == (3, 2)
+        assert drawn(torch.zeros(2, 5) for _ in itertools.count()).shape == (2, 5)
+
+    def test_a_longer_batch_of_fewer_samples_wins(self):
+        assert drawn([torch.zeros(8, 3), torch.zeros(1, 4)]).shape == (1, 4)
+
+    def test_of_two_alike_the_one_with_more_samples(self):
+        assert (
+            drawn([torch.zeros(2, 3), torch.ones(4, 3), torch.zeros(4, 3), torch.zeros(1, 3)]).tolist() == [[1] * 3] * 4
+        )
+
+    def test_batches_of_one(self):
+        assert drawn(loader_of(1)).tolist() == [[6] * 9]
+
+    def test_every_tensor_of_a_sample_counts(self):
+        short, long = ((torch.zeros(2, 3), torch.zeros(2, n)) for n in (1, 7))
+        assert drawn([short, long, short])[1].shape == (2, 7)
+
+    @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=8))
+    def test_no_batch_has_larger_samples(self, shapes):
+        batch = drawn([torch.zeros(shape) for shape in shapes])
+        assert batch.shape in shapes
+        assert batch.size(1) == max(length for _, length in shapes)
+
+    @pytest.mark.parametrize("kind", [dict, collections.UserDict], ids=["dict", "encoding"])
+    def test_mappings_with_different_keys(self, kind):
+        with_mask = kind(ids=torch.zeros(2, 4), mask=torch.ones(2, 4))
+        assert list(drawn([kind(ids=torch.zeros(2, 6)), with_mask])) == ["ids", "mask"]
+
+    def test_what_is_no_tensor_stays(self):
+        batch = {"ids": torch.zeros(2, 4), "names": ["a", "b"], "mask": Whole(torch.eye(9))}
+        kept = drawn([batch])
+        assert kept["names"] == ["a", "b"]
+        assert isinstance(kept["mask"], Whole)
+
+    def test_what_belongs_to_no_sample_counts_for_none(self):
+        small, large = ((torch.zeros(2, 3), Whole(torch.zeros(size, size))) for size in (1, 50))
+        assert drawn([small, large])[1].value.shape == (1, 1)
+
+    def test_another_batch_dimension(self):
+        workload = Workload.from_loader([torch.zeros(3, 8), torch.zeros(5, 2)], model=EMBED, batch_dim=1)
+        assert (workload.sample_batch_size, workload.sample_batch.shape) == (2, (5, 2))
+
+    def test_a_loader_that_fills_one_buffer_again_and_again(self):
+        def buffered():
+            buffer = torch.zeros(2, 4)
+            for fill, length in ((1, 2), (2, 4), (3, 1)):
+                yield buffer.fill_(fill)[:, :length]
+
+        assert drawn(buffered()).tolist() == [[2] * 4] * 2
+
+    def test_batches_without_samples_are_passed_over(self):
+        assert drawn([torch.zeros(0, 9), torch.zeros(2, 3)]).shape == (2, 3)
+
+
+FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12
+
+
+class TestFromLoaderLeavesNothing:
+    def test_random_states(self):
+        class Augmented(Sequences):
+            def __getitem__(self, index):
+                np.random.rand()  # noqa: NPY002  # what a user's dataset does
+                return super().__getitem__(index) + int(torch.rand(1) * random.random())
+
+        def states():
+            return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+
+        before = states()
+        drawn(DataLoader(Augmented(), batch_size=2, collate_fn=padded, shuffle=True))
+        assert states() == before
+
+    def test_the_loaders_own_generator(self):
+        generator = torch.Generator().manual_seed(3)
+        loader = loader_of(shuffle=True, generator=generator)
+        before = generator.get_state()
+        drawn(loader)
+        assert torch.equal(generator.get_state(), before)
+
+    def test_a_samplers_own_generator(self):
+        generator = torch.Generator().manual_seed(3)
+        loader = loader_of(sampler=torch.utils.data.RandomSampler(Sequences(), generator=generator))
+        before = generator.get_state()
+        drawn(loader)
+        assert torch.equal(generator.get_state(), before)
+
+    def test_the_first_epoch_is_what_it_would_have_been(self):
+        torch.manual_seed(5)
+        expected = [batch.tolist() for batch in loader_of(shuffle=True)]
+        torch.manual_seed(5)
+        loader = loader_of(shuffle=True)
+        drawn(loader, batches=2)
+        assert [batch.tolist() for batch in loader] == expected
+
+    @FORKS
+    @pytest.mark.parametrize("persistent", [False, True])
+    def test_workers_are_ended(self, persistent):
+        before = multiprocessing.active_children()
+        loader = loader_of(num_workers=1, persistent_workers=persistent, multiprocessing_context="fork")
+        assert drawn(loader, batches=2).shape == (2, 5)
+        assert multiprocessing.active_children() == before
+        assert loader._iterator is None
+
+    @FORKS
+    def test_an_epoch_in_progress_goes_on(self):
+        """Iterating over a loader with persistent workers resets the one iterator that it has."""
+        loader = loader_of(num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+        epoch = iter(loader)
+        first = next(epoch)
+        drawn(loader, batches=1)
+        rest = list(epoch)
+        assert [batch.tolist() for batch in [first, *rest]] == [batch.tolist() for batch in loader_of()]
+        epoch._shutdown_workers()
+
+    @FORKS
+    def test_workers_of_a_dataset_that_raises(self):
+        before = multiprocessing.active_children()
+
+        class Broken(Sequences):
+            def __getitem__(self, index):
+                raise KeyError("no such file")
+
+        loader = DataLoader(Broken(), num_workers=1, multiprocessing_context="fork")
+        with pytest.raises(KeyError, match="no such file"):
+            drawn(loader)
+        assert multiprocessing.active_children() == before
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "message"),
+    [
+        ([], {}, "the loader yielded 0 batches and no sample; expected at least one; pass a loader"),
+        ([torch.zeros(0, 2)], {}, "the loader yielded 1 batches and no sample"),
+        ([X], {"batches": 0}, "batches is 0; expected how many to draw from the loader, 1 or more"),
+        ([X], {"batches": True}, "batches is True; expected how many"),
+        ([X], {"batches": 1.5}, "batches is 1.5; expected how many"),
+        (3, {}, "loader is a int; expected what yields batches; pass a DataLoader"),
+        (Sequences(), {}, "loader is a Sequences; expected what yields batches"),
+        (X, {}, "loader is a Tensor; expected what yields batches"),
+        ({"x": X}, {}, "loader is a dict; expected what yields batches"),
+        ([X, "text"], {}, "batch 1 of the loader: the batch has no tensor.*; pad samples of different lengths in coll"),
+        ([[torch.zeros(3, 2), torch.zeros(5, 7)]], {}, "batch 0 of the loader: the tensors of the batch disagree"),
+        ([[pack_sequence([X])]], {}, "batch 0 of the loader has a PackedSequence; expected tensors with one batch"),
+        (
+            [{"x": torch.nested.nested_tensor([X, X], layout=torch.jagged)}],
+            {},
+            "batch 0 of the loader has a nested tensor; expected",
+        ),
+        ([X], {"precision": "fp8"}, "precision is 'fp8'"),
+    ],
+)
+def test_what_is_no_loader(loader, options, message):
+    with pytest.raises(WorkloadError, match=message) as caught:
+        Workload.from_loader(loader, model=LINEAR, **options)
+    assert "\n" not in str(caught.value)

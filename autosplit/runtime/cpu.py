@@ -9,11 +9,12 @@ from __future__ import annotations
 import gc
 
 from autosplit.devices import Device
+from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import run_placed, wrapper_for
 from autosplit.runtime.timing import timed
 from autosplit.runtime.tracking import Tracker
-from autosplit.trainee import Trainee, kept_rng, listed
+from autosplit.trainee import Trainee, listed
 
 __all__ = ["CpuRuntime"]
 

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from autosplit.balanced import BalancedDataParallel
 from autosplit.devices import Device
 from autosplit.oom import OutOfMemoryError, is_oom
+from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
 from autosplit.runtime.timing import timed
-from autosplit.trainee import Trainee, kept_rng, training_copy
+from autosplit.trainee import Trainee, training_copy
 from autosplit.workload import Workload, modules_of
 
 __all__ = ["CudaRuntime"]
@@ -56,6 +57,7 @@ class CudaRuntime:
         self._gpus = [torch.device("cuda", device.index) for device in devices]
         self._trainee: Trainee | None = None
         self._home: torch.device | None = None
+        self._has_run = False
         self._paces_s: dict[tuple[str, tuple[bool, ...]], float] = {}
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
@@ -153,11 +155,14 @@ class CudaRuntime:
         It recovers outside the except block, whose traceback pins tensors.
         """
         try:
-            return run()
-        except RuntimeError as error:
-            if not is_oom(error):
+            result = run()
+        except Exception as error:
+            if not is_oom(error, smaller_ran=self._has_run):
                 raise
             message, index = str(error), _failed_gpu(error, self._gpus)
+        else:
+            self._has_run = True
+            return result
         for module in modules_of(self._trainee.models) if self._trainee is not None else []:
             module.zero_grad(set_to_none=True)
         self._release()
@@ -227,7 +232,7 @@ class _Run:
         return BalancedDataParallel(None, module, self._gpus, dim=workload.batch_dim, split=split, reduce=reduce)  # type: ignore[arg-type]
 
 
-def _failed_gpu(error: RuntimeError, gpus: list[torch.device]) -> int | None:
+def _failed_gpu(error: BaseException, gpus: list[torch.device]) -> int | None:
     """Find which GPU an out-of-memory error is about: ours says so, CUDA's allocator writes "GPU 1"."""
     if isinstance(error, OutOfMemoryError) and error.device is not None:
         names = [str(gpu) for gpu in gpus]

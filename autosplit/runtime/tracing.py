@@ -20,10 +20,11 @@ from torch.utils import flop_counter
 
 from autosplit.catalog import GpuSpec
 from autosplit.errors import AutosplitError, from_user_code
+from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.placed import run_placed
 from autosplit.runtime.tracking import Tracker
-from autosplit.trainee import Trainee, fake_mode, kept_rng, mode_of, training_copy
+from autosplit.trainee import Trainee, fake_mode, mode_of, training_copy
 from autosplit.workload import Workload, modules_of
 
 __all__ = ["Event", "Move", "Phase", "Trace", "Tracer", "Work", "make_tracer"]
