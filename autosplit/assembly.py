@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autosplit.cost import Ceiling, StepTime, TimeCurve
+from autosplit.cost import Ceiling, Region, StepTime, TimeCurve
 from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.request import Request
 from autosplit.solver import RankSolver
@@ -60,6 +60,7 @@ class Answer:
         curves: Each device's time.
         ddp: The answer for DistributedDataParallel.
         even_samples_per_s: Of the even split; None where it is not known.
+        region: Which splits fit; None where nothing was split.
     """
 
     split: tuple[int, ...]
@@ -70,6 +71,7 @@ class Answer:
     curves: tuple[TimeCurve, ...]
     ddp: DdpPlan
     even_samples_per_s: float | None = None
+    region: Region | None = None
 
 
 def assembled(
@@ -104,6 +106,7 @@ def assembled(
         ceilings=tuple(ceiling.batch_size for ceiling in answer.ceilings),
         devices=tuple(_device(request, answer, position) for position in range(len(request.devices))),
         trials=trials,
+        region=answer.region,
         ddp=answer.ddp,
         precision=workload.precision or "none",
         simulated=request.simulated,

@@ -118,6 +118,7 @@ class Region:
         primary_ceiling: Its ceiling when it is alone, with a batch of its own share only.
         replica_ceilings: Ceilings of the other devices; none for a single device.
         max_batch_size: No batch may be larger.
+        least_share: No share but 0 may be smaller: a BatchNorm trains on no fewer than two samples.
     """
 
     primary: MemoryFit
@@ -125,6 +126,7 @@ class Region:
     primary_ceiling: int
     replica_ceilings: tuple[int, ...]
     max_batch_size: int
+    least_share: int = 1
 
     @property
     def largest_batch(self) -> int:

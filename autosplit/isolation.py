@@ -1,19 +1,244 @@
-"""Run something in a process of its own, which a crash ends instead of this one."""
+"""A process of its own for what may crash, exit or hang: what ends it costs one answer, and not this process.
+
+multiprocessing's spawn with one pipe is all it takes, since one process answers one call at a time. The pools
+(concurrent.futures, loky, pebble) hide what a worker died of and at which call, and that is what is to be told.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
 
-from autosplit.errors import AutosplitError, InputError
+from autosplit.errors import AutosplitError, InputError, one_line
 
-__all__ = ["in_child"]
+__all__ = ["Child", "ChildLostError", "LostCauseError", "in_child"]
 
 T = TypeVar("T")
+
+UNHURRIED_S = 600.0
+"""Waiting for an answer ends here where no other limit is given: as long as NCCL waits for a rank that hangs."""
+
+_CLOSING_S = 5.0
+"""So long a process that was told to stop may take over it."""
+
+_LOOK_S = 1.0
+"""So often a silent process is looked at: one that forked leaves its pipes open in its children when it dies."""
+
+_SENT_AT_ONCE_BYTES = 4096
+"""What any pipe takes in without a reader, who is still starting."""
+
+_SIGNALS = {
+    "SIGKILL": "as the system's out-of-memory killer does",
+    "SIGSEGV": "a segmentation fault",
+    "SIGBUS": "memory that could not be had, often /dev/shm",
+    "SIGABRT": "an abort in native code",
+    "SIGILL": "an instruction that this processor lacks",
+    "SIGFPE": "arithmetic in native code",
+}
+"""What a signal usually comes from."""
+
+
+class ChildLostError(AutosplitError):
+    """A process ended, or had to be ended, without an answer.
+
+    Attributes:
+        cause: What became of it, as the end of a sentence: ``"was ended by SIGKILL, ..."``.
+        was_ready: It had started, and ended in a call.
+    """
+
+    def __init__(self, cause: str, *, was_ready: bool) -> None:
+        super().__init__(f"the process {cause}")
+        self.cause = cause
+        self.was_ready = was_ready
+
+
+class LostCauseError(Exception):
+    """Raised inside the process: it is of no more use, and has to be replaced; the message completes ``cause``."""
+
+
+class InTheChildError(Exception):
+    """The traceback that an unforeseen exception had in the other process, as the last of its causes."""
+
+
+class Child:
+    """An object in a spawned process, whose methods are called from here.
+
+    Args:
+        make: Picklable; makes the object, there.
+
+    Raises:
+        InputError: It can't be pickled.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._waiting: bytes | None = _pickled(make)
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process's; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process if there is none, and return while it loads.
+
+        Raises:
+            AutosplitError: The system refuses another process.
+        """
+        if self._process is not None:
+            return
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        # No daemon, since these may have no children: a workload may well have a DataLoader with workers.
+        process = context.Process(target=_serve, args=(theirs,), name="autosplit-isolated", daemon=False)
+        try:
+            with _undisturbed():
+                process.start()
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, OSError):
+                raise AutosplitError(
+                    f"no process could be started ({one_line(error)}); expected room for one more; end others, or "
+                    "leave isolate out (--no-isolate)"
+                ) from error
+            raise
+        finally:
+            theirs.close()
+        self._process, self._pipe, self._is_ready = process, ours, False
+        self._waiting = self._waiting or _pickled(self._make)
+        if len(self._waiting) <= _SENT_AT_ONCE_BYTES:
+            self._hand_over()
+
+    def call(self, name: str, *args: Any, limit_s: float = UNHURRIED_S, start_limit_s: float = UNHURRIED_S) -> Any:
+        """Call a method of the object; a process is started for it where there is none.
+
+        Args:
+            name: Of the method.
+            *args: Picklable.
+            limit_s: The process is ended if the answer takes longer.
+            start_limit_s: The same for the object to be made.
+
+        Returns:
+            What the method returns.
+
+        Raises:
+            ChildLostError: The process ended, or was ended, without an answer.
+            Exception: Whatever was raised there, by the method or while the object was made.
+        """
+        try:
+            self._get_ready(start_limit_s)
+            self._send(pickle.dumps((name, args)))
+            failed, value = self._answer(limit_s)
+        except BaseException:
+            self.end()  # it is lost, or amid a call: Ctrl-C leaves it there
+            raise
+        if failed:
+            raise value
+        return value
+
+    def close(self) -> None:
+        """Let the process stop by itself if it is waiting, end it otherwise."""
+        if self._process is not None and self._pipe is not None and self._is_ready:
+            with suppress(OSError):
+                self._pipe.send_bytes(b"")
+                self._process.join(_CLOSING_S)
+        self.end()
+
+    def end(self) -> None:
+        """End the process and those that it started; nothing is left of it."""
+        process, pipe = self._process, self._pipe
+        self._process = self._pipe = None
+        if process is None or pipe is None:
+            return
+        if process.pid is not None and hasattr(os, "killpg"):
+            # It leads a group of its own; one that has not come so far has started nothing yet.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+        process.close()
+        pipe.close()
+
+    def _get_ready(self, limit_s: float) -> None:
+        self.start()
+        if self._is_ready:
+            return
+        if self._waiting is not None:
+            self._hand_over()
+        failed, value = self._answer(limit_s)
+        if failed:
+            raise value
+        self._is_ready = True
+
+    def _hand_over(self) -> None:
+        """Send what makes the object, once: it may be as large as a model, and is not kept."""
+        assert self._waiting is not None
+        sent, self._waiting = self._waiting, None
+        self._send(sent)
+
+    def _send(self, data: bytes) -> None:
+        assert self._pipe is not None
+        with suppress(OSError):  # a reader that is gone is found where its answer is missed
+            self._pipe.send_bytes(data)
+
+    def _answer(self, limit_s: float) -> tuple[bool, Any]:
+        """Wait for an answer.
+
+        Returns:
+            Whether it is an exception, and it.
+        """
+        assert self._pipe is not None
+        assert self._process is not None
+        deadline_s = time.monotonic() + limit_s
+        while not self._pipe.poll():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise self._lost(f"did not answer within {limit_s:.3g} s and was ended")
+            if self._process.exitcode is not None:
+                break
+            wait([self._pipe, self._process.sentinel], min(left_s, _LOOK_S))
+        try:
+            kind, value = pickle.loads(self._pipe.recv_bytes())  # noqa: S301  # by the process that we started
+        except (EOFError, OSError):
+            raise self._lost(self._end_text()) from None
+        except Exception as error:
+            raise self._lost(f"sent what can't be read ({one_line(error)}) and was ended") from error
+        if kind == "lost":
+            raise self._lost(value)
+        return kind == "raised", _decoded(*value) if kind == "raised" else value
+
+    def _lost(self, cause: str) -> ChildLostError:
+        return ChildLostError(cause, was_ready=self._is_ready)
+
+    def _end_text(self) -> str:
+        """Say what ended the process, whose pipe is closed."""
+        assert self._process is not None
+        self._process.join(_LOOK_S)
+        code = self._process.exitcode
+        if code is None:
+            return "closed its pipe and was ended"
+        if code >= 0:
+            return f"exited with code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            return f"was ended by signal {-code}"
+        return f"was ended by {name}" + (f", {_SIGNALS[name]}" if name in _SIGNALS else "")
 
 
 def in_child(function: Callable[..., T], *args: Any) -> T:
@@ -28,18 +253,193 @@ def in_child(function: Callable[..., T], *args: Any) -> T:
         AutosplitError: The process died (a crash in a kernel, the system's out-of-memory killer).
         Exception: Whatever the function raised there.
     """
+    child = Child(_Call(function, args))
     try:
-        pickle.dumps((function, args))
+        result: T = child.call("run", limit_s=float("inf"))
+        return result
+    except ChildLostError as error:
+        raise AutosplitError(
+            f"the tuning process died without an answer: it {error.cause}; expected it to end by itself; "
+            "see the system's log, and try a smaller max_batch_size"
+        ) from error
+    finally:
+        child.close()
+
+
+class _Call:
+    """A call that is to be made elsewhere."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._function, self._args = function, args
+
+    def __call__(self) -> _Call:
+        return self
+
+    def run(self) -> Any:
+        return self._function(*self._args)
+
+
+def _pickled(what: Any) -> bytes:
+    """Pickle, plainly: multiprocessing's own way would move the tensors of a live model to shared memory."""
+    try:
+        return pickle.dumps(what)
     except Exception as error:  # noqa: BLE001  # pickling runs the objects' own code, which may raise anything
         raise InputError(
-            f"isolate=True and the workload can't be pickled ({type(error).__name__}: {error}); expected a workload "
-            "made of importable functions and classes; define them in a module, or leave isolate out"
+            f"isolate=True and the workload can't be pickled ({one_line(error)}); expected a workload made of "
+            "importable functions and classes; define them in a module, or leave isolate out"
         ) from None
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let a process start with stdout on stderr and deaf to Ctrl-C: it runs the main module before any code of ours."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    kept = _duplicate(1)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if hasattr(signal, "pthread_sigmask") else None
+    try:
+        if kept is not None:
+            with suppress(OSError):
+                os.dup2(2, 1)
+        yield
+    finally:
+        if kept is not None:
+            os.dup2(kept, 1)
+            os.close(kept)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _duplicate(descriptor: int) -> int | None:
+    try:
+        return os.dup(descriptor)
+    except OSError:  # closed: there is nothing to keep clean
+        return None
+
+
+# ---------------------------------------------------------------------------------------------- in the other process
+
+
+def _serve(pipe: Connection) -> None:
+    """Make the object, and answer calls of its methods until told to stop."""
+    _settle_in()
+    served: Any = None
+    try:
+        served = _unpickled(pipe.recv_bytes())()
+        answer: tuple[str, Any] = ("returned", None)
+    except EOFError:
+        return
+    except LostCauseError as error:
+        answer = ("lost", str(error))
+    except BaseException as error:  # noqa: BLE001  # an exit, too: it is told in the process that waits
+        answer = ("raised", _encoded(error))
+    while _sent(pipe, answer) and served is not None and answer[0] != "lost":
         try:
-            return pool.submit(function, *args).result()
-        except BrokenProcessPool as error:
-            raise AutosplitError(
-                "the tuning process died without an answer: a crash in a kernel, or the system's out-of-memory killer; "
-                "see the system's log, and try a smaller max_batch_size"
-            ) from error
+            request = pipe.recv_bytes()
+        except EOFError:
+            break
+        if not request:
+            break
+        answer = _answered(served, request)
+    if served is not None and answer[0] != "lost" and hasattr(served, "close"):
+        served.close()
+
+
+def _settle_in() -> None:
+    """Leave the parent's stdout, its Ctrl-C and its place before the out-of-memory killer; end when it ends."""
+    with suppress(OSError):
+        os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    if hasattr(os, "setpgid"):
+        with suppress(OSError):
+            os.setpgid(0, 0)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    with suppress(OSError):  # Linux: where memory runs out this process is the first to go, and not its parent
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    """End at once when the parent is gone, also amid a step that hangs."""
+    wait([sentinel])
+    os._exit(1)
+
+
+def _unpickled(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)  # noqa: S301  # from the process that started this one
+    except (AutosplitError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever importing the user's modules raises
+        raise InputError(
+            f"isolate=True and the workload can't be loaded in another process ({one_line(error)}); expected a "
+            "workload made of importable functions and classes; define them in a module, or leave isolate out"
+        ) from None
+
+
+def _answered(served: Any, request: bytes) -> tuple[str, Any]:
+    try:
+        name, args = pickle.loads(request)  # noqa: S301  # from the process that started this one
+        return "returned", getattr(served, name)(*args)
+    except LostCauseError as error:
+        return "lost", str(error)
+    except BaseException as error:  # noqa: BLE001  # an exit, too: it is told in the process that waits
+        return "raised", _encoded(error)
+
+
+def _sent(pipe: Connection, answer: tuple[str, Any]) -> bool:
+    """Send an answer; say whether anybody was there for it."""
+    try:
+        data = pickle.dumps(answer)
+    except Exception as error:  # noqa: BLE001  # what a method returned runs its own code when pickled
+        data = pickle.dumps(("raised", _encoded(error)))
+    try:
+        pipe.send_bytes(data)
+    except OSError:
+        return False
+    return True
+
+
+_Link = tuple[bytes | None, str]
+"""An exception, pickled where it can be, and in words."""
+
+
+def _encoded(error: BaseException) -> tuple[list[_Link], str]:
+    """Make an exception fit to travel: it and its causes, and its traceback where nobody raised it on purpose."""
+    links: list[_Link] = []
+    link: BaseException | None = error
+    while link is not None and len(links) < 8:
+        links.append((_pickled_error(link), one_line(link)))
+        link = link.__cause__
+    foreseen = isinstance(error, (AutosplitError, KeyboardInterrupt))
+    return links, "" if foreseen else "".join(traceback.format_exception(error))
+
+
+def _pickled_error(error: BaseException) -> bytes | None:
+    """Pickle an exception; None for one that would not come back, as by an __init__ of other arguments."""
+    try:
+        data = pickle.dumps(error)
+        return data if type(pickle.loads(data)) is type(error) else None  # noqa: S301  # our own, a moment ago
+    except Exception:  # noqa: BLE001  # exceptions of all kinds hold things of all kinds
+        return None
+
+
+def _decoded(links: list[_Link], trace: str) -> BaseException:
+    """Put an exception and its causes together again."""
+    chain = [_unpickled_error(*link) for link in links]
+    if trace:
+        chain.append(InTheChildError(f"in the other process:\n{trace}"))
+    for error, cause in zip(chain, chain[1:], strict=False):
+        error.__cause__ = cause
+    return chain[0]
+
+
+def _unpickled_error(data: bytes | None, text: str) -> BaseException:
+    with suppress(Exception):  # its class may be in a module that only the other process has
+        error = pickle.loads(data) if data is not None else None  # noqa: S301  # by the process that we started
+        if isinstance(error, BaseException):
+            return error
+    return RuntimeError(text)

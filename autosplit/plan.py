@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from autosplit.cost import Ceiling
+from autosplit.cost import Ceiling, Region
 from autosplit.errors import DeviceError, PlanError
 from autosplit.space import Trial
 from autosplit.split import accumulation_steps
@@ -118,6 +118,8 @@ class Plan:
             say nothing (one device, or devices that share a processor).
         ceilings: Samples per device that still fit, all at once: a split within them fits.
         devices: The devices, with what the plan does to each.
+        region: Which splits fit: device 0's bytes over its share and the whole batch, and the others' ceilings. None
+            where nothing was split (`strategy="ddp"`).
         trials: What the search tried.
         checks: What splitting changes about the training; empty where it was not checked.
         ddp: The answer for DistributedDataParallel.
@@ -147,6 +149,7 @@ class Plan:
     ddp: DdpPlan
     precision: str
     simulated: bool
+    region: Region | None = None
     checks: tuple[str, ...] = ()
     batch_dim: int = 0
     loss_reduction: str = "mean"

@@ -239,6 +239,7 @@ class Session:
             primary_ceiling=primary.batch_size,
             replica_ceilings=tuple(ceiling.batch_size for ceiling in self.replicas),
             max_batch_size=self.prober.max_batch_size,
+            least_share=self.prober.least_batch(),
         )
 
     def _curves(self, ranks: tuple[Ceiling, ...]) -> tuple[TimeCurve, ...]:
@@ -349,7 +350,7 @@ class Session:
         return self.prober.step(splits, budget_s=TRIAL_BUDGET_S, copies_s=copies_s)
 
     def _can_train(self, *splits: tuple[int, ...]) -> bool:
-        least = self.prober.least_batch()
+        least = self.solver.space.region.least_share if self.solver is not None else self.prober.least_batch()
         return not any(0 < share < least for split in splits for share in split)
 
     def _even_rate(self, best: Trial) -> float | None:
@@ -448,6 +449,7 @@ class Session:
             curves=self.solver.step_time.curves,
             ddp=ddp,
             even_samples_per_s=even_samples_per_s,
+            region=self.solver.space.region,
         )
 
     def _assembled(self, answer: Answer, *notes: str) -> Plan:
