@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autosplit.accumulation import current_accumulation
 from autosplit.batches import batch_size_of, chunk, leaves_of, map_tensors, tensors_of, unmarked
+from autosplit.compiling import is_compiled
 from autosplit.copies import GpuCopies, PlacedCopies
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.gathering import Gathering, Link, PlacedLink
@@ -403,7 +404,7 @@ def _refuse_compiled(module: nn.Module) -> None:
     # Replicating an OptimizedModule empties the original's parameters; a module compiled in place would run
     # every replica with the first device's weights.
     for name, part in module.named_modules():
-        if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
+        if is_compiled(part):
             what = "the module is" if not name else f"its part {name} is"
             raise InputError(
                 f"{what} a compiled {type(part).__name__}; expected an eager one; wrap the eager module and compile "

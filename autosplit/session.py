@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
+from torch import nn
+
 from autosplit.assembly import DDP_NOTE, Answer, Subject, assembled, lone_rank, rank_answer, solved_ranks
+from autosplit.compiling import has_compiled_parts
 from autosplit.cost import Ceiling, MemoryFit, Region, Role, StepTime, TimeCurve
-from autosplit.errors import WorkloadError
+from autosplit.errors import WorkloadError, one_line
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import DdpPlan, Plan
 from autosplit.probe import Prober, does_not_fit
@@ -20,6 +23,7 @@ from autosplit.solver import Solver
 from autosplit.space import Configuration, Space, Trial, best_trial
 from autosplit.split import accumulation_steps, even_split, micro_batch_sizes
 from autosplit.staging import Followed, runtime_for
+from autosplit.workload import modules_of
 
 __all__ = ["Session"]
 
@@ -77,6 +81,8 @@ class Session:
         self._bound_by_tracing()
         self._refuse_bounded_step()
         plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
+        if self._is_compiled():
+            plan = replace(plan, notes=(*plan.notes, self._compiled_note(max(plan.split))))
         self._say("done", "done", 1.0)
         return plan
 
@@ -105,6 +111,26 @@ class Session:
                 "expected a rank on each device; leave strategy='ddp' out, or use a smaller model or larger devices"
             )
         return self._assembled(rank_answer(ddp, curves), DDP_NOTE)
+
+    def _is_compiled(self) -> bool:
+        model = self.subject.workload.model
+        given = modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []
+        return any(has_compiled_parts(module) for module in given)
+
+    def _compiled_note(self, samples: int) -> str:
+        """Run the model once as it was compiled, where it can be, and say what came of it."""
+        note = "the model is compiled, and its memory and time are those of its eager form"
+        if self.runtime.simulated:
+            return f"{note}; no compiled step was run"
+        self._report("a compiled step")
+        try:
+            peaks = self.runtime.peaks(StepShape(((samples, *(0 for _ in self.request.devices[1:])),), compiled=True))
+        except OutOfMemoryError as error:
+            return f"{note}; compiled, {samples} samples do not fit: {error}"
+        except Exception as error:  # noqa: BLE001  # whatever a compiler can't do
+            return f"{note}; compiled, no step could be run ({one_line(error)})"
+        held = f", and holds {peaks[0]} bytes" if peaks else "; how much it holds can't be followed on a cpu"
+        return f"{note}; a compiled step of {samples} samples on {self.request.devices[0].label} ran{held}"
 
     def _bound_by_tracing(self) -> None:
         """Look at no batch that can't be traced, where a step is a trace: on simulated cards."""

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autosplit.accumulation import Accumulation
 from autosplit.batches import Whole, map_leaves, map_tensors, resize, tensors_of
+from autosplit.compiling import compiled_like, eager_of, is_compiled, with_eager_parts
 from autosplit.errors import WorkloadError
 from autosplit.transfer import Placement, adopt_module
 from autosplit.workload import Workload, call_model, modules_of, on_first_device
@@ -70,6 +71,13 @@ class Trainee:
     def wrapped(self, wrap: Callable[[nn.Module], nn.Module]) -> Any:
         """Return the models, each in a wrapper."""
         return _map_modules(wrap, self.models)
+
+    def compiled(self) -> Any:
+        """Return the models, compiled as the workload's own are."""
+        given: Any = self.workload.model
+        if isinstance(given, nn.Module):
+            return compiled_like(given, self.models) if is_compiled(given) else self.models
+        return self.models
 
     def adopt_on(self, placement: Placement) -> None:
         """Charge parameters, buffers and optimizer state to the first device of a step."""
@@ -310,7 +318,7 @@ def training_copy(
     restore: Callable[[], None] = _nothing
     if mode is not None:
         _fake_into(memo, models, workload, mode)
-        models = copy.deepcopy(models, memo)
+        models = _map_modules(with_eager_parts, copy.deepcopy(models, memo))
     else:
         _refuse_meta(models)
         if not is_fresh:
@@ -356,7 +364,7 @@ def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Any,
     """Return the workload's model or models, and whether a factory made them just now."""
     models: Any = workload.model
     if isinstance(models, (nn.Module, tuple, list, Mapping)):
-        return models, False
+        return _map_modules(eager_of, models), False
     made = models() if mode is None else built_without_memory(models, mode)
     if not isinstance(made, nn.Module):
         raise WorkloadError(
@@ -367,7 +375,7 @@ def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Any,
 
 def _copied_or_borrowed(models: Any, memo: dict[int, Any]) -> tuple[Any, Callable[[], None]]:
     try:
-        return copy.deepcopy(models, memo), _nothing
+        return _map_modules(with_eager_parts, copy.deepcopy(models, memo)), _nothing
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001  # whatever a module's own __deepcopy__ or an uncopyable attribute raises

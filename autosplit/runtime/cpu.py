@@ -42,6 +42,8 @@ class CpuRuntime:
         Raises:
             OutOfMemoryError: A device would hold more than its budget; it is named.
         """
+        if shape.compiled:
+            return self._compiled(shape)
         # The optimizer's state appears in the first step and is there in all that follow.
         if shape.arrangement != "eval" and not self._has_state():
             self._tracked(shape)
@@ -63,6 +65,13 @@ class CpuRuntime:
             if shape.arrangement == "eval":
                 return timed(lambda _mark: trainee.evaluate(models, batches[0]), budget_s)
             return timed(lambda mark: trainee.step(models, batches, sizes, mark), budget_s)
+
+    def _compiled(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a step compiled; what it holds can't be followed, so that nothing is said of it."""
+        trainee, sizes = self.trainee, [sum(split) for split in shape.splits]
+        with kept_rng():
+            trainee.step(trainee.compiled(), [trainee.batch(size) for size in sizes], sizes)
+        return ()
 
     def _has_state(self) -> bool:
         return all(optimizer.state for optimizer in listed(self.trainee.optimizers))

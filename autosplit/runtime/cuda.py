@@ -208,7 +208,7 @@ class _Run:
     ) -> None:
         self._trainee, self._shape, self._batches, self._gpus, self._buckets = trainee, shape, batches, gpus, buckets
         self._sizes = [sum(micro) for micro in shape.splits]
-        self._models = trainee.wrapped(lambda module: self._wrapped(module, split))
+        self._models = trainee.compiled() if shape.compiled else trainee.wrapped(lambda m: self._wrapped(m, split))
 
     def __call__(self, mark: Callable[[str], None]) -> None:
         def wait_and_mark(phase: str) -> None:

@@ -23,6 +23,7 @@ class StepShape:
         num_ranks: DDP processes in the job, for ``rank``: more than one keeps gradient buckets.
         accumulates: Gradients of earlier micro-steps are held all through, and those of this step added to them.
         updates: The optimizer runs; without it, what a replica does is all there is to see.
+        compiled: The model runs compiled, as it was given, on the first device alone; only real devices can.
     """
 
     splits: tuple[tuple[int, ...], ...]
@@ -30,6 +31,7 @@ class StepShape:
     num_ranks: int = 1
     accumulates: bool = False
     updates: bool = True
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         assert self.splits, "a step has at least one micro-step"

@@ -1,0 +1,107 @@
+"""Compiled models are tuned in their eager form, run once compiled, and come back as they were."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autosplit import find_ceiling, tune
+from autosplit.compiling import compiled_like, eager_of, has_compiled_parts, is_compiled, with_eager_parts
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.trainee import training_copy
+from autosplit.workload import Workload
+
+BATCH = (torch.randn(4, 8), torch.randint(0, 3, (4,)))
+
+
+def net():
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def compiled():
+    return torch.compile(net(), backend="eager")
+
+
+def in_place():
+    module = net()
+    module.compile(backend="eager")
+    return module
+
+
+def in_part():
+    module = net()
+    module[0] = torch.compile(module[0], backend="eager")
+    return module
+
+
+COMPILED = {"whole": compiled, "in_place": in_place, "in_part": in_part}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_are_recognised(name):
+    module = COMPILED[name]()
+    assert has_compiled_parts(module)
+    assert is_compiled(module) == (name != "in_part")
+    assert not has_compiled_parts(net())
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_copy_is_eager_and_the_original_stays(name):
+    module = COMPILED[name]()
+    eager = with_eager_parts(copy.deepcopy(module))
+    assert not has_compiled_parts(eager)
+    assert has_compiled_parts(module)
+    assert torch.equal(eager(BATCH[0]), module(BATCH[0]))
+
+
+@pytest.mark.parametrize("name", ["whole", "in_place"])
+def test_are_compiled_again_as_they_were(name, monkeypatch):
+    monkeypatch.setattr(nn.Module, "compile", lambda self: setattr(self, "_compiled_call_impl", self._call_impl))
+    module = COMPILED[name]() if name == "whole" else net()
+    if name == "in_place":
+        module.compile()
+    again = compiled_like(module, copy.deepcopy(eager_of(module)))
+    assert is_compiled(again)
+    assert type(again) is type(module)
+    assert torch.equal(again(BATCH[0]), module(BATCH[0]))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:4MiB,cpu:2MiB"])
+def test_are_tuned_in_their_eager_form_and_it_is_said(name, devices):
+    """A compiled model was refused, with the advice to wrap the eager one: nobody had wrapped anything yet."""
+    model = COMPILED[name]()
+    before = copy.deepcopy(eager_of(model).state_dict())
+    plan = tune(model, BATCH, loss_fn=F.cross_entropy, devices=devices, max_batch_size=16, n_trials=2, profile="off")
+    (said,) = [note for note in plan.notes if "compiled" in note]
+    assert "those of its eager form" in said
+    assert ("no compiled step was run" in said) == devices.startswith("sim")
+    assert has_compiled_parts(model)
+    assert all(torch.equal(before[key], value) for key, value in eager_of(model).state_dict().items())
+
+
+def test_one_that_can_not_be_run_compiled_is_tuned_all_the_same():
+    def broken(graph, inputs):
+        raise ArithmeticError("no compiler here")
+
+    model = torch.compile(net(), backend=broken)
+    plan = tune(model, BATCH, loss_fn=F.cross_entropy, devices="cpu:4MiB", max_batch_size=8, n_trials=1, profile="off")
+    assert any("no step could be run" in note and "\n" not in note for note in plan.notes)
+
+
+def test_a_ceiling_of_one():
+    workload = Workload(compiled(), BATCH, loss_fn=F.cross_entropy)
+    eager = Workload(net(), BATCH, loss_fn=F.cross_entropy)
+    assert find_ceiling(workload, "cpu:1MiB").batch_size == find_ceiling(eager, "cpu:1MiB").batch_size
+
+
+def test_the_runtime_says_nothing_of_a_compiled_steps_memory():
+    from autosplit.devices import parse_devices
+    from autosplit.runtime.measurement import StepShape
+
+    trainee = training_copy(Workload(compiled(), BATCH, loss_fn=F.cross_entropy), device=torch.device("cpu"))
+    assert CpuRuntime(parse_devices("cpu:1MiB"), (2**20,), trainee).peaks(StepShape(((4,),), compiled=True)) == ()
