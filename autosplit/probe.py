@@ -159,7 +159,10 @@ class Prober:
     def traced(self, shape: StepShape) -> tuple[int, ...]:
         """Predict each device's peak in a step, in bytes."""
         if shape not in self._traced:
+            before = self.tracer.runs
             self._traced[shape] = traced_peaks(self.tracer, shape)
+            if not self.tracer.fake:  # followed with real tensors, a trace is a step
+                self._count(self.tracer.runs - before)
         return self._traced[shape]
 
     @functools.cached_property
@@ -173,8 +176,14 @@ class Prober:
         return max(2 * n, min(self.max_batch_size, int(room_bytes / max(1, bytes_per_sample))))
 
     def _extended(self, traced: Callable[[int], float]) -> Callable[[int], float]:
-        """Return traced peaks, and beyond the largest batch that is traced the line through it and half of it."""
+        """Return traced peaks, and beyond the largest batch that is traced the line through it and half of it.
+
+        Where a trace is a real step, and real steps follow all the same, it is cheaper to run these: only small ones
+        are traced.
+        """
         largest = self.largest_traced
+        if not self.tracer.fake and not self.runtime.simulated:
+            largest = min(largest, max(4 * self.tracer.workload.sample_batch_size, 4 * self.least_batch()))
 
         def peak(n: int) -> float:
             if n <= largest:
@@ -507,6 +516,7 @@ class Prober:
             least=low,
             most=high - 1,
             start=min(max(start, low + 1), high - 1),
+            slope=seen.slope_near(start),
         )
 
     def _ran(
@@ -558,6 +568,14 @@ class _Seen:
         known = {**{n: (n, nbytes, False) for n, nbytes in self.traced.items()}}
         known.update({n: (n, nbytes, True) for n, nbytes in self.ran.items()})
         return tuple(known[n] for n in sorted(known))
+
+    def slope_near(self, n: int) -> float:
+        """Return the bytes that a sample adds, by the two traced sizes nearest to one; 0 where there are not two."""
+        nearest = sorted(self.traced, key=lambda size: abs(size - n))[:2]
+        if len(nearest) < 2:
+            return 0.0
+        n0, n1 = sorted(nearest)
+        return max(0.0, (self.traced[n1] - self.traced[n0]) / (n1 - n0))
 
     def residual(self, n: int, predicted: Callable[[int], float]) -> float:
         """Return what real steps hold beyond their traces, at a size that was not run.

@@ -35,6 +35,7 @@ class CpuRuntime:
         self.devices = devices
         self.capacities_bytes = capacities_bytes
         self.trainee = trainee
+        self._has_stepped = any(optimizer.state for optimizer in listed(trainee.optimizers))
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step under the tracker and return each device's peak, in bytes.
@@ -45,8 +46,9 @@ class CpuRuntime:
         if shape.compiled:
             return self._compiled(shape)
         # The optimizer's state appears in the first step and is there in all that follow.
-        if shape.arrangement != "eval" and not self._has_state():
+        if shape.arrangement != "eval" and not self._has_stepped:
             self._tracked(shape)
+            self._has_stepped = True
         return self._tracked(shape)
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
@@ -72,9 +74,6 @@ class CpuRuntime:
         with kept_rng():
             trainee.step(trainee.compiled(), [trainee.batch(size) for size in sizes], sizes)
         return ()
-
-    def _has_state(self) -> bool:
-        return all(optimizer.state for optimizer in listed(self.trainee.optimizers))
 
     def _tracked(self, shape: StepShape) -> tuple[int, ...]:
         # A rank is alone on its device, wherever that stands in the list.
