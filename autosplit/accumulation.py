@@ -53,18 +53,24 @@ class Accumulation:
             is_last: Whether it is the step's last.
         """
         self.is_last = is_last
-        outer = _current.get()
-        _current.set(self)
+        _running.set((*_running.get(), self))
         try:
             yield
         finally:
-            # Not by a token: a generator may be closed in another context than the one it was started in.
-            _current.set(outer)
+            # Not by a token, and not whatever was there before: two walks side by side do not end in reverse order,
+            # and a generator may be closed in another context than the one it was started in.
+            left = list(_running.get())
+            if self in left:
+                left.reverse()
+                left.remove(self)
+                left.reverse()
+            _running.set(tuple(left))
 
 
-_current: ContextVar[Accumulation | None] = ContextVar("autosplit_accumulation", default=None)
+_running: ContextVar[tuple[Accumulation, ...]] = ContextVar("autosplit_accumulation", default=())
 
 
 def current_accumulation() -> Accumulation | None:
     """Return the optimizer step whose micro-step runs now; None outside of one."""
-    return _current.get()
+    running = _running.get()
+    return running[-1] if running else None

@@ -7,12 +7,14 @@ It takes plain integers and never tunes itself. What of a batch goes where is de
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from autosplit.accumulation import current_accumulation
 from autosplit.batches import batch_size_of, chunk, leaves_of, map_tensors, tensors_of, unmarked
@@ -65,8 +67,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         reduce: How scalar outputs are combined. None, the default, lets the module decide: a transformers model by
             what its head averages over, any other by samples, and what could not be decided is said once.
             ``"samples"`` weights by samples, which is exact where each is a mean over them; ``"tokens"`` by the
-            labels that are not -100; ``"sum"`` adds them up; a callable returns each replica's weight from its
-            ``(args, kwargs)``.
+            labels that are not -100; ``"sum"`` adds them up; a callable returns from a replica's ``(args, kwargs)``
+            what it counts for beside the others: an amount, such as its tokens.
 
     Raises:
         InputError: Numbers that disagree with each other, or a compiled module.
@@ -85,6 +87,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         ceilings: Sequence[int] | None = None,
         reduce: Reduce | None = None,
     ) -> None:
+        _refuse_wrong_order(gpu0_bsz, module)
         # Not nn.DataParallel's own: it warns of unlike GPUs, which are what this class is for, and drops its
         # arguments where there is no GPU.
         nn.Module.__init__(self)
@@ -128,8 +131,9 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._set_shares(value, None)
 
     def _set_shares(self, gpu0_bsz: int | None, split: Sequence[int] | None) -> None:
-        if gpu0_bsz is not None and (isinstance(gpu0_bsz, bool) or not isinstance(gpu0_bsz, int) or gpu0_bsz < 0):
+        if gpu0_bsz is not None and _whole(gpu0_bsz) is None:
             raise InputError(f"gpu0_bsz is {gpu0_bsz!r}; expected a number of samples, 0 or more")
+        gpu0_bsz = _whole(gpu0_bsz)
         sizes = _checked_sizes("split", split, len(self.devices))
         if sizes is not None and not any(sizes):
             raise InputError(f"split is {sizes}; expected at least one sample on one device")
@@ -185,6 +189,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             return self.module(*args, **named)
         self._check_module()
         call = (inputs, kwargs)
+        _refuse_packed((*inputs, *kwargs.values()))
         sizes, batch_size = self._sizes_of(call)
         active = [index for index, size in enumerate(sizes) if size] or [0]
         shares = [sizes[index] for index in active]
@@ -201,7 +206,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 f"split {sizes}; expected 0, or 2 and more, on each device; choose another split, leave out the short "
                 "last batch (drop_last=True), or take a norm that does not look at the batch"
             ) from error
-        joined = self._joined(Gathering(self.dim, weights, link), outputs, batch_size)
+        joined = self._joined(Gathering(self.dim, weights, link, tuple(shares)), outputs, batch_size)
         if kept is not None:
             kept.watch(tensors_of(joined), last=last)
         return joined
@@ -220,9 +225,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             loss_fn(model(micro_batches[-1][0]), micro_batches[-1][1]).backward()
             optimizer.step()
 
-        As with DDP, forward and backward both belong inside, hooks on parameters see the first device's part only,
-        and there is no ``create_graph``. `optimizer.zero_grad()` clears what waits elsewhere, too. An
-        `optimizer.step()` before the gradients are home is refused.
+        As with DDP, forward and backward both belong inside, and there is no ``create_graph`` and no
+        `torch.autograd.grad` of parameters. `optimizer.zero_grad()` clears what waits elsewhere, too; a gradient that
+        is clipped or scaled while others wait, and an `optimizer.step()` before they are home, are refused. Where
+        parameters have hooks of their own, which want whole gradients, nothing is kept.
         """
         outer, self._syncs = self._syncs, False
         try:
@@ -262,7 +268,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._kept.hold(self.module, [index for index, samples in enumerate(split) if samples], parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}  # a copy has no devices' gradients to wait for
+        self.synchronize()  # a copy has no devices' gradients to wait for
+        return {**self.__dict__, "_kept": None, "_checked": False}
 
     def _sizes_of(self, call: Any) -> tuple[tuple[int, ...], int]:
         """Return each device's share of a call, and the samples of all."""
@@ -334,24 +341,33 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         """Return the replicas that this forward runs on, None for such as last no longer than it; and if it is last."""
         walk = current_accumulation()
         last = self._syncs and (walk is None or walk.is_last)
-        if self._kept is not None:
-            self._kept.drop_cleared()
-            if walk is None and last and not self._kept.waiting:
-                self._kept = None  # nothing is accumulated any more: their memory is free
+        if self._kept is not None and walk is None and last and not self._kept.needed:
+            self._kept = None  # nothing is accumulated any more: their memory is free
         if not torch.is_grad_enabled():
             return None, last
         placed = active_placement() is not None
-        if self._kept is None and not last and (placed or self.devices[0].type == "cuda"):
+        if self._kept is None and not last and (placed or self.devices[0].type == "cuda") and not self._has_hooks():
             # On the CPU alone all chunks run through the one module, and its gradients are where they belong.
             self._kept = KeptReplicas(PlacedCopies() if placed else GpuCopies(self.devices))
         if self._kept is not None and walk is not None:
             walk.join(self)
         return self._kept, last
 
+    def _has_hooks(self) -> bool:
+        """Tell whether hooks want each parameter's whole gradient: a kept replica's would pass them by."""
+        return any(
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in self.parameters()
+        )
+
     def _run(
         self, active: list[int], chunks: list[Any], kept: KeptReplicas | None
     ) -> tuple[list[Any], Link | PlacedLink]:
         placement = active_placement()
+        if placement is not None and len(self.devices) > placement.num_devices:
+            raise DeviceError(
+                f"the wrapper has {len(self.devices)} devices, and the budgets around it are for "
+                f"{placement.num_devices}; expected as many; use the plan's own budgets, and one wrapper"
+            )
         link = Link(torch.device(self.output_device))
         if self.devices[0].type == "cuda":
             return run_on_gpus(self.module, self.devices, active, chunks, kept, self.dim), link
@@ -400,6 +416,25 @@ def data_parallel(
 # Checking arguments
 
 
+def _refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
+    if isinstance(module, nn.Module):
+        return
+    if isinstance(gpu0_bsz, nn.Module):
+        raise InputError(
+            f"gpu0_bsz is a {type(gpu0_bsz).__name__} and module is {module!r:.80}; expected the samples of the first "
+            "device, or None, before the module; write BalancedDataParallel(None, module, device_ids)"
+        )
+    raise InputError(f"module is {module!r:.80}; expected an nn.Module; wrap what it computes in one")
+
+
+def _refuse_packed(values: tuple[Any, ...]) -> None:
+    if any(isinstance(value, PackedSequence) for value in values):
+        raise WorkloadError(
+            "an argument is a PackedSequence, whose time steps lie one after the other over all samples; expected a "
+            "tensor with the batch in one dimension; pass the padded tensor and the lengths, and pack inside the module"
+        )
+
+
 def _refuse_compiled(module: nn.Module) -> None:
     # Replicating an OptimizedModule empties the original's parameters; a module compiled in place would run
     # every replica with the first device's weights.
@@ -415,7 +450,9 @@ def _refuse_compiled(module: nn.Module) -> None:
 def _devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple[torch.device, ...]:
     if device_ids is None:
         return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    devices = tuple(torch.device("cuda", item) if isinstance(item, int) else torch.device(item) for item in device_ids)
+    if isinstance(device_ids, (str, torch.device)) or not isinstance(device_ids, Iterable):
+        raise DeviceError(f"device_ids is {device_ids!r:.80}; expected a list of devices; write [{device_ids!r:.80}]")
+    devices = tuple(map(_device_named, device_ids))
     kinds = {device.type for device in devices}
     if len(kinds) > 1 or not kinds <= {"cuda", "cpu"}:
         raise DeviceError(f"device_ids are {[str(d) for d in devices]}; expected all of them cuda, or all of them cpu")
@@ -424,12 +461,21 @@ def _devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tupl
     return tuple(_indexed(device) for device in devices)
 
 
+def _device_named(item: Any) -> torch.device:
+    try:
+        return torch.device("cuda", item) if isinstance(item, int) else torch.device(item)
+    except (RuntimeError, TypeError):
+        raise DeviceError(
+            f"a device is {item!r:.80}; expected a GPU's number, 'cuda:1', or 'cpu'; see autosplit.list_devices()"
+        ) from None
+
+
 def _output_device(given: int | str | torch.device | None, first: torch.device) -> Any:
     # Any: nn.DataParallel declares an index where it keeps whatever it was given.
     if given is None:
         return first
     if not isinstance(given, int):
-        place = _indexed(torch.device(given))
+        place = _indexed(_device_named(given))
     elif given >= 0:
         place = torch.device("cuda", given)
     else:
@@ -449,14 +495,25 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
+def _whole(size: Any) -> int | None:
+    """Return a number of samples as an int, also numpy's; None where it is none."""
+    try:
+        number = None if isinstance(size, bool) else operator.index(size)
+    except TypeError:
+        return None
+    return number if number is None or number >= 0 else None
+
+
 def _checked_sizes(name: str, sizes: Sequence[int] | None, num_devices: int) -> tuple[int, ...] | None:
     if sizes is None:
         return None
-    checked = tuple(sizes)
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in checked):
-        raise InputError(f"{name} is {checked}; expected a number of samples, 0 or more, for each device")
+    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
+        raise InputError(f"{name} is {sizes!r:.80}; expected a number of samples for each device; pass a list of them")
+    checked = tuple(_whole(size) for size in sizes)
+    if any(size is None for size in checked):
+        raise InputError(f"{name} is {tuple(sizes)}; expected a number of samples, 0 or more, for each device")
     if num_devices and len(checked) != num_devices:
         raise InputError(
             f"{name} has {len(checked)} entries, {checked}; expected one for each of {num_devices} devices"
         )
-    return checked
+    return tuple(size for size in checked if size is not None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.batches import is_namedtuple, rebuilt
 from autosplit.errors import WorkloadError
@@ -112,11 +113,13 @@ class Gathering:
         dim: The batch dimension.
         weights: What each replica's scalars count for: numbers, or scalar tensors on whatever device.
         link: What brings outputs to the output device.
+        shares: Samples of each replica, to tell a loss in one element from an output of one sample.
     """
 
     dim: int
     weights: Sequence[float | Tensor]
     link: Link | PlacedLink
+    shares: tuple[int, ...] = ()
 
     def join(self, outputs: list[Any]) -> Any:
         """Join outputs of one structure, one per active device."""
@@ -147,6 +150,8 @@ class Gathering:
     def _join_tensors(self, tensors: list[Tensor]) -> Tensor:
         if len({tensor.dim() for tensor in tensors}) != 1:
             raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors])
+        if self._are_losses(tensors):
+            return self._join_tensors([tensor.reshape(()) for tensor in tensors]).reshape(1)
         if tensors[0].dim() > 0:
             return self._concatenated(tensors, self.dim)
         brought = [self.link.bring(tensor, position) for position, tensor in enumerate(tensors)]
@@ -161,12 +166,20 @@ class Gathering:
             total = total + tensor
         return total.to(brought[0].dtype)
 
+    def _are_losses(self, tensors: list[Tensor]) -> bool:
+        """Tell losses in one element each, nn.DataParallel's idiom, from one sample's outputs."""
+        return any(share > 1 for share in self.shares) and all(
+            tensor.shape == (1,) and tensor.is_floating_point() for tensor in tensors
+        )
+
     def _weighted(self, tensor: Tensor, weight: float | Tensor) -> Tensor:
         if not isinstance(weight, Tensor):
             return tensor if weight == 1.0 else tensor * weight
+        # A mean over nothing is NaN, and NaN × 0 as well: a replica that counts for nothing is left out instead. Out
+        # of the graph, too, where that can be known without waiting for a GPU: a mean of the module's own divides by 0.
+        if weight.device.type == "cpu" and not isinstance(weight, FakeTensor) and not weight:
+            return torch.zeros_like(tensor)
         here = self.link.bring_weight(weight)
-        # A mean over nothing is NaN, and NaN × 0 as well: a replica that counts for nothing is left out instead, in
-        # the gradient too.
         return (tensor * here).masked_fill(here == 0, 0.0)
 
     def _say_doubts(self) -> None:

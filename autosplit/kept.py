@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autosplit.copies import Copies
 from autosplit.errors import InputError
-from autosplit.replicas import here, replica_of, unique
+from autosplit.replicas import here, may_have_gradient, replica_of, unique
 
 __all__ = ["KeptReplicas"]
 
@@ -33,23 +34,69 @@ class _Master:
         leaves: By device, the copies that replicas compute with.
         stamp: Which values the leaves have.
         noted: The module's own gradient when the last backward was over, and its version; None with none waiting.
+        hook: Follows what autograd itself adds to the module's own gradient meanwhile.
     """
 
     tensor: Tensor
     leaves: dict[int, Tensor] = field(default_factory=dict)
     stamp: tuple[int, int] | None = None
     noted: tuple[Tensor, int] | None = None
+    hook: Any = None
 
     @property
     def waiting(self) -> bool:
         """Whether a leaf has a gradient that has not come home."""
         return any(leaf.grad is not None for leaf in self.leaves.values())
 
+    @property
+    def is_cleared(self) -> bool:
+        """Whether the module's own gradient was cleared since it was noted: `optimizer.zero_grad()`."""
+        if self.noted is None:
+            return False
+        grad, version = self.noted
+        return self.tensor.grad is None or (grad._version != version and not bool(_dense(grad).any()))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether anybody but autograd changed the module's own gradient since it was noted."""
+        return self.noted is not None and (
+            self.tensor.grad is not self.noted[0] or self.noted[0]._version != self.noted[1]
+        )
+
+    def note(self) -> None:
+        """Remember the module's own gradient as it is."""
+        assert self.tensor.grad is not None
+        self.noted = self.tensor.grad, self.tensor.grad._version
+        if self.hook is None:
+            self.hook = self.tensor.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
+
+    def let_go(self) -> None:
+        """End what `note` began."""
+        self.noted = None
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
     def drop_gradients(self) -> None:
         """Forget the leaves' gradients."""
-        self.noted = None
+        self.let_go()
         for leaf in self.leaves.values():
             leaf.grad = None
+
+
+def _accumulated(known: weakref.ref[_Master], tensor: Tensor) -> None:
+    """Follow a backward that went past the wrapper: a penalty on the parameters."""
+    master = known()
+    if master is None or master.noted is None or tensor.grad is None:
+        return
+    _refuse_graph(tensor.grad)
+    grad, version = master.noted
+    if tensor.grad is grad and grad._version != version + 1:
+        raise _changed_error()
+    if tensor.grad is not grad and not grad.is_sparse:  # it was None: cleared, and begun anew
+        master.drop_gradients()
+    else:
+        master.note()
 
 
 class KeptReplicas:
@@ -62,13 +109,19 @@ class KeptReplicas:
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self._masters: dict[int, _Master] = {}
-        self._num_micro_steps = 0
-        self._has_graph = False  # a forward ran whose backward may be still to come
+        self._last = False
+        self._task = _NO_TASK
+        self._has_graph = False
 
     @property
     def waiting(self) -> bool:
         """Whether gradients of earlier micro-steps wait on other devices."""
         return any(master.waiting for master in self._masters.values())
+
+    @property
+    def needed(self) -> bool:
+        """Whether gradients wait, or a forward ran whose backward may be still to come."""
+        return self._has_graph or self.waiting
 
     def replicas(self, module: nn.Module, devices: Sequence[int]) -> list[nn.Module]:
         """Return a replica of the module for each device, the first device's on the module's own parameters.
@@ -82,14 +135,15 @@ class KeptReplicas:
         tensors = unique((*module.parameters(), *module.buffers()))
         kept = [tensor for tensor in tensors if _can_be_kept(tensor)]
         self._follow(kept)
-        self._drop_unfinished()
-        for device in devices:
-            if device != 0:
-                self._copy_values(kept, device)
+        stays = self.needed
+        tables: dict[int, dict[int, Tensor]] = {device: {} for device in devices}
+        # Tensor by tensor, as a broadcast goes: no device waits until another one has all.
+        for tensor in (*kept, *(tensor for tensor in tensors if id(tensor) not in self._masters)):
+            for device, table in tables.items():
+                table[id(tensor)] = here(tensor) if device == 0 else self._elsewhere(tensor, device, stays=stays)
         for tensor in kept:
             self._masters[id(tensor)].stamp = _stamp(tensor)
-        self._has_graph = True
-        return [replica_of(module, self._table(tensors, device)) for device in devices]
+        return [replica_of(module, tables[device]) for device in devices]
 
     def hold(self, module: nn.Module, devices: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
         """Let gradients of zeros wait, as if a micro-step had been before: for whoever follows just one of many.
@@ -107,21 +161,33 @@ class KeptReplicas:
         self.note()
 
     def watch(self, outputs: Iterable[Tensor], *, last: bool) -> None:
-        """Act when a backward through these outputs is over.
+        """Act when a backward of this forward, or of one before it, begins and when it is over.
 
         Args:
-            outputs: Of a forward of the replicas.
+            outputs: Of a forward of the replicas. A backward that does not come through them is seen at the leaves.
             last: Bring the gradients home then; otherwise note what waits.
         """
-        act = self.bring_home if last else self.note
-        self._num_micro_steps += not last
-
-        def queue(_grad: Tensor) -> None:
-            torch.autograd.Variable._execution_engine.queue_callback(act)
-
+        self._last = last
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(queue)
+                tensor.register_hook(partial(_in_backward, weakref.ref(self)))
+                self._has_graph = True
+
+    def begin_backward(self) -> None:
+        """See what was cleared before anything is added, and be called again when the backward is over."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self.settle()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_after_backward, weakref.ref(self)))
+
+    def end_backward(self) -> None:
+        """Bring the gradients home after the last micro-step's backward; note what waits after another."""
+        self._task = _NO_TASK
+        if self._last:
+            self.bring_home()
+        else:
+            self.note()
 
     def bring_home(self) -> None:
         """Add all gradients that wait to the module's own.
@@ -130,15 +196,8 @@ class KeptReplicas:
             InputError: A backward made gradients that have a graph themselves (``create_graph=True``).
         """
         self._has_graph = False
-        with torch.no_grad():
-            for master in self._masters.values():
-                for device, leaf in master.leaves.items():
-                    _refuse_graph(leaf.grad)
-                    if leaf.grad is not None:
-                        _add_to(master.tensor, self._copies.bring(leaf.grad, device))
-                        leaf.grad = None  # not before: running out of memory on the way must not lose it
-                master.noted = None
-        self._num_micro_steps = 0
+        for master in self._masters.values():
+            self._bring(master)
 
     def note(self) -> None:
         """Remember how the module's own gradients are while others wait, to see it when they are cleared."""
@@ -150,32 +209,25 @@ class KeptReplicas:
                 continue
             if master.tensor.grad is None:
                 master.tensor.grad = self._zeros_for(master)
-            master.noted = master.tensor.grad, master.tensor.grad._version
+            master.note()
         _guard(self)
 
-    def drop_cleared(self) -> None:
-        """Forget what waits for parameters whose own gradient was cleared meanwhile: `optimizer.zero_grad()`."""
-        for master in self._masters.values():
-            if master.noted is None:
-                continue
-            grad, version = master.noted
-            zeroed = grad._version != version and not bool(_dense(grad).any())
-            if master.tensor.grad is not grad or zeroed:
-                master.drop_gradients()
-        if not self.waiting:
-            self._num_micro_steps = 0
+    def settle(self) -> None:
+        """Forget what waits for parameters whose own gradient was cleared meanwhile.
 
-    def _drop_unfinished(self) -> None:
-        """Forget what a backward left that broke off: one that ended has noted what waits."""
+        Raises:
+            InputError: One was changed otherwise: clipped, scaled or replaced, which the others were not.
+        """
         for master in self._masters.values():
-            if master.noted is None:
+            if master.is_cleared:
                 master.drop_gradients()
+            elif master.is_changed:
+                raise _changed_error()
 
     def drop_gradients(self) -> None:
         """Forget all gradients that wait."""
         for master in self._masters.values():
             master.drop_gradients()
-        self._num_micro_steps = 0
 
     def refuse_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an update of parameters whose gradients are not complete.
@@ -184,51 +236,58 @@ class KeptReplicas:
             InputError: Gradients of this optimizer's parameters wait.
         """
         ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        places = {
-            device
-            for master in self._masters.values()
-            if id(master.tensor) in ours
-            for device, leaf in master.leaves.items()
-            if leaf.grad is not None
-        }
+        places: set[int] = set()
+        for master in self._masters.values():
+            if id(master.tensor) not in ours:
+                continue
+            if master.is_cleared:
+                master.drop_gradients()
+            places |= {device for device, leaf in master.leaves.items() if leaf.grad is not None}
         if places:
             names = ", ".join(self._copies.name_of(device) for device in sorted(places))
             raise InputError(
-                f"the optimizer steps while gradients of {self._num_micro_steps} micro-steps wait on {names}; expected "
-                "the last micro-step's forward and backward outside of no_sync(), which brings them home; leave "
-                "no_sync() for it, or call synchronize() on the wrapper first"
+                f"the optimizer steps while gradients of earlier micro-steps wait on {names}; expected the last "
+                "micro-step's forward and backward outside of no_sync() (within plan.steps, the step's last batch), "
+                "which brings them home; end the step there, or call synchronize() on the wrapper first"
             )
 
     def _follow(self, kept: list[Tensor]) -> None:
         """Have a master for each tensor, and none for what the module no longer has."""
-        self._masters = {id(tensor): self._masters.get(id(tensor)) or _Master(tensor) for tensor in kept}
-        self.drop_cleared()
+        before = dict(self._masters)
+        self._masters = {
+            id(tensor): before.pop(id(tensor)) if id(tensor) in before else _Master(tensor) for tensor in kept
+        }
+        for gone in before.values():
+            self._bring(gone)
+        self.settle()
+        for master in self._masters.values():
+            if master.noted is None:
+                master.drop_gradients()  # left by a backward that broke off: one that ended has noted what waits
 
-    def _copy_values(self, kept: list[Tensor], device: int) -> None:
-        stays = self.waiting or self._has_graph
-        for tensor in kept:
-            master = self._masters[id(tensor)]
-            leaf = master.leaves.get(device)
-            if leaf is None or leaf.shape != tensor.shape or leaf.dtype != tensor.dtype:
-                leaf = master.leaves[device] = self._copies.copy(tensor.detach(), device, "parameter")
-            elif not stays or master.stamp != _stamp(tensor):
-                with torch.no_grad():
-                    self._copies.copy_into(leaf.detach(), tensor, device)
-            leaf.requires_grad_(tensor.requires_grad)
+    def _elsewhere(self, tensor: Tensor, device: int, *, stays: bool) -> Tensor:
+        """Return what another device computes with in place of a tensor of the first."""
+        master = self._masters.get(id(tensor))
+        if master is None:  # what a forward makes of parameters and keeps as a buffer has a graph, and no leaf
+            return self._copies.copy(tensor if tensor.requires_grad else tensor.detach(), device, "buffer")
+        leaf = master.leaves.get(device)
+        if leaf is None or leaf.shape != tensor.shape or leaf.dtype != tensor.dtype:
+            leaf = master.leaves[device] = self._copies.copy(tensor.detach(), device, "parameter")
+            if may_have_gradient(tensor):
+                # Also while the tensor is frozen: a backward of before may be still to come.
+                leaf.requires_grad_().register_hook(partial(_in_backward, weakref.ref(self)))
+        elif not stays or master.stamp != _stamp(tensor):
+            with torch.no_grad():
+                self._copies.copy_into(leaf.detach(), tensor, device)
+        return leaf if tensor.requires_grad else leaf.detach()
 
-    def _table(self, tensors: list[Tensor], device: int) -> dict[int, Tensor]:
-        """Map the module's tensors to those that a device computes with."""
-        table: dict[int, Tensor] = {}
-        for tensor in tensors:
-            master = self._masters.get(id(tensor))
-            if device == 0:
-                table[id(tensor)] = here(tensor)
-            elif master is not None:
-                table[id(tensor)] = master.leaves[device]
-            else:  # what a forward makes of parameters and keeps as a buffer has a graph, and no leaf
-                whole = tensor if tensor.requires_grad else tensor.detach()
-                table[id(tensor)] = self._copies.copy(whole, device, "buffer")
-        return table
+    def _bring(self, master: _Master) -> None:
+        with torch.no_grad():
+            for device, leaf in master.leaves.items():
+                _refuse_graph(leaf.grad)
+                if leaf.grad is not None:
+                    _add_to(master.tensor, self._copies.bring(leaf.grad, device))
+                    leaf.grad = None  # not before: running out of memory on the way must not lose it
+        master.let_go()
 
     def _zeros_for(self, master: _Master) -> Tensor:
         """Make the gradient that waiting ones will be added to, of their layout, on the first device."""
@@ -236,6 +295,30 @@ class KeptReplicas:
         if grad.layout != torch.strided:
             return self._copies.bring(torch.zeros_like(grad), device)  # without a value in it
         return torch.zeros_like(master.tensor)
+
+
+_NO_TASK = -1
+"""What torch calls the backward that runs where none does."""
+
+
+def _in_backward(known: weakref.ref[KeptReplicas], _grad: Tensor) -> None:
+    kept = known()
+    if kept is not None:
+        kept.begin_backward()
+
+
+def _after_backward(known: weakref.ref[KeptReplicas]) -> None:
+    kept = known()
+    if kept is not None:
+        kept.end_backward()
+
+
+def _changed_error() -> InputError:
+    return InputError(
+        "a gradient was changed (clipped, scaled, unscaled or replaced) while others of the same parameters wait on "
+        "the other devices; expected them to be left alone until the last micro-step's backward; call synchronize() "
+        "on the wrapper first"
+    )
 
 
 def _can_be_kept(tensor: Tensor) -> bool:
@@ -286,7 +369,6 @@ _guard_hooks: list[Any] = []
 
 def _before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for kept in list(_guarded):
-        kept.drop_cleared()
         kept.refuse_update(optimizer)
         if not kept.waiting:
             _guarded.discard(kept)

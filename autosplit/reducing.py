@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 Reduce = Literal["samples", "tokens", "sum"] | Callable[[Any], float]
-"""How scalar outputs are combined; a callable returns a replica's weight from its ``(args, kwargs)``."""
+"""How scalar outputs are combined; a callable returns what a replica's counts for from its ``(args, kwargs)``: an
+amount, such as its tokens, of which all replicas' sum is the whole."""
 
 IGNORED_LABEL = -100
 """The label that torch's cross entropy leaves out by default."""
@@ -109,7 +110,7 @@ def weights_of(
     if reduce == "tokens":
         return _shares([_count(_labels_in(kwargs), IGNORED_LABEL) for _, kwargs in chunks], sizes)
     if reduce is not None:
-        return [float(reduce(call)) for call in chunks]
+        return _normalised([float(reduce(call)) for call in chunks])
     if len(chunks) == 1:  # nothing to combine
         return [1.0]
     head = head_of(module)
@@ -118,6 +119,12 @@ def weights_of(
     names = parameters_of(module)
     calls = [{**dict(zip(names, args, strict=False)), **kwargs} for args, kwargs in chunks]
     return _by_head(head, calls, sizes)
+
+
+def _normalised(amounts: list[float]) -> list[float | Tensor]:
+    """Return amounts as shares of their sum; a callable sees one replica's call, and can't know the others'."""
+    total = sum(amounts)
+    return [amount / total if total else amount for amount in amounts]
 
 
 def _by_samples(sizes: Sequence[int]) -> list[float]:

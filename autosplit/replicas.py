@@ -196,6 +196,7 @@ def copy_buffers(replica: nn.Module, module: nn.Module, move: Callable[[Tensor],
     if not moving_buffers(module):
         return
     with torch.no_grad():
-        for ours, theirs in zip(module.buffers(), replica.buffers(), strict=True):
-            if not ours.requires_grad:
-                ours.copy_(move(theirs))
+        theirs = dict(replica.named_buffers())
+        for name, ours in module.named_buffers():
+            if not ours.requires_grad and name in theirs:
+                ours.copy_(move(theirs[name]))

@@ -25,6 +25,10 @@ HOST = -1
 class Placement(Protocol):
     """Who knows which device of the step a tensor is on."""
 
+    @property
+    def num_devices(self) -> int:
+        """How many devices the step has."""
+
     def adopt(self, tensor: Tensor, device: int) -> None:
         """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
 

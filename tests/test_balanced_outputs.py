@@ -354,3 +354,53 @@ class TestLosses:
         assert torch.isfinite(plain)
         torch.testing.assert_close(loss, plain)
         assert_same_gradients(module, reference, 1e-6)
+
+
+class TestOneElementLosses:
+    """nn.DataParallel made a vector of scalar losses, so many modules return theirs as one element."""
+
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(5, 3).double()
+
+        def forward(self, x):
+            return self.body(x).square().mean().unsqueeze(0)
+
+    @pytest.mark.parametrize("split", [(2, 5, 4), (1, 9, 1), (0, 5, 6)], ids=str)
+    def test_are_weighted_by_their_samples(self, split):
+        """They came back one after the other, and their mean weighed all alike: off by a third at (2, 5, 4)."""
+        reference = self.WithLoss()
+        module = copy.deepcopy(reference)
+        inputs = torch.randn(11, 5, dtype=torch.float64)
+        loss = reference(inputs)
+        loss.mean().backward()
+        ours = wrap(module, *split)(inputs)
+        assert ours.shape == (1,)
+        ours.mean().backward()
+        torch.testing.assert_close(ours, loss)
+        assert_same_gradients(module, reference, 1e-10)
+
+    def test_one_sample_on_each_device_has_an_output_of_its_own(self):
+        assert joined(lambda x: x.sum(1), 1, 1, 1).tolist() == [0.0, 1.0, 2.0]
+
+    def test_a_share_without_tokens_is_out_of_the_graph(self):
+        """The loss was right, and every gradient NaN: 0 x 1/0 in the module's own masked mean."""
+
+        class Masked(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = nn.Linear(5, 3).double()
+
+            def forward(self, x, labels):
+                each = F.cross_entropy(self.body(x), labels.clamp(min=0), reduction="none")
+                counted = (labels != -100).double()
+                return (each * counted).sum() / counted.sum()
+
+        reference = Masked()
+        module = copy.deepcopy(reference)
+        inputs, labels = torch.randn(8, 5, dtype=torch.float64), torch.randint(0, 3, (8,))
+        labels[4:] = -100
+        reference(inputs, labels=labels).backward()
+        wrap(module, 4, 4, reduce="tokens")(inputs, labels=labels).backward()
+        assert_same_gradients(module, reference, 1e-10)

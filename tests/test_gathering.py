@@ -58,7 +58,7 @@ class TestScalars:
         whole = joined(*losses, weights=tensor_weights(0, 5))
         whole.backward()
         assert whole.item() == 3.0
-        assert [loss.grad.item() for loss in losses] == [0.0, 1.0]
+        assert [loss.grad for loss in losses] == [None, 1.0]  # out of the graph: its own 0/0 would be NaN there
         assert joined(math.nan, 3.0, weights=tensor_weights(0, 5)) == 3.0
 
     def test_doubts_are_said_by_a_loss_only(self):

@@ -260,6 +260,156 @@ class TestGradients:
         assert_same_gradients(ours, theirs)
 
 
+def gan(model, discriminator, real, made):
+    """The discriminator's loss and the generator's in one micro-step: it is frozen for the second's forward."""
+    first = mean_loss(model(real))
+    discriminator.requires_grad_(False)
+    second = mean_loss(model(made))
+    discriminator.requires_grad_(True)
+    (first + second).backward()
+
+
+class TestUsersLoops:
+    """Loops that people write, each with a gradient that was wrong and no error."""
+
+    @staticmethod
+    def pair():
+        reference = mlp()
+        return reference, copy.deepcopy(reference)
+
+    @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+    def test_a_hook_on_a_parameter_sees_the_whole_gradient(self, kind):
+        """A mask over a gradient was laid over the first device's part alone."""
+        reference, module = self.pair()
+        batches = batches_of(16, 16)
+
+        def mask(tensor):
+            if kind == "register_hook":
+                return tensor * 0.5
+            tensor.grad.mul_(0.5)
+            return None
+
+        for model in (reference, module):
+            getattr(model[0].weight, kind)(mask)
+        mean_loss(reference(torch.cat(batches))).backward()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            if kind == "register_hook":
+                accumulate(wrapped, batches)
+            else:  # it runs once for each backward, as in the plain module
+                mean_loss(wrapped(torch.cat(batches))).backward()
+        assert_same_gradients(module, reference)
+
+    def test_frozen_for_a_second_forward(self):
+        """A leaf that was frozen meanwhile got nothing from the backward of before."""
+        reference, module = self.pair()
+        batches = batches_of(16, 16, 16, 16)
+        gan(reference, reference, *batches[:2])
+        gan(reference, reference, *batches[2:])
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            with wrapped.no_sync():
+                gan(wrapped, module, *batches[:2])
+            gan(wrapped, module, *batches[2:])
+        assert_same_gradients(module, reference)
+
+    @pytest.mark.parametrize("to_none", [True, False])
+    @pytest.mark.parametrize("again", [True, False])
+    def test_cleared_between_forward_and_backward(self, to_none, again):
+        """Forward, zero_grad, backward is how many write it: what an abandoned step had left was added all the same."""
+        reference, module = self.pair()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        lost, kept, last = batches_of(16, 16, 16)
+        mean_loss(reference(kept)).backward()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            with wrapped.no_sync():
+                mean_loss(wrapped(lost)).backward()
+            with wrapped.no_sync() if again else nullcontext():
+                loss = mean_loss(wrapped(kept))
+                optimizer.zero_grad(set_to_none=to_none)
+                loss.backward()
+            if again:
+                mean_loss(reference(last)).backward()
+                mean_loss(wrapped(last)).backward()
+        assert_same_gradients(module, reference)
+
+    def test_two_forwards_one_of_them_within(self):
+        """The second forward, outside of no_sync, let go of the replicas that the first one's backward needed."""
+        reference, module = self.pair()
+        first, second = batches_of(16, 16)
+        (mean_loss(reference(first)) + mean_loss(reference(second))).backward()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            with wrapped.no_sync():
+                loss = mean_loss(wrapped(first))
+            (loss + mean_loss(wrapped(second))).backward()
+        assert_same_gradients(module, reference)
+
+    @pytest.mark.parametrize("last", [True, False])
+    def test_a_loss_on_what_a_hook_caught(self, last):
+        """A feature loss does not go through what the wrapper returns, and nobody saw that backward."""
+
+        def trained(model, module, batches, run):
+            caught = []
+            handle = module[1].register_forward_hook(lambda part, args, output: caught.append(output))
+            for index, batch in enumerate(batches):
+                with model.no_sync() if run and (index == 0 or not last) else nullcontext():
+                    model(batch)
+                    torch.cat(caught).square().mean().backward()
+                caught.clear()
+            handle.remove()
+
+        reference, module = self.pair()
+        batches = batches_of(16, 16)
+        trained(reference, reference, batches, False)
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            trained(wrapped, module, batches, True)
+            if not last:
+                with pytest.raises(InputError, match=r"wait on device 1, device 2"):
+                    torch.optim.SGD(module.parameters(), lr=0.1).step()
+                wrapped.synchronize()
+        assert_same_gradients(module, reference)
+
+    @pytest.mark.parametrize("change", ["scale", "replace", "clip"])
+    def test_a_gradient_changed_between_micro_steps_is_refused(self, change):
+        """The first device's part was scaled, and the others were not."""
+        module = mlp()
+        with tracked():
+            wrapped = wrap(module, 4, 6, 6)
+            with wrapped.no_sync():
+                mean_loss(wrapped(batches_of(16)[0])).backward()
+            if change == "scale":
+                module[0].weight.grad.mul_(0.5)
+            elif change == "replace":
+                module[0].weight.grad = module[0].weight.grad.clone()
+            else:
+                nn.utils.clip_grad_norm_(module.parameters(), 1e-3, foreach=False)  # a mode hides foreach's versions
+            with pytest.raises(InputError, match=r"a gradient was changed .*; call synchronize\(\)"):
+                wrapped(batches_of(16)[0])
+            wrapped.zero_grad()
+            wrapped(batches_of(16)[0])
+
+    def test_a_layer_that_is_swapped_out_for_a_micro_step(self):
+        reference, module = self.pair()
+        batches = batches_of(16, 16, 16)
+
+        def loops(model, module):
+            first, other = module[0], nn.Linear(5, 8).double()
+            other.load_state_dict(first.state_dict())
+            for index, batch in enumerate(batches):
+                module[0] = other if index == 1 else first
+                with model.no_sync() if model is not module and index < 2 else nullcontext():
+                    mean_loss(model(batch)).backward()
+            module[0] = first
+
+        loops(reference, reference)
+        with tracked():
+            loops(wrap(module, 4, 6, 6), module)
+        assert_same_gradients(module, reference)
+
+
 class TestCopies:
     @staticmethod
     def moves(keeps, micro_steps=4):
@@ -322,7 +472,8 @@ class TestCopies:
                 mean_loss(wrapped(batches_of(16)[0])).backward()
             twin = duplicate(wrapped)
         assert twin._kept is None
-        assert wrapped._kept.waiting
+        assert not wrapped._kept.waiting  # its gradients came home before it was copied
+        assert module[0].weight.grad is not None
 
     def test_no_reference_cycle(self):
         with tracked():
@@ -451,9 +602,7 @@ class TestClearing:
             for _ in range(2):
                 with wrapped.no_sync():
                     mean_loss(wrapped(batches_of(16)[0])).backward()
-            with pytest.raises(
-                InputError, match=r"2 micro-steps wait on device 1, device 2; expected the last .* call"
-            ):
+            with pytest.raises(InputError, match=r"micro-steps wait on device 1, device 2; expected the last .* call"):
                 optimizer.step()
             torch.optim.SGD(other.parameters(), lr=0.1).step()  # not of this module
             assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
@@ -471,6 +620,7 @@ class TestClearing:
             gc.collect()
             torch.optim.SGD(module.parameters(), lr=0.1).step()
 
+    @pytest.mark.filterwarnings("ignore:Using backward")
     @pytest.mark.parametrize("last", [True, False])
     def test_a_graph_of_gradients_is_refused(self, last):
         with tracked():
@@ -573,6 +723,25 @@ class TestSteps:
             wrapped = wrap(module, 4, 6, 6)
             self.train(wrapped, module, batches_of(16, 16), batch_size=16, effective_batch_size=16)
             assert wrapped._kept is None
+
+
+class TestWalks:
+    @pytest.mark.parametrize("sizes", [(3, 3), (3, 2), (2, 3)])
+    def test_two_side_by_side_leave_nothing_running(self, sizes):
+        """They do not end in reverse order: the second put the first back, which was over."""
+        module = mlp()
+        walks = [steps(batches_of(*(4,) * n), batch_size=4, effective_batch_size=4 * n) for n in sizes]
+        for one, other in zip(*walks, strict=True):
+            for _ in range(max(sizes)):
+                for iterated in (one, other):
+                    if not hasattr(iterated, "running"):
+                        iterated.running = iter(iterated)
+                    batch = next(iterated.running, None)
+                    if batch is not None:
+                        iterated.backward(mean_loss(module(batch)))
+            for iterated in (one, other):
+                assert next(iterated.running, None) is None
+        assert current_accumulation() is None
 
 
 class TestAccumulation:

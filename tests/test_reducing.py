@@ -85,7 +85,13 @@ class TestExplicit:
         assert weights == [size / sum(sizes) for size in sizes]
 
     def test_callable(self):
-        assert weights_of(lambda call: len(call[1]), nn.Identity(), calls(1, 2), [1, 1]) == [1.0, 1.0]
+        """One replica's call can't know the others': what it counts for is an amount, not a share."""
+
+        def counted(call):
+            return float((call[1]["labels"] != -100).sum())
+
+        assert weights_of(counted, nn.Identity(), calls(1, 3), [1, 1]) == [0.25, 0.75]
+        assert weights_of(lambda _: 0.0, nn.Identity(), calls(1, 3), [1, 1]) == [0.0, 0.0]
 
     @given(st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any))
     def test_tokens(self, counts):

@@ -12,10 +12,11 @@ from torch import nn
 from autosplit import running
 from autosplit.balanced import BalancedDataParallel
 from autosplit.batches import Whole
-from autosplit.errors import DeviceError
+from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.oom import OutOfMemoryError
 from autosplit.replicas import carried
 from autosplit.running import run_in_turn, run_on_gpus
+from autosplit.runtime.tracking import Tracker
 
 CARDS = tuple(torch.device("cuda", index) for index in (2, 0, 3))
 ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU {} has a total capacity of 23.69 GiB"
@@ -179,3 +180,57 @@ class TestPartsOfDataParallel:
         monkeypatch.setattr(torch, "cat", fails)
         with pytest.raises(RuntimeError, match=r"^something else$"):
             BalancedDataParallel(1, nn.Identity(), ["cpu", "cpu"])(torch.zeros(4, 2))
+
+
+class TestArguments:
+    """What people write first, each with an answer in one line."""
+
+    @pytest.mark.parametrize(
+        ("make", "said"),
+        [
+            (lambda: BalancedDataParallel(nn.Identity(), 4), r"write BalancedDataParallel\(None, module, device_ids\)"),
+            (lambda: BalancedDataParallel(nn.Identity(), [0, 1]), "before the module"),
+            (lambda: BalancedDataParallel(2, torch.sin), "expected an nn.Module"),
+            (lambda: BalancedDataParallel(2, nn.Identity(), "cpu"), r"expected a list of devices; write \['cpu'\]"),
+            (lambda: BalancedDataParallel(2, nn.Identity(), 2), r"expected a list of devices; write \[2\]"),
+            (lambda: BalancedDataParallel(2, nn.Identity(), ["gpu0"]), "a device is 'gpu0'"),
+            (lambda: BalancedDataParallel(2, nn.Identity(), [None]), "a device is None"),
+            (lambda: BalancedDataParallel(2, nn.Identity(), ["cpu"], "banana"), "a device is 'banana'"),
+            (lambda: BalancedDataParallel(2, nn.Identity(), ["cpu"], split=4), "split is 4; expected a number .* list"),
+        ],
+    )
+    def test_are_refused_by_name(self, make, said):
+        with pytest.raises(InputError, match=said) as caught:
+            make()
+        assert "\n" not in str(caught.value)
+
+    def test_numbers_may_be_numpys(self):
+        numpy = pytest.importorskip("numpy", reason="needs numpy")
+        wrapped = BalancedDataParallel(numpy.int64(2), nn.Identity(), ["cpu"] * 2, split=numpy.array([2, 3]))
+        assert (wrapped.gpu0_bsz, wrapped.split) == (2, (2, 3))
+
+    def test_a_packed_sequence(self):
+        """Of one sample it was cut along its time steps."""
+        packed = nn.utils.rnn.pack_sequence([torch.randn(5, 2)])
+        with pytest.raises(WorkloadError, match=r"PackedSequence.*; pass the padded tensor"):
+            BalancedDataParallel(1, nn.Identity(), ["cpu"] * 2)(packed)
+
+    def test_more_devices_than_the_budgets_around(self):
+        with Tracker(["cpu:0"], [None]), pytest.raises(DeviceError, match=r"has 3 devices, .* are for 1; expected"):
+            BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3)(torch.zeros(6, 2))
+
+    def test_a_buffer_that_a_forward_registers(self):
+        class Registers(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("first", torch.zeros(1))
+
+            def forward(self, x):
+                self.first += 1
+                self.register_buffer("second", torch.ones(1))
+                return x
+
+        module = Registers()
+        with Tracker(["cpu:0", "cpu:1"], [None, None]):
+            BalancedDataParallel(None, module, ["cpu"] * 2, split=(0, 4))(torch.zeros(4, 2))
+        assert module.first == 1

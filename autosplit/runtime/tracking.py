@@ -135,6 +135,11 @@ class Tracker(TorchDispatchMode, Placement):
         self._held: dict[int, _Held] = {}
         self._token: Token[Placement | None] | None = None
 
+    @property
+    def num_devices(self) -> int:
+        """How many devices the step has."""
+        return len(self.labels)
+
     def __enter__(self) -> Tracker:
         self._token = activate_placement(self)
         super().__enter__()  # type: ignore[no-untyped-call]
