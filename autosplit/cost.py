@@ -16,6 +16,7 @@ Seconds of a step of k micro-steps of N samples, whose replicas are kept from th
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from typing import Literal
 
 __all__ = ["Ceiling", "MemoryFit", "Region", "StepTime", "TimeCurve", "largest_fitting", "overlapped_seconds"]
 
+
+LONGEST_LEAP = 16
+"""Where the peak bends, a search for what fits looks at nothing over so many times the largest it has looked at."""
 
 Role = Literal["primary", "replica", "rank", "eval"]
 """What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward without gradients."""
@@ -323,11 +327,20 @@ def _next_size(known: dict[int, float], capacity_bytes: float, low: int, high: i
     if low in known and high in known:
         n0, n1 = low, high  # the chord between what fits and what does not
     else:
-        # All fit, or none did: the line through the two nearest to the capacity.
-        n0, n1 = sorted(sorted(known, key=lambda n: abs(known[n] - capacity_bytes))[:2])
+        # All fit, or none did: the line through the two nearest to the capacity, of equal ones the largest.
+        n0, n1 = sorted(sorted(known, key=lambda n: (abs(known[n] - capacity_bytes), -n))[:2])
     slope = (known[n1] - known[n0]) / (n1 - n0)
     if slope <= 0:
         # Flat so far: something else of the step holds still more. Not at once to the middle of what may be vast.
         return min((low + high) // 2, max(2 * n1, low + 1))
     aim = math.floor(n0 + (capacity_bytes - known[n0]) / slope)
+    if _is_bent(known):  # a slope that has only begun to rise would leap far beyond what fits
+        aim = min(aim, LONGEST_LEAP * max(known))
     return min(max(low + 1, aim), high - 1)
+
+
+def _is_bent(known: dict[int, float]) -> bool:
+    """Tell whether the known points lie on no line."""
+    sizes = sorted(known)
+    slopes = [(known[n1] - known[n0]) / (n1 - n0) for n0, n1 in itertools.pairwise(sizes)]
+    return max(slopes) - min(slopes) > 0.1 * abs(max(slopes))

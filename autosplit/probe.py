@@ -21,6 +21,7 @@ from autosplit.isolation import in_child
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, is_kernel_limit
 from autosplit.request import Request, checked_request
 from autosplit.rng import kept_rng
+from autosplit.runtime.cuda import CONFIRMING_STEPS
 from autosplit.runtime.measurement import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracing import Tracer
@@ -494,12 +495,17 @@ class Prober:
         guess: int,
         seen: _Seen,
     ) -> None:
-        """Hold the traced line against two small real steps; what they show corrects it."""
+        """Hold the traced line against two small real steps; what they show corrects it.
+
+        About 1/16 and 1/8 of the guess, and rather sizes that were traced already: a trace may cost more than a step.
+        """
         small = max(self.least_batch(), guess // 16)
         if 2 * small >= guess:
             return
-        for n in (small, 2 * small):
-            if not self._ran(index, shape_of, n, seen):
+        first = _traced_near(seen, small, most=2 * small)
+        second = _traced_near(seen, 2 * first, most=4 * small, least=first + 1)
+        for n in (first, second):
+            if n < guess and not self._ran(index, shape_of, n, seen):
                 return
 
     def _next_size(
@@ -527,7 +533,8 @@ class Prober:
         seen: _Seen,
     ) -> bool:
         """Run a step for its memory, and keep what it shows."""
-        self._count(1)
+        # A GPU is confirmed by a few of them in a row.
+        self._count(CONFIRMING_STEPS if self.runtime.devices[index].kind == "cuda" else 1)
         try:
             seen.ran[n] = self.runtime.peaks(shape_of(n))[index]
         except OutOfMemoryError:
@@ -597,6 +604,12 @@ class _Seen:
         if abs(slope) <= SLOPE_TOLERANCE * abs(traced_slope):
             return known[nearest[0]]
         return known[n0] + slope * (n - n0)
+
+
+def _traced_near(seen: _Seen, wanted: int, *, most: int, least: int = 1) -> int:
+    """Return the traced size nearest to one that is wanted; that one, where there is none between the bounds."""
+    near = [n for n in seen.traced if least <= n <= most and wanted / 2 <= n <= 2 * wanted]
+    return min(near, key=lambda n: abs(n - wanted), default=wanted)
 
 
 def _kind_of(

@@ -216,3 +216,17 @@ def test_an_all_reduce_behind_the_backward_costs_nothing():
 def test_headroom_is_what_the_capacity_leaves():
     ceiling = Ceiling("cuda:0", "rank", 8, "memory", 10, 2, 26, 30)
     assert ceiling.headroom_bytes == 4
+
+
+def test_a_flat_beginning_is_left_at_once():
+    """Where the optimizer holds the most at small batches the peak is flat: it crept through 16, 17, 18 and leapt."""
+    looked = []
+
+    def peak(n):
+        looked.append(n)
+        return max(1_000_000, 700_000 + 11_000 * n)
+
+    found = largest_fitting(peak, 1_650_000, least=0, most=65536, start=4)
+    assert found == 86
+    assert len(looked) <= 9
+    assert max(looked) <= 16 * 86

@@ -27,11 +27,11 @@ from autosplit.runtime.timing import timed
 from autosplit.trainee import Trainee, training_copy
 from autosplit.workload import Workload, modules_of
 
-__all__ = ["CudaRuntime"]
+__all__ = ["CONFIRMING_STEPS", "CudaRuntime"]
 
 T = TypeVar("T")
 
-_CONFIRMING_STEPS = 3
+CONFIRMING_STEPS = 3
 """The optimizer's state appears in the first step, DDP's buckets are rebuilt before the second, the third is steady."""
 
 CLIFF = 4.0
@@ -72,7 +72,7 @@ class CudaRuntime:
 
     def _confirm(self, run: _Run, shape: StepShape) -> None:
         retries, seconds = [self._retries()], []
-        for _ in range(_CONFIRMING_STEPS):
+        for _ in range(CONFIRMING_STEPS):
             start_s = time.perf_counter()
             run(lambda _phase: None)
             seconds.append(time.perf_counter() - start_s)
@@ -108,7 +108,7 @@ class CudaRuntime:
         Raises:
             OutOfMemoryError: A GPU ran out of memory; it is named.
         """
-        measured, peaks = self._watched(shape, lambda run: timed(run, budget_s, warmups=_CONFIRMING_STEPS - 1))
+        measured, peaks = self._watched(shape, lambda run: timed(run, budget_s, warmups=CONFIRMING_STEPS - 1))
         return replace(measured, peak_bytes=peaks)
 
     def _watched(self, shape: StepShape, use: Callable[[_Run], T]) -> tuple[T, tuple[int, ...]]:
