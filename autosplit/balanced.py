@@ -63,7 +63,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         output_device: Where outputs are gathered. Default: the first device.
         dim: The batch dimension.
         split: Samples per device in one forward.
-        ceilings: The most samples each device may get in one forward.
+        ceilings: The most samples each device may get in one forward that keeps a graph for its backward.
         reduce: How scalar outputs are combined. None, the default, lets the module decide: a transformers model by
             what its head averages over, any other by samples, and what could not be decided is said once.
             ``"samples"`` weights by samples, which is exact where each is a mean over them; ``"tokens"`` by the
@@ -78,7 +78,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
     def __init__(
         self,
         gpu0_bsz: int | None,
-        module: nn.Module,
+        module: nn.Module = None,  # type: ignore[assignment]  # left out, it gets an answer that says what goes where
         device_ids: Sequence[int | str | torch.device] | None = None,
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
@@ -149,11 +149,12 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._split = sizes
         self._gpu0_bsz = sizes[0] if sizes else gpu0_bsz
 
-    def split_of(self, batch_size: int) -> tuple[int, ...]:
+    def split_of(self, batch_size: int, *, bounded: bool = True) -> tuple[int, ...]:
         """Return the samples each device gets of a batch.
 
         Args:
             batch_size: Samples in the batch.
+            bounded: Hold the ceilings, which are those of training; a forward without gradients needs less.
 
         Returns:
             One size per device; they add up to `batch_size`.
@@ -161,13 +162,14 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         Raises:
             InputError: The ceilings do not hold the batch.
         """
+        ceilings = self.ceilings if bounded else None
         if self._split is not None:
-            return proportional_split(batch_size, self._split, self.ceilings)
+            return proportional_split(batch_size, self._split, ceilings)
         if self._gpu0_bsz is None:
             sizes = even_split(batch_size, len(self.devices))
         else:
             sizes = split_from_gpu0(batch_size, self._gpu0_bsz, len(self.devices))
-        return sizes if self.ceilings is None else cap_split(sizes, self.ceilings)
+        return sizes if ceilings is None else cap_split(sizes, ceilings)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on the batch, each device on its share.
@@ -228,7 +230,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         As with DDP, forward and backward both belong inside, and there is no ``create_graph`` and no
         `torch.autograd.grad` of parameters. `optimizer.zero_grad()` clears what waits elsewhere, too; a gradient that
         is clipped or scaled while others wait, and an `optimizer.step()` before they are home, are refused. Where
-        parameters have hooks of their own, which want whole gradients, nothing is kept.
+        parameters have hooks of their own, which want whole gradients, nothing is kept; nor on ``"cpu"`` ids, whose
+        chunks share the module: there, nothing waits and nothing is refused.
         """
         outer, self._syncs = self._syncs, False
         try:
@@ -276,7 +279,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         if any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
             batch_size = batch_size_of(call, self.dim, may_be_empty=True)
             if batch_size:
-                return self.split_of(batch_size), batch_size
+                return self.split_of(batch_size, bounded=torch.is_grad_enabled()), batch_size
             return (0,) * len(self.devices), 0  # the first device runs it, as nn.DataParallel lets it
         return (1, *(0 for _ in self.devices[1:])), 1  # nothing to split: the first device runs the call as it is
 
@@ -424,7 +427,9 @@ def _refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
             f"gpu0_bsz is a {type(gpu0_bsz).__name__} and module is {module!r:.80}; expected the samples of the first "
             "device, or None, before the module; write BalancedDataParallel(None, module, device_ids)"
         )
-    raise InputError(f"module is {module!r:.80}; expected an nn.Module; wrap what it computes in one")
+    raise InputError(
+        f"module is {module!r:.80}; expected an nn.Module; write BalancedDataParallel(gpu0_bsz, module, device_ids)"
+    )
 
 
 def _refuse_packed(values: tuple[Any, ...]) -> None:

@@ -13,8 +13,10 @@ __all__ = ["compiled_like", "eager_of", "has_compiled_parts", "is_compiled", "wi
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether a module itself is compiled: by ``torch.compile(module)`` or ``module.compile()``."""
-    return isinstance(_eager(module), nn.Module) or getattr(module, "_compiled_call_impl", None) is not None
+    """Tell whether a module itself is compiled: the whole, in place, or its own ``forward``."""
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    forward = vars(module).get("forward")
+    return isinstance(_eager(module), nn.Module) or in_place or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def has_compiled_parts(module: nn.Module) -> bool:

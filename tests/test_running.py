@@ -191,6 +191,9 @@ class TestArguments:
             (lambda: BalancedDataParallel(nn.Identity(), 4), r"write BalancedDataParallel\(None, module, device_ids\)"),
             (lambda: BalancedDataParallel(nn.Identity(), [0, 1]), "before the module"),
             (lambda: BalancedDataParallel(2, torch.sin), "expected an nn.Module"),
+            (lambda: BalancedDataParallel(nn.Identity(), device_ids=[0, 1]), "before the module"),
+            (lambda: BalancedDataParallel(nn.Identity()), "before the module"),
+            (lambda: BalancedDataParallel(None, ["cpu"], nn.Identity()), r"\(gpu0_bsz, module, device_ids\)"),
             (lambda: BalancedDataParallel(2, nn.Identity(), "cpu"), r"expected a list of devices; write \['cpu'\]"),
             (lambda: BalancedDataParallel(2, nn.Identity(), 2), r"expected a list of devices; write \[2\]"),
             (lambda: BalancedDataParallel(2, nn.Identity(), ["gpu0"]), "a device is 'gpu0'"),
@@ -234,3 +237,21 @@ class TestArguments:
         with Tracker(["cpu:0", "cpu:1"], [None, None]):
             BalancedDataParallel(None, module, ["cpu"] * 2, split=(0, 4))(torch.zeros(4, 2))
         assert module.first == 1
+
+
+def test_ceilings_bound_what_trains():
+    """A validation batch was refused by the ceilings of training, which hold graphs and were never looked for beyond
+    the effective batch."""
+    wrapped = BalancedDataParallel(None, nn.Linear(2, 2), ["cpu"] * 2, split=(2, 4), ceilings=(3, 5))
+    with pytest.raises(InputError, match="room for 8"):
+        wrapped(torch.zeros(60, 2))
+    with torch.no_grad():
+        assert wrapped(torch.zeros(60, 2)).shape == (60, 2)
+
+
+def test_a_compiled_forward_is_refused():
+    """Each replica would have run the first device's."""
+    module = nn.Linear(2, 2)
+    module.forward = torch.compile(module.forward, backend="eager")
+    with pytest.raises(InputError, match="a compiled Linear"):
+        BalancedDataParallel(1, module, ["cpu"] * 2)
