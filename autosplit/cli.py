@@ -1,4 +1,4 @@
-"""The command line: ``devices``, ``tune``, ``show``. It parses, calls, prints, and turns errors into exit codes.
+"""The command line: ``devices``, ``tune``, ``probe``, ``show``. It parses, calls, prints, makes errors exit codes.
 
 0 done, 2 bad input, 3 does not fit, 4 interrupted (the best so far is shown and kept), 5 the user's own code raised.
 The answer goes to stdout and everything else to stderr. torch, rich and the plan's classes are imported by the
@@ -12,9 +12,12 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 import typer.main
@@ -23,7 +26,12 @@ from autosplit.errors import AutosplitError, InputError, PlanError, UserCodeErro
 from autosplit.terminal import progress_bar, stdout_kept_clean
 
 if TYPE_CHECKING:
+    from autosplit.cost import Ceiling
+    from autosplit.devices import Device
+    from autosplit.loading import Loaded
+    from autosplit.oom import DoesNotFitError
     from autosplit.plan import Plan
+    from autosplit.progress import Progress
     from autosplit.report import Origin
 
 __all__ = ["main"]
@@ -113,6 +121,15 @@ def _devices(*, as_json: bool) -> int:
 
 _Text = str | None
 
+_Isolate = Annotated[
+    bool | None,
+    typer.Option(
+        "--isolate/--no-isolate",
+        help="Run real steps in a process of its own, so that a crash costs one step. Default: on GPUs and cpu:SIZE.",
+        show_default=False,
+    ),
+]
+
 
 @app.command("tune")
 def tune_command(
@@ -147,9 +164,7 @@ def tune_command(
     n_trials: Annotated[_Text, typer.Option(metavar="N", help="Trials of the search, at most. Default: 24.")] = None,
     time_limit_s: Annotated[_Text, typer.Option(metavar="SECONDS", help="No trial begins after this long.")] = None,
     storage: Annotated[_Text, typer.Option(metavar="URL", help="An Optuna storage that keeps the study.")] = None,
-    isolate: Annotated[
-        bool, typer.Option("--isolate", help="Tune in a process of its own, which a crash ends instead of this one.")
-    ] = False,
+    isolate: _Isolate = None,
     profile: Annotated[
         _Text,
         typer.Option(
@@ -173,7 +188,7 @@ def tune_command(
         "n_trials": _whole("--n-trials", n_trials),
         "time_limit_s": _seconds("--time-limit-s", time_limit_s),
         "storage": storage,
-        "isolate": isolate or None,
+        "isolate": isolate,
         "profile": profile,
         "name": name,
         "seed": _whole("--seed", seed),
@@ -202,6 +217,55 @@ def _seconds(flag: str, text: str | None) -> float | None:
         raise InputError(f"{flag} {text!r}: expected a number of seconds; write it as {flag} 60") from None
 
 
+@app.command("probe")
+def probe_command(
+    spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
+    devices: Annotated[
+        _Text, typer.Option(metavar="SPEC", help="As for tune. Default: every visible GPU; without any, cpu.")
+    ] = None,
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="primary|replica|rank|eval",
+            help="What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward "
+            "without gradients. May be given several times. Default: rank.",
+        ),
+    ] = None,
+    max_batch_size: Annotated[_Text, typer.Option(metavar="N", help="Look no further.")] = None,
+    reserve: Annotated[
+        _Text,
+        typer.Option(metavar="SIZE|SHARE", help="Kept free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs."),
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Also run one sample more, which must run out of memory.")
+    ] = False,
+    time_limit_s: Annotated[
+        _Text, typer.Option(metavar="SECONDS", help="For all ceilings; past it no further step confirms one.")
+    ] = None,
+    isolate: _Isolate = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print JSON, alone on stdout: a Ceiling's attributes for each device and role, and notes."
+        ),
+    ] = False,
+    plot: Annotated[
+        _Text, typer.Option(metavar="PATH", help="Draw bytes against batch (.png, .pdf, .svg). Needs matplotlib.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Draw no progress.")] = False,
+) -> Command:
+    """Find how many samples each device holds."""
+    limit_s = _seconds("--time-limit-s", time_limit_s)
+    given: dict[str, Any] = {
+        "max_batch_size": _whole("--max-batch-size", max_batch_size),
+        "reserve": reserve,
+        "exact": exact or None,
+    }
+    keywords = {keyword: value for keyword, value in given.items() if value is not None}
+    probing = _Probing(spec, devices, tuple(dict.fromkeys(role or ["rank"])), keywords, limit_s, isolate)
+    return functools.partial(_probe, probing, as_json=as_json, plot=plot, quiet=quiet)
+
+
 @app.command("show")
 def show_command(
     which: Annotated[
@@ -223,13 +287,15 @@ def show_command(
 
 def _tune(spec: str, keywords: dict[str, Any], *, as_json: bool, output: str | None) -> int:
     _check_before_running(keywords, output)
-    from autosplit.loading import Loaded, load_workload
+    from autosplit.loading import load_workload
 
     with stdout_kept_clean():
         workload = load_workload(spec)
-        # A process of its own loads the file again: classes defined in it can't be sent there.
-        sent = Loaded(spec, workload) if keywords.get("isolate") and not isinstance(workload, Loaded) else workload
-        plan, interrupted = _tuned(sent, spec, keywords)
+        called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
+        source: object = workload
+        if _isolates(keywords.get("isolate"), keywords.get("devices")):
+            source, called = _sendable(spec, workload), {**called, "isolate": True}
+        plan, interrupted = _tuned(source, spec, called)
     path: Path | None = getattr(interrupted, "path", None)
     saved = None if path is None else str(path)
     unsaved: PlanError | None = None
@@ -245,6 +311,27 @@ def _tune(spec: str, keywords: dict[str, Any], *, as_json: bool, output: str | N
     if unsaved is not None:
         raise unsaved  # only now: what took so long to find has been shown
     return 0 if interrupted is None else EXIT_INTERRUPTED
+
+
+def _isolates(asked: bool | None, devices: str | Sequence[Device] | None) -> bool:
+    """Tell whether real steps run in a process of their own: as asked, otherwise where memory is filled to the brim."""
+    if asked is not None:
+        return asked
+    from autosplit.devices import parse_devices
+
+    first = parse_devices(devices)[0]
+    return first.kind == "cuda" or (first.kind == "cpu" and first.budgeted)
+
+
+def _sendable(spec: str, workload: object) -> Loaded:
+    """Return what another process can have: it loads the file again, since classes defined in it can't be sent."""
+    from autosplit.loading import Loaded
+    from autosplit.workload import Workload
+
+    if isinstance(workload, Loaded):
+        return workload
+    assert isinstance(workload, Workload)
+    return Loaded(spec, workload)
 
 
 def _interrupted_text(saved: str | None) -> str:
@@ -282,7 +369,7 @@ def _tuned(workload: object, spec: str, keywords: Mapping[str, Any]) -> tuple[Pl
     from autosplit import tuning
 
     try:
-        with progress_bar() as progress:
+        with _users_errors(spec), progress_bar() as progress:
             return tuning.tune(workload, **keywords, progress=progress), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
@@ -290,9 +377,16 @@ def _tuned(workload: object, spec: str, keywords: Mapping[str, Any]) -> tuple[Pl
         if best is None:
             raise
         return best, error
+
+
+@contextmanager
+def _users_errors(spec: str) -> Iterator[None]:
+    """Show the user's own frames of what their code raises; what we raise passes."""
+    try:
+        yield
     except AutosplitError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not user_frames(error.__traceback__):
             raise  # ours, and no one is helped by hiding where
         raise from_user_code(error, f"the code of {spec}") from error
@@ -309,7 +403,7 @@ def _origin(spec: str, workload: object, keywords: Mapping[str, Any], saved: str
         return Origin(f"autosplit.Plan.load({_quoted(saved)})", command=command)
     place, name = split_spec(spec)
     module = Path(place).stem if place.endswith(".py") else place
-    same = {k: v for k, v in keywords.items() if (k, v) != ("profile", "refresh")}
+    same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
     arguments = "".join(f", {keyword}={_quoted(value)}" for keyword, value in same.items())
     remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
     return Origin(
@@ -328,9 +422,138 @@ def _quoted(value: object) -> str:
 def _flags(keywords: Mapping[str, Any]) -> list[str]:
     flags = []
     for keyword, value in keywords.items():
-        flags.append(f"--{keyword.replace('_', '-')}")
-        flags.extend([] if value is True else [str(value)])
+        flag = keyword.replace("_", "-")
+        flags.append(f"--no-{flag}" if value is False else f"--{flag}")
+        flags.extend([] if isinstance(value, bool) else [str(value)])
     return flags
+
+
+# ------------------------------------------------------------------------------------------------------------ probe
+
+
+@dataclass
+class _Probing:
+    """What is probed, and what has come of it."""
+
+    spec: str
+    devices_spec: str | None
+    roles: tuple[str, ...]
+    keywords: dict[str, Any]
+    time_limit_s: float | None
+    isolate: bool | None
+    ceilings: list[Ceiling] = field(default_factory=list)
+    misfits: list[DoesNotFitError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    simulated: bool = False
+
+
+def _probe(probing: _Probing, *, as_json: bool, plot: str | None, quiet: bool) -> int:
+    _check_before_probing(probing, plot)
+    interrupted = False
+    with stdout_kept_clean():
+        try:
+            with nullcontext() if quiet else progress_bar() as tell:
+                _find_ceilings(probing, tell)
+        except KeyboardInterrupt:
+            interrupted = True
+    for error in probing.misfits:
+        _failed(str(error), error.exit_code)
+    if interrupted:
+        text = "the ceilings found so far are shown" if probing.ceilings else "no ceiling was found yet"
+        _failed(f"interrupted: {text}; run it again for all of them", EXIT_INTERRUPTED)
+    if any(ceiling.batch_size for ceiling in probing.ceilings):
+        _print_ceilings(probing, as_json=as_json, plot=plot)
+    if interrupted:
+        return EXIT_INTERRUPTED
+    return probing.misfits[0].exit_code if probing.misfits else 0
+
+
+def _check_before_probing(probing: _Probing, plot: str | None) -> None:
+    """Refuse bad flags before the user's file runs, which may take long."""
+    from autosplit.cost import Role
+
+    _check_before_running({**probing.keywords, **_given(devices=probing.devices_spec)}, None)
+    for role in probing.roles:
+        if role not in get_args(Role):
+            raise InputError(f"--role {role!r}: expected one of {', '.join(get_args(Role))}; choose one of them")
+    if probing.time_limit_s is not None and not probing.time_limit_s > 0:
+        raise InputError(
+            f"--time-limit-s {probing.time_limit_s:g}: expected seconds, above 0; leave it out for no limit"
+        )
+    if plot is not None:
+        from autosplit.report import check_plot
+
+        check_plot(plot)
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _find_ceilings(probing: _Probing, tell: Callable[[Progress], None] | None) -> None:
+    """Find the ceiling of each device in each role, one after the other, into `probing`."""
+    from autosplit.devices import parse_devices
+    from autosplit.loading import load_workload
+    from autosplit.tuning import NO_GPU_NOTE
+
+    workload: Any = load_workload(probing.spec)
+    devices = parse_devices(probing.devices_spec)
+    probing.simulated = devices[0].kind == "sim"
+    if probing.devices_spec is None and devices[0].kind == "cpu":
+        probing.notes.append(NO_GPU_NOTE)
+    isolate = _isolates(probing.isolate, devices)
+    source = _sendable(probing.spec, workload) if isolate else workload
+    ends_s = None if probing.time_limit_s is None else time.monotonic() + probing.time_limit_s
+    pairs = [(device, role) for device in devices for role in probing.roles]
+    known: dict[tuple[Device, str], Ceiling] = {}
+    for done, (device, role) in enumerate(pairs):
+        _tell_ceiling(tell, probing.ceilings, f"{device.label}: ceiling as {role}", done / len(pairs))
+        # Cards that are not there are alike to the byte.
+        alike = (replace(device, index=0) if probing.simulated else device, role)
+        if alike not in known:
+            # Each gets its part of what is left of the time.
+            left_s = None if ends_s is None else max(0.001, (ends_s - time.monotonic()) / (len(pairs) - done))
+            known[alike] = _ceiling_of(probing, source, device, role, time_limit_s=left_s, isolate=isolate)
+        probing.ceilings.append(replace(known[alike], device=device.label))
+
+
+def _tell_ceiling(
+    tell: Callable[[Progress], None] | None, found: Sequence[Ceiling], message: str, fraction: float
+) -> None:
+    if tell is not None:
+        from autosplit.progress import Progress
+
+        steps, ooms = sum(ceiling.steps for ceiling in found), sum(ceiling.ooms for ceiling in found)
+        tell(Progress("ceilings", message, fraction, steps, ooms))
+
+
+def _ceiling_of(probing: _Probing, source: Any, device: Device, role: Any, **keywords: Any) -> Ceiling:
+    """Find one ceiling; where nothing fits it is 0, and why is kept."""
+    from autosplit import probe
+    from autosplit.cost import Ceiling
+    from autosplit.oom import DoesNotFitError
+
+    try:
+        with _users_errors(probing.spec):
+            return probe.find_ceiling(source, device, role=role, **probing.keywords, **keywords)
+    except DoesNotFitError as error:
+        probing.misfits.append(error)
+        return Ceiling(device.label, role, 0, "memory", 0, 0, error.requested_bytes, error.capacity_bytes)
+
+
+def _print_ceilings(probing: _Probing, *, as_json: bool, plot: str | None) -> None:
+    from autosplit.report import plot_ceilings, print_ceilings
+
+    notes = [*probing.notes, *(note for ceiling in probing.ceilings for note in getattr(ceiling, "notes", ()))]
+    if plot is not None:
+        plot_ceilings(probing.ceilings, plot)
+    if as_json:
+        shown = [{**asdict(ceiling), "headroom_bytes": ceiling.headroom_bytes} for ceiling in probing.ceilings]
+        _print_json(json.dumps({"simulated": probing.simulated, "ceilings": shown, "notes": notes}, indent=2))
+    else:
+        from autosplit.terminal import console_for
+
+        print_ceilings(probing.ceilings, notes, console_for(sys.stdout), simulated=probing.simulated)
 
 
 # ------------------------------------------------------------------------------------------------------------- show

@@ -19,7 +19,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["Ceiling", "MemoryFit", "Region", "StepTime", "TimeCurve", "largest_fitting", "overlapped_seconds"]
@@ -54,6 +54,7 @@ class Ceiling:
         ooms: How many of them ran out of memory.
         confirmed: A real step ran at this very size. Never for simulated cards.
         points: ``(samples, bytes, ran)`` for each size that was looked at: of a real step, or of a trace.
+        notes: What became of processes that ran steps and died, a sentence for each cause.
     """
 
     device: str
@@ -67,7 +68,9 @@ class Ceiling:
     steps: int = 0
     ooms: int = 0
     confirmed: bool = False
-    points: tuple[tuple[int, int, bool], ...] = ()
+    # How it came to be known is no part of what it is.
+    points: tuple[tuple[int, int, bool], ...] = field(default=(), compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def headroom_bytes(self) -> int:

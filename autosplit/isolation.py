@@ -6,6 +6,7 @@ multiprocessing's spawn with one pipe is all it takes, since one process answers
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 
 from autosplit.errors import AutosplitError, InputError, one_line
 
-__all__ = ["Child", "ChildLostError", "LostCauseError", "in_child"]
+__all__ = ["Child", "ChildLostError", "LostCauseError"]
 
 T = TypeVar("T")
 
@@ -55,13 +56,13 @@ class ChildLostError(AutosplitError):
 
     Attributes:
         cause: What became of it, as the end of a sentence: ``"was ended by SIGKILL, ..."``.
-        was_ready: It had started, and ended in a call.
+        hung: It was ended because it took too long.
     """
 
-    def __init__(self, cause: str, *, was_ready: bool) -> None:
+    def __init__(self, cause: str, *, hung: bool = False) -> None:
         super().__init__(f"the process {cause}")
         self.cause = cause
-        self.was_ready = was_ready
+        self.hung = hung
 
 
 class LostCauseError(Exception):
@@ -102,6 +103,7 @@ class Child:
         """
         if self._process is not None:
             return
+        self._waiting = self._waiting or _pickled(self._make)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         # No daemon, since these may have no children: a workload may well have a DataLoader with workers.
@@ -120,43 +122,56 @@ class Child:
         finally:
             theirs.close()
         self._process, self._pipe, self._is_ready = process, ours, False
-        self._waiting = self._waiting or _pickled(self._make)
         if len(self._waiting) <= _SENT_AT_ONCE_BYTES:
             self._hand_over()
 
-    def call(self, name: str, *args: Any, limit_s: float = UNHURRIED_S, start_limit_s: float = UNHURRIED_S) -> Any:
-        """Call a method of the object; a process is started for it where there is none.
+    def get_ready(self, limit_s: float = UNHURRIED_S) -> None:
+        """Wait until the object is made; a process is started for it where there is none.
+
+        Args:
+            limit_s: The process is ended if it takes longer.
+
+        Raises:
+            ChildLostError: The process ended, or was ended, before.
+            Exception: Whatever was raised there.
+        """
+        self.start()
+        if self._is_ready:
+            return
+        if self._waiting is not None:
+            self._hand_over()
+        try:
+            self._result(limit_s)
+        except BaseException:
+            self.end()  # without an object there is nothing to go on with
+            raise
+        self._is_ready = True
+
+    def call(self, name: str, *args: Any, limit_s: float = UNHURRIED_S) -> Any:
+        """Call a method of the object, once it is made.
 
         Args:
             name: Of the method.
             *args: Picklable.
             limit_s: The process is ended if the answer takes longer.
-            start_limit_s: The same for the object to be made.
 
         Returns:
             What the method returns.
 
         Raises:
             ChildLostError: The process ended, or was ended, without an answer.
-            Exception: Whatever was raised there, by the method or while the object was made.
+            Exception: Whatever was raised there.
         """
-        try:
-            self._get_ready(start_limit_s)
-            self._send(pickle.dumps((name, args)))
-            failed, value = self._answer(limit_s)
-        except BaseException:
-            self.end()  # it is lost, or amid a call: Ctrl-C leaves it there
-            raise
-        if failed:
-            raise value
-        return value
+        self.get_ready()
+        self._send(pickle.dumps((name, args)))
+        return self._result(limit_s)
 
     def close(self) -> None:
         """Let the process stop by itself if it is waiting, end it otherwise."""
         if self._process is not None and self._pipe is not None and self._is_ready:
             with suppress(OSError):
                 self._pipe.send_bytes(b"")
-                self._process.join(_CLOSING_S)
+                _exitcode(self._process, _CLOSING_S)
         self.end()
 
     def end(self) -> None:
@@ -174,17 +189,6 @@ class Child:
         process.close()
         pipe.close()
 
-    def _get_ready(self, limit_s: float) -> None:
-        self.start()
-        if self._is_ready:
-            return
-        if self._waiting is not None:
-            self._hand_over()
-        failed, value = self._answer(limit_s)
-        if failed:
-            raise value
-        self._is_ready = True
-
     def _hand_over(self) -> None:
         """Send what makes the object, once: it may be as large as a model, and is not kept."""
         assert self._waiting is not None
@@ -196,40 +200,43 @@ class Child:
         with suppress(OSError):  # a reader that is gone is found where its answer is missed
             self._pipe.send_bytes(data)
 
-    def _answer(self, limit_s: float) -> tuple[bool, Any]:
-        """Wait for an answer.
+    def _result(self, limit_s: float) -> Any:
+        """Wait for an answer, and return or raise it."""
+        try:
+            kind, value = self._answer(limit_s)
+        except BaseException:
+            self.end()  # it is lost, or amid a call: Ctrl-C leaves it there
+            raise
+        if kind == "raised":
+            raise _decoded(*value)
+        return value
 
-        Returns:
-            Whether it is an exception, and it.
-        """
+    def _answer(self, limit_s: float) -> tuple[str, Any]:
+        """Wait for ``("returned", value)`` or ``("raised", encoded exception)``."""
         assert self._pipe is not None
         assert self._process is not None
         deadline_s = time.monotonic() + limit_s
         while not self._pipe.poll():
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise self._lost(f"did not answer within {limit_s:.3g} s and was ended")
-            if self._process.exitcode is not None:
-                break
+                raise ChildLostError(f"did not answer within {limit_s:.3g} s and was ended", hung=True)
+            if self._process.exitcode is not None and not self._pipe.poll():  # it may have answered meanwhile
+                raise ChildLostError(self._end_text())
             wait([self._pipe, self._process.sentinel], min(left_s, _LOOK_S))
         try:
             kind, value = pickle.loads(self._pipe.recv_bytes())  # noqa: S301  # by the process that we started
         except (EOFError, OSError):
-            raise self._lost(self._end_text()) from None
+            raise ChildLostError(self._end_text()) from None
         except Exception as error:
-            raise self._lost(f"sent what can't be read ({one_line(error)}) and was ended") from error
+            raise ChildLostError(f"sent what can't be read ({one_line(error)}) and was ended") from error
         if kind == "lost":
-            raise self._lost(value)
-        return kind == "raised", _decoded(*value) if kind == "raised" else value
-
-    def _lost(self, cause: str) -> ChildLostError:
-        return ChildLostError(cause, was_ready=self._is_ready)
+            raise ChildLostError(value)
+        return kind, value
 
     def _end_text(self) -> str:
-        """Say what ended the process, whose pipe is closed."""
+        """Say what ended the process."""
         assert self._process is not None
-        self._process.join(_LOOK_S)
-        code = self._process.exitcode
+        code = _exitcode(self._process, _LOOK_S)
         if code is None:
             return "closed its pipe and was ended"
         if code >= 0:
@@ -241,29 +248,12 @@ class Child:
         return f"was ended by {name}" + (f", {_SIGNALS[name]}" if name in _SIGNALS else "")
 
 
-def in_child(function: Callable[..., T], *args: Any) -> T:
-    """Call a function in a spawned process and return what it returns.
-
-    Args:
-        function: Importable, as its arguments are picklable.
-        *args: Its arguments.
-
-    Raises:
-        InputError: Something can't be sent to the process.
-        AutosplitError: The process died (a crash in a kernel, the system's out-of-memory killer).
-        Exception: Whatever the function raised there.
-    """
-    child = Child(_Call(function, args))
-    try:
-        result: T = child.call("run", limit_s=float("inf"))
-        return result
-    except ChildLostError as error:
-        raise AutosplitError(
-            f"the tuning process died without an answer: it {error.cause}; expected it to end by itself; "
-            "see the system's log, and try a smaller max_batch_size"
-        ) from error
-    finally:
-        child.close()
+def _exitcode(process: BaseProcess, limit_s: float) -> int | None:
+    """Wait for a process to end; what `join` waits for stays open in processes that it forked."""
+    deadline_s = time.monotonic() + limit_s
+    while process.exitcode is None and time.monotonic() < deadline_s:
+        wait([process.sentinel], 0.02)
+    return process.exitcode
 
 
 class _Call:
@@ -293,8 +283,6 @@ def _pickled(what: Any) -> bytes:
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Let a process start with stdout on stderr and deaf to Ctrl-C: it runs the main module before any code of ours."""
-    with suppress(OSError, ValueError):
-        sys.stdout.flush()
     kept = _duplicate(1)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if hasattr(signal, "pthread_sigmask") else None
     try:
@@ -432,7 +420,7 @@ def _decoded(links: list[_Link], trace: str) -> BaseException:
     chain = [_unpickled_error(*link) for link in links]
     if trace:
         chain.append(InTheChildError(f"in the other process:\n{trace}"))
-    for error, cause in zip(chain, chain[1:], strict=False):
+    for error, cause in itertools.pairwise(chain):
         error.__cause__ = cause
     return chain[0]
 

@@ -17,17 +17,17 @@ from autosplit.cost import Ceiling, Limit, MemoryFit, Role, TimeCurve, largest_f
 from autosplit.devices import Device, list_devices
 from autosplit.errors import DeviceError, InputError
 from autosplit.host import available_host_bytes
-from autosplit.isolation import in_child
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, is_kernel_limit
 from autosplit.request import Request, checked_request
 from autosplit.rng import kept_rng
 from autosplit.runtime.cuda import CONFIRMING_STEPS
+from autosplit.runtime.isolated import StepLostError
 from autosplit.runtime.measurement import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracing import Tracer
 from autosplit.sizes import size_text
 from autosplit.split import proportional_split
-from autosplit.staging import Source, build, follow, runtime_for, workload_source
+from autosplit.staging import Source, build, follow, isolated_runtime, runtime_for, workload_source
 
 __all__ = ["Prober", "does_not_fit", "find_ceiling"]
 
@@ -514,8 +514,9 @@ class Prober:
         """Return the largest size, between what ran and what did not, that fits by the corrected trace."""
         if high - low <= 1:
             return low
-        if seen.limit == "kernel":
-            return (low + high) // 2  # nothing tells where a kernel ends but running it
+        if seen.limit == "kernel" or seen.lost:
+            # Nothing tells where a kernel ends, or a process dies, but running it.
+            return (max([low, *(ran for ran in seen.ran if ran < high)]) + high) // 2
         return largest_fitting(
             lambda n: predicted(n) + seen.residual(n, predicted),
             capacity_bytes,
@@ -537,8 +538,9 @@ class Prober:
         self._count(CONFIRMING_STEPS if self.runtime.devices[index].kind == "cuda" else 1)
         try:
             seen.ran[n] = self.runtime.peaks(shape_of(n))[index]
-        except OutOfMemoryError:
+        except OutOfMemoryError as error:
             self.counts.ooms += 1
+            seen.lost = seen.lost or isinstance(error, StepLostError)
             seen.failed[n] = self.runtime.capacities_bytes[index] + 1
             return False
         except RuntimeError as error:
@@ -563,12 +565,14 @@ class _Seen:
         ran: Bytes by samples, of real steps.
         failed: Sizes that ran out of memory, each with what it would at least have needed.
         limit: Set where something else than memory ended the search.
+        lost: The process of a step died of it, which says nothing of bytes.
     """
 
     traced: dict[int, int] = field(default_factory=dict)
     ran: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
     limit: Limit | None = None
+    lost: bool = False
 
     def points(self) -> tuple[tuple[int, int, bool], ...]:
         """Return all sizes that were looked at, in order."""
@@ -660,16 +664,20 @@ def find_ceiling(
     if len(request.devices) != 1:
         raise InputError(f"{len(request.devices)} devices are given; expected one; call find_ceiling for each")
     source = workload_source(workload, None, {})
-    return in_child(_ceiling_of, source, request, role, exact) if isolate else _ceiling_of(source, request, role, exact)
+    return _ceiling_of(source, request, role, exact=exact, isolate=isolate)
 
 
-def _ceiling_of(source: Source, request: Request, role: Role, exact: bool) -> Ceiling:
+def _ceiling_of(source: Source, request: Request, role: Role, *, exact: bool, isolate: bool) -> Ceiling:
     devices, capacities_bytes, index = request.devices, request.capacities_bytes, 0
     if role == "replica":
         # Somebody has to be device 0: one like it, that may hold anything.
         devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
     with kept_rng(), ExitStack() as closing:
-        followed = follow(build(source, devices), devices, closing)
+        deadline_s = request.deadline_s
+        isolated = (
+            isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=deadline_s) if isolate else None
+        )
+        followed = follow(build(source, devices), devices, closing, isolated)
         runtime = runtime_for(devices, capacities_bytes, followed, closing)
         prober = Prober(
             runtime,
@@ -684,7 +692,8 @@ def _ceiling_of(source: Source, request: Request, role: Role, exact: bool) -> Ce
         ceiling = prober.ceiling(index, role)
         if ceiling.batch_size == 0:
             raise does_not_fit(prober, index)
-        return replace(ceiling, device=request.devices[0].label)
+        notes = () if isolated is None else isolated.notes
+        return replace(ceiling, device=request.devices[0].label, notes=notes)
 
 
 def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device, ...], tuple[int, ...], int]:

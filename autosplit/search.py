@@ -6,6 +6,9 @@ Optuna's sampler goes on where the model may be wrong.
 
 from __future__ import annotations
 
+import importlib
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,8 +61,7 @@ def search(
     """
     if space.region.largest_batch < 1:
         return ()
-    import optuna
-
+    optuna = _imported()
     study = _opened(storage, study_name, seed)
     _drop_waiting(study)
     for configuration in dict.fromkeys(first):
@@ -84,6 +86,20 @@ def search(
             if _settled(list(done.values()), patience):
                 break
     return tuple(done.values())
+
+
+def _imported() -> Any:
+    """Import Optuna where nobody waits with a model in hand.
+
+    While it is imported it catches the error of a database driver that is not there, and keeps it for later. An error
+    keeps its frame, a frame the frames that called it, and these all their variables: for good, the copies of the
+    process's first tuning. A new thread has no callers.
+    """
+    if "optuna" not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=("optuna",), name="autosplit-import")
+        thread.start()
+        thread.join()
+    return importlib.import_module("optuna")
 
 
 def _opened(storage: str | None, study_name: str, seed: int) -> Any:

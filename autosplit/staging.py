@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from autosplit.devices import Device
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.cuda import CudaRuntime
+from autosplit.runtime.isolated import IsolatedRuntime
 from autosplit.runtime.measurement import Runtime
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracing import Tracer, make_tracer
 from autosplit.trainee import built_without_memory, fake_mode, training_copy
 from autosplit.workload import PRECISIONS, Workload
 
-__all__ = ["Built", "Followed", "Source", "build", "follow", "runtime_for", "workload_source"]
+__all__ = ["Built", "Followed", "Source", "build", "follow", "isolated_runtime", "runtime_for", "workload_source"]
 
 Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
@@ -28,11 +30,19 @@ Source = Workload | Callable[[], Workload]
 
 @dataclass(frozen=True)
 class Followed:
-    """A workload with the tracer that follows it, and what is to be said about both."""
+    """A workload with the tracer that follows it, and what is to be said about both.
+
+    Attributes:
+        workload: The workload.
+        tracer: Predicts the memory of its steps.
+        notes: One sentence each.
+        isolated: Runs its steps in a process of its own; None where they run in this one.
+    """
 
     workload: Workload
     tracer: Tracer
     notes: tuple[str, ...]
+    isolated: IsolatedRuntime | None = None
 
 
 @dataclass(frozen=True)
@@ -130,13 +140,52 @@ def build(source: Source, devices: Sequence[Device]) -> Built:
         return Built(source, _built(source), _built_for_real(error))
 
 
-def follow(built: Built, devices: Sequence[Device], closing: ExitStack) -> Followed:
+def isolated_runtime(
+    source: Source,
+    devices: tuple[Device, ...],
+    capacities_bytes: tuple[int, ...],
+    closing: ExitStack,
+    *,
+    deadline_s: float | None = None,
+) -> IsolatedRuntime | None:
+    """Start a process for real steps, which builds the workload itself, while this one goes on to trace it.
+
+    Args:
+        source: Picklable, made of what can be imported there.
+        devices: What to run on.
+        capacities_bytes: What each may hold.
+        closing: Ends the process.
+        deadline_s: See `IsolatedRuntime`.
+
+    Returns:
+        The runtime, to be given to `follow`; None for simulated cards, on which nothing runs.
+
+    Raises:
+        InputError: The source can't be pickled.
+    """
+    if devices[0].kind == "sim":
+        return None
+    make = partial(_runtime_of_source, source, devices, capacities_bytes)
+    runtime = IsolatedRuntime(make, devices, capacities_bytes, deadline_s=deadline_s)
+    closing.callback(runtime.close)
+    return runtime
+
+
+def _runtime_of_source(source: Source, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...]) -> Runtime:
+    """Make the runtime where nothing has to be undone: in a process that ends."""
+    return _real_runtime(devices, capacities_bytes, _built(source), ExitStack())
+
+
+def follow(
+    built: Built, devices: Sequence[Device], closing: ExitStack, isolated: IsolatedRuntime | None = None
+) -> Followed:
     """Follow one step of a workload.
 
     Args:
         built: The workload; one that was built without memory and can't be followed is built again.
         devices: What it is tuned for, all of one kind.
         closing: Gets what has to be undone at the end: a model that can't be copied is borrowed.
+        isolated: Where its steps are to run, if not in this process.
 
     Raises:
         UserCodeError: The workload failed on its own sample batch.
@@ -152,13 +201,15 @@ def follow(built: Built, devices: Sequence[Device], closing: ExitStack) -> Follo
         why_real = _built_for_real(error)
     else:
         why_real = note or why_real
+        if built.fake and why_real is not None:
+            tracer.trainee.restore()  # the function may return the very same model again, and that may be borrowed
     if built.fake and why_real is not None:
         workload = _built(built.source)
         tracer, note = make_tracer(workload, like_gpu=like_gpu)
         why_real = note or why_real
     closing.callback(tracer.trainee.restore)
     assumed = tracer.assumptions()
-    return Followed(workload, tracer, assumed if why_real is None else (why_real, *assumed))
+    return Followed(workload, tracer, assumed if why_real is None else (why_real, *assumed), isolated)
 
 
 def _built_for_real(error: Exception) -> str:
@@ -193,12 +244,22 @@ def runtime_for(
         followed: The workload and its tracer.
         closing: Gets what has to be undone at the end.
     """
+    if followed.isolated is not None:
+        assert followed.isolated.devices == devices, (followed.isolated.devices, devices)
+        assert followed.isolated.capacities_bytes == capacities_bytes, capacities_bytes
+        return followed.isolated
     if devices[0].kind == "sim":
         return SimulatedRuntime(devices, capacities_bytes, followed.tracer)
+    return _real_runtime(devices, capacities_bytes, followed.workload, closing)
+
+
+def _real_runtime(
+    devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], workload: Workload, closing: ExitStack
+) -> Runtime:
     if devices[0].kind == "cpu":
-        trainee = training_copy(followed.workload, device=torch.device("cpu"))
+        trainee = training_copy(workload, device=torch.device("cpu"))
         closing.callback(trainee.restore)
         return CpuRuntime(devices, capacities_bytes, trainee)
-    runtime = CudaRuntime(devices, capacities_bytes, followed.workload)
+    runtime = CudaRuntime(devices, capacities_bytes, workload)
     closing.callback(runtime.close)
     return runtime

@@ -386,22 +386,33 @@ def _copied_or_borrowed(models: Any, memo: dict[int, Any]) -> tuple[Any, Callabl
         return models, restore
 
 
+def _version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written to; None for one made in inference mode, which does not count it."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def _borrow(models: Any) -> Callable[[], None]:
     """Give a live model copies of its data to train on, and return what puts everything back."""
     parts = [part for module in modules_of(models) for part in module.modules()]
     modes = [(part, part.training) for part in parts]
     slots = [(part, dict(part._buffers)) for part in parts]
     tensors = {id(t): t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())}
-    kept = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors.values()]
-    for tensor, data, _, _ in kept:
+    kept = [
+        (tensor, tensor.data, tensor.grad, tensor.requires_grad, _version_of(tensor)) for tensor in tensors.values()
+    ]
+    for tensor, data, _, _, _ in kept:
         tensor.data, tensor.grad = data.clone(), None
 
     def restore() -> None:
         for part, buffers in slots:
+            part._buffers.clear()  # a forward may have registered more
             part._buffers.update(buffers)
-        for tensor, data, grad, requires_grad in kept:
+        for tensor, data, grad, requires_grad, version in kept:
             tensor.data, tensor.grad = data, grad
             tensor.requires_grad_(requires_grad)
+            # A backward that is still to come looks whether what it saved was written to: its data was not.
+            if version is not None:
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
         for part, training in modes:
             part.training = training
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from autosplit import profiles
 from autosplit.assembly import Subject
 from autosplit.errors import AutosplitError, ProfileError, from_user_code
-from autosplit.isolation import in_child
 from autosplit.plan import Plan
 from autosplit.progress import Progress
 from autosplit.request import Request, checked_request
 from autosplit.rng import kept_rng
+from autosplit.runtime.isolated import IsolatedRuntime
 from autosplit.session import Session
-from autosplit.staging import Source, build, follow, workload_source
+from autosplit.staging import Source, build, follow, isolated_runtime, workload_source
 from autosplit.trainee import ran_a_step
 
 __all__ = ["Progress", "TuningInterrupted", "tune"]
@@ -97,9 +97,11 @@ def tune(
         max_batch_size: The most samples per forward.
         reserve: Kept free on every device: bytes, ``"1GiB"``, or a share (``0.05``, ``"5%"``). Default: 5 % on GPUs.
         n_trials: Trials of the search, at most.
-        time_limit_s: No trial begins after this long.
+        time_limit_s: No trial begins after this long; with `isolate`, a step that hangs is ended, too.
         storage: An Optuna storage URL that keeps the study.
-        isolate: Tune in a process of its own, which a crash ends instead of this one. The workload must be picklable.
+        isolate: Run real steps in a process of its own: what ends or hangs it (a crash in a kernel, the system's
+            out-of-memory killer) costs one step, counts as a lack of memory and is told in the notes. The workload
+            must be picklable, and is built there once more. On ``sim:`` nothing runs, so that nothing is isolated.
         profile: ``"auto"`` uses a remembered plan for this kind of machine and this workload, and remembers a new one;
             ``"refresh"`` tunes anew; ``"off"`` neither reads nor writes.
         name: Keeps plans for otherwise equal workloads apart.
@@ -137,9 +139,7 @@ def tune(
         "batch_dim": batch_dim or None,
     }
     source = workload_source(model_or_workload, sample_batch, described)
-    if isolate:
-        return in_child(_tune_source, request, source, reserve)
-    return _tune_source(request, source, reserve, progress or _quiet)
+    return _tune_source(request, source, reserve, progress or _quiet, isolate=isolate)
 
 
 def _quiet(progress: Progress) -> None:
@@ -147,10 +147,10 @@ def _quiet(progress: Progress) -> None:
 
 
 def _tune_source(
-    request: Request, source: Source, reserve: object, progress: Callable[[Progress], None] = _quiet
+    request: Request, source: Source, reserve: object, progress: Callable[[Progress], None], *, isolate: bool
 ) -> Plan:
     try:
-        return _tuned(request, source, reserve, progress)
+        return _tuned(request, source, reserve, progress, isolate=isolate)
     except TuningInterrupted:
         raise
     except KeyboardInterrupt:  # before there was anything to keep
@@ -164,7 +164,9 @@ def _tune_source(
         raise
 
 
-def _tuned(request: Request, source: Source, reserve: object, progress: Callable[[Progress], None]) -> Plan:
+def _tuned(
+    request: Request, source: Source, reserve: object, progress: Callable[[Progress], None], *, isolate: bool
+) -> Plan:
     with kept_rng(), ExitStack() as closing:
         built = build(source, request.devices)
         machine, described = profiles.machine_of(request.devices), profiles.workload_of(built.workload)
@@ -172,7 +174,8 @@ def _tuned(request: Request, source: Source, reserve: object, progress: Callable
         remembered, notes = _remembered(request, key, machine, described)
         if remembered is not None:
             return remembered
-        followed = follow(built, request.devices, closing)
+        isolated = _isolated(request, source, closing) if isolate else None
+        followed = follow(built, request.devices, closing, isolated)
         if request.defaulted and request.kind == "cpu":
             notes = (*notes, NO_GPU_NOTE)
         subject = Subject(request, followed.workload, machine, described)
@@ -181,8 +184,19 @@ def _tuned(request: Request, source: Source, reserve: object, progress: Callable
             plan = session.plan()
         except KeyboardInterrupt:
             best = session.best_so_far()
+            best = None if best is None else _with_losses(best, isolated)
             raise TuningInterrupted(best, None if best is None else _stored(request, key, best)[1]) from None
-        return _stored(request, key, plan)[0]
+        return _stored(request, key, _with_losses(plan, isolated))[0]
+
+
+def _isolated(request: Request, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
+    devices, capacities_bytes = request.devices, request.capacities_bytes
+    return isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=request.deadline_s)
+
+
+def _with_losses(plan: Plan, isolated: IsolatedRuntime | None) -> Plan:
+    """Add to a plan's notes what became of the processes that its steps ran in."""
+    return plan if isolated is None else replace(plan, notes=(*plan.notes, *isolated.notes))
 
 
 def _study_name(request: Request, key: str) -> str:

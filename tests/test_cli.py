@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from handmade import made_plan
+from handmade import made_ceiling, made_plan
 
 import autosplit.survey
-from autosplit import tuning
+from autosplit import probe, tuning
 from autosplit.cli import main
+from autosplit.cost import Ceiling
+from autosplit.devices import Device
+from autosplit.errors import AutosplitError
+from autosplit.loading import Loaded
 from autosplit.oom import DoesNotFitError
 from autosplit.plan import Plan
 from autosplit.profiles import store
@@ -91,7 +98,7 @@ def test_help_names_the_commands(capsys):
     assert main(["--help"]) == 0
     assert main([]) == 0
     out, err = capsys.readouterr()
-    assert all(f"\n  {command} " in out for command in ("devices", "tune", "show"))
+    assert all(f"\n  {command} " in out for command in ("devices", "tune", "probe", "show"))
     assert err == ""
 
 
@@ -184,6 +191,44 @@ def test_flags_become_keywords(script, tuned, capsys):
 def test_without_flags_the_defaults_are_tunes_own(script, tuned, capsys):
     assert main(["tune", script()]) == 0
     assert tuned.calls[0][1] == {"progress": None}
+
+
+BUDGETED = ["--devices", "cpu:8MiB"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "isolated"),
+    [
+        (BUDGETED, True),
+        ([*BUDGETED, "--no-isolate"], False),
+        ([*BUDGETED, "--isolate"], True),
+        (["--devices", "cpu"], False),
+        (["--devices", "cpu", "--isolate"], True),
+        (list(SIM), False),
+    ],
+)
+def test_steps_that_fill_a_memory_run_in_a_process_of_their_own(script, tuned, capsys, flags, isolated):
+    assert main(["tune", script(), *flags]) == 0
+    ((workload, keywords),) = tuned.calls
+    assert keywords.get("isolate", False) is isolated
+    assert isinstance(workload, Loaded) is isolated
+
+
+@pytest.mark.parametrize(
+    ("flags", "python", "command"),
+    [
+        ([], "", ""),
+        (["--isolate"], ", isolate=True", " --isolate"),
+        (["--no-isolate"], "", " --no-isolate"),
+    ],
+)
+def test_only_what_was_asked_for_is_in_the_lines_to_paste(script, tuned, capsys, flags, python, command):
+    tuned.answer = made_plan((100, 156))
+    assert main(["tune", script(), *BUDGETED, *flags]) == 0
+    assert f'plan = autosplit.tune(workload, devices="cpu:8MiB"{python})\n' in capsys.readouterr().out
+    tuned.answer = made_plan((100, 156), kind="sim")
+    assert main(["tune", script(), *BUDGETED, *flags]) == 0
+    assert f"tune train.py --devices cuda{command}\n" in capsys.readouterr().out
 
 
 def test_the_report_of_a_simulated_plan_shows_the_command_for_the_real_cards(script, tuned, capsys):
@@ -415,10 +460,228 @@ def test_a_small_workload_on_the_processor(script, capsys):
 def test_isolate_loads_the_file_in_its_own_process(script, capfd):
     text = WORKLOAD.replace("workload =", "class Net(torch.nn.Linear): ...\nprint('noise')\nworkload =")
     path = script(text.replace("torch.nn.Linear(3, 1)", "Net(3, 1)"))
-    assert main(["tune", path, *SIM, "--effective-batch-size", "8", "--n-trials", "1", "--isolate", "--json"]) == 0
+    assert main(["tune", path, *BUDGETED, "--effective-batch-size", "8", "--n-trials", "1", "--json"]) == 0
     out, err = capfd.readouterr()
     assert Plan.from_json(out).effective_batch_size == 8
     assert err.count("noise") == 2
+
+
+# probe, with a stand-in for the search
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """Put a stand-in in place of find_ceiling; `calls` has what it was given, `answers` what to return or raise."""
+
+    class Probed:
+        def __init__(self):
+            self.calls, self.answers = [], {}
+
+        def __call__(self, workload, device, **keywords):
+            self.calls.append((workload, device, keywords))
+            answer = self.answers.get((device.label, keywords["role"]), made_ceiling("as found", 100, 2**30, steps=3))
+            if isinstance(answer, BaseException):
+                raise answer
+            return dataclasses.replace(answer, role=keywords["role"])
+
+    stand_in = Probed()
+    monkeypatch.setattr(probe, "find_ceiling", stand_in)
+    return stand_in
+
+
+MISFIT = DoesNotFitError("cpu:1 needs 2 MiB; expected more", device="cpu:1", requested_bytes=9, capacity_bytes=4)
+TWO = ["--devices", "cpu:8MiB,cpu:4MiB"]
+
+
+def test_every_keyword_of_find_ceiling_has_its_flag(capsys):
+    import inspect
+
+    assert main(["probe", "--help"]) == 0
+    out = capsys.readouterr().out
+    parameters = inspect.signature(probe.find_ceiling).parameters.values()
+    flags = [f"--{p.name.replace('_', '-')} " for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert flags
+    assert not [flag for flag in flags if flag not in out]
+
+
+def test_probe_asks_for_each_device_in_each_role(script, probed, capsys):
+    flags = ["--role", "primary", "--role", "eval", "--max-batch-size", "50", "--reserve", "5%", "--exact"]
+    assert main(["probe", script(), *TWO, *flags]) == 0
+    asked = [(device.label, keywords.pop("role"), keywords) for _, device, keywords in probed.calls]
+    same = {"max_batch_size": 50, "reserve": "5%", "exact": True, "time_limit_s": None, "isolate": True}
+    pairs = [("cpu:0", "primary"), ("cpu:0", "eval"), ("cpu:1", "primary"), ("cpu:1", "eval")]
+    assert asked == [(*pair, same) for pair in pairs]
+    assert all(isinstance(workload, Loaded) for workload, _, _ in probed.calls)
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if line.startswith(" cpu:")]
+    assert rows == [[*pair, "100"] for pair in pairs]
+
+
+def test_probe_without_flags_is_of_ranks(script, probed, capsys):
+    assert main(["probe", script()]) == 0
+    ((_, device, keywords),) = probed.calls
+    assert (device.label, keywords) == ("cpu", {"role": "rank", "time_limit_s": None, "isolate": False})
+    out, err = capsys.readouterr()
+    assert "- no GPU is visible" in out
+    assert "3 steps, 0 OOM, confirmed" in out
+    assert err == ""
+
+
+def test_cards_that_are_alike_are_probed_once(script, probed, capsys):
+    assert main(["probe", script(), "--devices", "sim:2xRTX3090+1xA100-40GB"]) == 0
+    assert [device.label for _, device, _ in probed.calls] == ["sim:0", "sim:2"]
+    out = capsys.readouterr().out
+    assert out.startswith("simulated: predicted for cards that are not here\n")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith(" sim:")] == ["sim:0", "sim:1", "sim:2"]
+
+
+def test_each_ceiling_has_its_part_of_the_time(script, probed, capsys):
+    assert main(["probe", script(), *TWO, "--time-limit-s", "100"]) == 0
+    assert [keywords["time_limit_s"] for _, _, keywords in probed.calls] == pytest.approx([50, 100], abs=1)
+
+
+def test_probe_in_json_has_a_ceilings_attributes(script, probed, capfd):
+    ceiling = made_ceiling("x", 7, 2**20, points=((4, 100, True), (8, 150, False)))
+    probed.answers["cpu:0", "rank"] = ceiling
+    assert main(["probe", script("print('noise')\n" + WORKLOAD), *BUDGETED, "--json"]) == 0
+    out, err = capfd.readouterr()
+    shown = json.loads(out)
+    assert set(shown) == {"simulated", "ceilings", "notes"}
+    (row,) = shown["ceilings"]
+    assert set(row) == {*(f.name for f in dataclasses.fields(Ceiling)), "headroom_bytes"}
+    assert (row["device"], row["batch_size"], row["headroom_bytes"]) == ("cpu:0", 7, ceiling.headroom_bytes)
+    assert row["points"] == [[4, 100, True], [8, 150, False]]
+    assert err == "noise\n"
+
+
+def test_a_device_that_is_too_small_is_told_beside_the_others(script, probed, capsys):
+    probed.answers["cpu:1", "rank"] = MISFIT
+    assert main(["probe", script(), *TWO, "--json"]) == 3
+    out, err = capsys.readouterr()
+    assert err == "error: cpu:1 needs 2 MiB; expected more\n"
+    rows = json.loads(out)["ceilings"]
+    assert [(row["device"], row["batch_size"], row["headroom_bytes"]) for row in rows][1] == ("cpu:1", 0, -5)
+    assert main(["probe", script(), *TWO]) == 3
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" cpu:1")]
+    assert row.split() == ["cpu:1", "rank", "0", "memory", "-", "-", "-", "does", "not", "fit"]
+
+
+def test_where_nothing_fits_there_is_no_table(script, probed, fails):
+    probed.answers["cpu:0", "rank"] = MISFIT
+    fails("probe", script(), *BUDGETED, code=3)
+
+
+def test_an_interrupted_probe_shows_what_it_has(script, probed, capsys):
+    probed.answers["cpu:1", "rank"] = KeyboardInterrupt()
+    assert main(["probe", script(), *TWO]) == 4
+    out, err = capsys.readouterr()
+    assert err == "error: interrupted: the ceilings found so far are shown; run it again for all of them\n"
+    assert [line.split()[0] for line in out.splitlines() if line.startswith(" cpu:")] == ["cpu:0"]
+
+
+def test_a_probe_that_is_interrupted_at_once(script, probed, fails):
+    probed.answers["cpu:0", "rank"] = KeyboardInterrupt()
+    assert "no ceiling was found yet" in fails("probe", script(), *BUDGETED, code=4)[0]
+
+
+def test_a_dead_process_is_one_line(script, probed, fails):
+    probed.answers["cpu:0", "rank"] = AutosplitError("the process died; expected it to live; mend it")
+    assert fails("probe", script(), *BUDGETED)[0].startswith("error: the process died")
+
+
+def test_real_gpus_are_isolated_by_default(script, probed, monkeypatch, capsys):
+    gpu = Device("cuda", 0, "NVIDIA H100", 80 * 2**30)
+    monkeypatch.setattr(
+        "autosplit.devices.parse_devices", lambda spec=None: spec if isinstance(spec, tuple) else (gpu,)
+    )
+    assert main(["probe", script()]) == 0
+    assert main(["probe", script(), "--no-isolate"]) == 0
+    assert [keywords["isolate"] for _, _, keywords in probed.calls] == [True, False]
+
+
+def test_progress_is_told_unless_it_is_to_be_quiet(script, probed, monkeypatch, capsys):
+    from contextlib import contextmanager
+
+    told = []
+
+    @contextmanager
+    def bar():
+        yield told.append
+
+    monkeypatch.setattr("autosplit.cli.progress_bar", bar)
+    assert main(["probe", script(), *TWO]) == 0
+    assert [(progress.message, progress.fraction, progress.steps) for progress in told] == [
+        ("cpu:0: ceiling as rank", 0.0, 0),
+        ("cpu:1: ceiling as rank", 0.5, 3),
+    ]
+    assert main(["probe", script(), *TWO, "--quiet"]) == 0
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--role", "boss"], "--role 'boss': expected one of primary, replica, rank, eval; choose one of them"),
+        (["--time-limit-s", "0"], "--time-limit-s 0: expected seconds, above 0"),
+        (["--time-limit-s", "nan"], "--time-limit-s nan: expected"),
+        (["--max-batch-size", "x"], "--max-batch-size 'x': expected a whole number"),
+        (["--reserve", "some"], "'some'"),
+        (["--devices", "gpu"], "'gpu'"),
+    ],
+)
+def test_bad_flags_of_probe_are_refused_before_the_file_runs(script, probed, fails, arguments, said):
+    assert said in fails("probe", script("raise SystemExit('the file ran')"), *arguments)[0]
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(script, probed, fails, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    line, _ = fails("probe", script("raise SystemExit('the file ran')"), "--plot", "plot.png")
+    assert line.endswith(
+        "--plot needs matplotlib, which is not installed; expected it to be; pip install 'autosplit[report]'"
+    )
+
+
+def test_a_plot_is_drawn(script, probed, capsys, fails):
+    pytest.importorskip("matplotlib")
+    probed.answers["cpu:1", "rank"] = made_ceiling("x", 9, 2**20, points=((4, 2**19, True), (8, 2**20, False)))
+    for name in ("plot.png", "plot.svg", "PLOT.PDF"):
+        assert main(["probe", script(), *TWO, "--plot", name]) == 0
+        assert Path(name).stat().st_size > 1000
+    capsys.readouterr()
+    assert "expected a file that ends in one of" in fails("probe", script(), "--plot", "plot.txt")[0]
+    assert "expected a folder that exists" in fails("probe", script(), "--plot", "no/plot.png")[0]
+
+
+# probe, for real
+
+
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090@8MiB", pytest.param("cpu:64KiB", marks=pytest.mark.slow)])
+def test_probe_finds_ceilings(script, capsys, devices):
+    assert main(["probe", script(), "--devices", devices, "--role", "rank", "--role", "eval", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    by_role = {(row["device"], row["role"]): row for row in shown["ceilings"]}
+    assert len(by_role) == 2 * (2 if "sim" in devices else 1)
+    assert all(row["batch_size"] > 0 and row["headroom_bytes"] >= 0 for row in by_role.values())
+    assert all(row["confirmed"] is ("sim" not in devices) for row in by_role.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["tune", "probe"])
+def test_ctrl_c_ends_both_processes(script, command):
+    path = script(
+        "import time\nimport multiprocessing as m\nif m.parent_process():\n    print('here', flush=True)\n"
+        "    time.sleep(100)\n" + WORKLOAD
+    )
+    words = [sys.executable, "-m", "autosplit", command, str(Path(path).resolve()), *BUDGETED]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline() == "here\n"  # the other process has come so far, and hangs
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (4, "")
+    assert err.startswith("error: interrupted")
+    assert err.count("\n") == 1
+    assert time.monotonic() - began < 10
 
 
 # devices

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from workloads import small
 
 from autosplit.devices import parse_devices
-from autosplit.errors import AutosplitError, InputError
-from autosplit.isolation import in_child
+from autosplit.errors import InputError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.measurement import StepShape
@@ -112,23 +111,3 @@ def die(code: int) -> None:
 
 def refuse() -> None:
     raise InputError("a value; expected another; change it")
-
-
-class TestIsolation:
-    @pytest.mark.slow
-    def test_what_the_function_returns_comes_back(self):
-        assert in_child(pow, 2, 10) == 1024
-
-    @pytest.mark.slow
-    def test_what_the_function_raises_comes_back(self):
-        with pytest.raises(InputError, match="a value"):
-            in_child(refuse)
-
-    @pytest.mark.slow
-    def test_a_crash_ends_the_process_and_not_this_one(self):
-        with pytest.raises(AutosplitError, match="died without an answer"):
-            in_child(die, 7)
-
-    def test_what_can_not_be_sent_is_refused(self):
-        with pytest.raises(InputError, match="can't be pickled"):
-            in_child(lambda: 3)

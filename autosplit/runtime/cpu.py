@@ -15,6 +15,7 @@ from autosplit.runtime.placed import run_placed, wrapper_for
 from autosplit.runtime.timing import timed
 from autosplit.runtime.tracking import Tracker
 from autosplit.trainee import Trainee, listed
+from autosplit.workload import modules_of
 
 __all__ = ["CpuRuntime"]
 
@@ -66,7 +67,11 @@ class CpuRuntime:
             batches = [made[size] for size in sizes]
             if shape.arrangement == "eval":
                 return timed(lambda _mark: trainee.evaluate(models, batches[0]), budget_s)
-            return timed(lambda mark: trainee.step(models, batches, sizes, mark), budget_s)
+            try:
+                return timed(lambda mark: trainee.step(models, batches, sizes, mark), budget_s)
+            finally:
+                for wrapper in modules_of(models):
+                    wrapper.zero_grad(set_to_none=True)  # see run_placed
 
     def _compiled(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step compiled; what it holds can't be followed, so that nothing is said of it."""

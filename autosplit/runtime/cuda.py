@@ -219,7 +219,12 @@ class _Run:
         if self._shape.arrangement == "eval":
             self._trainee.evaluate(self._models, self._batches[0])
         else:
-            self._trainee.step(self._models, self._batches, self._sizes, wait_and_mark)
+            try:
+                self._trainee.step(self._models, self._batches, self._sizes, wait_and_mark)
+            except BaseException:
+                for wrapper in modules_of(self._models):
+                    wrapper.zero_grad(set_to_none=True)  # what waits elsewhere, and what follows it, too
+                raise
         self._wait()
 
     def _wait(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError, from_user_code, one_line
 from autosplit.isolation import UNHURRIED_S, Child, ChildLostError, LostCauseError
-from autosplit.oom import OutOfMemoryError, is_oom
+from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
 from autosplit.runtime.measurement import Measurement, Runtime, StepShape
 from autosplit.trainee import ran_a_step
 
@@ -34,11 +34,15 @@ CALL_LIMIT_S = 10.0
 COMPILED_LIMIT_S = 120.0
 """The same for a compiled step, which is compiled in it."""
 
+ALERT_LIMIT_S = 3.0
+"""The same once a call has hung: others may, too."""
+
 SLOWER_BY = 20.0
 """A call may take so much longer than the longest that was answered: steps grow from 1/16 of a ceiling to all of it."""
 
 FUTILE_DEATHS = 3
-"""So many processes may be lost where none has ever answered: the fault is not in the number of samples."""
+"""So many processes may be lost where none has ever answered: the fault is not in the number of samples. And so many
+may hang before the end of a time limit also ends the attempts."""
 
 
 class StepLostError(OutOfMemoryError):
@@ -58,8 +62,6 @@ class IsolatedRuntime:
     Raises:
         InputError: `make` can't be pickled.
 
-    Attributes:
-        notes: What became of the processes that were lost, one sentence each.
     """
 
     simulated = False
@@ -75,13 +77,21 @@ class IsolatedRuntime:
         self.devices = devices
         self.capacities_bytes = capacities_bytes
         self.shares_processor = devices[0].kind == "cpu"
-        self.notes: list[str] = []
         self._deadline_s = deadline_s
         self._longest_s = 0.0
         self._answered = False
+        self._hung = 0
         self._deadly: dict[tuple[str, StepShape], str] = {}
         self._child = Child(partial(_Served, make, _Settings.of_this_process()))
         self._child.start()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What became of the processes that were lost, a sentence for each cause."""
+        by_cause: dict[str, list[StepShape]] = {}
+        for (_, shape), cause in self._deadly.items():
+            by_cause.setdefault(cause, []).append(shape)
+        return tuple(_lost_text(shapes, cause) for cause, shapes in by_cause.items())
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step for its memory and return each device's peak, in bytes.
@@ -122,7 +132,8 @@ class IsolatedRuntime:
         try:
             answer = self._child.call(name, shape, *args, limit_s=self._limit_s(shape))
         except ChildLostError as lost:
-            cause = lost.cause
+            self._deadly[name, shape] = cause = lost.cause
+            self._hung += lost.hung
         except AutosplitError:
             self._answered = True
             raise
@@ -130,7 +141,7 @@ class IsolatedRuntime:
             self._answered = True
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)
             return answer
-        self._bury(name, shape, cause)
+        self._refuse_to_go_on(cause)
         raise self._lost_step(shape, cause)
 
     def _get_ready(self) -> None:
@@ -144,15 +155,19 @@ class IsolatedRuntime:
                 "out (--no-isolate)"
             ) from None
 
-    def _bury(self, name: str, shape: StepShape, cause: str) -> None:
-        """Remember what a process died of, and give up where that is anything."""
-        self._deadly[name, shape] = cause
-        self.notes.append(f"the process that ran {_samples_text(shape)} {cause}: counted as out of memory")
+    def _refuse_to_go_on(self, cause: str) -> None:
+        """Give up where a process dies of anything, or steps go on hanging after the time limit."""
         if len(self._deadly) >= FUTILE_DEATHS and not self._answered:
             raise AutosplitError(
                 f"the process for real steps died in each of its first {FUTILE_DEATHS} calls, the last time it "
                 f"{cause}; expected a step to end; run one step of the workload by itself to see why, or leave "
                 "isolate out (--no-isolate)"
+            )
+        out_of_time = self._deadline_s is not None and time.monotonic() > self._deadline_s
+        if out_of_time and self._hung >= FUTILE_DEATHS:
+            raise AutosplitError(
+                f"the time limit is over and {self._hung} steps have hung; the last process {cause}; expected steps "
+                "to end; ask for a max_batch_size at which they do, or raise time_limit_s"
             )
 
     def _lost_step(self, shape: StepShape, cause: str) -> StepLostError:
@@ -167,8 +182,18 @@ class IsolatedRuntime:
 
     def _limit_s(self, shape: StepShape) -> float:
         """Return how long a call may take before it is taken to hang."""
-        own_s = UNHURRIED_S if self._deadline_s is None else (self._deadline_s - time.monotonic()) / 2
-        return max(own_s, COMPILED_LIMIT_S if shape.compiled else CALL_LIMIT_S, SLOWER_BY * self._longest_s)
+        least_s = COMPILED_LIMIT_S if shape.compiled else ALERT_LIMIT_S if self._hung else CALL_LIMIT_S
+        least_s = max(least_s, SLOWER_BY * self._longest_s)
+        if self._hung:
+            return least_s
+        return max(least_s, UNHURRIED_S if self._deadline_s is None else (self._deadline_s - time.monotonic()) / 2)
+
+
+def _lost_text(shapes: list[StepShape], cause: str) -> str:
+    least = _samples_text(min(shapes, key=lambda shape: shape.num_samples))
+    if len(shapes) == 1:
+        return f"the process that ran {least} {cause}: counted as out of memory"
+    return f"{len(shapes)} processes, the least of them at {least}, were lost: each {cause}; counted as out of memory"
 
 
 def _samples_text(shape: StepShape) -> str:
@@ -230,6 +255,8 @@ class _Served:
                 raise LostCauseError(f"lost CUDA to {one_line(error)}") from error
             if is_oom(error, smaller_ran=self._ran):
                 raise OutOfMemoryError(f"out of memory: {one_line(error)}; give it fewer samples") from error
+            if is_kernel_limit(error):
+                raise  # the prober knows what to make of it
             if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
                 raise from_user_code(error, "the workload") from error
             raise

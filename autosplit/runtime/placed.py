@@ -90,8 +90,8 @@ def run_placed(
                     del buckets
                 return tuple(tracker.peak_bytes)
     finally:
-        for module in modules_of(trainee.models):
-            module.zero_grad(set_to_none=True)  # an out-of-memory error leaves gradients behind
+        for wrapper in modules_of(models):
+            wrapper.zero_grad(set_to_none=True)  # an error leaves gradients behind, and what follows those elsewhere
 
 
 def _hold(models: Any, split: tuple[int, ...], held: Iterable[nn.Parameter]) -> None:

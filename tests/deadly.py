@@ -1,0 +1,62 @@
+"""Workloads whose steps end badly in another process than the test's, from so many samples on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.workload import Workload
+
+
+class Deadly(nn.Module):
+    """A small network that looks at how many samples it is given."""
+
+    def __init__(self, end: str, at: int) -> None:
+        super().__init__()
+        self.end, self.at = end, at
+        self.hidden, self.head = nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if multiprocessing.parent_process() is not None and len(x) >= self.at:
+            _meet(self.end)
+        y: Tensor = self.head(self.hidden(x).relu())
+        return y
+
+
+def _meet(end: str) -> None:
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif end == "exit":
+        os._exit(3)
+    elif end == "sys.exit":
+        sys.exit(3)
+    elif end == "hang":
+        time.sleep(1000)
+    elif end == "raise":
+        raise ZeroDivisionError("boom")
+    elif end == "host memory":
+        raise MemoryError("no room on the host")
+    elif end == "cuda assertion":
+        torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")].sum().item()
+    elif end == "garbage":
+        sys.stdout.write("garbage\n")
+        os.write(1, b"garbage\n")
+    else:
+        assert end == "nothing", end
+
+
+def deadly(end: str, at: int = 1) -> Workload:
+    return Workload(Deadly(end, at), torch.randn(4, 64), optimizer=torch.optim.SGD)
+
+
+def dead_on_arrival() -> Workload:
+    """Die where it is built in another process."""
+    if multiprocessing.parent_process() is not None:
+        _meet("exit")
+    return deadly("nothing")

@@ -1,0 +1,129 @@
+"""What other processes are sent to do in tests of isolation. It loads no torch, so that they start at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from autosplit.errors import UserCodeError
+from autosplit.isolation import LostCauseError
+
+
+class Errand:
+    """An object whose methods go wrong in every way that there is."""
+
+    def __init__(self, content: object = None) -> None:
+        self.content = content
+        self.closed_file: str | None = None
+
+    def add(self, a: int, b: int) -> int:
+        return a + b
+
+    def has(self) -> object:
+        return self.content
+
+    def pids(self) -> tuple[int, int]:
+        return os.getpid(), os.getppid()
+
+    def signal(self, number: int) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    def exit(self, code: int) -> None:
+        os._exit(code)
+
+    def hang(self) -> None:
+        time.sleep(100)
+
+    def hang_deaf(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(100)
+
+    def talk(self) -> str:
+        sys.stdout.write("garbage\n")
+        os.write(1, b"more garbage\n")
+        return "answer"
+
+    def scribble(self) -> None:
+        """Write onto whatever is open, the pipe included."""
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, b"\0\0\0\4abcd")
+            except OSError:
+                continue
+
+    def close_all(self) -> None:
+        os.closerange(3, 256)
+
+    def fork_and_die(self) -> None:
+        """Leave a process behind that holds the pipe open."""
+        if os.fork() == 0:
+            time.sleep(100)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fork(self) -> int:
+        """Leave a process behind, and say which."""
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(100)
+        return pid
+
+    def lose(self) -> None:
+        raise LostCauseError("was of no more use")
+
+    def exit_politely(self, code: int) -> None:
+        sys.exit(code)
+
+    def fail(self, kind: str) -> None:
+        cause = ZeroDivisionError("the cause")
+        if kind == "typed":
+            raise UserCodeError("a message", ("a frame", "another")) from cause
+        if kind == "awkward":
+            raise AwkwardError(1, 2) from cause
+        if kind == "interrupted":
+            raise KeyboardInterrupt
+        raise ValueError("foreign") from cause
+
+    def unsendable(self) -> object:
+        return threading.Lock()
+
+    def told_when_closed(self, path: str) -> None:
+        self.closed_file = path
+
+    def close(self) -> None:
+        if self.closed_file is not None:
+            Path(self.closed_file).write_text("closed")
+
+
+class AwkwardError(Exception):
+    """Its pickle does not come back."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+class OnlyHere:
+    """Can be pickled, and can't be loaded again."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return _missing, ("gone",)
+
+
+def _missing(name: str) -> None:
+    raise ImportError(f"no module named {name}")
+
+
+def refuse() -> None:
+    raise UserCodeError("it can't be built", ("its frame",))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(100)

@@ -1,0 +1,455 @@
+"""Real steps in a process of their own, and what becomes of a probe whose process dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from deadly import dead_on_arrival, deadly
+from workloads import small
+
+from autosplit.devices import parse_devices
+from autosplit.errors import AutosplitError, InputError, UserCodeError
+from autosplit.isolation import ChildLostError, LostCauseError
+from autosplit.oom import OutOfMemoryError
+from autosplit.probe import find_ceiling
+from autosplit.runtime import isolated
+from autosplit.runtime.isolated import IsolatedRuntime, StepLostError
+from autosplit.runtime.measurement import Measurement, StepShape
+from autosplit.staging import build, follow, isolated_runtime, runtime_for
+from autosplit.tuning import tune
+
+CPU = parse_devices("cpu:1MiB")
+CAPACITIES = (CPU[0].capacity_bytes,)
+
+
+def rank(n: int) -> StepShape:
+    return StepShape(((n,),), "rank")
+
+
+@pytest.fixture
+def start():
+    """Start the process for a workload's steps."""
+    with ExitStack() as closing:
+        yield lambda source: isolated_runtime(source, CPU, CAPACITIES, closing)
+    assert multiprocessing.active_children() == []
+
+
+# Real processes
+
+
+def test_it_measures_what_is_measured_here_and_goes_on_after_a_death(start):
+    source = partial(deadly, "kill", 100)
+    apart = start(source)
+    with ExitStack() as closing:
+        built = build(source, CPU)
+        here = runtime_for(CPU, CAPACITIES, follow(built, CPU, closing), closing)
+        there = runtime_for(CPU, CAPACITIES, follow(built, CPU, closing, apart), closing)
+        assert there is apart
+        assert (there.simulated, there.shares_processor) == (here.simulated, here.shares_processor)
+        assert [there.peaks(rank(n)) for n in (4, 9)] == [here.peaks(rank(n)) for n in (4, 9)]
+        assert there.measure(rank(4), budget_s=0.01).seconds > 0
+        with pytest.raises(StepLostError, match=r"the process that ran 100 samples was ended by SIGKILL, as .*fewer"):
+            there.peaks(rank(100))
+        assert there.peaks(rank(99)) == here.peaks(rank(99))
+        assert len(there.notes) == 1
+
+
+def test_errors_arrive_as_what_they_are(start, capfd):
+    runtime = start(partial(deadly, "raise", 100))
+    with pytest.raises(UserCodeError, match="the workload raised ZeroDivisionError: boom; mend it") as raised:
+        runtime.peaks(rank(100))
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert [frame.rpartition(": ")[2] for frame in raised.value.frames] == [
+        "_meet(self.end)",
+        'raise ZeroDivisionError("boom")',
+    ]
+    small_runtime = StepShape(((99,),))
+    assert runtime.peaks(small_runtime)[0] <= CAPACITIES[0]
+    with ExitStack() as closing:
+        tight = isolated_runtime(partial(deadly, "garbage", 2), CPU, (60_000,), closing)
+        with pytest.raises(OutOfMemoryError) as ran_out:
+            tight.peaks(rank(1000))
+        error = ran_out.value
+        assert type(error) is OutOfMemoryError
+        assert (error.device, error.device_index, error.capacity_bytes) == ("cpu:0", 0, 60_000)
+        assert error.requested_bytes > 0
+        assert error.live_bytes > 0
+        assert tight.peaks(rank(2))[0] > 0  # and what it prints is no answer
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "garbage" in err
+    assert runtime.notes == tight.notes == ()
+
+
+def test_a_death_before_the_first_step_is_no_lack_of_memory(start):
+    with pytest.raises(
+        AutosplitError, match=r"exited with code 3 before it had built the workload; .*__main__"
+    ) as told:
+        start(dead_on_arrival).peaks(rank(4))
+    assert not isinstance(told.value, OutOfMemoryError)
+
+
+def test_what_can_not_be_sent_is_refused():
+    with pytest.raises(InputError, match="isolate=True and the workload can't be pickled"):
+        tune(small(loss_fn=lambda y, _: y.mean()), devices="cpu:1MiB", isolate=True, profile="off")
+
+
+def test_cards_that_are_not_there_need_no_process(start):
+    with ExitStack() as closing:
+        assert isolated_runtime(small, parse_devices("sim:RTX3090"), (2**34,), closing) is None
+
+
+@pytest.mark.slow
+def test_the_live_model_stays_where_it_is(start):
+    """multiprocessing's own pickling would move its tensors to shared memory."""
+    workload = small(loss_fn=torch.nn.functional.cross_entropy)
+    before = {name: tensor.data_ptr() for name, tensor in workload.model.state_dict(keep_vars=True).items()}
+    start(workload).peaks(StepShape(((4,),)))
+    after = workload.model.state_dict(keep_vars=True)
+    assert {name: tensor.data_ptr() for name, tensor in after.items()} == before
+    assert not any(tensor.is_shared() for tensor in after.values())
+
+
+# Its rules, with a stand-in for the process
+
+
+class FakeChild:
+    """Answers as it is told, and remembers what it was asked."""
+
+    def __init__(self, make):
+        self.answers, self.calls, self.starts, self.takes_s = [], [], [], 0.0
+        FakeChild.last = self
+
+    def start(self):
+        pass
+
+    def close(self):
+        pass
+
+    def get_ready(self, limit_s):
+        self.starts.append(limit_s)
+
+    def call(self, name, *args, limit_s):
+        self.calls.append((name, *args, limit_s))
+        clock.now += self.takes_s
+        answer = self.answers.pop(0) if self.answers else (1,)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+class clock:
+    now = 1000.0
+
+    @staticmethod
+    def monotonic():
+        return clock.now
+
+
+KILLED = "was ended by SIGKILL"
+
+
+def killed():
+    return ChildLostError(KILLED)
+
+
+def hung():
+    return ChildLostError("did not answer within 10 s and was ended", hung=True)
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """A runtime of two devices with a stand-in for its process, at a time that stands still."""
+    monkeypatch.setattr(isolated, "Child", FakeChild)
+    monkeypatch.setattr(isolated, "time", clock)
+    clock.now = 1000.0
+
+    def of(deadline_s=None):
+        devices = parse_devices("cpu:1MiB,cpu:1MiB")
+        made = IsolatedRuntime(lambda: None, devices, (2**20, 2**20), deadline_s=deadline_s)
+        return made, FakeChild.last
+
+    return of
+
+
+def limits(child):
+    return [call[-1] for call in child.calls]
+
+
+def test_calls_are_passed_on(runtime):
+    apart, child = runtime()
+    child.answers = [(5, 6), Measurement(0.1)]
+    assert apart.peaks(rank(4)) == (5, 6)
+    assert apart.measure(rank(4), budget_s=0.5) == Measurement(0.1)
+    assert [call[:-1] for call in child.calls] == [("peaks", rank(4)), ("measure", rank(4), 0.5)]
+
+
+def test_what_a_process_died_of_is_not_run_again(runtime):
+    apart, child = runtime()
+    child.answers = [(1,), killed()]
+    apart.peaks(rank(4))
+    for _ in range(2):
+        with pytest.raises(StepLostError, match=r"ran 8 samples was ended by SIGKILL; expected .*; give it fewer"):
+            apart.peaks(rank(8))
+    assert len(child.calls) == 2
+    apart.measure(rank(8), budget_s=1.0)  # another call, and another chance
+
+
+@pytest.mark.parametrize(
+    ("split", "device", "index"), [((0, 8), "cpu:1", 1), ((8, 0), "cpu:0", 0), ((8, 4), None, None)]
+)
+def test_a_lost_step_names_its_device_where_that_is_known(runtime, split, device, index):
+    apart, child = runtime()
+    child.answers = [killed()]
+    with pytest.raises(OutOfMemoryError) as caught:
+        apart.peaks(StepShape((split,)))
+    assert (caught.value.device, caught.value.device_index) == (device, index)
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+
+
+def test_the_notes_have_a_sentence_for_each_cause(runtime):
+    apart, child = runtime()
+    child.answers = [(1,), killed(), killed(), hung(), killed()]
+    apart.peaks(rank(1))
+    for shape in (rank(9), rank(7), rank(8), StepShape(((9, 3), (9, 3)))):
+        with pytest.raises(StepLostError):
+            apart.peaks(shape)
+    assert apart.notes == (
+        "3 processes, the least of them at 7 samples, were lost: each was ended by SIGKILL; counted as out of memory",
+        "the process that ran 8 samples did not answer within 10 s and was ended: counted as out of memory",
+    )
+
+
+def test_one_that_dies_of_anything_is_not_started_for_ever(runtime):
+    apart, child = runtime()
+    child.answers = [killed() for _ in range(9)]
+    for n in (8, 4):
+        with pytest.raises(StepLostError):
+            apart.peaks(rank(n))
+    with pytest.raises(AutosplitError, match="died in each of its first 3 calls, the last time it was ended") as caught:
+        apart.peaks(rank(2))
+    assert not isinstance(caught.value, OutOfMemoryError)
+
+
+def test_an_error_is_an_answer(runtime):
+    apart, child = runtime()
+    child.answers = [OutOfMemoryError("full"), killed(), killed(), killed(), killed()]
+    with pytest.raises(OutOfMemoryError, match="full"):
+        apart.peaks(rank(9))
+    for n in (8, 7, 6, 5):
+        with pytest.raises(StepLostError):
+            apart.peaks(rank(n))
+
+
+def test_without_a_time_limit_a_step_may_take_ten_minutes(runtime):
+    apart, child = runtime()
+    apart.peaks(rank(4))
+    assert (child.starts, limits(child)) == ([600], [600])
+
+
+def test_half_of_what_is_left_of_a_time_limit_is_for_one_step(runtime):
+    apart, child = runtime(deadline_s=1100.0)
+    child.takes_s = 0.1
+    for _ in range(3):
+        apart.peaks(rank(4))
+        clock.now += 40
+    assert child.starts == pytest.approx([100, 60, 60], abs=1)
+    assert limits(child) == pytest.approx([50, 30, 10], abs=1)
+
+
+def test_a_step_may_be_as_slow_as_those_before_promise(runtime):
+    apart, child = runtime(deadline_s=1001.0)
+    child.takes_s = 4.0
+    apart.peaks(rank(4))
+    apart.peaks(rank(64))
+    assert limits(child) == [10, 80]
+
+
+def test_after_one_that_hangs_others_are_given_less(runtime):
+    apart, child = runtime()
+    child.takes_s, child.answers = 0.01, [(1,), hung()]
+    apart.peaks(rank(4))
+    with pytest.raises(StepLostError):
+        apart.peaks(rank(64))
+    apart.peaks(rank(32))
+    apart.peaks(StepShape(((8, 0),), compiled=True))
+    assert limits(child) == [600, 600, 3, 120]
+
+
+def test_hanging_ends_with_the_time_limit(runtime):
+    apart, child = runtime(deadline_s=1040.0)
+    child.takes_s, child.answers = 20.0, [(1,), hung(), hung(), hung()]
+    apart.peaks(rank(4))
+    for n in (64, 63):
+        with pytest.raises(StepLostError):
+            apart.peaks(rank(n))
+    with pytest.raises(AutosplitError, match=r"the time limit is over and 3 steps have hung; .*; ask for a max_batch"):
+        apart.peaks(rank(62))
+
+
+# In the process: what its errors are made into
+
+
+class Failing:
+    """A runtime on a GPU, whose steps raise what is next."""
+
+    devices = (replace(CPU[0], kind="cuda", index=1),)
+
+    def __init__(self, *errors):
+        self.errors = list(errors)
+
+    def peaks(self, shape):
+        error = self.errors.pop(0)
+        if error is not None:
+            raise error
+        return (1,)
+
+
+def served(monkeypatch, *errors, is_lost=False):
+    """Serve a runtime here, whose GPU answers or does not."""
+
+    def synchronize(index):
+        assert index == 1
+        if is_lost:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return isolated._Served(partial(Failing, *errors), isolated._Settings.of_this_process())
+
+
+def test_an_error_after_which_cuda_answers_no_more_costs_the_process(monkeypatch):
+    error = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be ...")
+    with pytest.raises(LostCauseError, match=r"^lost CUDA to RuntimeError: CUDA error: device-side assert triggered$"):
+        served(monkeypatch, error, is_lost=True).peaks(rank(4))
+
+
+def test_a_kernels_limit_arrives_as_torch_words_it(monkeypatch):
+    error = RuntimeError("integer out of range")
+    with pytest.raises(RuntimeError) as caught:
+        served(monkeypatch, error).peaks(rank(4))
+    assert caught.value is error
+
+
+def test_every_way_to_run_out_of_memory_is_one(monkeypatch):
+    errors = (RuntimeError("CUDA error: out of memory"), MemoryError(), RuntimeError("std::bad_alloc"))
+    runtime = served(monkeypatch, *errors)
+    for _ in errors:
+        with pytest.raises(OutOfMemoryError, match=r"^out of memory: "):
+            runtime.peaks(rank(4))
+
+
+def test_what_may_mean_memory_means_it_after_a_step_that_ran(monkeypatch):
+    error = RuntimeError("GET was unable to find an engine to execute this computation")
+    runtime = served(monkeypatch, error, None, error)
+    with pytest.raises(RuntimeError) as caught:
+        runtime.peaks(rank(4))
+    assert caught.value is error
+    runtime.peaks(rank(4))
+    with pytest.raises(OutOfMemoryError):
+        runtime.peaks(rank(4))
+
+
+def test_settings_of_torch_are_taken_over():
+    before = isolated._Settings.of_this_process()
+    try:
+        torch.set_num_threads(2)
+        torch.backends.cudnn.benchmark = True
+        changed = isolated._Settings.of_this_process()
+        before.take_over()
+        assert isolated._Settings.of_this_process() == before
+        changed.take_over()
+        assert isolated._Settings.of_this_process() == changed != before
+    finally:
+        before.take_over()
+
+
+@pytest.mark.gpu
+def test_a_failed_assertion_in_a_kernel_costs_one_call():
+    devices = parse_devices("cuda:0")
+    with ExitStack() as closing:
+        runtime = isolated_runtime(partial(deadly, "cuda assertion", 64), devices, (2**30,), closing)
+        before = runtime.peaks(rank(4))
+        with pytest.raises(StepLostError, match="lost CUDA to"):
+            runtime.peaks(rank(64))
+        assert runtime.peaks(rank(4)) == before
+
+
+# Tuning and probing whose process dies
+
+ARGUMENTS = {"devices": "cpu:80KiB", "effective_batch_size": 256, "n_trials": 1, "profile": "off", "isolate": True}
+
+
+@pytest.mark.slow
+def test_tuning_apart_finds_what_tuning_here_finds():
+    source = partial(deadly, "nothing")
+    apart, here = tune(source, **ARGUMENTS), tune(source, **{**ARGUMENTS, "isolate": False})
+    assert apart.ceilings == here.ceilings
+    assert apart.notes == here.notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["kill", "exit", "host memory"])
+def test_tuning_finds_the_largest_batch_that_a_process_survives(end):
+    plan = tune(partial(deadly, end, 40), **ARGUMENTS)
+    assert plan.ceilings == (39,)
+    assert plan.batch_size <= 39
+    assert all(trial.failure is None for trial in plan.trials)
+    assert any("counted as out of memory" in note for note in plan.notes) is (end != "host memory")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("find", [tune, find_ceiling])
+@pytest.mark.parametrize(("end", "message"), [("raise", "ZeroDivisionError: boom"), ("sys.exit", "SystemExit: 3")])
+def test_what_the_users_code_raises_is_theirs(find, end, message):
+    keywords = ARGUMENTS if find is tune else {"device": "cpu:80KiB", "isolate": True}
+    with pytest.raises(UserCodeError, match=message) as caught:
+        find(partial(deadly, end, 10), **keywords)
+    assert "deadly.py" in caught.value.frames[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["kill", "exit"])
+def test_a_ceiling_is_where_a_process_survives(end):
+    ceiling = find_ceiling(partial(deadly, end, 40), "cpu:80KiB", isolate=True)
+    assert (ceiling.batch_size, ceiling.confirmed) == (39, True)
+    assert ceiling.ooms > 0
+    assert all("counted as out of memory" in note for note in ceiling.notes)
+    assert ceiling.notes
+
+
+@pytest.mark.slow
+def test_a_probe_that_hangs_ends_with_its_time_limit():
+    began = time.monotonic()
+    ceiling = find_ceiling(partial(deadly, "hang", 40), "cpu:80KiB", isolate=True, time_limit_s=24)
+    assert 0 < ceiling.batch_size < 40
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.slow
+def test_garbage_does_no_harm(capfd):
+    assert tune(partial(deadly, "garbage"), **ARGUMENTS).batch_size > 0
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["kill", "exit"])
+def test_a_workload_that_always_dies_is_told_of(end):
+    with pytest.raises(AutosplitError, match="died in each of its first 3 calls"):
+        tune(partial(deadly, end, 1), **ARGUMENTS)
+
+
+@pytest.mark.slow
+def test_hanging_steps_end_with_the_time_limit():
+    began = time.monotonic()
+    try:
+        outcome = str(tune(partial(deadly, "hang", 40), **ARGUMENTS, time_limit_s=20).ceilings)
+    except AutosplitError as error:
+        outcome = str(error)
+    assert outcome == "(39,)" or outcome.startswith("the time limit is over and 3 steps have hung")
+    assert time.monotonic() - began < 40
