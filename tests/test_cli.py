@@ -472,6 +472,7 @@ def test_isolate_loads_the_file_in_its_own_process(script, capfd):
 @pytest.fixture
 def probed(monkeypatch):
     """Put a stand-in in place of find_ceiling; `calls` has what it was given, `answers` what to return or raise."""
+    monkeypatch.setenv("COLUMNS", "140")  # each row on one line
 
     class Probed:
         def __init__(self):
