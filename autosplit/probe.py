@@ -34,6 +34,9 @@ __all__ = ["Prober", "does_not_fit", "find_ceiling"]
 SLOPE_TOLERANCE = 0.01
 """A traced slope that is off the real one by more is not trusted."""
 
+STEP_DOWN = 0.05
+"""After a step that ran out of memory, the next has this share of its samples less; four times that after a second."""
+
 MAX_CONFIRMATIONS = 8
 """Real steps at or near the ceiling, at most; the largest that ran is the answer then."""
 
@@ -463,12 +466,16 @@ class Prober:
             n = alike
         low, high = least - 1, self.max_batch_size + 1  # low ran, or is too few to run; high did not
         n = max(least, n)
+        failures = 0  # in a row
         for _ in range(MAX_CONFIRMATIONS):
             if self._ran(index, shape_of, n, seen):
-                low = n
+                low, failures = n, 0
             else:
-                high = n
+                high, failures = n, failures + 1
             following = self._next_size(predicted, seen, capacity_bytes, low, high, n)
+            if failures:
+                # By how much it failed, nothing says: far enough down to run, which tells what to add again.
+                following = max(low, min(following, high - max(1, int(high * STEP_DOWN * failures**2))))
             if following == low and self.exact and high - low > 1:
                 following = low + 1
             if following == low and low < least:

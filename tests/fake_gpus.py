@@ -23,6 +23,7 @@ class FakeCard:
     fails: dict[str, Exception] = field(default_factory=dict)
     mig: bool = False
     nvml_uuid: str | None = None
+    integrated: bool = False
 
 
 @dataclass
@@ -51,7 +52,8 @@ class FakeCuda:
             raise card.fails["properties"]
         pci = {"pci_domain_id": 0, "pci_bus_id": card.bus, "pci_device_id": 0}
         uuid = {"uuid": card.uuid} if self.with_uuid else {}
-        return SimpleNamespace(name=card.name, total_memory=card.total, **uuid, **pci)
+        integrated = {"is_integrated": int(card.integrated)}
+        return SimpleNamespace(name=card.name, total_memory=card.total, **uuid, **pci, **integrated)
 
     def mem_get_info(self, index: int) -> tuple[int, int]:
         card = self.cards[index]

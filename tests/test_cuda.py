@@ -37,6 +37,56 @@ def test_the_gpu_that_is_full_is_found_in_the_message(error, position):
     assert _failed_gpu(error, GPUS) == position
 
 
+class FakeAllocator:
+    """torch.cuda, as far as a confirming run asks it."""
+
+    def __init__(self, monkeypatch, retries=()):
+        self.retries = list(retries)
+        self.count = 0
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda gpu: {"num_alloc_retries": self.count})
+
+    def step(self, _mark):
+        self.count += self.retries.pop(0) if self.retries else 0
+
+
+def bare_runtime() -> CudaRuntime:
+    device = parse_devices("sim:RTX3090")[0]
+    return CudaRuntime((device,), (2**30,), small())
+
+
+class TestWallsThatDoNotRaise:
+    @pytest.mark.parametrize(
+        ("retries", "full"), [((3, 0, 0), False), ((0, 1, 0), False), ((1, 1, 1), True), ((0, 1, 2), True)]
+    )
+    def test_the_allocator_has_to_give_back_in_two_steps(self, retries, full, monkeypatch):
+        """The first step may: what it frees is the cache of before."""
+        allocator, runtime = FakeAllocator(monkeypatch, retries), bare_runtime()
+        if full:
+            with pytest.raises(OutOfMemoryError, match="had to give back memory in two steps"):
+                runtime._confirm(allocator.step, StepShape(((4,),)))
+        else:
+            runtime._confirm(allocator.step, StepShape(((4,),)))
+
+    def test_steps_that_are_suddenly_slow(self, monkeypatch):
+        """Memory that spills to the host slows each sample down many times over, and raises nothing."""
+        allocator, runtime = FakeAllocator(monkeypatch), bare_runtime()
+        now_s = [0.0]
+        monkeypatch.setattr("autosplit.runtime.cuda.time.perf_counter", lambda: now_s[0])
+
+        def confirm(samples, pace_s):
+            def step(mark):
+                allocator.step(mark)
+                now_s[0] += pace_s * samples
+
+            runtime._confirm(step, StepShape(((samples,),)))
+
+        confirm(4, 0.01)
+        confirm(8, 0.01)
+        confirm(64, 0.02)
+        with pytest.raises(OutOfMemoryError, match="5 times as long for each sample"):
+            confirm(128, 0.05)
+
+
 def cuda_runtime(spec: str, workload) -> CudaRuntime:
     devices = parse_devices(spec)
     return CudaRuntime(devices, tuple(device.capacity_bytes for device in devices), workload)

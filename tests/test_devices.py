@@ -333,6 +333,14 @@ def test_cuda_capacity_is_what_others_leave(machine):
     assert device.driver is None
 
 
+def test_memory_that_is_the_hosts_has_what_the_host_could_free(machine, monkeypatch):
+    """A driver sees what is free, and not the page cache that the system would give up."""
+    monkeypatch.setattr(devices, "available_host_bytes", lambda: 90 * GIB)
+    machine(FakeCuda([FakeCard(total=120 * GIB, others=80 * GIB, own=1 * GIB, integrated=True)]))
+    (device,) = parse_devices("cuda")
+    assert device.capacity_bytes == 91 * GIB
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

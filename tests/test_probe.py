@@ -15,7 +15,7 @@ from autosplit import probe
 from autosplit.devices import parse_devices
 from autosplit.errors import InputError
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
-from autosplit.probe import find_ceiling
+from autosplit.probe import Prober, find_ceiling
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.simulated import traced_peaks
@@ -137,6 +137,122 @@ class TestLimits:
         assert find_ceiling(workload, kind.format(capacity), role="primary", max_batch_size=9).batch_size >= 2
         with pytest.raises(DoesNotFitError, match="at batch 2"):
             find_ceiling(workload, kind.format(capacity - 512), role="primary", max_batch_size=9)
+
+
+class StandIn:
+    """Real devices, as far as the prober asks them: their peaks are those of traces, and what a test adds."""
+
+    simulated = False
+    shares_processor = True
+
+    def __init__(self, tracer, capacities, *, offset=lambda n: 0, fails=lambda n: None):
+        self.devices = parse_devices(",".join(f"cpu:{capacity}B" for capacity in capacities))
+        self.capacities_bytes = tuple(capacities)
+        self.tracer, self.offset, self.fails = tracer, offset, fails
+        self.sizes = []
+
+    def peaks(self, shape):
+        n = max(shape.splits[0])
+        self.sizes.append(n)
+        error = self.fails(n)
+        if error is not None:
+            raise error
+        peaks = tuple(peak and peak + self.offset(n) for peak in traced_peaks(self.tracer, shape))
+        for index, (peak, capacity) in enumerate(zip(peaks, self.capacities_bytes, strict=True)):
+            if peak > capacity:
+                raise OutOfMemoryError("full", device_index=index)
+        return peaks
+
+
+@pytest.fixture(scope="module")
+def tracer():
+    return make_tracer(mlp(), like_gpu=False)[0]
+
+
+def capacity_for(tracer, n: int) -> int:
+    return traced_peaks(tracer, StepShape(((n,),)))[0] + 128
+
+
+class TestOffTheTrace:
+    def test_a_constant_beyond_the_trace_costs_no_failure(self, tracer):
+        """A CUDA context's workspaces, fragmentation: small real steps show it before the ceiling is tried."""
+        runtime = StandIn(tracer, [capacity_for(tracer, 300)], offset=lambda n: 30 * KIB)
+        found = Prober(runtime, tracer, 4096).ceiling(0, "primary")
+        assert found.ooms == 0
+        assert found.batch_size == max(
+            n for n in range(1, 301) if capacity_for(tracer, n) - 128 + 30 * KIB <= found.capacity_bytes
+        )
+
+    @pytest.mark.parametrize("share", [0.1, -0.1])
+    def test_a_slope_beside_the_trace_is_followed(self, tracer, share):
+        per_sample = capacity_for(tracer, 301) - capacity_for(tracer, 300)
+        runtime = StandIn(tracer, [capacity_for(tracer, 300)], offset=lambda n: int(share * per_sample * n))
+        found = Prober(runtime, tracer, 4096).ceiling(0, "primary")
+        assert found.ooms == 0
+        assert found.steps <= 5
+        runtime.peaks(StepShape(((found.batch_size,),)))
+        with pytest.raises(OutOfMemoryError):
+            runtime.peaks(StepShape(((found.batch_size + 1,),)))
+
+    def test_a_step_that_only_bends_late_costs_one_failure(self, tracer):
+        runtime = StandIn(tracer, [capacity_for(tracer, 300)], offset=lambda n: 400 * max(0, n - 200))
+        found = Prober(runtime, tracer, 4096).ceiling(0, "primary")
+        assert found.ooms <= 1
+        runtime.peaks(StepShape(((found.batch_size,),)))
+        with pytest.raises(OutOfMemoryError):
+            runtime.peaks(StepShape(((found.batch_size + 1,),)))
+
+    def test_the_points_say_what_ran(self, tracer):
+        found = Prober(StandIn(tracer, [capacity_for(tracer, 300)]), tracer, 4096).ceiling(0, "primary")
+        ran = {n: nbytes for n, nbytes, real in found.points if real}
+        assert ran[found.batch_size] == found.peak_bytes
+        assert len(ran) == found.steps
+        assert [n for n, _, _ in found.points] == sorted(n for n, _, _ in found.points)
+
+
+class TestKernelLimits:
+    """2^31 elements are a ceiling of another kind."""
+
+    @staticmethod
+    def limited(n):
+        return RuntimeError("input tensor must fit into 32-bit index math") if n > 37 else None
+
+    def test_end_the_search_and_are_no_lack_of_memory(self, tracer):
+        runtime = StandIn(tracer, [capacity_for(tracer, 300)], fails=self.limited)
+        found = Prober(runtime, tracer, 4096).ceiling(0, "primary")
+        assert (found.limited_by, found.ooms, found.confirmed) == ("kernel", 0, True)
+        assert 30 <= found.batch_size <= 37
+
+    def test_another_error_passes(self, tracer):
+        fails = lambda n: RuntimeError("illegal memory access") if n > 37 else None
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            Prober(StandIn(tracer, [capacity_for(tracer, 300)], fails=fails), tracer, 4096).ceiling(0, "primary")
+
+
+class TestEqualDevices:
+    def test_are_probed_once_and_confirmed_on_each(self, tracer):
+        capacity = capacity_for(tracer, 300)
+        runtime = StandIn(tracer, [capacity] * 3)
+        prober = Prober(runtime, tracer, 4096)
+        found = [prober.ceiling(index, "rank") for index in range(3)]
+        assert [ceiling.batch_size for ceiling in found] == [found[0].batch_size] * 3
+        assert [ceiling.steps for ceiling in found] == [3, 1, 1]
+        assert all(ceiling.confirmed for ceiling in found)
+
+    def test_one_that_turns_out_otherwise_is_searched(self, tracer):
+        capacity = capacity_for(tracer, 300)
+        runtime = StandIn(tracer, [capacity] * 2)
+        prober = Prober(runtime, tracer, 4096)
+        first = prober.ceiling(0, "rank")
+        runtime.offset = lambda n: 20 * KIB
+        second = prober.ceiling(1, "rank")
+        assert 0 < second.batch_size < first.batch_size
+        assert second.ooms == 1
+
+    def test_others_are_not_taken_for_equal(self, tracer):
+        runtime = StandIn(tracer, [capacity_for(tracer, 300), capacity_for(tracer, 260)])
+        prober = Prober(runtime, tracer, 4096)
+        assert [prober.ceiling(index, "rank").steps for index in range(2)] == [3, 3]
 
 
 class TestUnfakeable:
