@@ -342,6 +342,15 @@ def crossed(*quick: tuple[str, str]) -> list[Any]:
     ]
 
 
+def spread(quick: tuple[str, str]) -> list[Any]:
+    """Every architecture with one optimizer, these in turn: a tuning takes ten times as long as a ceiling."""
+    pairs = [(name, list(OPTIMIZERS)[index % len(OPTIMIZERS)]) for index, name in enumerate(ARCHITECTURES)]
+    return [
+        quick if name == quick[0] else pytest.param(name, optimizer, marks=pytest.mark.slow)
+        for name, optimizer in pairs
+    ]
+
+
 def architecture(name: str, optimizer: str) -> Live:
     if name in FROM_TRANSFORMERS:
         pytest.importorskip("transformers")
@@ -368,7 +377,7 @@ class TestEveryArchitecture:
         check_books(books)
 
     @pytest.mark.parametrize("devices", ["cpu:{0},cpu:{0}", "sim:2xRTX3090@{0}"])
-    @pytest.mark.parametrize(("name", "optimizer"), crossed(QUICK[0]))
+    @pytest.mark.parametrize(("name", "optimizer"), spread(QUICK[0]))
     def test_a_tuning(self, name, optimizer, devices, books):
         live = architecture(name, optimizer)
         a_plan(live.workload, devices.format(memory_of(name)), effective_batch_size=6, max_batch_size=4, n_trials=1)
