@@ -132,11 +132,11 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
     def _set_shares(self, gpu0_bsz: int | None, split: Sequence[int] | None) -> None:
         if gpu0_bsz is not None and _whole(gpu0_bsz) is None:
-            raise InputError(f"gpu0_bsz is {gpu0_bsz!r}; expected a number of samples, 0 or more")
+            raise InputError(f"gpu0_bsz is {gpu0_bsz!r}; expected a number of samples, 0 or more; pass an int, or None")
         gpu0_bsz = _whole(gpu0_bsz)
         sizes = _checked_sizes("split", split, len(self.devices))
         if sizes is not None and not any(sizes):
-            raise InputError(f"split is {sizes}; expected at least one sample on one device")
+            raise InputError(f"split is {sizes}; expected at least one sample on one device; raise one")
         if sizes is not None and gpu0_bsz is not None and sizes and sizes[0] != gpu0_bsz:
             raise InputError(f"gpu0_bsz is {gpu0_bsz} and split[0] is {sizes[0]}; expected the same; leave one out")
         if sizes is not None and self.ceilings is not None:
@@ -191,11 +191,9 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             return self.module(*args, **named)
         self._check_module()
         call = (inputs, kwargs)
-        _refuse_packed((*inputs, *kwargs.values()))
         sizes, batch_size = self._sizes_of(call)
-        active = [index for index, size in enumerate(sizes) if size] or [0]
+        active, chunks = self._cut(call, sizes, batch_size)
         shares = [sizes[index] for index in active]
-        chunks = chunk(call, tuple(shares), self.dim, batch_size)
         weights = weights_of(self.reduce, self.module, chunks, shares)
         kept, last = self._kept_now()
         try:
@@ -221,17 +219,19 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         the first forward outside brings them home: run the last micro-step of each optimizer step there. The
         gradient is the same, with fewer copies. `plan.steps` does all this by itself.
 
+            *others, (last_inputs, last_targets) = micro_batches
             with model.no_sync():
-                for inputs, targets in micro_batches[:-1]:
-                    loss_fn(model(inputs), targets).backward()
-            loss_fn(model(micro_batches[-1][0]), micro_batches[-1][1]).backward()
+                for inputs, targets in others:
+                    (loss_fn(model(inputs), targets) * (len(inputs) / total)).backward()
+            (loss_fn(model(last_inputs), last_targets) * (len(last_inputs) / total)).backward()
             optimizer.step()
 
         As with DDP, forward and backward both belong inside, and there is no ``create_graph`` and no
         `torch.autograd.grad` of parameters. `optimizer.zero_grad()` clears what waits elsewhere, too; a gradient that
         is clipped or scaled while others wait, and an `optimizer.step()` before they are home, are refused. Where
         parameters have hooks of their own, which want whole gradients, nothing is kept; nor on ``"cpu"`` ids, whose
-        chunks share the module: there, nothing waits and nothing is refused.
+        chunks share the module: there, nothing waits and nothing is refused. (Within `plan.budgets()` torch counts no
+        versions for operations over lists of tensors, so that a clip by them is not seen.)
         """
         outer, self._syncs = self._syncs, False
         try:
@@ -276,12 +276,19 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
 
     def _sizes_of(self, call: Any) -> tuple[tuple[int, ...], int]:
         """Return each device's share of a call, and the samples of all."""
+        inputs, kwargs = call
+        _refuse_packed((*inputs, *kwargs.values()))
         if any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
             batch_size = batch_size_of(call, self.dim, may_be_empty=True)
             if batch_size:
                 return self.split_of(batch_size, bounded=torch.is_grad_enabled()), batch_size
             return (0,) * len(self.devices), 0  # the first device runs it, as nn.DataParallel lets it
         return (1, *(0 for _ in self.devices[1:])), 1  # nothing to split: the first device runs the call as it is
+
+    def _cut(self, call: Any, sizes: tuple[int, ...], batch_size: int) -> tuple[list[int], list[Any]]:
+        """Return the positions of the devices that run something, and the part of the call that is each one's."""
+        active = [index for index, size in enumerate(sizes) if size] or [0]
+        return active, chunk(call, tuple(sizes[index] for index in active), self.dim, batch_size)
 
     def _joined(self, gathering: Gathering, outputs: list[Any], batch_size: int) -> Any:
         try:
@@ -316,9 +323,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             The positional arguments of each device that has samples, and the keyword arguments of each.
         """
         call = (inputs, kwargs or {})
-        sizes, batch_size = self._sizes_of(call)
-        active = [index for index, size in enumerate(sizes) if size] or [0]
-        chunks = chunk(call, tuple(sizes[index] for index in active), self.dim, batch_size)
+        active, chunks = self._cut(call, *self._sizes_of(call))
         moved = [
             map_tensors(lambda tensor, to=self.devices[index]: tensor.to(to), part)  # type: ignore[misc]
             for index, part in zip(active, chunks, strict=True)
@@ -516,9 +521,11 @@ def _checked_sizes(name: str, sizes: Sequence[int] | None, num_devices: int) -> 
         raise InputError(f"{name} is {sizes!r:.80}; expected a number of samples for each device; pass a list of them")
     checked = tuple(_whole(size) for size in sizes)
     if any(size is None for size in checked):
-        raise InputError(f"{name} is {tuple(sizes)}; expected a number of samples, 0 or more, for each device")
+        raise InputError(
+            f"{name} is {tuple(sizes)}; expected a number of samples, 0 or more, for each device; pass ints"
+        )
     if num_devices and len(checked) != num_devices:
         raise InputError(
-            f"{name} has {len(checked)} entries, {checked}; expected one for each of {num_devices} devices"
+            f"{name} has {len(checked)} entries, {checked}; expected one for each of {num_devices} devices; pass {num_devices}"
         )
     return tuple(size for size in checked if size is not None)

@@ -77,7 +77,9 @@ def checked_reduce(reduce: Reduce | None) -> Reduce | None:
         InputError: It is none of them.
     """
     if reduce is not None and reduce not in ("samples", "tokens", "sum") and not callable(reduce):
-        raise InputError(f"reduce is {reduce!r}; expected 'samples', 'tokens', 'sum' or a callable")
+        raise InputError(
+            f"reduce is {reduce!r}; expected 'samples', 'tokens', 'sum' or a callable; pass one of them, or None"
+        )
     return reduce
 
 

@@ -207,7 +207,7 @@ KERNEL_LIMIT = [
         "pytorch/pytorch#146704, facebookresearch/xformers#845",
     ),
     (
-        "cuda runtime error (9) : invalid configuration argument at /opt/conda/THC/THCTensorCopy.cu:205",
+        "cuda runtime error (9) : invalid configuration argument at THCTensorCopy.cu:205",
         "pytorch/pytorch#13276",
     ),
     ("Can't schedule too many blocks on CUDA device", "torch aten/src/ATen/cuda/detail/KernelUtils.h"),
