@@ -526,6 +526,7 @@ def _checked_sizes(name: str, sizes: Sequence[int] | None, num_devices: int) -> 
         )
     if num_devices and len(checked) != num_devices:
         raise InputError(
-            f"{name} has {len(checked)} entries, {checked}; expected one for each of {num_devices} devices; pass {num_devices}"
+            f"{name} has {len(checked)} entries, {checked}; expected one for each of {num_devices} devices; "
+            f"pass {num_devices}"
         )
     return tuple(size for size in checked if size is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import random
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # Before anything imports torch, and inherited by the processes that tests start: two workers share the processor, and
@@ -56,6 +58,14 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(path))
     monkeypatch.delenv("AUTOSPLIT_PROFILE", raising=False)
     return path
+
+
+@pytest.fixture(scope="module")
+def quick_collection() -> Iterator[None]:
+    """Let the garbage collector, which a followed step runs, skip what is loaded by now."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import gc
 import pickle
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -40,13 +39,7 @@ from autosplit.errors import AutosplitError, DeviceError, InputError, WorkloadEr
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.tracking import Tracker
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection():
-    """A tracker collects garbage as it is entered: let it skip the modules that are loaded by now."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 @pytest.fixture(params=RUNS)

@@ -27,12 +27,7 @@ from torch.autograd import gradcheck, gradgradcheck
 UNEVEN = [(2, 1, 3), (1, 5), (0, 4, 2), (6, 0)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection():
-    """A tracker collects garbage as it is entered: let it skip the modules that are loaded by now."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 @pytest.fixture(params=RUNS)

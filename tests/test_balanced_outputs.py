@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import gc
 import itertools
 from typing import Any, NamedTuple
 
@@ -21,13 +20,7 @@ from autosplit.balanced import BalancedDataParallel
 from autosplit.batches import map_tensors
 from autosplit.errors import WorkloadError
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection():
-    """A tracker collects garbage as it is entered: let it skip the modules that are loaded by now."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 @pytest.fixture(params=RUNS)

@@ -42,11 +42,7 @@ class Moves:
         self.counts[purpose] += 1
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection():
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 def tracked(num_devices=3, capacities=None, observer=None):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import gc
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,13 +23,7 @@ from autosplit.batches import Whole
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.split import micro_batch_sizes
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection():
-    """A tracker collects garbage as it is entered: let it skip the modules that are loaded by now."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 @pytest.fixture(params=RUNS)

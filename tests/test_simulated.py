@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import importlib.util
 import itertools
 from pathlib import Path
@@ -26,12 +25,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 UNLIMITED = 2**60
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection():
-    """A tracker collects garbage as it is entered: let it skip the modules that are loaded by now."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 def char_gpt() -> Workload:

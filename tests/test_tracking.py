@@ -28,12 +28,7 @@ from autosplit.workload import Workload
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection():
-    """A tracker collects garbage as it is entered: let it skip the modules that are loaded by now."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 def follow(num_devices: int = 1, capacity: int | None = None, **kwargs) -> Tracker:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import threading
 
@@ -23,13 +22,7 @@ from autosplit.runtime.tracking import Tracker
 from autosplit.trainee import fake_mode, listed, training_copy
 from autosplit.workload import Workload, modules_of
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection():
-    """A tracker collects garbage as it is entered: let it skip the modules that are loaded by now."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 @pytest.fixture(params=["real", "fake"])
