@@ -90,6 +90,8 @@ class Prober:
 
     def least_batch(self) -> int:
         """Return the smallest share that a device trains on: 2 where a BatchNorm sees one value per sample, else 1."""
+        if not self.tracer.norms_over_samples:
+            return 1
         try:
             self.traced(StepShape(((1,),)))
         except ValueError as error:
@@ -434,13 +436,25 @@ class Prober:
         Args:
             predicted: Bytes at n samples.
             batch_size: The ceiling.
-            looked_at: Sizes whose bytes are known already; one of them above a third of the ceiling will do.
+            looked_at: Sizes whose bytes are known already: one above a third of the ceiling will do, or a smaller one
+                that lies on one line with the ceiling and another, below it or next above the ceiling.
         """
         if batch_size < 2 * self.least_batch():
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
-        near = [n for n in looked_at if batch_size / 3 <= n < batch_size - batch_size // 8]
-        half = min(near, key=lambda n: abs(n - batch_size // 2)) if near else batch_size // 2
-        slope = (predicted(batch_size) - predicted(half)) / (batch_size - half)
+
+        def slope_from(n: int, end: int = batch_size) -> float:
+            return (predicted(end) - predicted(n)) / (end - n)
+
+        below = sorted(n for n in looked_at if self.least_batch() <= n < batch_size - batch_size // 8)
+        half = batch_size // 2
+        if below and below[-1] >= batch_size / 3:
+            half = min(below, key=lambda n: abs(n - half))
+        elif below:
+            others = [slope_from(n, below[-1]) for n in below[-2:-1]]
+            others += [slope_from(batch_size, n) for n in looked_at if n == batch_size + 1]
+            if any(_alike_slopes(slope_from(below[-1]), other) for other in others):
+                half = below[-1]
+        slope = slope_from(half)
         return int(predicted(batch_size) - slope * batch_size), int(slope)
 
     def _confirmed(
@@ -509,8 +523,8 @@ class Prober:
         small = max(self.least_batch(), guess // 16)
         if 2 * small >= guess:
             return
-        first = _traced_near(seen, small, most=2 * small)
-        second = _traced_near(seen, 2 * first, most=4 * small, least=first + 1)
+        first = _traced_near(seen, small, most=max(2 * small, guess // 3))
+        second = _traced_near(seen, 2 * first, most=max(4 * small, 2 * guess // 3), least=first + 1)
         for n in (first, second):
             if n < guess and not self._ran(index, shape_of, n, seen):
                 return
@@ -619,8 +633,12 @@ class _Seen:
 
 def _traced_near(seen: _Seen, wanted: int, *, most: int, least: int = 1) -> int:
     """Return the traced size nearest to one that is wanted; that one, where there is none between the bounds."""
-    near = [n for n in seen.traced if least <= n <= most and wanted / 2 <= n <= 2 * wanted]
+    near = [n for n in seen.traced if max(least, wanted / 2) <= n <= most]
     return min(near, key=lambda n: abs(n - wanted), default=wanted)
+
+
+def _alike_slopes(slope: float, other: float) -> bool:
+    return abs(slope - other) <= SLOPE_TOLERANCE * abs(other)
 
 
 def _kind_of(

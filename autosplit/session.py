@@ -231,9 +231,12 @@ class Session:
 
     def _space(self, primary: Ceiling) -> Space:
         """Bound the search by what fits."""
-        request, effective = self.request, self.request.effective_batch_size
+        request = self.request
+        # More than every device holds by itself does not fit at once; how much of it does need not be traced then.
+        if self._takes_several(primary.batch_size + sum(ceiling.batch_size for ceiling in self.replicas)):
+            self._keep_replicas()
         region = self._region(primary)
-        if self.replicas and self.subject.accumulates and effective is not None and region.largest_batch < effective:
+        if not self.keeps and self._takes_several(region.largest_batch):
             self._keep_replicas()
             region = self._region(primary)
         if region.largest_batch == 0:
@@ -248,6 +251,11 @@ class Session:
                 f"most {region.largest_batch}, or use a smaller model or larger devices"
             )
         return Space(region, request.effective_batch_size)
+
+    def _takes_several(self, largest_batch: int) -> bool:
+        """Tell whether replicas take part in a step of several micro-steps, if no more fit one."""
+        effective = self.request.effective_batch_size
+        return bool(self.replicas) and self.subject.accumulates and effective is not None and largest_batch < effective
 
     def _region(self, primary: Ceiling) -> Region:
         if self.replicas:

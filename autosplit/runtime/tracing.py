@@ -114,10 +114,16 @@ class Trace:
 
 
 class _Recorder:
-    """An observer that gathers ops into work and keeps the transfers between."""
+    """An observer that gathers ops into work and keeps the transfers between.
+
+    Attributes:
+        phases: Each with its events, in order.
+        norms_over_samples: An op was seen that may refuse a single sample.
+    """
 
     def __init__(self) -> None:
         self.phases: list[tuple[str, list[Event]]] = []
+        self.norms_over_samples = False
         self._open: dict[int, Counter[OpCost]] = {}
         self.mark("start")
 
@@ -128,6 +134,7 @@ class _Recorder:
 
     def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         """Add an op to its device's open work."""
+        self.norms_over_samples |= getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES
         cost = op_cost(func, args, kwargs, outputs)
         if cost is not None:
             self._open.setdefault(device, Counter())[cost] += 1
@@ -155,6 +162,17 @@ _ROW_READERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 # Ops that only reserve memory.
 _ALLOCATIONS = {aten.empty_like, aten.new_empty, aten.empty, aten.empty_strided, aten.new_empty_strided}
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward}
+# Ops whose functions in torch.nn.functional refuse a single value per channel; an instance norm is a batch norm here.
+_NORMS_OVER_SAMPLES = {
+    aten.batch_norm,
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._batch_norm_with_update,
+    aten.cudnn_batch_norm,
+    aten.miopen_batch_norm,
+    aten.native_group_norm,
+}
 
 
 def _attention_flops(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
@@ -223,6 +241,7 @@ class Tracer:
     Attributes:
         trainee: The copy that is traced.
         runs: Steps followed so far.
+        norms_over_samples: An op of these steps may refuse a single sample.
     """
 
     def __init__(self, workload: Workload, *, fake: bool, like_gpu: bool) -> None:
@@ -230,6 +249,7 @@ class Tracer:
         self.fake = fake
         self.like_gpu = like_gpu
         self.runs = 0
+        self.norms_over_samples = False
         with kept_rng():
             # What was built under fake tensors has a mode already, and tensors of two modes do not mix.
             self.trainee: Trainee = training_copy(
@@ -278,6 +298,7 @@ class Tracer:
         ):
             peaks = run_placed(self.trainee, shape, tracker, mark, held=held)
         self.runs += 1
+        self.norms_over_samples |= recorder.norms_over_samples
         phases = recorder.finish()
         micro, update = _events(phases, "micro"), _events(phases, "update")
         if not shape.accumulates:
