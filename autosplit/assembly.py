@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autosplit.cost import Ceiling, Region, StepTime, TimeCurve
+from autosplit.cost import Ceiling, Fit, Region, StepTime, TimeCurve
 from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.request import Request
 from autosplit.solver import RankSolver
@@ -61,6 +61,7 @@ class Answer:
         ddp: The answer for DistributedDataParallel.
         even_samples_per_s: Of the even split; None where it is not known.
         region: Which splits fit; None where nothing was split.
+        fit: The cost of a step.
     """
 
     split: tuple[int, ...]
@@ -72,6 +73,7 @@ class Answer:
     ddp: DdpPlan
     even_samples_per_s: float | None = None
     region: Region | None = None
+    fit: Fit | None = None
 
 
 def assembled(
@@ -107,6 +109,7 @@ def assembled(
         devices=tuple(_device(request, answer, position) for position in range(len(request.devices))),
         trials=trials,
         region=answer.region,
+        fit=answer.fit,
         ddp=answer.ddp,
         precision=workload.precision or "none",
         simulated=request.simulated,
@@ -216,7 +219,7 @@ def _why_no_answer(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: in
     return f"{len(ranks)} ranks need a batch of at least {len(ranks) * least_batch} samples"
 
 
-def rank_answer(ddp: DdpPlan, curves: tuple[TimeCurve, ...]) -> Answer:
+def rank_answer(ddp: DdpPlan, fit: Fit) -> Answer:
     """Return DDP's answer as the plan's own: its split holds the ranks' batch sizes."""
     assert ddp.ranks, ddp
     return Answer(
@@ -225,6 +228,7 @@ def rank_answer(ddp: DdpPlan, curves: tuple[TimeCurve, ...]) -> Answer:
         samples_per_s=ddp.samples_per_s,
         peak_bytes=tuple(rank.peak_bytes for rank in ddp.ranks),
         ceilings=tuple(rank.ceiling for rank in ddp.ranks),
-        curves=curves,
+        curves=fit.step_time.curves,
         ddp=ddp,
+        fit=fit,
     )

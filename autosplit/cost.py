@@ -22,7 +22,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Ceiling", "MemoryFit", "Region", "StepTime", "TimeCurve", "largest_fitting", "overlapped_seconds"]
+__all__ = [
+    "Ceiling",
+    "Fit",
+    "MemoryFit",
+    "Region",
+    "Residual",
+    "StepTime",
+    "TimeCurve",
+    "largest_fitting",
+    "overlapped_seconds",
+]
 
 
 LONGEST_LEAP = 16
@@ -251,6 +261,38 @@ class StepTime:
         (n0, t0), (n1, t1) = min(left), max(left)
         slope = max(0.0, (t1 - t0) / (n1 - n0)) if n1 > n0 else 0.0
         return StepTime(self.curves, max(0.0, t0 - slope * n0), slope, self.update_s, self.adds_up)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A measured optimizer step beside what the fit says of it.
+
+    Attributes:
+        split: Samples per device in a full forward.
+        accumulation_steps: Forwards of the step.
+        measured_s: What it took.
+        predicted_s: What the fit says that it takes.
+    """
+
+    split: tuple[int, ...]
+    accumulation_steps: int
+    measured_s: float
+    predicted_s: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The cost of a step as it was fitted: what a plan is solved from, and can be solved from again.
+
+    Attributes:
+        step_time: The time of a BalancedDataParallel step; its curves are DDP's, too.
+        all_reduce_s: DDP's all-reduce of the gradients alone.
+        residuals: Every trial that ran, in order, beside the fit that was made of all of them.
+    """
+
+    step_time: StepTime
+    all_reduce_s: float = 0.0
+    residuals: tuple[Residual, ...] = ()
 
 
 def overlapped_seconds(

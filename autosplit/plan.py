@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from autosplit.cost import Ceiling, Region
+from autosplit.cost import Ceiling, Fit, Region
 from autosplit.errors import DeviceError, PlanError
 from autosplit.space import Trial
 from autosplit.split import accumulation_steps
@@ -120,6 +120,7 @@ class Plan:
         devices: The devices, with what the plan does to each.
         region: Which splits fit: device 0's bytes over its share and the whole batch, and the others' ceilings. None
             where nothing was split (`strategy="ddp"`).
+        fit: The cost of a step as it was fitted, with its residuals; None where a plan holds none.
         trials: What the search tried.
         checks: What splitting changes about the training; empty where it was not checked.
         ddp: The answer for DistributedDataParallel.
@@ -150,6 +151,7 @@ class Plan:
     precision: str
     simulated: bool
     region: Region | None = None
+    fit: Fit | None = None
     checks: tuple[str, ...] = ()
     batch_dim: int = 0
     loss_reduction: str = "mean"

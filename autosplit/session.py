@@ -10,7 +10,7 @@ from torch import nn
 
 from autosplit.assembly import DDP_NOTE, Answer, Subject, assembled, lone_rank, rank_answer, solved_ranks
 from autosplit.compiling import has_compiled_parts
-from autosplit.cost import Ceiling, MemoryFit, Region, Role, StepTime, TimeCurve
+from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Residual, Role, StepTime, TimeCurve
 from autosplit.errors import WorkloadError, one_line
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import DdpPlan, Plan
@@ -104,13 +104,14 @@ class Session:
         """Solve DDP's batch sizes from what each device does by itself; nothing is searched."""
         ranks = self._rank_ceilings()
         curves = self._curves(ranks)
-        ddp = self._solved_ranks(ranks, self._rank_time(curves, ranks))
+        step_time = self._rank_time(curves, ranks)
+        ddp = self._solved_ranks(ranks, step_time)
         if not ddp.ranks:
             raise DoesNotFitError(
                 f"DDP has no answer on {', '.join(device.label for device in self.request.devices)}: {ddp.reason}; "
                 "expected a rank on each device; leave strategy='ddp' out, or use a smaller model or larger devices"
             )
-        return self._assembled(rank_answer(ddp, curves), DDP_NOTE)
+        return self._assembled(rank_answer(ddp, Fit(step_time, self._all_reduce_seconds(step_time))), DDP_NOTE)
 
     def _is_compiled(self) -> bool:
         model = self.subject.workload.model
@@ -484,7 +485,22 @@ class Session:
             ddp=ddp,
             even_samples_per_s=even_samples_per_s,
             region=self.solver.space.region,
+            fit=self._fit(),
         )
+
+    def _fit(self) -> Fit:
+        """Hold the fit against every trial that ran."""
+        assert self.solver is not None
+        residuals = []
+        for trial in self.trials:
+            if trial.samples_per_s is not None:
+                configuration = Configuration(trial.gpu0_bsz, trial.batch_size, trial.accumulation_steps)
+                splits = self.solver.splits_of(configuration)
+                measured_s = sum(map(sum, splits)) / trial.samples_per_s
+                predicted_s = self.solver.step_time.seconds(splits)
+                residuals.append(Residual(trial.split, trial.accumulation_steps, measured_s, predicted_s))
+        step_time = self.solver.step_time
+        return Fit(step_time, self._all_reduce_seconds(step_time), tuple(residuals))
 
     def _assembled(self, answer: Answer, *notes: str) -> Plan:
         return assembled(
