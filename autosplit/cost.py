@@ -320,6 +320,7 @@ def largest_fitting(
     most: int,
     start: int,
     slope: float = 0.0,
+    straight_within: float = 0.0,
     max_calls: int = 24,
 ) -> int:
     """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n, in few calls.
@@ -334,6 +335,8 @@ def largest_fitting(
         most: Nothing larger is looked at.
         start: A size to begin with.
         slope: Bytes per sample, roughly, for the second look; 0 where nothing is known of it.
+        straight_within: Believe, without a look, that one sample more does not fit where the line through `start` and
+            what fits says so, as long as its slope is `slope` to within this share of it; 0 for a look in any case.
         max_calls: After this many looks the largest size that was seen to fit is returned.
 
     Returns:
@@ -352,7 +355,7 @@ def largest_fitting(
     widths: list[int] = []
     for calls_left in reversed(range(max_calls)):
         low, high = (n, high) if look(n) else (low, n)
-        if high - low <= 1:
+        if high - low <= 1 or _ends_straight(known, low, capacity_bytes, slope, straight_within):
             break
         widths.append(high - low)
         halvings = (high - low - 1).bit_length()  # looks that halving would take from here
@@ -361,6 +364,19 @@ def largest_fitting(
         halve = calls_left <= halvings or creeping
         n = (low + high) // 2 if halve else _next_size(known, capacity_bytes, low, high, slope)
     return low
+
+
+CLEAR_SHARE = 0.9
+"""Of a sample's bytes: with so much of them one sample more is clearly too much. Blocks are rounded; lines are not."""
+
+
+def _ends_straight(known: dict[int, float], low: int, capacity_bytes: float, slope: float, within: float) -> bool:
+    """Tell whether a line that is straight from the first look to the largest that fits ends there."""
+    first = next(iter(known))
+    if within <= 0 or slope <= 0 or low not in known or low <= first:
+        return False
+    chord = (known[low] - known[first]) / (low - first)
+    return abs(chord - slope) <= within * slope and known[low] + CLEAR_SHARE * chord > capacity_bytes
 
 
 def _next_size(known: dict[int, float], capacity_bytes: float, low: int, high: int, hint: float) -> int:

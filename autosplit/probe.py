@@ -133,20 +133,33 @@ class Prober:
 
         def traced(n: int) -> float:
             n = max(n, least)  # fewer can't be run to see
-            return seen.traced.setdefault(n, self.traced(shape_of(n))[index])
+            if n in seen.on_line:
+                return seen.on_line[n]
+            if n not in seen.traced:
+                seen.traced[n] = self.traced(shape_of(n))[index]
+            return seen.traced[n]
 
         predicted = self._extended(traced)
         start = min(max(1, start or self.tracer.workload.sample_batch_size), self.max_batch_size)
+        real_slope = self._real_slope(index, shape_of, start, predicted, seen)
         batch_size = largest_fitting(
-            predicted, capacity_bytes, least=0, most=self.max_batch_size, start=start, slope=slope
+            predicted,
+            capacity_bytes,
+            least=0,
+            most=self.max_batch_size,
+            start=start,
+            slope=real_slope or slope,
+            straight_within=SLOPE_TOLERANCE if real_slope else 0.0,
         )
+        if real_slope:
+            seen.draw_line(start, batch_size, real_slope)
         batch_size = 0 if batch_size < least else batch_size
         confirmed = False
         if not self.runtime.simulated and batch_size > 0:
             batch_size = self._confirmed(index, role, shape_of, predicted, batch_size, seen)
             confirmed = batch_size > 0
         peak_bytes = seen.ran[batch_size] if confirmed else int(predicted(batch_size)) if batch_size else 0
-        fixed_bytes, bytes_per_sample = self._line(predicted, batch_size, seen.traced)
+        fixed_bytes, bytes_per_sample = self._line(predicted, batch_size, {*seen.traced, *seen.on_line})
         return Ceiling(
             device=self.runtime.devices[index].label,
             role=role,
@@ -161,6 +174,32 @@ class Prober:
             confirmed=confirmed,
             points=seen.points(),
         )
+
+    def _real_slope(
+        self,
+        index: int,
+        shape_of: Callable[[int], StepShape],
+        start: int,
+        predicted: Callable[[int], float],
+        seen: _Seen,
+    ) -> float:
+        """Run two small steps before anything but one of them is traced, where a step costs less than a trace.
+
+        That is on a processor that counts every byte: there real bytes lie where the trace would see them. What they
+        tell of the slope spares the trace of a second size.
+
+        Returns:
+            Bytes per sample; 0 where that can't be said.
+        """
+        device, second = self.runtime.devices[index], 2 * start
+        counts_bytes = device.kind == "cpu" and device.budgeted and self.tracer.fake and not self.runtime.simulated
+        if not counts_bytes or start < self.least_batch() or second > self.max_batch_size:
+            return 0.0
+        if 2 * predicted(start) > self.runtime.capacities_bytes[index]:  # twice the samples are no more than twice that
+            return 0.0
+        if not all(self._ran(index, shape_of, n, seen) for n in (start, second)):
+            return 0.0
+        return max(0.0, (seen.ran[second] - seen.ran[start]) / start)
 
     def traced(self, shape: StepShape) -> tuple[int, ...]:
         """Predict each device's peak in a step, in bytes."""
@@ -521,8 +560,10 @@ class Prober:
         About 1/16 and 1/8 of the guess, and rather sizes that were traced already: a trace may cost more than a step.
         """
         small = max(self.least_batch(), guess // 16)
-        if 2 * small >= guess:
+        if 2 * small >= guess or len(seen.ran) > 1:
             return
+        if not self.tracer.fake and self.runtime.devices[index].kind == "cpu":
+            return  # its traces were such steps
         first = _traced_near(seen, small, most=max(2 * small, guess // 3))
         second = _traced_near(seen, 2 * first, most=max(4 * small, 2 * guess // 3), least=first + 1)
         for n in (first, second):
@@ -583,6 +624,7 @@ class _Seen:
 
     Attributes:
         traced: Bytes by samples, of traces.
+        on_line: Bytes by samples that need no trace: they lie on a straight line between traces and real steps.
         ran: Bytes by samples, of real steps.
         failed: Sizes that ran out of memory, each with what it would at least have needed.
         limit: Set where something else than memory ended the search.
@@ -590,6 +632,7 @@ class _Seen:
     """
 
     traced: dict[int, int] = field(default_factory=dict)
+    on_line: dict[int, int] = field(default_factory=dict)
     ran: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
     limit: Limit | None = None
@@ -600,6 +643,16 @@ class _Seen:
         known = {**{n: (n, nbytes, False) for n, nbytes in self.traced.items()}}
         known.update({n: (n, nbytes, True) for n, nbytes in self.ran.items()})
         return tuple(known[n] for n in sorted(known))
+
+    def draw_line(self, start: int, end: int, real_slope: float) -> None:
+        """Keep what lies on the line through two traces, and next after it, if real steps have its slope, too."""
+        if end <= start or end not in self.traced or start not in self.traced:
+            return
+        slope = (self.traced[end] - self.traced[start]) / (end - start)
+        if not _alike_slopes(slope, real_slope):
+            return
+        for n in {*self.ran, end + 1} - set(self.traced):
+            self.on_line[n] = int(self.traced[start] + slope * (n - start))
 
     def slope_near(self, n: int) -> float:
         """Return the bytes that a sample adds, by the two traced sizes nearest to one; 0 where there are not two."""
