@@ -44,7 +44,7 @@ class Subject:
     @property
     def accumulates(self) -> bool:
         """Whether steps of several micro-steps are looked at."""
-        return self.may_accumulate and self.request.effective_batch_size is not None
+        return self.may_accumulate and self.request.effective_batch_sizes is not None
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Answer:
     Attributes:
         split: Samples per device in one forward.
         accumulation_steps: Forwards per optimizer step.
+        effective_batch_size: Samples per optimizer step.
         samples_per_s: Throughput of whole optimizer steps.
         peak_bytes: The most each device holds.
         ceilings: Of each device, all at once.
@@ -66,6 +67,7 @@ class Answer:
 
     split: tuple[int, ...]
     accumulation_steps: int
+    effective_batch_size: int
     samples_per_s: float
     peak_bytes: tuple[int, ...]
     ceilings: tuple[Ceiling, ...]
@@ -102,7 +104,7 @@ def assembled(
         gpu0_bsz=answer.split[0],
         batch_size=batch_size,
         accumulation_steps=answer.accumulation_steps,
-        effective_batch_size=request.effective_batch_size or batch_size,
+        effective_batch_size=answer.effective_batch_size,
         samples_per_s=answer.samples_per_s,
         even_samples_per_s=answer.even_samples_per_s,
         ceilings=tuple(ceiling.batch_size for ceiling in answer.ceilings),
@@ -145,12 +147,12 @@ def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
 # ----------------------------------------------------------------------------------------------------------- DDP
 
 
-def lone_rank(rank: Ceiling, best: Trial) -> DdpPlan:
+def lone_rank(rank: Ceiling, best: Trial, effective_batch_size: int) -> DdpPlan:
     """Return the answer for a single rank: a plain model on one device, which is what the search measured."""
     assert best.samples_per_s is not None
     peak_bytes = best.peak_bytes[0]
     settings = RankSettings(0, rank.device, best.batch_size, best.accumulation_steps, rank, peak_bytes)
-    return DdpPlan((settings,), best.samples_per_s)
+    return DdpPlan((settings,), best.samples_per_s, effective_batch_size=effective_batch_size)
 
 
 def solved_ranks(
@@ -177,7 +179,7 @@ def solved_ranks(
         tuple(rank.batch_size for rank in ranks),
         all_reduce_s=all_reduce_s,
         update_s=step_time.update_s,
-        effective_batch_size=request.effective_batch_size,
+        effective_batch_sizes=request.effective_batch_sizes,
         max_batch_size=request.largest_batch,
         adds_up=step_time.adds_up,
         least_batch=least_batch,
@@ -197,7 +199,7 @@ def solved_ranks(
         )
         for index, (ceiling, samples) in enumerate(zip(ranks, answer.batch_sizes, strict=True))
     )
-    return DdpPlan(settings, answer.samples_per_s)
+    return DdpPlan(settings, answer.samples_per_s, effective_batch_size=answer.effective_batch_size)
 
 
 def _why_no_ranks(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int) -> str | None:
@@ -213,8 +215,8 @@ def _why_no_ranks(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int
 
 
 def _why_no_answer(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int) -> str:
-    effective, held = subject.request.effective_batch_size, sum(rank.batch_size for rank in ranks)
-    if effective is not None and not subject.may_accumulate and held < effective:
+    effective, held = subject.request.least_effective, sum(rank.batch_size for rank in ranks)
+    if not subject.may_accumulate and held < effective:
         return f"the ranks hold {held} samples together, fewer than the {effective} of a step that can't be accumulated"
     return f"{len(ranks)} ranks need a batch of at least {len(ranks) * least_batch} samples"
 
@@ -225,6 +227,7 @@ def rank_answer(ddp: DdpPlan, fit: Fit) -> Answer:
     return Answer(
         split=tuple(rank.batch_size for rank in ddp.ranks),
         accumulation_steps=ddp.ranks[0].accumulation_steps,
+        effective_batch_size=ddp.effective_batch_size,
         samples_per_s=ddp.samples_per_s,
         peak_bytes=tuple(rank.peak_bytes for rank in ddp.ranks),
         ceilings=tuple(rank.ceiling for rank in ddp.ranks),

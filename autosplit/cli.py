@@ -154,7 +154,11 @@ def tune_command(
     ] = None,
     precision: Annotated[_Text, typer.Option(metavar="none|bf16|fp16", help="Default: what the workload says.")] = None,
     effective_batch_size: Annotated[
-        _Text, typer.Option(metavar="N", help="Samples per optimizer step, kept exactly. Default: whatever is best.")
+        _Text,
+        typer.Option(
+            metavar="N|LEAST:MOST",
+            help="Samples per optimizer step, kept exactly; or the fastest of a range. Default: whatever is best.",
+        ),
     ] = None,
     max_batch_size: Annotated[_Text, typer.Option(metavar="N", help="The most samples per forward.")] = None,
     reserve: Annotated[
@@ -182,7 +186,7 @@ def tune_command(
         "devices": devices,
         "strategy": strategy,
         "precision": precision,
-        "effective_batch_size": _whole("--effective-batch-size", effective_batch_size),
+        "effective_batch_size": _whole_or_range("--effective-batch-size", effective_batch_size),
         "max_batch_size": _whole("--max-batch-size", max_batch_size),
         "reserve": reserve,
         "n_trials": _whole("--n-trials", n_trials),
@@ -206,6 +210,19 @@ def _whole(flag: str, text: str | None) -> int | None:
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 18 and len(text.strip()) - len(digits) <= 1):
         raise InputError(f"{flag} {text!r}: expected a whole number; write it as {flag} 64")
     return int(text)
+
+
+def _whole_or_range(flag: str, text: str | None) -> int | tuple[int, int] | None:
+    """Read a whole number, or a range as ``256:1024``."""
+    if text is None or ":" not in text:
+        return _whole(flag, text)
+    ends = text.split(":")
+    if len(ends) != 2:
+        raise InputError(f"{flag} {text!r}: expected a whole number or a range; write it as {flag} 256:1024")
+    least, most = (_whole(flag, end) for end in ends)
+    assert least is not None, text
+    assert most is not None, text
+    return least, most
 
 
 def _seconds(flag: str, text: str | None) -> float | None:

@@ -10,7 +10,11 @@ Peak bytes of another one::
 
 Seconds of a step of k micro-steps of N samples, whose replicas are kept from the first to the last::
 
-    copies + k * (gather_per_sample * N + slowest device) + update
+    copies + k * (gather_per_sample * N + contention * slowest device) + update
+
+Seconds of a DDP step::
+
+    slowest rank's k micro-steps + what its last backward does not hide of the all-reduce + update
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 __all__ = [
@@ -224,12 +228,15 @@ class StepTime:
     """The time of a BalancedDataParallel step.
 
     Attributes:
-        curves: For each device, its time on its share.
-        copies_s: Parameters broadcast and gradients reduced, once a step.
+        curves: For each device, its time on its share, alone.
+        copies_s: Parameters broadcast and gradients reduced: once a step, or in every micro-step without `keeps`.
         gather_s_per_sample: Added to a micro-step by each sample of the batch: scatter, gather, the loss over gathered
             outputs.
         update_s: The optimizer, once a step.
         adds_up: The devices share one processor, so that their times add.
+        contention: Devices that work at once take so many times what the slowest takes alone: more than 1 where they
+            share a bus, a processor or a power supply; less where copies hide behind work.
+        keeps: Replicas are kept from the first micro-step of a step to its last.
     """
 
     curves: tuple[TimeCurve, ...]
@@ -237,17 +244,21 @@ class StepTime:
     gather_s_per_sample: float
     update_s: float
     adds_up: bool
+    contention: float = 1.0
+    keeps: bool = True
 
     def micro_seconds(self, split: Sequence[int]) -> float:
-        """Return ``gather_per_sample * N + max_i t_i(n_i)``, the sum where the times add; nothing to gather alone."""
-        times = [curve(samples) for curve, samples in zip(self.curves, split, strict=True)]
-        gather_s = self.gather_s_per_sample * sum(split) if any(split[1:]) else 0.0
-        return gather_s + (sum(times) if self.adds_up else max(times))
+        """Return ``gather_per_sample * N + contention * max_i t_i(n_i)``, without copies.
+
+        The sum of the times where they add; nothing is gathered, and nobody in the way, where device 0 works alone.
+        """
+        busy_s, gathered, alone_s = self._amounts(split)
+        return alone_s + self.contention * busy_s + self.gather_s_per_sample * gathered
 
     def seconds(self, splits: Sequence[Sequence[int]]) -> float:
         """Return the time of an optimizer step of these micro-steps."""
-        copies_s = self.copies_s if any(any(split[1:]) for split in splits) else 0.0
-        return copies_s + sum(self.micro_seconds(split) for split in splits) + self.update_s
+        micro_s = sum(self.micro_seconds(split) for split in splits)
+        return self.copies_s * self._num_copies(splits) + micro_s + self.update_s
 
     def with_overhead(self, measured: Sequence[tuple[Sequence[int], float]]) -> StepTime:
         """Fit the copies and the gather to measured steps of one micro-step.
@@ -256,11 +267,76 @@ class StepTime:
             measured: One or two ``(split, seconds without the optimizer)``, of different batch
                 sizes where there are two.
         """
-        bare = StepTime(self.curves, 0.0, 0.0, self.update_s, self.adds_up)
+        bare = replace(self, copies_s=0.0, gather_s_per_sample=0.0)
         left = [(sum(split), max(0.0, seconds - bare.micro_seconds(split))) for split, seconds in measured]
         (n0, t0), (n1, t1) = min(left), max(left)
         slope = max(0.0, (t1 - t0) / (n1 - n0)) if n1 > n0 else 0.0
-        return StepTime(self.curves, max(0.0, t0 - slope * n0), slope, self.update_s, self.adds_up)
+        return replace(bare, copies_s=max(0.0, t0 - slope * n0), gather_s_per_sample=slope)
+
+    def refitted(self, measured: Sequence[tuple[Sequence[Sequence[int]], float]]) -> StepTime:
+        """Fit copies, gather and contention to whole optimizer steps, by non-negative least squares.
+
+        Errors count as shares of the measured time. What few steps can't tell apart stays near what it is now.
+
+        Args:
+            measured: ``(split of each micro-step, seconds)``.
+        """
+        rows = []
+        for splits, seconds in measured:
+            amounts = [self._amounts(split) for split in splits]
+            known_s = sum(alone_s for _, _, alone_s in amounts) + self.update_s
+            columns = (self._num_copies(splits), sum(a[1] for a in amounts), sum(a[0] for a in amounts))
+            if any(columns):
+                rows.append(([column / seconds for column in columns], (seconds - known_s) / seconds))
+        if not rows:
+            return self
+        now = [self.copies_s, self.gather_s_per_sample, self.contention]
+        fitted = _non_negative_fit(rows, now, PRIOR_WEIGHT)
+        return replace(self, copies_s=fitted[0], gather_s_per_sample=fitted[1], contention=fitted[2])
+
+    def _amounts(self, split: Sequence[int]) -> tuple[float, int, float]:
+        """Return what contention multiplies, how many samples are gathered, and the time of device 0 alone."""
+        times = [curve(samples) for curve, samples in zip(self.curves, split, strict=True)]
+        if not any(split[1:]):
+            return 0.0, 0, times[0]
+        return (sum(times) if self.adds_up else max(times)), sum(split), 0.0
+
+    def _num_copies(self, splits: Sequence[Sequence[int]]) -> int:
+        with_replicas = sum(any(split[1:]) for split in splits)
+        return min(1, with_replicas) if self.keeps else with_replicas
+
+
+PRIOR_WEIGHT = 0.03
+"""In a fit, what each parameter was before counts as so many measured steps."""
+
+
+def _non_negative_fit(
+    rows: Sequence[tuple[Sequence[float], float]], now: Sequence[float], weight: float
+) -> list[float]:
+    """Minimise ``sum (row . x - y)^2`` over x >= 0, held near `now`: coordinate descent, which is exact in the limit.
+
+    Args:
+        rows: Coefficients, and what they should add up to.
+        now: Where x is.
+        weight: Of staying there: that of so many rows.
+    """
+    x = list(now)
+    width = range(len(x))
+    sizes = [sum(row[j] for row, _ in rows) / len(rows) for j in width]
+    weights = [weight * size**2 for size in sizes]
+    for _ in range(200):
+        moved = 0.0
+        for j in width:
+            curvature = sum(row[j] ** 2 for row, _ in rows) + weights[j]
+            if curvature <= 0:
+                continue
+            left = sum(row[j] * (y - sum(row[i] * x[i] for i in width if i != j)) for row, y in rows)
+            value = max(0.0, (left + weights[j] * now[j]) / curvature)
+            moved = max(moved, abs(value - x[j]) * sizes[j])
+            x[j] = value
+        if moved < 1e-9:
+            break
+    return x
 
 
 @dataclass(frozen=True)

@@ -95,11 +95,13 @@ class DdpPlan:
         ranks: One for each device; empty where some device can't hold a rank, which `reason` says.
         samples_per_s: Predicted throughput of whole optimizer steps.
         reason: Why there are no ranks; None where there are.
+        effective_batch_size: Samples per optimizer step; 0 where there are no ranks.
     """
 
     ranks: tuple[RankSettings, ...]
     samples_per_s: float
     reason: str | None = None
+    effective_batch_size: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from autosplit.devices import Device, parse_devices, reserve_bytes
 from autosplit.errors import InputError
 from autosplit.split import whole_number
 
-__all__ = ["LARGEST_LOOKED_AT", "PROFILES", "STRATEGIES", "Request", "checked_request"]
+__all__ = ["LARGEST_LOOKED_AT", "PROFILES", "STRATEGIES", "Request", "checked_request", "effective_range"]
 
 LARGEST_LOOKED_AT = 65536
 """Samples: where neither `max_batch_size` nor an effective batch bounds the search."""
@@ -28,7 +28,8 @@ class Request:
         capacities_bytes: What each may hold, the reserve taken off.
         reserved_bytes: The reserve of each.
         strategy: One of `STRATEGIES`.
-        effective_batch_size: Samples per optimizer step; None for one forward of whatever is best.
+        effective_batch_sizes: The least and the most samples per optimizer step, equal where a number was asked for;
+            None for one forward of whatever is best.
         max_batch_size: The most samples per forward; None for no bound.
         n_trials: Trials, at most.
         deadline_s: `time.monotonic()` after which no trial begins; None for no limit.
@@ -43,7 +44,7 @@ class Request:
     capacities_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
     strategy: str
-    effective_batch_size: int | None
+    effective_batch_sizes: tuple[int, int] | None
     max_batch_size: int | None
     n_trials: int
     deadline_s: float | None
@@ -66,8 +67,14 @@ class Request:
     @property
     def largest_batch(self) -> int:
         """The largest batch worth a look."""
-        bounds = [n for n in (self.effective_batch_size, self.max_batch_size) if n is not None]
+        effective = None if self.effective_batch_sizes is None else self.effective_batch_sizes[1]
+        bounds = [n for n in (effective, self.max_batch_size) if n is not None]
         return min(bounds) if bounds else LARGEST_LOOKED_AT
+
+    @property
+    def least_effective(self) -> int:
+        """The fewest samples that an optimizer step may have; 1 where nothing was asked for."""
+        return 1 if self.effective_batch_sizes is None else self.effective_batch_sizes[0]
 
     def facts(self, reserve: object) -> dict[str, Any]:
         """Return what of the request makes another plan, for the profile's key.
@@ -79,7 +86,7 @@ class Request:
             "devices": [device.label for device in self.devices],
             "reserve": None if reserve is None else str(reserve),
             "strategy": self.strategy,
-            "effective_batch_size": self.effective_batch_size,
+            "effective_batch_size": _asked_for(self.effective_batch_sizes),
             "max_batch_size": self.max_batch_size,
         }
 
@@ -88,7 +95,7 @@ def checked_request(
     *,
     devices: Any,
     strategy: str = "auto",
-    effective_batch_size: int | None = None,
+    effective_batch_size: Any = None,
     max_batch_size: int | None = None,
     reserve: str | float | None = None,
     n_trials: int = 1,
@@ -106,9 +113,8 @@ def checked_request(
     """
     _one_of("strategy", strategy, STRATEGIES)
     _one_of("profile", profile, PROFILES)
-    for what, value in (("effective_batch_size", effective_batch_size), ("max_batch_size", max_batch_size)):
-        if value is not None:
-            whole_number(what, value, minimum=1)
+    if max_batch_size is not None:
+        whole_number("max_batch_size", max_batch_size, minimum=1)
     whole_number("n_trials", n_trials, minimum=1)
     whole_number("seed", seed, minimum=0)
     if time_limit_s is not None and not time_limit_s > 0:
@@ -120,7 +126,7 @@ def checked_request(
         capacities_bytes=tuple(device.capacity_bytes - kept for device, kept in zip(found, reserved, strict=True)),
         reserved_bytes=reserved,
         strategy=strategy,
-        effective_batch_size=effective_batch_size,
+        effective_batch_sizes=effective_range(effective_batch_size),
         max_batch_size=max_batch_size,
         n_trials=n_trials,
         deadline_s=None if time_limit_s is None else time.monotonic() + time_limit_s,
@@ -130,6 +136,45 @@ def checked_request(
         seed=seed,
         defaulted=devices is None,
     )
+
+
+def effective_range(value: Any) -> tuple[int, int] | None:
+    """Read an effective batch: a number, a range as ``(256, 1024)`` or ``"256:1024"``, or None.
+
+    Returns:
+        The least and the most samples of an optimizer step, equal for a number; None for None.
+
+    Raises:
+        InputError: It is none of these.
+    """
+    if value is None:
+        return None
+    ends = value.split(":") if isinstance(value, str) else value
+    if isinstance(ends, (tuple, list)):
+        if len(ends) == 2:
+            least, most = (_whole_text(end) if isinstance(end, str) else end for end in ends)
+            least = whole_number("effective_batch_size", least, minimum=1)
+            return least, whole_number("the end of effective_batch_size", most, minimum=least)
+        if len(ends) != 1 or not isinstance(value, str):
+            raise InputError(
+                f"effective_batch_size is {value!r}; expected a number, or a range such as (256, 1024) or '256:1024'; "
+                "pass one of these"
+            )
+        value = _whole_text(value)
+    number = whole_number("effective_batch_size", value, minimum=1)
+    return number, number
+
+
+def _whole_text(text: str) -> Any:
+    """Return the number that a text is; the text itself where it is none, for the error that follows."""
+    digits = text.strip()
+    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 18 else text
+
+
+def _asked_for(sizes: tuple[int, int] | None) -> int | list[int] | None:
+    if sizes is None:
+        return None
+    return sizes[0] if sizes[0] == sizes[1] else list(sizes)
 
 
 def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:

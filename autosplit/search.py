@@ -1,7 +1,8 @@
 """Optuna, and only Optuna: which configuration of those that fit is the fastest?
 
-The caller evaluates; nothing here runs a step. What the solver answered is tried first, its neighbours next, and
-Optuna's sampler goes on where the model may be wrong.
+The caller evaluates, and proposes what it can tell by itself; nothing here runs a step or knows a model. What is
+proposed is enqueued. Where nothing is, Optuna's sampler chooses. The study keeps every trial with all there is to it,
+so that a search that was killed goes on where it was: its trials are not run again.
 """
 
 from __future__ import annotations
@@ -10,29 +11,33 @@ import importlib
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from autosplit.errors import InputError
+from autosplit.proposals import Proposal
 from autosplit.space import Configuration, Space, Trial
 
-__all__ = ["PATIENCE", "search"]
-
-PATIENCE = 12
-"""Trials in a row that may bring nothing beyond noise before the search ends."""
-
+__all__ = ["search"]
 
 Evaluate = Callable[[int, Configuration], Trial]
+Propose = Callable[[Sequence[Trial]], Proposal]
+
+_ENDED = "ended_at"
+"""A study's attribute: trials with a lower number are those of searches that came to their end."""
+
+MOST_REPEATS = 3
+"""For each trial so many more are asked for, at most: a sampler may suggest over and over what was tried already."""
 
 
 def search(
     space: Space,
     evaluate: Evaluate,
+    propose: Propose,
     *,
-    first: Sequence[Configuration],
     n_trials: int,
     seed: int,
-    patience: int = PATIENCE,
     deadline_s: float | None = None,
     storage: str | None = None,
     study_name: str = "autosplit",
@@ -43,15 +48,16 @@ def search(
     Args:
         space: What may be searched.
         evaluate: ``evaluate(number, configuration) -> Trial``; a configuration that fails is a failed trial.
-        first: Tried first, in this order; what is not in the space is left out.
+        propose: ``propose(trials) -> Proposal``: what to try after these, or that it is enough. What is not in the
+            space is left to the sampler.
         n_trials: At most so many.
-        seed: Of Optuna's sampler.
-        patience: Trials in a row that may bring nothing beyond noise before the search ends.
+        seed: Of Optuna's sampler; what it draws depends on the seed and the trials before, and on nothing else.
         deadline_s: `time.monotonic()` after which no trial begins; one is made in any case.
-        storage: An Optuna URL to keep the study in; None keeps it in memory. What an earlier search left there guides
-            the sampler; its times are of another moment, so `first` is evaluated again.
+        storage: An Optuna URL to keep the study in; None keeps it in memory. A search that was killed goes on from the
+            trials that it left there. Those of a search that came to its end only guide the sampler: their times are
+            of another moment.
         study_name: Its name there.
-        on_trial: Told of each trial.
+        on_trial: Told of each trial, also of those that a killed search left.
 
     Returns:
         The trials in order, each configuration once; none where nothing fits.
@@ -62,15 +68,19 @@ def search(
     if space.region.largest_batch < 1:
         return ()
     optuna = _imported()
-    study = _opened(storage, study_name, seed)
-    _drop_waiting(study)
-    for configuration in dict.fromkeys(first):
-        if space.holds(configuration):
-            study.enqueue_trial(_parameters(configuration))
-    done: dict[Configuration, Trial] = {}
-    asked = 0
-    while len(done) < n_trials and asked < 4 * n_trials and not _over(deadline_s, done):
+    study = _opened(storage, study_name)
+    _end_unfinished(study)
+    done, asked = _resumed(study, space)
+    for trial in done.values():
+        on_trial(trial)
+    while len(done) < n_trials and asked < (1 + MOST_REPEATS) * n_trials and not _over(deadline_s, done):
+        proposal = propose(tuple(done.values()))
+        if proposal.enough:
+            break
+        study.sampler = _sampler(seed, asked)
         asked += 1
+        if proposal.configuration is not None and space.holds(proposal.configuration):
+            study.enqueue_trial(_parameters(proposal.configuration))
         asking = study.ask()
         configuration = _suggested(asking, space)
         seen = done.get(configuration)
@@ -83,8 +93,7 @@ def search(
         if seen is None:
             done[configuration] = trial
             on_trial(trial)
-            if _settled(list(done.values()), patience):
-                break
+    study.set_user_attr(_ENDED, len(study.get_trials(deepcopy=False)))
     return tuple(done.values())
 
 
@@ -102,20 +111,14 @@ def _imported() -> Any:
     return importlib.import_module("optuna")
 
 
-def _opened(storage: str | None, study_name: str, seed: int) -> Any:
+def _opened(storage: str | None, study_name: str) -> Any:
     """Open the study, without Optuna's log line about it."""
     import optuna
 
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        return optuna.create_study(
-            direction="maximize",
-            sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=4),
-            storage=storage,
-            study_name=study_name,
-            load_if_exists=True,
-        )
+        return optuna.create_study(direction="maximize", storage=storage, study_name=study_name, load_if_exists=True)
     except Exception as error:
         if storage is None:
             raise
@@ -129,24 +132,73 @@ def _opened(storage: str | None, study_name: str, seed: int) -> Any:
         optuna.logging.set_verbosity(verbosity)
 
 
-def _drop_waiting(study: Any) -> None:
-    """End what an interrupted search left to be tried: it may not be in this space."""
+def _sampler(seed: int, asked: int) -> Any:
+    """Make the sampler of one trial: what it draws must not depend on how often the search was killed before."""
     import optuna
 
-    while study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.WAITING,)):
-        study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)
+    mixed = zlib.crc32(f"{seed} {asked}".encode())
+    return optuna.samplers.TPESampler(seed=mixed, n_startup_trials=4)
+
+
+def _end_unfinished(study: Any) -> None:
+    """Fail what a killed search left waiting or running: nobody else ends it."""
+    import optuna
+
+    states = optuna.trial.TrialState
+    while study.get_trials(deepcopy=False, states=(states.WAITING,)):
+        study.tell(study.ask(), state=states.FAIL)
+    for trial in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+        study.tell(trial.number, state=states.FAIL)
+
+
+def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]:
+    """Return the trials of a search that did not come to its end, and how many it had asked for."""
+    import optuna
+
+    states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+    done: dict[Configuration, Trial] = {}
+    asked = 0
+    for frozen in study.get_trials(deepcopy=False, states=states):
+        if frozen.number < study.user_attrs.get(_ENDED, 0):
+            continue
+        asked += 1
+        found = _remembered(frozen, len(done))
+        if found is not None and found[0] not in done and space.holds(found[0]):
+            done[found[0]] = found[1]
+    return done, asked
+
+
+def _remembered(frozen: Any, number: int) -> tuple[Configuration, Trial] | None:
+    """Return a trial that an earlier process told the study of; None for one that is not whole."""
+    attributes = frozen.user_attrs
+    try:
+        configuration = Configuration(**{name: int(frozen.params[name]) for name in _PARAMETERS})
+        trial = Trial(
+            number,
+            configuration.gpu0_bsz,
+            configuration.batch_size,
+            configuration.accumulation_steps,
+            split=tuple(int(share) for share in attributes["split"]),
+            samples_per_s=frozen.value,
+            error_share=float(attributes["error_share"]),
+            peak_bytes=tuple(int(nbytes) for nbytes in attributes["peak_bytes"]),
+            failure=attributes.get("failure"),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    whole = (trial.samples_per_s is None) == (trial.failure is not None) and sum(trial.split) == trial.batch_size
+    return (configuration, trial) if whole else None
 
 
 def _over(deadline_s: float | None, done: dict[Configuration, Trial]) -> bool:
     return deadline_s is not None and bool(done) and time.monotonic() >= deadline_s
 
 
+_PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
+
+
 def _parameters(configuration: Configuration) -> dict[str, int]:
-    return {
-        "accumulation_steps": configuration.accumulation_steps,
-        "batch_size": configuration.batch_size,
-        "gpu0_bsz": configuration.gpu0_bsz,
-    }
+    return {name: getattr(configuration, name) for name in _PARAMETERS}
 
 
 def _suggested(trial: Any, space: Space) -> Configuration:
@@ -163,21 +215,15 @@ def _suggested(trial: Any, space: Space) -> Configuration:
 
 
 def _tell(study: Any, asking: Any, trial: Trial) -> None:
+    """Tell the study of a trial: one that failed breaks a constraint, and has no value that it could be taken for."""
     import optuna
 
-    if trial.failure is not None:
-        asking.set_user_attr("failure", trial.failure)
-        study.tell(asking, state=optuna.trial.TrialState.FAIL)
-    else:
+    asking.set_user_attr("split", list(trial.split))
+    asking.set_user_attr("error_share", trial.error_share)
+    asking.set_user_attr("peak_bytes", list(trial.peak_bytes))
+    asking.set_constraint("fits", 0.0 if trial.failure is None else 1.0)
+    if trial.failure is None:
         study.tell(asking, trial.samples_per_s)
-
-
-def _settled(trials: list[Trial], patience: int) -> bool:
-    """Tell whether the last trials, more than there are neighbours to try, brought nothing beyond noise."""
-    good = [trial for trial in trials if trial.samples_per_s is not None]
-    if len(trials) <= patience or not good:
-        return False
-    before = [trial.samples_per_s or 0.0 for trial in trials[:-patience]]
-    since = [trial.samples_per_s or 0.0 for trial in trials[-patience:]]
-    noise = max(0.001, *(trial.error_share for trial in good))
-    return max(since) <= max(before) * (1 + noise)
+    else:
+        asking.set_user_attr("failure", trial.failure)
+        study.tell(asking, state=optuna.trial.TrialState.PRUNED)

@@ -16,11 +16,12 @@ from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import DdpPlan, Plan
 from autosplit.probe import Prober, does_not_fit
 from autosplit.progress import Progress, fraction_of
+from autosplit.proposals import PATIENCE, Proposer
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
-from autosplit.search import PATIENCE, search
+from autosplit.search import search
 from autosplit.solver import Solver
-from autosplit.space import Configuration, Space, Trial, best_trial
+from autosplit.space import Configuration, Space, Trial, best_trial, configuration_of
 from autosplit.split import accumulation_steps, even_split, micro_batch_sizes
 from autosplit.staging import Followed, runtime_for
 from autosplit.workload import modules_of
@@ -34,7 +35,7 @@ TRIAL_BUDGET_S = 1.0
 """Repeating one trial stops after this long."""
 
 EXACT_PATIENCE = 4
-"""As `search.PATIENCE`, where times are exact: the solver's answer and its neighbours tell it all."""
+"""As `proposals.PATIENCE`, where times are exact: the solver's answer and its neighbours tell it all."""
 
 
 class Session:
@@ -93,7 +94,7 @@ class Session:
         step_time = self._step_time(space, curves)
         self.solver = Solver(space, step_time)
         self._search(space)
-        best = best_trial(self.trials, effective_batch_size=self.request.effective_batch_size)
+        best = best_trial(self.trials, knee=self.request.effective_batch_sizes is None)
         if best is None:
             raise self._nothing_fits()
         even = self._even_rate(best)
@@ -142,11 +143,11 @@ class Session:
             )
 
     def _refuse_bounded_step(self) -> None:
-        effective, most = self.request.effective_batch_size, self.request.max_batch_size
-        if effective is not None and most is not None and most < effective and not self.subject.may_accumulate:
+        least, most = self.request.least_effective, self.request.max_batch_size
+        if most is not None and most < least and not self.subject.may_accumulate:
             raise WorkloadError(
-                f"max_batch_size is {most} and effective_batch_size {effective}, and {self._why_single()}; expected "
-                f"one forward to hold them all; raise max_batch_size to {effective}, or ask for fewer samples"
+                f"max_batch_size is {most} and effective_batch_size at least {least}, and {self._why_single()}; "
+                f"expected one forward to hold them all; raise max_batch_size to {least}, or ask for fewer samples"
             )
 
     def _why_single(self) -> str:
@@ -156,7 +157,7 @@ class Session:
 
     def best_so_far(self) -> Plan | None:
         """Return the best plan that the trials so far make, without running anything more."""
-        best = best_trial(self.trials, effective_batch_size=self.request.effective_batch_size)
+        best = best_trial(self.trials, knee=self.request.effective_batch_sizes is None)
         if best is None or self.solver is None:
             return None
         region = self.solver.space.region
@@ -206,14 +207,14 @@ class Session:
         """Find device 0's ceiling with nobody beside it."""
         if self._on_plain_cpu():
             # Where a step can't be accumulated, all its samples have to run at once, whether that pays or not.
-            needed = 0 if self.subject.may_accumulate else self.request.effective_batch_size or 0
+            needed = 0 if self.subject.may_accumulate else self.request.least_effective
             self.plain_cpu_curve, ceiling = self.prober.until_it_stops_paying(needed)
             return replace(ceiling, role=role)
         accumulates = role == "rank" and self.subject.accumulates
         found = self.prober.ceiling(0, role, accumulates=accumulates)
         if len(self.request.devices) > 1 or accumulates or not self.subject.accumulates:
             return found
-        if found.batch_size >= (self.request.effective_batch_size or 0) or found.batch_size == 0:
+        if found.batch_size >= self._most_effective or found.batch_size == 0:
             return found
         # A step takes several micro-steps here, and these hold the gradients of those before.
         return self.prober.ceiling(
@@ -242,21 +243,27 @@ class Session:
             region = self._region(primary)
         if region.largest_batch == 0:
             raise does_not_fit(self.prober, 0)
-        fewest = accumulation_steps(request.effective_batch_size or 1, region.largest_batch)
+        sizes = request.effective_batch_sizes
         if self.subject.may_accumulate:
-            return Space(region, request.effective_batch_size, fewest + max(3, fewest))
-        if fewest > 1:
+            fewest = accumulation_steps(self._most_effective or 1, region.largest_batch)
+            return Space(region, sizes, fewest + max(3, fewest))
+        if request.least_effective > region.largest_batch:
             raise DoesNotFitError(
-                f"{region.largest_batch} samples fit one forward and effective_batch_size is "
-                f"{request.effective_batch_size}, and {self._why_single()}; expected all of them to fit; ask for at "
+                f"{region.largest_batch} samples fit one forward and effective_batch_size is at least "
+                f"{request.least_effective}, and {self._why_single()}; expected all of them to fit; ask for at "
                 f"most {region.largest_batch}, or use a smaller model or larger devices"
             )
-        return Space(region, request.effective_batch_size)
+        return Space(region, sizes)
+
+    @property
+    def _most_effective(self) -> int:
+        """The most samples that an optimizer step may have; 0 where one forward makes a step of any size."""
+        sizes = self.request.effective_batch_sizes
+        return 0 if sizes is None else sizes[1]
 
     def _takes_several(self, largest_batch: int) -> bool:
         """Tell whether replicas take part in a step of several micro-steps, if no more fit one."""
-        effective = self.request.effective_batch_size
-        return bool(self.replicas) and self.subject.accumulates and effective is not None and largest_batch < effective
+        return bool(self.replicas) and self.subject.accumulates and largest_batch < self._most_effective
 
     def _region(self, primary: Ceiling) -> Region:
         if self.replicas:
@@ -304,7 +311,7 @@ class Session:
         if not self.replicas or self.runtime.shares_processor:
             return bare
         measured: list[tuple[tuple[int, ...], float]] = []
-        solver = Solver(replace(space, effective_batch_size=None), bare)
+        solver = Solver(replace(space, effective_batch_sizes=None), bare)
         largest = space.region.largest_batch
         for size in dict.fromkeys((largest, max(1, largest // 4))):
             configuration = solver.fastest_of(size, 1)
@@ -341,10 +348,9 @@ class Session:
         search(
             space,
             self._evaluate,
-            first=self.solver.first_trials(),
+            Proposer(self.solver, patience=EXACT_PATIENCE if self._few_trials_tell() else PATIENCE),
             n_trials=self.request.n_trials,
             seed=self.request.seed,
-            patience=EXACT_PATIENCE if self._few_trials_tell() else PATIENCE,
             deadline_s=self.request.deadline_s,
             storage=self.request.storage,
             study_name=self.study_name,
@@ -392,9 +398,9 @@ class Session:
         """Measure the even split of the same effective batch, in as many micro-steps more as it needs to fit."""
         if not self.replicas or self.runtime.shares_processor:
             return None
-        count, effective = len(self.request.devices), self.request.effective_batch_size
+        count, effective = len(self.request.devices), self._effective_of(best)
         sizes = [best.batch_size]
-        if self.subject.accumulates and effective is not None:
+        if self.subject.accumulates:
             sizes += [-(-effective // (best.accumulation_steps + more)) for more in (1, 2, 3)]
         region = self.solver.space.region if self.solver is not None else None
         for size in dict.fromkeys(sizes):
@@ -402,15 +408,14 @@ class Session:
             even = even_split(size, count)
             if shares is None or not shares[0] <= even[0] <= shares[1]:
                 continue  # by the model it does not fit, and need not be run to see
-            total = best.batch_size if effective is None else effective
-            splits = tuple(even_split(micro, count) for micro in micro_batch_sizes(total, size))
+            splits = tuple(even_split(micro, count) for micro in micro_batch_sizes(effective, size))
             if not self._can_train(*splits):
                 continue
             known = next((t.samples_per_s for t in self.trials if t.split == splits[0] and t.batch_size == size), None)
             if known is not None:
                 return known
             try:
-                return total / self._measured(splits).seconds
+                return effective / self._measured(splits).seconds
             except OutOfMemoryError:
                 continue
         return None
@@ -427,7 +432,7 @@ class Session:
     def _ddp(self, best: Trial, ranks: tuple[Ceiling, ...], step_time: StepTime) -> DdpPlan:
         """Solve DDP's batch sizes from the same measurements; one rank alone takes the plan's own."""
         if len(ranks) == 1:
-            return lone_rank(ranks[0], best)
+            return lone_rank(ranks[0], best, self._effective_of(best))
         return self._solved_ranks(ranks, step_time)
 
     def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> DdpPlan:
@@ -478,6 +483,7 @@ class Session:
         return Answer(
             split=best.split,
             accumulation_steps=best.accumulation_steps,
+            effective_batch_size=self._effective_of(best),
             samples_per_s=best.samples_per_s,
             peak_bytes=best.peak_bytes,
             ceilings=ceilings,
@@ -488,18 +494,21 @@ class Session:
             fit=self._fit(),
         )
 
-    def _fit(self) -> Fit:
-        """Hold the fit against every trial that ran."""
+    def _effective_of(self, trial: Trial) -> int:
         assert self.solver is not None
+        return self.solver.space.effective_of(configuration_of(trial))
+
+    def _fit(self) -> Fit:
+        """Fit the model to the trials as well, and hold it against every one that ran."""
+        assert self.solver is not None
+        step_time = self.solver.refitted(self.trials).step_time
         residuals = []
         for trial in self.trials:
             if trial.samples_per_s is not None:
-                configuration = Configuration(trial.gpu0_bsz, trial.batch_size, trial.accumulation_steps)
-                splits = self.solver.splits_of(configuration)
+                splits = self.solver.splits_of(configuration_of(trial))
                 measured_s = sum(map(sum, splits)) / trial.samples_per_s
-                predicted_s = self.solver.step_time.seconds(splits)
+                predicted_s = step_time.seconds(splits)
                 residuals.append(Residual(trial.split, trial.accumulation_steps, measured_s, predicted_s))
-        step_time = self.solver.step_time
         return Fit(step_time, self._all_reduce_seconds(step_time), tuple(residuals))
 
     def _assembled(self, answer: Answer, *notes: str) -> Plan:
@@ -519,7 +528,7 @@ class Session:
         self._say(self.stage, message, fraction_of(self.stage, done))
 
     def _say(self, stage: str, message: str, fraction: float) -> None:
-        best = best_trial(self.trials, effective_batch_size=self.request.effective_batch_size)
+        best = best_trial(self.trials, knee=self.request.effective_batch_sizes is None)
         counts = self.prober.counts
         rate = None if best is None else best.samples_per_s
         self.tell(Progress(stage, message, fraction, counts.steps, counts.ooms, rate))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from autosplit.cost import StepTime, TimeCurve, overlapped_seconds
 from autosplit.errors import InputError
-from autosplit.space import KNEE_SHARE, Configuration, Space
+from autosplit.space import KNEE_SHARE, Configuration, Space, Trial, configuration_of
 from autosplit.split import accumulation_steps, even_split, fastest_split, micro_batch_sizes, proportional_split
 
-__all__ = ["MOST_STEPS", "RankAnswer", "RankSolver", "Solver"]
+__all__ = ["MOST_STEPS", "RankAnswer", "RankSolver", "Solver", "geometric", "spread"]
 
 MOST_STEPS = 64
 """Accumulation steps beyond the fewest that are worth a look: each costs a copy and brings nothing but memory."""
@@ -27,6 +27,23 @@ class Solver:
     def __init__(self, space: Space, step_time: StepTime) -> None:
         self.space = space
         self.step_time = step_time
+        # Which split of a batch is the fastest depends on the curves alone, and a refit leaves these as they are.
+        self._splits: dict[tuple[int, tuple[int, ...], int], tuple[int, ...] | None] = {}
+
+    def refitted(self, trials: Iterable[Trial]) -> Solver:
+        """Return a solver whose model is fitted to trials as well.
+
+        Args:
+            trials: Of this space; failed ones say nothing of time.
+        """
+        measured = []
+        for trial in trials:
+            if trial.samples_per_s is not None:
+                splits = self.splits_of(configuration_of(trial))
+                measured.append((splits, sum(map(sum, splits)) / trial.samples_per_s))
+        solver = Solver(self.space, self.step_time.refitted(measured))
+        solver._splits = self._splits  # the very same class
+        return solver
 
     def split_of(self, configuration: Configuration) -> tuple[int, ...]:
         """Return the fastest split that gives device 0 its share, under the other devices' ceilings.
@@ -41,14 +58,14 @@ class Solver:
         if self.step_time.adds_up:
             # One processor: no split is faster, so the even one, as far as the ceilings let it be.
             return (configuration.gpu0_bsz, *proportional_split(rest, tuple(max(1, c) for c in ceilings), ceilings))
-        return (configuration.gpu0_bsz, *fastest_split(rest, self.step_time.curves[1:], ceilings))
+        split = self._fastest(rest, ceilings, 1)
+        assert split is not None, (configuration, self.space)
+        return (configuration.gpu0_bsz, *split)
 
     def splits_of(self, configuration: Configuration) -> tuple[tuple[int, ...], ...]:
         """Return the split of each micro-step; the last one shares what is left in proportion."""
         split = self.split_of(configuration)
-        if self.space.effective_batch_size is None:
-            return (split,)
-        sizes = micro_batch_sizes(self.space.effective_batch_size, configuration.batch_size)
+        sizes = micro_batch_sizes(self.space.effective_of(configuration), configuration.batch_size)
         return tuple(split if size == configuration.batch_size else proportional_split(size, split) for size in sizes)
 
     def samples_per_s(self, configuration: Configuration) -> float:
@@ -66,9 +83,8 @@ class Solver:
         if self.step_time.adds_up or not ceilings:
             even = even_split(batch_size, 1 + len(ceilings))[0]
             return Configuration(min(max(even, least), most), batch_size, steps)
-        try:
-            split = fastest_split(batch_size, self.step_time.curves, (most, *ceilings))
-        except InputError:  # the caps hold no such batch
+        split = self._fastest(batch_size, (most, *ceilings), 0)
+        if split is None:  # the caps hold no such batch
             return None
         shared = Configuration(max(split[0], least), batch_size, steps)
         if most < batch_size:
@@ -76,39 +92,63 @@ class Solver:
         # Alone, device 0 has neither copies nor a gather to wait for: small batches may be faster so.
         return max(shared, Configuration(batch_size, batch_size, steps), key=self.samples_per_s)
 
+    def _fastest(self, batch_size: int, ceilings: tuple[int, ...], first: int) -> tuple[int, ...] | None:
+        """Return the fastest split over the devices from `first` on; None where their ceilings hold no such batch."""
+        key = (batch_size, ceilings, first)
+        if key not in self._splits:
+            try:
+                self._splits[key] = fastest_split(batch_size, self.step_time.curves[first:], ceilings)
+            except InputError:
+                self._splits[key] = None
+        return self._splits[key]
+
     def answers(self) -> list[Configuration]:
         """Return the best configuration for each batch size worth a look, the best by the objective first."""
         found = [c for c in (self.fastest_of(n, k) for n, k in self._sizes()) if c is not None and self.space.holds(c)]
-        ranked = sorted(found, key=self.samples_per_s, reverse=True)
-        if not ranked or self.space.effective_batch_size is not None:
+        rates = {c: self.samples_per_s(c) for c in found}
+        ranked = sorted(rates, key=lambda c: (-rates[c], c.batch_size))
+        if not ranked or self.space.effective_batch_sizes is not None:
             return ranked
-        top = self.samples_per_s(ranked[0])
-        knee = min((c for c in ranked if self.samples_per_s(c) >= KNEE_SHARE * top), key=lambda c: c.batch_size)
+        knee = min((c for c in ranked if rates[c] >= KNEE_SHARE * rates[ranked[0]]), key=lambda c: c.batch_size)
         return [knee, *(c for c in ranked if c != knee)]
 
     def first_trials(self) -> list[Configuration]:
-        """Return what to try first: the answer, its neighbours, the even split, and other numbers of micro-steps."""
+        """Return what to try first: the answer, its neighbours, the even split and torch's own."""
         answers = self.answers()
         if not answers:
             return []
         best = answers[0]
-        even = even_split(best.batch_size, 1 + len(self.space.region.replica_ceilings))[0]
+        count = 1 + len(self.space.region.replica_ceilings)
         near = max(1, best.gpu0_bsz // 16)
-        shares = (best.gpu0_bsz, best.gpu0_bsz + near, best.gpu0_bsz - near, even)
-        same_batch = [Configuration(share, best.batch_size, best.accumulation_steps) for share in shares]
-        return [*same_batch, *answers[1:6]]
+        even = even_split(best.batch_size, count)[0]
+        chunk = -(-best.batch_size // count)  # torch.chunk, by which nn.DataParallel scatters
+        shares = (best.gpu0_bsz, best.gpu0_bsz + near, best.gpu0_bsz - near, even, chunk)
+        tried = dict.fromkeys(Configuration(share, best.batch_size, best.accumulation_steps) for share in shares)
+        return [configuration for configuration in tried if self.space.holds(configuration)]
+
+    def neighbours(self, configuration: Configuration) -> list[Configuration]:
+        """Return what is next to a configuration, in the space: other shares of the batch, other batches, both."""
+        near = {1, max(1, configuration.gpu0_bsz // 16), max(1, configuration.batch_size // 16)}
+        steps = configuration.accumulation_steps
+        found = []
+        for moved in sorted({sign * distance for distance in near for sign in (1, -1)}):
+            found.append(replace(configuration, gpu0_bsz=configuration.gpu0_bsz + moved))
+            found.append(replace(configuration, batch_size=configuration.batch_size + moved))
+            fastest = self.fastest_of(max(1, configuration.batch_size + moved), steps)
+            found += [] if fastest is None else [fastest]
+        return [c for c in dict.fromkeys(found) if min(c.gpu0_bsz, c.batch_size - 1) >= 0 and self.space.holds(c)]
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
-        """Yield batch sizes with their number of micro-steps: the smallest of each number, or a geometric grid."""
-        if self.space.effective_batch_size is not None:
-            fewest, most = self.space.steps_bounds()
-            for steps in range(fewest, most + 1):
-                bounds = self.space.batch_bounds(steps)
-                if bounds is not None:
-                    yield bounds[0], steps
+        """Yield batch sizes with their number of micro-steps: a few of each number, or a geometric grid."""
+        if self.space.effective_batch_sizes is None:
+            for size in geometric(self.space.region.largest_batch):
+                yield size, 1
             return
-        for size in geometric(self.space.region.largest_batch):
-            yield size, 1
+        fewest, most = self.space.steps_bounds()
+        for steps in range(fewest, most + 1):
+            bounds = self.space.batch_bounds(steps)
+            for size in () if bounds is None else spread(*bounds):
+                yield size, steps
 
 
 @dataclass(frozen=True)
@@ -119,11 +159,13 @@ class RankAnswer:
         batch_sizes: Samples per forward, for each rank.
         accumulation_steps: Forwards per optimizer step, equal on all ranks.
         samples_per_s: Predicted throughput of whole optimizer steps.
+        effective_batch_size: Samples of an optimizer step.
     """
 
     batch_sizes: tuple[int, ...]
     accumulation_steps: int
     samples_per_s: float
+    effective_batch_size: int
 
 
 BACKWARD_SHARE = 2 / 3
@@ -138,7 +180,7 @@ class RankSolver:
         ceilings: The most samples each rank runs.
         all_reduce_s: The all-reduce of the gradients alone.
         update_s: The optimizer.
-        effective_batch_size: Samples per optimizer step; None for one micro-step of any size.
+        effective_batch_sizes: The least and the most samples per optimizer step; None for one micro-step of any size.
         max_batch_size: The most samples per forward, over all ranks.
         adds_up: The ranks share one processor, so that their times add.
         least_batch: The fewest samples that a rank can train on.
@@ -152,7 +194,7 @@ class RankSolver:
         *,
         all_reduce_s: float,
         update_s: float,
-        effective_batch_size: int | None,
+        effective_batch_sizes: tuple[int, int] | None,
         max_batch_size: int,
         adds_up: bool,
         least_batch: int = 1,
@@ -164,37 +206,44 @@ class RankSolver:
         self.ceilings = ceilings
         self.all_reduce_s = all_reduce_s
         self.update_s = update_s
-        self.effective_batch_size = effective_batch_size
+        self.effective_batch_sizes = effective_batch_sizes
         self.max_batch_size = max_batch_size
         self.adds_up = adds_up
 
     def answer(self) -> RankAnswer | None:
         """Return the best by the objective; None where a rank holds nothing, or there are more ranks than samples."""
-        found = [self._at(size) for size in self._sizes()]
+        found = [self._at(size, total) for size, total in self._sizes()]
         if not found:
             return None
         top = max(answer.samples_per_s for answer in found)
-        least_share = 1.0 if self.effective_batch_size is not None else KNEE_SHARE
+        least_share = 1.0 if self.effective_batch_sizes is not None else KNEE_SHARE
         return min(
             (answer for answer in found if answer.samples_per_s >= least_share * top),
             key=lambda answer: sum(answer.batch_sizes),
         )
 
-    def _sizes(self) -> list[int]:
+    def _sizes(self) -> list[tuple[int, int]]:
+        """Return batch sizes worth a look, each with the samples of its optimizer step."""
         most = min(sum(self.ceilings), self.max_batch_size)
         least = len(self.curves) * self.least_batch
         if min(self.ceilings) < self.least_batch or most < least:
             return []
-        if self.effective_batch_size is None:
-            return [size for size in geometric(most) if size >= least]
-        fewest = accumulation_steps(self.effective_batch_size, most)
-        if not self.accumulates:
-            return [self.effective_batch_size] if fewest == 1 and self.effective_batch_size >= least else []
-        sizes = {-(-self.effective_batch_size // steps) for steps in range(fewest, fewest + MOST_STEPS)}
-        return sorted(size for size in sizes if size >= least)
+        if self.effective_batch_sizes is None:
+            return [(size, size) for size in geometric(most) if size >= least]
+        fewest_samples, most_samples = self.effective_batch_sizes
+        fewest = accumulation_steps(fewest_samples, most)
+        if not self.accumulates and fewest > 1:
+            return []
+        found = set()
+        for steps in range(fewest, fewest + MOST_STEPS if self.accumulates else 2):
+            upper = most_samples if steps == 1 else -(-most_samples // (steps - 1)) - 1
+            smallest, largest = max(least, -(-fewest_samples // steps)), min(most, upper)
+            if smallest <= largest:
+                sizes = [smallest] if fewest_samples == most_samples else spread(smallest, largest)
+                found |= {(size, min(size * steps, most_samples)) for size in sizes}
+        return sorted(found)
 
-    def _at(self, batch_size: int) -> RankAnswer:
-        total = batch_size if self.effective_batch_size is None else self.effective_batch_size
+    def _at(self, batch_size: int, total: int) -> RankAnswer:
         floors = (self.least_batch,) * len(self.curves)
         split = fastest_split(batch_size, self.curves, self.ceilings, floors)
         sizes = micro_batch_sizes(total, batch_size)
@@ -207,7 +256,7 @@ class RankSolver:
             self.update_s,
             BACKWARD_SHARE * max(times) * sizes[-1] / batch_size,
         )
-        return RankAnswer(split, len(sizes), total / seconds)
+        return RankAnswer(split, len(sizes), total / seconds, total)
 
 
 def geometric(largest: int) -> list[int]:
@@ -217,3 +266,8 @@ def geometric(largest: int) -> list[int]:
         sizes.add(int(n))
         n *= 2**0.25
     return sorted(sizes)
+
+
+def spread(least: int, most: int, count: int = 5) -> list[int]:
+    """Return up to so many sizes from `least` to `most`, both among them, evenly spaced."""
+    return sorted({least + (most - least) * i // (count - 1) for i in range(count)})

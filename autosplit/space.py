@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autosplit.cost import Region
 from autosplit.split import accumulation_steps
 
-__all__ = ["KNEE_SHARE", "Configuration", "Space", "Trial", "best_trial"]
+__all__ = ["KNEE_SHARE", "Configuration", "Space", "Trial", "best_trial", "configuration_of"]
 
 KNEE_SHARE = 0.97
 """With no effective batch asked for: the smallest batch with at least this share of the best throughput."""
@@ -50,36 +50,49 @@ class Trial:
     failure: str | None = None
 
 
+def configuration_of(trial: Trial) -> Configuration:
+    """Return what a trial was a trial of."""
+    return Configuration(trial.gpu0_bsz, trial.batch_size, trial.accumulation_steps)
+
+
 @dataclass(frozen=True)
 class Space:
     """What may be searched.
 
     Attributes:
         region: Which splits fit.
-        effective_batch_size: Samples per optimizer step; None for one micro-step of any size.
+        effective_batch_sizes: The least and the most samples per optimizer step, equal where a number was asked for;
+            None for one micro-step of any size.
         max_steps: The most accumulation steps worth a look.
     """
 
     region: Region
-    effective_batch_size: int | None
+    effective_batch_sizes: tuple[int, int] | None
     max_steps: int = 1
+
+    def effective_of(self, configuration: Configuration) -> int:
+        """Return the samples of a configuration's optimizer step: full micro-steps, as far as there are so many."""
+        full = configuration.batch_size * configuration.accumulation_steps
+        return full if self.effective_batch_sizes is None else min(full, self.effective_batch_sizes[1])
 
     def batch_bounds(self, steps: int) -> tuple[int, int] | None:
         """Return the least and the largest batch that make an optimizer step in so many micro-steps, and that fit."""
         most = self.region.largest_batch
-        if self.effective_batch_size is None:
+        if self.effective_batch_sizes is None:
             return (1, most) if most >= 1 else None
-        # The last micro-step has at least one sample: ceil(E / N) == steps.
-        least = -(-self.effective_batch_size // steps)
-        upper = self.effective_batch_size if steps == 1 else -(-self.effective_batch_size // (steps - 1)) - 1
+        fewest_samples, most_samples = self.effective_batch_sizes
+        least = -(-fewest_samples // steps)
+        # The last micro-step has at least one sample.
+        upper = most_samples if steps == 1 else -(-most_samples // (steps - 1)) - 1
         return (least, min(upper, most)) if least <= min(upper, most) else None
 
     def steps_bounds(self) -> tuple[int, int]:
         """Return the fewest and the most accumulation steps."""
-        if self.effective_batch_size is None:
+        if self.effective_batch_sizes is None:
             return 1, 1
-        fewest = accumulation_steps(self.effective_batch_size, max(1, self.region.largest_batch))
-        return fewest, max(fewest, min(self.max_steps, self.effective_batch_size))
+        fewest_samples, most_samples = self.effective_batch_sizes
+        fewest = accumulation_steps(fewest_samples, max(1, self.region.largest_batch))
+        return fewest, max(fewest, min(self.max_steps, most_samples))
 
     def holds(self, configuration: Configuration) -> bool:
         """Tell whether a configuration is in the space."""
@@ -93,15 +106,15 @@ class Space:
         return shares is not None and shares[0] <= configuration.gpu0_bsz <= shares[1]
 
 
-def best_trial(trials: Sequence[Trial], *, effective_batch_size: int | None) -> Trial | None:
+def best_trial(trials: Sequence[Trial], *, knee: bool) -> Trial | None:
     """Choose the answer among trials.
 
-    With an effective batch: the highest samples/s, and among those within noise of it the smallest `batch_size`.
-    With none: the smallest `batch_size` that has at least `KNEE_SHARE` of the highest samples/s.
+    The highest samples/s, and among those within noise of it the smallest `batch_size`. Or the knee: the smallest
+    `batch_size` that has at least `KNEE_SHARE` of the highest samples/s.
 
     Args:
         trials: Failed ones never count.
-        effective_batch_size: What was asked for.
+        knee: No effective batch was asked for.
 
     Returns:
         The trial; None where all failed.
@@ -111,7 +124,7 @@ def best_trial(trials: Sequence[Trial], *, effective_batch_size: int | None) -> 
         return None
     top = max(good, key=lambda trial: trial.samples_per_s or 0.0)
     top_rate = top.samples_per_s or 0.0
-    if effective_batch_size is None:
+    if knee:
         near = [trial for trial in good if (trial.samples_per_s or 0.0) >= KNEE_SHARE * top_rate]
     else:
         near = [trial for trial in good if (trial.samples_per_s or 0.0) >= top_rate * (1 - _noise(top, trial))]

@@ -61,7 +61,7 @@ def tune(
     devices: Any = None,
     strategy: str = "auto",
     precision: str | None = None,
-    effective_batch_size: int | None = None,
+    effective_batch_size: int | tuple[int, int] | str | None = None,
     max_batch_size: int | None = None,
     reserve: str | float | None = None,
     n_trials: int = 24,
@@ -93,7 +93,8 @@ def tune(
             ``"ddp"`` solves DDP's alone from each device's own measurements: the plan's split holds the ranks' batch
             sizes, its samples/s are predicted, and there are no trials.
         precision: ``"none"``, ``"bf16"`` or ``"fp16"``; replaces what a `Workload` says.
-        effective_batch_size: Samples per optimizer step, kept exactly. Default: one forward of whatever is best.
+        effective_batch_size: Samples per optimizer step, kept exactly; or a range, ``(256, 1024)`` or ``"256:1024"``,
+            of which the fastest is taken. Default: one forward of whatever is best.
         max_batch_size: The most samples per forward.
         reserve: Kept free on every device: bytes, ``"1GiB"``, or a share (``0.05``, ``"5%"``). Default: 5 % on GPUs.
         n_trials: Trials of the search, at most.

@@ -48,6 +48,7 @@ ORDER = (
     "cost",
     "space",
     "solver",
+    "proposals",
     "runtime.measurement",
     "runtime.timing",
     "runtime.workspaces",

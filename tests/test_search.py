@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from unittest import mock
 
 import optuna
 import pytest
 
 from autosplit.cost import MemoryFit, Region
 from autosplit.errors import InputError
-from autosplit.search import PATIENCE, search
+from autosplit.proposals import Proposal
+from autosplit.search import search
 from autosplit.space import Configuration, Space, Trial
 
 REGION = Region(MemoryFit(0.0, 1.0, 0.05), 40, 32, (48, 48), 128)
-SPACE = Space(REGION, 256, 8)
+SPACE = Space(REGION, (256, 256), 8)
 
 
 def rate(configuration: Configuration) -> float:
@@ -32,7 +34,7 @@ class Evaluation:
         self.formula, self.failing = formula, failing
 
     def __call__(self, number: int, configuration: Configuration) -> Trial:
-        assert number == len(self.asked)
+        assert number == len(self.asked)  # of trials that were run: those that are taken over have theirs
         self.asked.append(configuration)
         c = configuration
         split = (c.gpu0_bsz, c.batch_size - c.gpu0_bsz, 0)
@@ -41,8 +43,31 @@ class Evaluation:
         return Trial(number, c.gpu0_bsz, c.batch_size, c.accumulation_steps, split, self.formula(c))
 
 
-def run(evaluation: Evaluation, *, space: Space = SPACE, first=(), n_trials: int = 24, seed: int = 0, **options):
-    return search(space, evaluation, first=first, n_trials=n_trials, seed=seed, **options)
+def proposing(first, patience: int | None = None):
+    """Propose some configurations in order, then leave it to the sampler until so many trials brought nothing."""
+
+    def propose(trials) -> Proposal:
+        tried = set(configurations(trials))
+        rates = [trial.samples_per_s or 0.0 for trial in trials]
+        if patience is not None and len(rates) > patience and max(rates[-patience:]) <= max(rates[:-patience]):
+            return Proposal(enough=True)
+        return Proposal(next((c for c in first if c not in tried), None))
+
+    return propose
+
+
+def run(
+    evaluation: Evaluation,
+    *,
+    space: Space = SPACE,
+    first=(),
+    n_trials: int = 24,
+    seed: int = 0,
+    patience=None,
+    **options,
+):
+    first = [c for c in first if space.holds(c)]
+    return search(space, evaluation, proposing(first, patience), n_trials=n_trials, seed=seed, **options)
 
 
 def configurations(trials: tuple[Trial, ...]) -> list[Configuration]:
@@ -101,27 +126,36 @@ def test_a_small_space_is_tried_whole_and_the_search_ends():
 
 @pytest.mark.parametrize("effective", [None, 8])
 def test_nothing_is_tried_where_nothing_fits(effective):
-    space = Space(Region(MemoryFit(0.0, 1.0), 0, 0, (), 4), effective)
+    space = Space(Region(MemoryFit(0.0, 1.0), 0, 0, (), 4), effective and (effective, effective))
     assert run(Evaluation(), space=space) == ()
 
 
-def test_ends_where_nothing_gets_better():
-    trials = run(Evaluation(lambda c: 100.0), n_trials=100)
-    assert len(trials) == PATIENCE + 1
+def test_ends_where_it_is_enough():
+    trials = run(Evaluation(lambda c: 100.0), n_trials=100, patience=5)
+    assert len(trials) == 6
 
 
-def test_goes_on_while_it_gets_better():
+def test_goes_on_while_it_is_not():
     rising = iter(range(1, 1000))
-    assert len(run(Evaluation(lambda c: 10.0 * next(rising)), n_trials=3 * PATIENCE)) == 3 * PATIENCE
+    assert len(run(Evaluation(lambda c: 10.0 * next(rising)), n_trials=36, patience=5)) == 36
 
 
-def test_a_failed_trial_is_failed_in_the_study(tmp_path):
+def test_what_is_proposed_outside_the_space_is_left_to_the_sampler():
+    evaluation = Evaluation()
+    search(SPACE, evaluation, lambda trials: Proposal(Configuration(99, 86, 3)), n_trials=3, seed=0)
+    assert len(evaluation.asked) == 3
+    assert all(map(SPACE.holds, evaluation.asked))
+
+
+def test_a_failed_trial_breaks_a_constraint_and_has_no_value(tmp_path):
     trials = run(Evaluation(failing=lambda c: c.batch_size > 86), n_trials=8, storage=url_of(tmp_path))
     study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
-    failed = [t for t in study.trials if t.state == optuna.trial.TrialState.FAIL]
+    failed = [t for t in study.trials if t.constraints["fits"] > 0]
     assert {t.user_attrs["failure"] for t in failed} == {"sim:0 ran out"}
     assert {t.params["batch_size"] for t in failed} == {t.batch_size for t in trials if t.failure is not None}
     assert any(t.failure is not None for t in trials)
+    assert all(t.value is None for t in failed)
+    assert study.best_trial not in failed
 
 
 def test_told_of_each_trial_once():
@@ -139,6 +173,29 @@ class TestDeadline:
         assert len(run(Evaluation(), deadline_s=4)) == 5
 
 
+class Killed(BaseException):
+    """Ends a search where a signal would."""
+
+
+def killed_after(evaluation: Evaluation, trials: int, folder: Path, **options) -> None:
+    """Run a search that is killed in a trial, without a word to the study."""
+
+    def evaluate(number: int, configuration: Configuration) -> Trial:
+        if number == trials:
+            raise Killed
+        return evaluation(number, configuration)
+
+    tell = optuna.study.Study.tell
+
+    def telling(study, trial, *values, state=None, **more):
+        if state == optuna.trial.TrialState.FAIL and isinstance(trial, optuna.trial.Trial):
+            return None  # who is killed tells nothing
+        return tell(study, trial, *values, state=state, **more)
+
+    with mock.patch.object(optuna.study.Study, "tell", telling), pytest.raises(Killed):
+        run(evaluate, storage=url_of(folder), **options)
+
+
 class TestStorage:
     def test_a_second_search_keeps_the_first_ones_trials_and_measures_its_own_answers_again(self, tmp_path):
         first = [Configuration(14, 86, 3)]
@@ -150,6 +207,45 @@ class TestStorage:
         study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
         assert len([t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]) >= 12
 
+    @pytest.mark.parametrize("after", [0, 1, 3, 7, 11])
+    def test_a_killed_search_goes_on_where_it_was(self, tmp_path, after):
+        (tmp_path / "whole").mkdir()
+        failing = {"failing": lambda c: c.gpu0_bsz > 25}
+        first = [Configuration(20, 90, 3), Configuration(30, 90, 3)]
+        uninterrupted = run(Evaluation(**failing), first=first, n_trials=12, storage=url_of(tmp_path / "whole"))
+        begun, ended = Evaluation(**failing), Evaluation(**failing)
+        killed_after(begun, after, tmp_path, first=first, n_trials=12)
+        ended.asked = list(begun.asked)
+        trials = run(ended, first=first, n_trials=12, storage=url_of(tmp_path))
+        assert trials == uninterrupted
+        assert len(set(ended.asked)) == len(ended.asked) == 12, "nothing is run twice"
+
+    def test_killed_again_and_again_it_still_ends_at_the_same(self, tmp_path):
+        (tmp_path / "whole").mkdir()
+        (tmp_path / "parts").mkdir()
+        uninterrupted = run(Evaluation(), n_trials=9, storage=url_of(tmp_path / "whole"))
+        evaluation = Evaluation()
+        for after in (2, 2, 5, 8):
+            killed_after(evaluation, after, tmp_path / "parts", n_trials=9)
+        assert run(evaluation, n_trials=9, storage=url_of(tmp_path / "parts")) == uninterrupted
+        assert len(evaluation.asked) == 9
+
+    def test_a_trial_that_was_running_when_it_was_killed_is_failed(self, tmp_path):
+        killed_after(Evaluation(), 2, tmp_path, n_trials=4)
+        states = optuna.trial.TrialState
+        study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
+        assert [t.state for t in study.trials] == [states.COMPLETE, states.COMPLETE, states.RUNNING]
+        run(Evaluation(), n_trials=1, storage=url_of(tmp_path))
+        assert study.trials[2].state == states.FAIL
+
+    def test_trials_of_a_foreign_study_that_are_not_whole_are_not_taken_over(self, tmp_path):
+        study = optuna.create_study(study_name="autosplit", storage=url_of(tmp_path), direction="maximize")
+        asked = study.ask()
+        asked.suggest_int("gpu0_bsz", 1, 4)
+        study.tell(asked, 5.0)
+        evaluation = Evaluation()
+        assert len(run(evaluation, n_trials=3, storage=url_of(tmp_path))) == len(evaluation.asked) == 3
+
     def test_what_an_interrupted_search_left_to_be_tried_is_dropped(self, tmp_path):
         def interrupt(number: int, configuration: Configuration) -> Trial:
             raise KeyboardInterrupt
@@ -157,8 +253,8 @@ class TestStorage:
         # None of these is in the smaller space of the search after it.
         first = [Configuration(10, n, 3) for n in (86, 90, 94)]
         with pytest.raises(KeyboardInterrupt):
-            search(SPACE, interrupt, first=first, n_trials=6, seed=0, storage=url_of(tmp_path))
-        smaller = Space(Region(MemoryFit(0.0, 1.0), 8, 8, (), 8), 16, 4)
+            run(interrupt, first=first, n_trials=6, storage=url_of(tmp_path))
+        smaller = Space(Region(MemoryFit(0.0, 1.0), 8, 8, (), 8), (16, 16), 4)
         trials = run(Evaluation(), space=smaller, n_trials=4, storage=url_of(tmp_path))
         assert all(map(smaller.holds, configurations(trials)))
         study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))

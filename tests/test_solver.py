@@ -20,6 +20,13 @@ def line(fixed: float, per_sample: float) -> TimeCurve:
     return TimeCurve.of([(n, fixed + per_sample * n) for n in (1, 64)])
 
 
+def sizes_of(effective: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    return (effective, effective) if isinstance(effective, int) else effective
+
+
+RANGES = st.tuples(st.integers(1, 30), st.integers(0, 20)).map(lambda ends: (ends[0], sum(ends)))
+
+
 @st.composite
 def solvers(draw: st.DrawFn, effective: st.SearchStrategy[int | None]) -> Solver:
     replicas = draw(st.lists(st.integers(0, 6), max_size=2).map(tuple))
@@ -33,7 +40,7 @@ def solvers(draw: st.DrawFn, effective: st.SearchStrategy[int | None]) -> Solver
     curves = tuple(line(*draw(RATES)) for _ in range(1 + len(replicas)))
     shared = draw(st.sampled_from([0.0, 0.5, 4.0]))
     step_time = StepTime(curves, shared, draw(st.sampled_from([0.0, 0.1])), 0.25, adds_up=False)
-    return Solver(Space(region, draw(effective), 6), step_time)
+    return Solver(Space(region, sizes_of(draw(effective)), 6), step_time)
 
 
 def splits_of(solver: Solver, batch_size: int) -> Iterator[tuple[int, ...]]:
@@ -82,7 +89,7 @@ def test_without_an_effective_batch_the_answer_is_the_knee(solver):
     assert all(c.batch_size >= answers[0].batch_size for c in answers if solver.samples_per_s(c) >= KNEE_SHARE * top)
 
 
-@given(solvers(st.integers(1, 40)))
+@given(solvers(st.one_of(st.integers(1, 40), RANGES)))
 def test_with_an_effective_batch_the_answer_is_near_the_best_of_the_space(solver):
     answers = solver.answers()
     fewest, most = solver.space.steps_bounds()
@@ -97,12 +104,15 @@ def test_with_an_effective_batch_the_answer_is_near_the_best_of_the_space(solver
         assert solver.samples_per_s(answers[0]) >= 0.85 * max(map(solver.samples_per_s, space))
 
 
-@given(solvers(st.one_of(st.none(), st.integers(1, 40))))
+@given(solvers(st.one_of(st.none(), st.integers(1, 40), RANGES)))
 def test_the_micro_steps_add_up(solver):
     for configuration in solver.answers():
         splits = solver.splits_of(configuration)
         assert len(splits) == configuration.accumulation_steps
-        assert sum(map(sum, splits)) == (solver.space.effective_batch_size or configuration.batch_size)
+        total = sum(map(sum, splits))
+        assert total == solver.space.effective_of(configuration)
+        least, most = solver.space.effective_batch_sizes or (configuration.batch_size,) * 2
+        assert least <= total <= most
         assert all(n <= m for split in splits for n, m in zip(split, splits[0], strict=True)), "the last one is smaller"
 
 
@@ -129,7 +139,7 @@ def test_devices_that_share_a_processor_split_evenly_as_far_as_they_can():
 class TestRanks:
     @given(
         st.lists(st.tuples(RATES, st.integers(1, 6)), min_size=1, max_size=3),
-        st.one_of(st.none(), st.integers(1, 30)),
+        st.one_of(st.none(), st.integers(1, 30), RANGES),
         st.booleans(),
     )
     def test_every_rank_has_samples_within_its_ceiling(self, drawn, effective, adds_up):
@@ -139,18 +149,20 @@ class TestRanks:
             ceilings,
             all_reduce_s=0.1,
             update_s=0.1,
-            effective_batch_size=effective,
+            effective_batch_sizes=sizes_of(effective),
             max_batch_size=64,
             adds_up=adds_up,
         )
         answer = solver.answer()
         if answer is None:
-            assert effective is not None
-            assert effective < len(curves)
+            assert sizes_of(effective) is not None
+            assert sizes_of(effective)[1] < len(curves)
             return
         assert all(1 <= n <= ceiling for n, ceiling in zip(answer.batch_sizes, ceilings, strict=True))
         total = sum(answer.batch_sizes)
-        assert answer.accumulation_steps == -(-(effective or total) // total)
+        least, most = sizes_of(effective) or (total, total)
+        assert least <= answer.effective_batch_size <= most
+        assert answer.accumulation_steps == -(-answer.effective_batch_size // total)
         assert answer.samples_per_s > 0
 
     def test_a_rank_that_holds_nothing_has_no_answer(self):
@@ -159,7 +171,7 @@ class TestRanks:
             (4, 0),
             all_reduce_s=0.0,
             update_s=0.0,
-            effective_batch_size=8,
+            effective_batch_sizes=(8, 8),
             max_batch_size=64,
             adds_up=False,
         )
@@ -171,7 +183,7 @@ class TestRanks:
             (64, 64),
             all_reduce_s=0.0,
             update_s=0.0,
-            effective_batch_size=32,
+            effective_batch_sizes=(32, 32),
             max_batch_size=64,
             adds_up=False,
         )

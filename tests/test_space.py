@@ -12,9 +12,10 @@ from autosplit.cost import MemoryFit, Region
 from autosplit.space import KNEE_SHARE, Configuration, Space, Trial, best_trial
 
 
-def space_of(effective: int | None, *, largest: int = 40, max_steps: int = 8) -> Space:
+def space_of(effective: int | tuple[int, int] | None, *, largest: int = 40, max_steps: int = 8) -> Space:
     """One device that runs up to `largest` samples."""
-    return Space(Region(MemoryFit(0.0, 1.0), largest, largest, (), 1000), effective, max_steps)
+    sizes = (effective, effective) if isinstance(effective, int) else effective
+    return Space(Region(MemoryFit(0.0, 1.0), largest, largest, (), 1000), sizes, max_steps)
 
 
 class TestSpace:
@@ -27,6 +28,19 @@ class TestSpace:
             makes_it = -(-effective // batch) == steps and batch <= effective
             expected = makes_it and batch <= largest and fewest <= steps <= most
             assert space.holds(Configuration(batch, batch, steps)) == expected, (batch, steps)
+
+    @given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 30), st.integers(1, 12))
+    def test_holds_what_makes_a_step_within_a_range(self, least, more, largest, max_steps):
+        space = space_of((least, least + more), largest=largest, max_steps=max_steps)
+        fewest, most = space.steps_bounds()
+        for batch, steps in itertools.product(range(1, 40), range(1, most + 3)):
+            configuration = Configuration(batch, batch, steps)
+            # As many full micro-steps as the range allows, and the last one shorter where that is one too many.
+            effective = min(batch * steps, least + more)
+            makes_it = effective >= least and -(-effective // batch) == steps and batch <= min(largest, least + more)
+            assert space.holds(configuration) == (makes_it and fewest <= steps <= most), configuration
+            if space.holds(configuration):
+                assert space.effective_of(configuration) == effective
 
     @given(st.integers(1, 60))
     def test_without_an_effective_batch_any_size_of_one_step(self, largest):
@@ -47,7 +61,7 @@ class TestSpace:
         assert space_of(10, max_steps=10).batch_bounds(7) is None
 
     def test_device_0s_share_is_bounded(self):
-        space = Space(Region(MemoryFit(0.0, 10.0), 50, 5, (4,), 100), 9, 4)
+        space = Space(Region(MemoryFit(0.0, 10.0), 50, 5, (4,), 100), (9, 9), 4)
         assert space.holds(Configuration(5, 9, 1))
         assert not space.holds(Configuration(4, 9, 1)), "the other device holds 4"
         assert not space.holds(Configuration(6, 9, 1)), "device 0 holds 5"
@@ -60,34 +74,34 @@ def trial(number: int, batch_size: int, rate: float | None, error: float = 0.0) 
 
 class TestBestTrial:
     def test_with_an_effective_batch_the_fastest(self):
-        assert best_trial([trial(0, 4, 100.0), trial(1, 8, 101.0)], effective_batch_size=8).number == 1
+        assert best_trial([trial(0, 4, 100.0), trial(1, 8, 101.0)], knee=False).number == 1
 
     def test_within_noise_the_smallest_batch(self):
         trials = [trial(0, 8, 100.0, 0.01), trial(1, 4, 99.0, 0.01), trial(2, 2, 90.0, 0.01)]
-        assert best_trial(trials, effective_batch_size=8).number == 1
+        assert best_trial(trials, knee=False).number == 1
 
     def test_without_noise_only_a_tie_prefers_the_smaller(self):
         trials = [trial(0, 8, 100.0), trial(1, 4, 100.0), trial(2, 2, 99.999)]
-        assert best_trial(trials, effective_batch_size=8).number == 1
+        assert best_trial(trials, knee=False).number == 1
 
     def test_of_equal_batches_the_faster_then_the_earlier(self):
         trials = [trial(0, 4, 99.5, 0.01), trial(1, 4, 100.0, 0.01), trial(2, 4, 100.0, 0.01)]
-        assert best_trial(trials, effective_batch_size=8).number == 1
+        assert best_trial(trials, knee=False).number == 1
 
     def test_without_an_effective_batch_the_knee(self):
         trials = [trial(0, 64, 1000.0), trial(1, 32, 970.0), trial(2, 16, 969.0)]
-        assert best_trial(trials, effective_batch_size=None).number == 1
+        assert best_trial(trials, knee=True).number == 1
 
     def test_failed_trials_never_count(self):
-        assert best_trial([trial(0, 4, None), trial(1, 8, 1.0)], effective_batch_size=8).number == 1
-        assert best_trial([trial(0, 4, None)], effective_batch_size=8) is None
-        assert best_trial([], effective_batch_size=None) is None
+        assert best_trial([trial(0, 4, None), trial(1, 8, 1.0)], knee=False).number == 1
+        assert best_trial([trial(0, 4, None)], knee=False) is None
+        assert best_trial([], knee=True) is None
 
     @given(st.lists(st.tuples(st.integers(1, 99), st.floats(0.1, 1e6), st.floats(0, 0.05)), min_size=1, max_size=12))
     def test_is_never_slower_than_the_rule_allows(self, drawn):
         trials = [trial(number, *numbers) for number, numbers in enumerate(drawn)]
         top = max(one.samples_per_s for one in trials)
-        knee = best_trial(trials, effective_batch_size=None)
+        knee = best_trial(trials, knee=True)
         assert knee.samples_per_s >= KNEE_SHARE * top
         assert knee.batch_size == min(one.batch_size for one in trials if one.samples_per_s >= KNEE_SHARE * top)
-        assert best_trial(trials, effective_batch_size=9).samples_per_s >= top * (1 - 0.05 * 2**0.5 - 1e-9)
+        assert best_trial(trials, knee=False).samples_per_s >= top * (1 - 0.05 * 2**0.5 - 1e-9)

@@ -1,0 +1,128 @@
+"""What to try next: the solver's answer and what is beside it, then what the model promises after more trials.
+
+    answer, neighbours, even split, torch's split | the model's best untried one, refitted | whatever a sampler likes
+                                                  ^ while it promises more than noise      ^ while the model is off
+
+Pure: nothing is run here, and nothing random.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autosplit.solver import Solver
+from autosplit.space import Configuration, Trial, best_trial, configuration_of
+
+__all__ = ["PATIENCE", "Proposal", "Proposer"]
+
+PATIENCE = 8
+"""Trials in a row that may bring nothing beyond noise before the search ends, where the model is off."""
+
+LEAST_GAIN = 0.001
+"""No trial is made for less."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What to do next.
+
+    Attributes:
+        configuration: To be tried; None where the model has nothing to say, and a sampler may choose.
+        enough: Nothing more is to be expected.
+    """
+
+    configuration: Configuration | None = None
+    enough: bool = False
+
+
+class Proposer:
+    """Proposes trials, one after another.
+
+    Args:
+        solver: Of the model as it was before any trial.
+        patience: See `PATIENCE`.
+    """
+
+    def __init__(self, solver: Solver, *, patience: int = PATIENCE) -> None:
+        self.solver = solver
+        self.patience = patience
+        self.first = solver.first_trials()
+
+    def __call__(self, trials: Sequence[Trial]) -> Proposal:
+        """Propose the next trial after these, in the order in which they were made."""
+        tried = {configuration_of(trial) for trial in trials}
+        for configuration in self.first:
+            if configuration not in tried:
+                return Proposal(configuration)
+        knee = self.solver.space.effective_batch_sizes is None
+        best = best_trial(trials, knee=knee)
+        if best is None:  # all failed: what is smaller may not
+            return Proposal(self._smaller(trials, tried), enough=len(trials) > len(self.first) + self.patience)
+        solver = self.solver.refitted(trials)
+        top = max(trials, key=lambda trial: trial.samples_per_s or 0.0)
+        noise = max(LEAST_GAIN, top.error_share)
+        promised = self._promised(solver, trials, tried, best, top, noise)
+        if promised is not None:
+            return Proposal(promised)
+        off = error_of(solver, trials) > noise
+        return Proposal(enough=not off or _settled(trials, self.patience, noise))
+
+    def _promised(
+        self,
+        solver: Solver,
+        trials: Sequence[Trial],
+        tried: set[Configuration],
+        best: Trial,
+        top: Trial,
+        noise: float,
+    ) -> Configuration | None:
+        """Return the untried configuration that the corrected model promises the most of, if it is beyond noise."""
+        answers = solver.answers()
+        candidates = [c for c in (*answers, *solver.neighbours(configuration_of(best))) if c not in tried]
+        candidates = [c for c in candidates if not _hopeless(c, trials)]
+        if not candidates:
+            return None
+        if solver.space.effective_batch_sizes is None and answers[0] in candidates:
+            smaller = answers[0].batch_size < best.batch_size
+            if smaller:  # the knee, by the model: it would be the answer, although it is not the fastest
+                return answers[0]
+        # The model is held against the best that was measured: there it is right by definition.
+        scale = (top.samples_per_s or 0.0) / solver.samples_per_s(configuration_of(top))
+        rates = {c: scale * solver.samples_per_s(c) for c in candidates}
+        foremost = max(rates, key=lambda c: (rates[c], -c.batch_size))
+        return foremost if rates[foremost] > (top.samples_per_s or 0.0) * (1 + noise) else None
+
+    def _smaller(self, trials: Sequence[Trial], tried: set[Configuration]) -> Configuration | None:
+        untried = [c for c in self.solver.answers() if c not in tried and not _hopeless(c, trials)]
+        return min(untried, key=lambda c: (-c.batch_size, c.gpu0_bsz), default=None)
+
+
+def error_of(solver: Solver, trials: Sequence[Trial]) -> float:
+    """Return by how much the model misses the trials that ran, as a share: the root mean square."""
+    misses = [
+        solver.samples_per_s(configuration_of(trial)) / trial.samples_per_s - 1
+        for trial in trials
+        if trial.samples_per_s is not None
+    ]
+    return statistics.fmean(miss**2 for miss in misses) ** 0.5 if misses else 0.0
+
+
+def _hopeless(configuration: Configuration, trials: Sequence[Trial]) -> bool:
+    """Tell whether a trial that failed asked no more of the devices than this one would."""
+    return any(
+        trial.failure is not None
+        and trial.batch_size <= configuration.batch_size
+        and trial.gpu0_bsz <= configuration.gpu0_bsz
+        and (trial.accumulation_steps > 1) <= (configuration.accumulation_steps > 1)
+        for trial in trials
+    )
+
+
+def _settled(trials: Sequence[Trial], patience: int, noise: float) -> bool:
+    """Tell whether the last trials brought nothing beyond noise."""
+    rates = [trial.samples_per_s or 0.0 for trial in trials]
+    if len(rates) <= patience:
+        return False
+    return max(rates[-patience:]) <= max(rates[:-patience]) * (1 + noise)

@@ -1,0 +1,166 @@
+"""What is proposed: the solver's answer first, what the corrected model promises next, and then an end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autosplit.cost import MemoryFit, Region, StepTime, TimeCurve
+from autosplit.proposals import PATIENCE, Proposer, error_of
+from autosplit.solver import Solver
+from autosplit.space import Configuration, Space, Trial, configuration_of
+
+
+def line(fixed: float, per_sample: float) -> TimeCurve:
+    return TimeCurve.of([(n, fixed + per_sample * n) for n in (1, 64)])
+
+
+REGION = Region(MemoryFit(0.0, 1.0, 0.05), 40, 32, (48, 48), 128)
+STEP_TIME = StepTime((line(1, 0.2), line(1, 0.1), line(1, 0.1)), 2.0, 0.01, 0.5, adds_up=False)
+
+
+def solver_of(step_time: StepTime = STEP_TIME, effective: tuple[int, int] | None = (256, 256)) -> Solver:
+    return Solver(Space(REGION, effective, 8), step_time)
+
+
+def trial_of(solver: Solver, number: int, configuration: Configuration, *, error: float = 0.0, fails=False) -> Trial:
+    """What would come of a configuration if a solver's model were the truth."""
+    c = configuration
+    trial = Trial(number, c.gpu0_bsz, c.batch_size, c.accumulation_steps, solver.split_of(c))
+    if fails:
+        return replace(trial, failure="sim:0 ran out")
+    return replace(trial, samples_per_s=solver.samples_per_s(c), error_share=error)
+
+
+def searched(proposer: Proposer, truth: Solver, most: int = 60, *, error: float = 0.0, fails=lambda c: False):
+    """Follow the proposals against a truth; where nothing is proposed, try what a sampler might: something at hand."""
+    trials: list[Trial] = []
+    unproposed = 0
+    while len(trials) < most:
+        proposal = proposer(trials)
+        if proposal.enough:
+            return trials, unproposed, True
+        configuration = proposal.configuration
+        if configuration is None:
+            unproposed += 1
+            tried = {configuration_of(trial) for trial in trials}
+            configuration = next(c for c in everything(truth.space) if c not in tried)
+        assert configuration not in {configuration_of(trial) for trial in trials}
+        trials.append(trial_of(truth, len(trials), configuration, error=error, fails=fails(configuration)))
+    return trials, unproposed, False
+
+
+def everything(space: Space):
+    fewest, most = space.steps_bounds()
+    for steps in range(fewest, most + 1):
+        bounds = space.batch_bounds(steps)
+        for batch in () if bounds is None else range(bounds[0], bounds[1] + 1):
+            shares = space.region.gpu0_bounds(batch)
+            for share in () if shares is None else range(shares[0], shares[1] + 1):
+                yield Configuration(share, batch, steps)
+
+
+def test_a_model_that_is_right_needs_no_more_than_what_is_tried_in_any_case():
+    solver = solver_of()
+    proposer = Proposer(solver)
+    trials, unproposed, ended = searched(proposer, solver)
+    assert ended
+    assert unproposed == 0
+    assert [configuration_of(trial) for trial in trials][: len(proposer.first)] == proposer.first
+    assert len(trials) <= len(proposer.first) + 3
+    assert error_of(solver.refitted(trials), trials) < 1e-3
+
+
+def test_the_first_are_the_answer_its_neighbours_the_even_split_and_torchs():
+    solver = solver_of()
+    first = Proposer(solver).first
+    best = solver.answers()[0]
+    assert first[0] == best
+    shares = {c.gpu0_bsz for c in first}
+    assert {c.batch_size for c in first} == {best.batch_size}
+    assert {best.gpu0_bsz + 1, best.gpu0_bsz - 1} <= shares
+    assert -(-best.batch_size // 3) in shares
+
+
+def test_copies_that_cost_more_than_the_fit_says_are_learnt_and_the_answer_moves():
+    # Copies are paid once a step, gathers in every micro-step: the truth has a gather that nobody had measured.
+    told, truth = solver_of(), solver_of(replace(STEP_TIME, gather_s_per_sample=0.15, copies_s=0.0))
+    trials, _, ended = searched(Proposer(told), truth)
+    assert ended
+    best = max(trial.samples_per_s for trial in trials)
+    assert best >= 0.99 * max(map(truth.samples_per_s, everything(truth.space)))
+    # Every step gathers the same samples, so that the trials can't tell the gather from the copies: nor need they.
+    refitted = told.refitted(trials)
+    assert [refitted.samples_per_s(configuration_of(trial)) for trial in trials] == pytest.approx(
+        [trial.samples_per_s for trial in trials], rel=0.02
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.floats(0.5, 2.0),
+    st.floats(0.0, 10.0),
+    st.floats(0.0, 0.05),
+    st.sampled_from([(256, 256), (100, 300), None]),
+)
+def test_whatever_the_truth_is_the_search_ends_and_is_no_worse_than_its_first_trial(
+    contention, copies, gather, effective
+):
+    truth = solver_of(replace(STEP_TIME, contention=contention, copies_s=copies, gather_s_per_sample=gather), effective)
+    trials, _, ended = searched(Proposer(solver_of(effective=effective)), truth)
+    assert ended
+    rates = [trial.samples_per_s for trial in trials]
+    assert max(rates) >= rates[0]
+    assert max(rates) >= 0.97 * max(map(truth.samples_per_s, truth.answers()))
+
+
+def test_noise_ends_the_search_when_the_promise_is_under_it():
+    told, truth = solver_of(), solver_of(replace(STEP_TIME, gather_s_per_sample=0.012))
+    quiet, _, _ = searched(Proposer(told), truth)
+    noisy, _, ended = searched(Proposer(told), truth, error=0.5)
+    assert ended
+    assert len(noisy) == len(Proposer(told).first) <= len(quiet)
+
+
+def test_where_the_model_is_off_for_reasons_it_does_not_know_the_sampler_gets_its_turns():
+    # Device 0 is four times slower than it was alone, which no term of the model can tell.
+    told, truth = solver_of(), solver_of(replace(STEP_TIME, curves=(line(4, 0.8), *STEP_TIME.curves[1:])))
+    trials, unproposed, ended = searched(Proposer(told, patience=3), truth)
+    assert ended
+    assert unproposed > 0
+    assert len(trials) < 60
+
+
+def test_nothing_is_proposed_that_asks_for_more_than_a_trial_that_failed():
+    solver = solver_of()
+    best = solver.answers()[0]
+
+    def too_much(c: Configuration) -> bool:
+        return c.batch_size >= best.batch_size - 2
+
+    trials, _, _ = searched(Proposer(solver), solver, fails=too_much)
+    failed = [trial for trial in trials if trial.failure is not None]
+    succeeded = [trial for trial in trials if trial.failure is None]
+    assert succeeded, "something smaller is tried"
+    first = len(Proposer(solver).first)
+    assert len([trial for trial in failed if trial.number >= first]) <= 3
+
+
+def test_where_everything_fails_it_gives_up():
+    solver = solver_of()
+    trials, _, ended = searched(Proposer(solver, patience=4), solver, fails=lambda c: True)
+    assert ended
+    assert len(trials) <= len(Proposer(solver).first) + 5 <= 5 + PATIENCE
+
+
+def test_without_an_effective_batch_the_knee_is_tried_and_found():
+    truth = solver_of(effective=None)
+    trials, _, ended = searched(Proposer(truth), truth)
+    assert ended
+    assert configuration_of(trials[0]) == truth.answers()[0]
+    tried = {configuration_of(trial) for trial in trials}
+    fastest = max(truth.answers(), key=truth.samples_per_s)
+    assert fastest in tried, "a knee is a share of the fastest, which has to be measured"
