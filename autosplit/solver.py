@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -113,7 +114,10 @@ class Solver:
         return [knee, *(c for c in ranked if c != knee)]
 
     def first_trials(self) -> list[Configuration]:
-        """Return what to try first: the answer, its neighbours, the even split and torch's own."""
+        """Return what to try first: the answer, its neighbours, the even split, torch's own, and one of another batch.
+
+        The last tells what the model has wrong about batches, which trials of a single one can't.
+        """
         answers = self.answers()
         if not answers:
             return []
@@ -123,8 +127,11 @@ class Solver:
         even = even_split(best.batch_size, count)[0]
         chunk = -(-best.batch_size // count)  # torch.chunk, by which nn.DataParallel scatters
         shares = (best.gpu0_bsz, best.gpu0_bsz + near, best.gpu0_bsz - near, even, chunk)
-        tried = dict.fromkeys(Configuration(share, best.batch_size, best.accumulation_steps) for share in shares)
-        return [configuration for configuration in tried if self.space.holds(configuration)]
+        tried = [Configuration(share, best.batch_size, best.accumulation_steps) for share in shares]
+        any_steps = self.space.effective_batch_sizes is None
+        others = (c for c in answers[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
+        tried += itertools.islice(others, 1)
+        return [configuration for configuration in dict.fromkeys(tried) if self.space.holds(configuration)]
 
     def neighbours(self, configuration: Configuration) -> list[Configuration]:
         """Return what is next to a configuration, in the space: other shares of the batch, other batches, both."""

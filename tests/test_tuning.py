@@ -336,7 +336,7 @@ class TestStateGuard:
 
         def watch(progress):
             trap.watch(progress)
-            if stage == "times" and progress.stage == stage:
+            if stage in ("times", "search") and progress.stage == stage:
                 raise KeyboardInterrupt  # simulated and plain cpu steps of this stage may all be known already
 
         if stage == "times" and devices == "cpu":
