@@ -1,4 +1,4 @@
-"""The command line: ``devices``, ``tune``, ``probe``, ``show``. It parses, calls, prints, makes errors exit codes.
+"""The command line: ``devices``, ``tune``, ``probe``, ``check``, ``show``. It parses, calls, prints, makes errors exit codes.
 
 0 done, 2 bad input, 3 does not fit, 4 interrupted (the best so far is shown and kept), 5 the user's own code raised.
 The answer goes to stdout and everything else to stderr. torch, rich and the plan's classes are imported by the
@@ -152,7 +152,13 @@ def tune_command(
     strategy: Annotated[
         _Text, typer.Option(metavar="auto|balanced|ddp", help="What is searched. Default: auto.")
     ] = None,
-    precision: Annotated[_Text, typer.Option(metavar="none|bf16|fp16", help="Default: what the workload says.")] = None,
+    precision: Annotated[
+        _Text,
+        typer.Option(
+            metavar="none|bf16|fp16",
+            help="Several, as in none,bf16: the fastest is taken. Default: what the workload says.",
+        ),
+    ] = None,
     effective_batch_size: Annotated[
         _Text,
         typer.Option(
@@ -281,6 +287,18 @@ def probe_command(
     keywords = {keyword: value for keyword, value in given.items() if value is not None}
     probing = _Probing(spec, devices, tuple(dict.fromkeys(role or ["rank"])), keywords, limit_s, isolate)
     return functools.partial(_probe, probing, as_json=as_json, plot=plot, quiet=quiet)
+
+
+@app.command("check")
+def check_command(
+    spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, alone on stdout: a list of a Check's attributes.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Draw no progress.")] = False,
+) -> Command:
+    """Tell what of the training changes with the split."""
+    return functools.partial(_check, spec, as_json=as_json, quiet=quiet)
 
 
 @app.command("show")
@@ -571,6 +589,30 @@ def _print_ceilings(probing: _Probing, *, as_json: bool, plot: str | None) -> No
         from autosplit.terminal import console_for
 
         print_ceilings(probing.ceilings, notes, console_for(sys.stdout), simulated=probing.simulated)
+
+
+# ------------------------------------------------------------------------------------------------------------ check
+
+
+def _check(spec: str, *, as_json: bool, quiet: bool) -> int:
+    from autosplit import checks
+    from autosplit.loading import load_workload
+    from autosplit.progress import Progress
+
+    with stdout_kept_clean():
+        workload = load_workload(spec)
+        with _users_errors(spec), nullcontext() if quiet else progress_bar() as tell:
+            if tell is not None:
+                tell(Progress("checks", "the gradient of the sample batch, whole and cut", 0.0))
+            found = checks.check(workload)
+    if as_json:
+        _print_json(json.dumps({"checks": [asdict(one) for one in found]}, indent=2))
+    else:
+        from autosplit.report import print_checks
+        from autosplit.terminal import console_for
+
+        print_checks(found, console_for(sys.stdout))
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------------------- show

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autosplit.devices import Device, parse_devices, reserve_bytes
@@ -75,6 +75,13 @@ class Request:
     def least_effective(self) -> int:
         """The fewest samples that an optimizer step may have; 1 where nothing was asked for."""
         return 1 if self.effective_batch_sizes is None else self.effective_batch_sizes[0]
+
+    def with_share_of_time(self, parts: int) -> Request:
+        """Return the same request with its part of the time that is left, the rest being for `parts` - 1 others."""
+        if self.deadline_s is None or parts == 1:
+            return self
+        now_s = time.monotonic()
+        return replace(self, deadline_s=now_s + max(0.0, self.deadline_s - now_s) / parts)
 
     def facts(self, reserve: object) -> dict[str, Any]:
         """Return what of the request makes another plan, for the profile's key.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from autosplit import profiles
 from autosplit.assembly import Subject
 from autosplit.errors import AutosplitError, ProfileError, from_user_code
 from autosplit.plan import Plan
+from autosplit.precisions import native_ones, precision_list
 from autosplit.progress import Progress
 from autosplit.request import Request, checked_request
 from autosplit.rng import kept_rng
@@ -60,7 +61,7 @@ def tune(
     make_batch: Callable[[int], Any] | None = None,
     devices: Any = None,
     strategy: str = "auto",
-    precision: str | None = None,
+    precision: str | Sequence[str] | None = None,
     effective_batch_size: int | tuple[int, int] | str | None = None,
     max_batch_size: int | None = None,
     reserve: str | float | None = None,
@@ -92,7 +93,8 @@ def tune(
         strategy: ``"auto"`` and ``"balanced"`` search BalancedDataParallel's split and solve DDP's beside it;
             ``"ddp"`` solves DDP's alone from each device's own measurements: the plan's split holds the ranks' batch
             sizes, its samples/s are predicted, and there are no trials.
-        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; replaces what a `Workload` says.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; replaces what a `Workload` says. Several, as in
+            ``("none", "bf16")``, are each tuned for, and the faster is the plan; bf16 only where the devices have it.
         effective_batch_size: Samples per optimizer step, kept exactly; or a range, ``(256, 1024)`` or ``"256:1024"``,
             of which the fastest is taken. Default: one forward of whatever is best.
         max_batch_size: The most samples per forward.
@@ -135,12 +137,56 @@ def tune(
         "loss_fn": loss_fn,
         "compute_loss": compute_loss,
         "optimizer": optimizer,
-        "precision": precision,
         "make_batch": make_batch,
         "batch_dim": batch_dim or None,
     }
-    source = workload_source(model_or_workload, sample_batch, described)
-    return _tune_source(request, source, reserve, progress or _quiet, isolate=isolate)
+    precisions, notes = native_ones(precision_list(precision), request.devices)
+    plans: list[Plan] = []
+    for number, one in enumerate(precisions):
+        source = workload_source(model_or_workload, sample_batch, {**described, "precision": one})
+        told = _part_of(progress or _quiet, number, len(precisions), one)
+        try:
+            timed = request.with_share_of_time(len(precisions) - number)
+            plans.append(_tune_source(timed, source, reserve, told, isolate=isolate))
+        except TuningInterrupted as interrupted:
+            if not plans:
+                raise
+            found = plans if interrupted.plan is None else [*plans, interrupted.plan]
+            raise TuningInterrupted(_with_notes(_fastest(found), INTERRUPTED_NOTE), interrupted.path) from None
+    return _with_notes(_fastest(plans), *_compared(plans), *notes)
+
+
+INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned for: this is the best of those that were"
+
+
+def _fastest(plans: list[Plan]) -> Plan:
+    return max(plans, key=lambda plan: plan.samples_per_s)
+
+
+def _compared(plans: list[Plan]) -> tuple[str, ...]:
+    """Say what each precision gave, where several were tuned for."""
+    if len(plans) < 2:
+        return ()
+    rates = ", ".join(f"{plan.precision} {plan.samples_per_s:,.0f} samples/s" for plan in plans)
+    return (f"precisions: {rates}; {_fastest(plans).precision} is the plan's",)
+
+
+def _with_notes(plan: Plan, *notes: str) -> Plan:
+    return replace(plan, notes=(*notes, *plan.notes)) if notes else plan
+
+
+def _part_of(
+    progress: Callable[[Progress], None], number: int, count: int, precision: str | None
+) -> Callable[[Progress], None]:
+    """Report one tuning of several as its part of the whole."""
+    if count == 1:
+        return progress
+
+    def tell(part: Progress) -> None:
+        message = f"{precision}: {part.message}"
+        progress(replace(part, message=message, fraction=(number + part.fraction) / count))
+
+    return tell
 
 
 def _quiet(progress: Progress) -> None:

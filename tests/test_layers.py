@@ -34,6 +34,7 @@ ORDER = (
     "survey",
     "request",
     "workload",
+    "precisions",
     "compiling",
     "trainee",
     "links",
@@ -46,6 +47,7 @@ ORDER = (
     "gathering",
     "balanced",
     "cost",
+    "findings",
     "space",
     "solver",
     "proposals",
@@ -62,9 +64,13 @@ ORDER = (
     "runtime",
     "staging",
     "probe",
+    "quiet",
+    "watching",
     "checks",
     "search",
     "schedule",
+    "relaxing",
+    "explaining",
     "plan",
     "fingerprint",
     "profiles",
@@ -83,7 +89,7 @@ ORDER = (
     "cli",
     "__main__",
 )
-WITHOUT_TORCH = ("errors", "split", "cost", "space", "solver", "plan", "profiles", "report", "export", "cli")
+WITHOUT_TORCH = ("errors", "split", "cost", "findings", "space", "solver", "plan", "profiles", "report", "export", "cli")
 HEAVY = ("torch", "optuna", "pynvml", "typer", "rich")
 
 

@@ -491,6 +491,85 @@ class TestPrecision:
 # ---------------------------------------------------------------------------------------------------------- ddp
 
 
+class TestSeveralPrecisions:
+    """RTX 3090s have bfloat16 units, RTX 2080 Ti have none."""
+
+    def test_the_faster_is_the_plan_and_both_are_told_of(self):
+        alone = {name: quick(char_gpt(), "sim:2xRTX3090", precision=name) for name in ("none", "bf16")}
+        plan = quick(char_gpt(), "sim:2xRTX3090", precision=("none", "bf16"))
+        fastest = max(alone, key=lambda name: alone[name].samples_per_s)
+        assert plan.precision == fastest
+        assert plan.split == alone[fastest].split
+        assert f"{fastest} is the plan's" in plan.notes[0]
+        assert all(f"{name} {alone[name].samples_per_s:,.0f} samples/s" in plan.notes[0] for name in alone)
+
+    def test_bf16_counts_only_where_every_device_has_it(self):
+        plan = quick(char_gpt(), "sim:1xRTX3090+1xRTX2080Ti", precision="none,bf16")
+        assert plan.precision == "none"
+        assert any("bf16 was not searched" in note and "RTX2080Ti" in note for note in plan.notes)
+        assert not any("RTX3090" in note for note in plan.notes if "bf16 was not searched" in note)
+
+    def test_bf16_alone_is_what_the_user_wants(self):
+        assert quick(char_gpt(), "sim:1xRTX2080Ti", precision=("bf16",)).precision == "bf16"
+
+    def test_progress_goes_through_all_of_them_once(self):
+        told = []
+        quick(char_gpt(), "sim:1xRTX3090", precision=("none", "bf16"), progress=told.append)
+        fractions = [progress.fraction for progress in told]
+        assert fractions == sorted(fractions)
+        assert fractions[-1] == 1.0
+        assert {progress.message.split(":")[0] for progress in told} == {"none", "bf16"}
+
+    def test_each_is_remembered(self, cache_dir):
+        for _ in range(2):
+            plan = tune(char_gpt(), devices="sim:1xRTX3090", precision=("none", "bf16"), n_trials=3)
+        assert len(list(cache_dir.rglob("*.json"))) == 2
+        assert any("from the profile" in note for note in plan.notes)
+
+    @pytest.mark.parametrize("precision", [("none", "int8"), "none,,bf16", ["none", 3], 7])
+    def test_an_unknown_one_among_them_is_refused(self, precision):
+        with pytest.raises(WorkloadError, match=r"precision is .*expected one of 'none', 'bf16', 'fp16'"):
+            quick(char_gpt(), "sim:1xRTX3090", precision=precision)
+
+    def test_interrupted_in_the_second_the_first_is_kept(self):
+        def interrupt(progress):
+            if progress.message.startswith("bf16") and progress.stage == "search":
+                raise KeyboardInterrupt
+
+        with pytest.raises(TuningInterrupted) as caught:
+            quick(char_gpt(), "sim:1xRTX3090", precision=("none", "bf16"), progress=interrupt)
+        assert caught.value.plan is not None
+        assert any("before every precision" in note for note in caught.value.plan.notes)
+
+
+class TestRangeOfEffectiveBatches:
+    @pytest.mark.parametrize("given", [(200, 300), "200:300"])
+    def test_the_plan_is_within_it_and_as_fast_as_any_number_of_it(self, given):
+        devices = "sim:2xRTX3090@190MiB"
+        plan = quick(char_gpt(), devices, effective_batch_size=given, n_trials=12)
+        check_sums(plan, plan.effective_batch_size)
+        assert 200 <= plan.effective_batch_size <= 300
+        rates = [quick(char_gpt(), devices, effective_batch_size=n, n_trials=12).samples_per_s for n in (200, 240, 300)]
+        assert plan.samples_per_s >= 0.99 * max(rates)
+
+    def test_ddp_is_within_it_too(self):
+        plan = quick(char_gpt(), "sim:2xRTX3090@190MiB", effective_batch_size=(200, 300), strategy="ddp")
+        assert 200 <= plan.effective_batch_size <= 300
+        assert plan.effective_batch_size == plan.ddp.effective_batch_size
+
+    def test_a_step_that_is_one_forward_is_as_large_as_fits(self):
+        plan = quick(gan(), "cpu:40MiB", effective_batch_size=(2, 64))
+        assert plan.accumulation_steps == 1
+        assert 2 <= plan.batch_size <= 64
+
+    @pytest.mark.parametrize(
+        "given", [(300, 200), (0, 5), (1, 2, 3), "1:2:3", "a:b", "64:", (1.5, 3), "1e3", (), ("4", True)]
+    )
+    def test_what_is_no_range_is_refused(self, given):
+        with pytest.raises(InputError, match=r"effective_batch_size.*expected"):
+            quick(char_gpt(), "sim:1xRTX3090", effective_batch_size=given)
+
+
 class TestDdpStrategy:
     def test_the_split_holds_the_ranks_batches_and_nothing_is_searched(self, monkeypatch):
         forbid_search(monkeypatch)
