@@ -112,6 +112,10 @@ def assembled(
         trials=trials,
         region=answer.region,
         fit=answer.fit,
+        effective_batch_sizes=request.effective_batch_sizes,
+        max_batch_size=request.max_batch_size,
+        accumulates=subject.may_accumulate,
+        sample_batch_size=workload.sample_batch_size,
         ddp=answer.ddp,
         precision=workload.precision or "none",
         simulated=request.simulated,
@@ -152,7 +156,7 @@ def lone_rank(rank: Ceiling, best: Trial, effective_batch_size: int) -> DdpPlan:
     assert best.samples_per_s is not None
     peak_bytes = best.peak_bytes[0]
     settings = RankSettings(0, rank.device, best.batch_size, best.accumulation_steps, rank, peak_bytes)
-    return DdpPlan((settings,), best.samples_per_s, effective_batch_size=effective_batch_size)
+    return DdpPlan((settings,), best.samples_per_s, effective_batch_size=effective_batch_size, measured=True)
 
 
 def solved_ranks(

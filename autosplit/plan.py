@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import secrets
@@ -15,6 +16,7 @@ import msgspec
 
 from autosplit.cost import Ceiling, Fit, Region
 from autosplit.errors import DeviceError, PlanError
+from autosplit.findings import Check
 from autosplit.space import Trial
 from autosplit.split import accumulation_steps
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autosplit.balanced import BalancedDataParallel
+    from autosplit.explaining import Explanation
     from autosplit.runtime.tracking import Tracker
     from autosplit.schedule import OptimizerStep, ScheduledBatchSampler
 
@@ -89,19 +92,21 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class DdpPlan:
-    """The answer for DistributedDataParallel: solved from the same measurements, not measured as a whole.
+    """The answer for DistributedDataParallel: solved from the same measurements, where there are several ranks.
 
     Attributes:
-        ranks: One for each device; empty where some device can't hold a rank, which `reason` says.
-        samples_per_s: Predicted throughput of whole optimizer steps.
+        ranks: One for each device; empty where there is no answer, which `reason` explains.
+        samples_per_s: Throughput of whole optimizer steps: predicted, unless `measured`; 0 where there are no ranks.
         reason: Why there are no ranks; None where there are.
         effective_batch_size: Samples per optimizer step; 0 where there are no ranks.
+        measured: The throughput is that of steps that ran, or were simulated: a single rank's is the search's own.
     """
 
     ranks: tuple[RankSettings, ...]
     samples_per_s: float
     reason: str | None = None
     effective_batch_size: int = 0
+    measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,14 @@ class Plan:
         region: Which splits fit: device 0's bytes over its share and the whole batch, and the others' ceilings. None
             where nothing was split (`strategy="ddp"`).
         fit: The cost of a step as it was fitted, with its residuals; None where a plan holds none.
+        effective_batch_sizes: The least and the most samples per optimizer step that were asked for; None where it was
+            one forward of whatever is best.
+        max_batch_size: The most samples per forward that were asked for; None for no bound.
+        accumulates: Whether an optimizer step may have several forwards.
+        sample_batch_size: Samples of the batch that the workload came with; None where that is unknown.
         trials: What the search tried.
-        checks: What splitting changes about the training; empty where it was not checked.
+        checks: What was looked at for whether splitting changes the training, with figures and advice; empty where
+            it was not checked, which the notes say.
         ddp: The answer for DistributedDataParallel.
         precision: Of the workload.
         batch_dim: The batch dimension.
@@ -154,7 +165,11 @@ class Plan:
     simulated: bool
     region: Region | None = None
     fit: Fit | None = None
-    checks: tuple[str, ...] = ()
+    effective_batch_sizes: tuple[int, int] | None = None
+    max_batch_size: int | None = None
+    accumulates: bool = True
+    sample_batch_size: int | None = None
+    checks: tuple[Check, ...] = ()
     batch_dim: int = 0
     loss_reduction: str = "mean"
     complete: bool = True
@@ -182,6 +197,13 @@ class Plan:
         self._require(self.loss_reduction in ("mean", "sum"), "loss_reduction", "'mean' or 'sum'")
         ranks = [settings.rank for settings in self.ddp.ranks]
         self._require(ranks in ([], list(range(len(self.split)))), "ddp", "a rank for each device in order, or none")
+        if self.effective_batch_sizes is not None:
+            least, most = self.effective_batch_sizes
+            asked = 1 <= least <= self.effective_batch_size <= most
+            self._require(asked, "effective_batch_size", f"{least} to {most}, as asked for")
+        others = 0 if self.region is None else 1 + len(self.region.replica_ceilings)
+        self._require(others in (0, len(self.split)), "region", f"ceilings for {len(self.split) - 1} other devices")
+        self._require(_fits_devices(self.fit, len(self.split)), "fit", f"{len(self.split)} curves of measured times")
         unfit = _unfit_number(self)
         if unfit is not None:
             raise PlanError(f"{unfit}; expected a finite number of 0 or more; tune again")
@@ -197,6 +219,61 @@ class Plan:
             f"split {self.split} = {self.batch_size} samples per forward, {self.accumulation_steps} forwards "
             f"per optimizer step of {self.effective_batch_size}, {self.samples_per_s:,.0f} samples/s"
             f"{' (simulated)' if self.simulated else ''}"
+        )
+
+    @property
+    def fastest(self) -> Literal["balanced", "ddp"] | None:
+        """Which has the higher `samples_per_s`: the plan's own split, or `ddp`, which is predicted where not measured.
+
+        None where there is only one answer, and on devices that share a processor, where no gain is claimed.
+        """
+        shared = all(device.kind == "cpu" for device in self.devices)
+        if len(self.devices) == 1 or shared or self.region is None or not self.ddp.ranks:
+            return None
+        return "ddp" if self.ddp.samples_per_s > self.samples_per_s else "balanced"
+
+    def explain(self) -> Explanation:
+        """Say why the plan is what it is: what bounds it, what else there is, how good its fit was.
+
+        It works on a loaded plan, too: from the stored numbers, running nothing.
+
+        Returns:
+            Plain numbers; `str()` of them is the text for people.
+        """
+        from autosplit.explaining import Solved, SolvedDevice, explanation_of
+
+        alone = {rank.rank: rank.ceiling.batch_size for rank in self.ddp.ranks}
+        devices = tuple(
+            SolvedDevice(
+                label=device.label,
+                kind=device.kind,
+                name=device.name,
+                capacity_bytes=device.capacity_bytes,
+                peak_bytes=device.peak_bytes,
+                ceiling=device.ceiling,
+                rank_ceiling=alone.get(index),
+            )
+            for index, device in enumerate(self.devices)
+        )
+        return explanation_of(
+            Solved(
+                split=self.split,
+                effective_batch_size=self.effective_batch_size,
+                samples_per_s=self.samples_per_s,
+                even_samples_per_s=self.even_samples_per_s,
+                devices=devices,
+                region=self.region,
+                fit=self.fit,
+                trials=self.trials,
+                ddp_samples_per_s=self.ddp.samples_per_s,
+                ddp_measured=self.ddp.measured,
+                fastest=self.fastest,
+                effective_batch_sizes=self.effective_batch_sizes,
+                max_batch_size=self.max_batch_size,
+                accumulates=self.accumulates,
+                sample_batch_size=self.sample_batch_size,
+                simulated=self.simulated,
+            )
         )
 
     # JSON
@@ -377,6 +454,20 @@ class _Versioned:
     """The one key that every version of the JSON has."""
 
     schema_version: int
+
+
+def _fits_devices(fit: Fit | None, count: int) -> bool:
+    """Tell whether a fit has a curve for each device, of at least one point, and time that passes in each."""
+    if fit is None:
+        return True
+    curves = fit.step_time.curves
+    return len(curves) == count and all(
+        curve.points
+        and all(a[0] < b[0] for a, b in itertools.pairwise(curve.points))
+        and curve.points[0][0] >= 1
+        and min(seconds for _, seconds in curve.points) > 0
+        for curve in curves
+    )
 
 
 def _unfit_number(value: object, name: str = "the plan") -> str | None:

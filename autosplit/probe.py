@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+import torch
+
 from autosplit.cost import Ceiling, Limit, MemoryFit, Role, TimeCurve, largest_fitting
 from autosplit.devices import Device, list_devices
 from autosplit.errors import DeviceError, InputError
@@ -84,9 +86,14 @@ class Prober:
     exact: bool = False
     deadline_s: float | None = None
     counts: Counts = field(default_factory=Counts)
+    _has_state: bool = False
     _traced: dict[StepShape, tuple[int, ...]] = field(default_factory=dict)
     _measured: dict[StepShape, Measurement] = field(default_factory=dict)
     _equals: dict[tuple[str, int, Role, int], tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        optimizer = self.tracer.workload.optimizer
+        self._has_state = isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.state)
 
     def least_batch(self) -> int:
         """Return the smallest share that a device trains on: 2 where a BatchNorm sees one value per sample, else 1."""
@@ -379,7 +386,7 @@ class Prober:
         if devices[0].kind == "cuda":
             return ()  # the timed run measures them
         if all(device.budgeted for device in devices):
-            self._count(1)
+            self._count(self._steps_to_see(shape))
             return self.runtime.peaks(shape)
         peaks = self.traced(shape)
         for index, peak_bytes in enumerate(peaks):
@@ -596,10 +603,10 @@ class Prober:
         seen: _Seen,
     ) -> bool:
         """Run a step for its memory, and keep what it shows."""
-        # A GPU is confirmed by a few of them in a row.
-        self._count(CONFIRMING_STEPS if self.runtime.devices[index].kind == "cuda" else 1)
+        shape = shape_of(n)
+        self._count(self._steps_to_see(shape))
         try:
-            seen.ran[n] = self.runtime.peaks(shape_of(n))[index]
+            seen.ran[n] = self.runtime.peaks(shape)[index]
         except OutOfMemoryError as error:
             self.counts.ooms += 1
             seen.lost = seen.lost or isinstance(error, StepLostError)
@@ -611,6 +618,15 @@ class Prober:
             seen.limit = "kernel"
             return False
         return True
+
+    def _steps_to_see(self, shape: StepShape) -> int:
+        """Return how many steps a runtime makes to tell the peaks of one."""
+        if self.runtime.devices[0].kind == "cuda":
+            return CONFIRMING_STEPS  # a few of them in a row
+        if self._has_state or shape.arrangement == "eval":
+            return 1
+        self._has_state = True
+        return 2  # in the first of all the optimizer's state appears
 
     def _count(self, steps: int, ooms: int = 0) -> None:
         if not self.runtime.simulated:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.cost import Ceiling
 from autosplit.errors import InputError
+from autosplit.explaining import Explanation, rate_text
+from autosplit.findings import Check, error_text
 from autosplit.plan import Plan, PlanDevice, RankSettings
 from autosplit.sizes import size_text
 from autosplit.split import even_split, micro_batch_sizes
@@ -33,6 +35,7 @@ __all__ = [
     "plan_report",
     "plot_ceilings",
     "print_ceilings",
+    "print_checks",
     "print_devices",
     "print_plan",
     "print_profiles",
@@ -86,7 +89,7 @@ def _print(what: RenderableType, console: Console) -> None:
 
 
 def plan_report(plan: Plan, *, origin: Origin | None = None) -> Group:
-    """Build a plan's report: the devices, the numbers, the gain, DDP's numbers, the notes, and the lines to paste.
+    """Build a plan's report: devices, numbers, gain, DDP's numbers, what explains it, notes, and lines to paste.
 
     Args:
         plan: What is reported.
@@ -105,9 +108,14 @@ def plan_report(plan: Plan, *, origin: Origin | None = None) -> Group:
         parts.append(Text("interrupted: the best so far", "yellow"))
     parts.append(_device_table(plan))
     parts.append(_pairs(_numbers(plan)))
+    explanation = plan.explain()
     ddp = _ddp_lines(plan)
-    notes = [*plan.checks, *plan.notes]
-    for heading, body in (("DDP, predicted", ddp), ("notes", notes)):
+    notes = [*_check_lines(plan.checks), *plan.notes]
+    for heading, body in (
+        (_ddp_heading(explanation), ddp),
+        ("explained", _explained_lines(explanation)),
+        ("notes", notes),
+    ):
         if body:
             parts.extend([Text(f"\n{heading}", "bold"), _bullets(body)])
     heading = "on the machine that has the cards" if plan.simulated else "to use it"
@@ -184,7 +192,7 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     rows.append(("batch_size", f"{plan.batch_size}"))
     rows.append(("accumulation_steps", f"{plan.accumulation_steps}{_short_step_text(plan)}"))
     rows.append(("effective batch", f"{plan.effective_batch_size} samples per optimizer step"))
-    rows.append(("throughput", f"{_rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
+    rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
     if several:
         rows.append(("gain", _gain_text(plan)))
     if plan.trials:
@@ -232,7 +240,24 @@ def _ddp_lines(plan: Plan) -> list[str]:
         _ranks_text(list(ranks))
         for _, ranks in itertools.groupby(plan.ddp.ranks, lambda rank: (rank.batch_size, rank.accumulation_steps))
     ]
-    return [*lines, f"together {_rate_text(plan.ddp.samples_per_s)}"]
+    return [*lines, f"together {rate_text(plan.ddp.samples_per_s)}"]
+
+
+def _ddp_heading(explanation: Explanation) -> str:
+    """Say what DDP's numbers are, and which is faster where there are two answers."""
+    heading = f"DDP, {'measured' if explanation.ddp_measured else 'predicted'}"
+    compared = explanation.comparison().removeprefix("DDP is ")
+    return f"{heading}: {compared}" if compared else heading
+
+
+def _explained_lines(explanation: Explanation) -> list[str]:
+    """Leave out what stands elsewhere in the report, and what would bring nothing."""
+    left_out = {"ddp"}
+    if explanation.shares_processor or explanation.even_measured is not None:
+        left_out.add("even")  # the gain's row says it
+    if explanation.more_memory is not None and not explanation.more_memory.pays:
+        left_out.add("memory")
+    return [text for subject, text in explanation.sentences().items() if subject not in left_out]
 
 
 def _ranks_text(ranks: Sequence[RankSettings]) -> str:
@@ -341,7 +366,7 @@ def _devices_text(plan: Plan) -> str:
 
 def _short_plan_text(plan: Plan) -> str:
     batch = f"split {_tuple_text(plan.split)}" if len(plan.split) > 1 else f"batch {plan.batch_size}"
-    return f"{batch}, {_count(plan.accumulation_steps, 'step')}, {_rate_text(plan.samples_per_s)}"
+    return f"{batch}, {_count(plan.accumulation_steps, 'step')}, {rate_text(plan.samples_per_s)}"
 
 
 # --------------------------------------------------------------------------------------------------------- ceilings
@@ -471,6 +496,68 @@ def _draw_ceiling(axes: Any, ceiling: Ceiling) -> None:
     axes.legend(fontsize="small", loc="lower right")
 
 
+# ----------------------------------------------------------------------------------------------------------- checks
+
+
+def print_checks(checks: Sequence[Check], console: Console) -> None:
+    """Print a table of what was checked, and below it what to do.
+
+    Args:
+        checks: At least one.
+        console: Where to.
+    """
+    table = _table()
+    table.add_column("what", overflow="fold")
+    for heading in ("split over devices", "accumulated"):
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("depends on the cut")
+    for check in checks:
+        errors = (error_text(check.split_error), error_text(check.accumulation_error))
+        _add_row(table, check.subject, *errors, "yes" if check.depends else "no")
+    _print(table, console)
+    subjects: dict[str, list[str]] = {}
+    for check in checks:
+        if check.advice:
+            subjects.setdefault(check.advice, []).append(check.subject)
+    advice = [f"{' and '.join([of[0], *_others(of)])}: {said}" for said, of in subjects.items()]
+    remarks = dict.fromkeys(check.remark for check in checks if check.remark)
+    if advice or remarks:
+        _print(_bullets([*advice, *remarks]), console)
+
+
+def _others(subjects: Sequence[str]) -> list[str]:
+    return [_count(len(subjects) - 1, "other")] if len(subjects) > 1 else []
+
+
+def _check_lines(checks: Sequence[Check]) -> list[str]:
+    """A line for each check, those that depend first; many that want the same done share one."""
+    ordered = sorted(checks, key=lambda check: not check.depends)
+    lines: list[str] = []
+    for _, group in itertools.groupby(ordered, key=lambda check: (check.depends, check.advice)):
+        alike = list(group)
+        if len(alike) <= _CHECKS_IN_FULL or not alike[0].advice:
+            lines.extend(map(str, alike))
+        else:
+            lines.append(_alike_text(alike))
+    return lines
+
+
+_CHECKS_IN_FULL = 3
+"""More that want the same done share a line in a plan's report."""
+
+
+def _alike_text(alike: Sequence[Check]) -> str:
+    """Say of many at once how much the worst of them depends."""
+    split, accumulated = (
+        error_text(max((error for error in errors if error is not None), default=None))
+        for errors in zip(*((check.split_error, check.accumulation_error) for check in alike), strict=True)
+    )
+    return (
+        f"{alike[0].subject} and {len(alike) - 1} others up to {alike[-1].subject} depend on how the batch is cut "
+        f"(at most, split: {split}, accumulated: {accumulated}): {alike[0].advice}"
+    )
+
+
 # ------------------------------------------------------------------------------------------------------ small texts
 
 
@@ -522,10 +609,6 @@ def _tuple_text(split: Sequence[int]) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
-def _rate_text(samples_per_s: float) -> str:
-    return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
 
 
 def _ms_text(seconds: float) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from autosplit.cost import Ceiling
+from autosplit.findings import Check
 from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.space import Trial
 
@@ -40,7 +41,7 @@ def make_plan(**changes: Any) -> Plan:
         ),
         "precision": "none",
         "simulated": False,
-        "checks": ("BatchNorm sees its device's share",),
+        "checks": (Check("BatchNorm1d at 1", 0.5, None, depends=True, advice="freeze it"),),
         "notes": ("a sentence — with “Unicode”",),
         "real_steps": 7,
         "real_ooms": 1,

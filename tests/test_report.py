@@ -8,6 +8,8 @@ import pytest
 from handmade import GIB, made_ceiling, made_device, made_plan
 from rich.console import Console
 
+from autosplit.cost import MemoryFit, Region
+from autosplit.findings import Check
 from autosplit.plan import DdpPlan, Plan
 from autosplit.report import Origin, paste_lines, print_devices, print_plan, print_profiles
 from autosplit.survey import DeviceReport
@@ -115,9 +117,10 @@ def test_one_device_speaks_of_batch_and_accumulation_not_of_splits():
 
 def test_notes_and_checks_are_shown_whole_and_unstyled():
     note = "from the profile [bold]/x/y.json[/bold]: " + "nothing was run and nothing was measured " * 5
-    text = printed(made_plan(notes=(note,), checks=("BatchNorm depends on the split",)), width=80)
-    assert " ".join(note.split()) in " ".join(text.split())
-    assert "- BatchNorm depends on the split" in text
+    check = Check("BatchNorm2d at [0]", 0.5, None, depends=True, advice="freeze it")
+    text = " ".join(printed(made_plan(notes=(note,), checks=(check,)), width=80).split())
+    assert " ".join(note.split()) in text
+    assert f"- {check}" in text
 
 
 def test_an_interrupted_plan_says_so():
@@ -144,6 +147,39 @@ def test_memory_is_shown_in_units_that_fit(capacity, peak, shown):
 def test_busy_time_is_shown_in_ms(seconds, shown):
     plan = made_plan((256,))
     assert shown in printed(replace(plan, devices=(replace(plan.devices[0], busy_s=seconds),)))
+
+
+# What explains it
+
+
+def explained(plan, **options):
+    return printed(plan, **options).split("\nexplained\n")[1].split("\n\n")[0]
+
+
+def test_the_explanation_is_told_without_what_stands_elsewhere():
+    advice, data = explained(made_plan((100, 156), sample_batch_size=128), width=300).splitlines()
+    assert advice.startswith("- learning rate: a step has 512 samples, the sample batch 128; coming from that")
+    assert data == "- data loading is not counted: the loader has to deliver 10,234 samples/s"
+
+
+@pytest.mark.parametrize(
+    ("rate", "heading"),
+    [
+        (5000.0, "DDP, predicted: BalancedDataParallel is 2.05 times as fast as DDP"),
+        (20469.0, "DDP, predicted: 2.00 times as fast as BalancedDataParallel"),
+        (10234.0, "DDP, predicted: as fast as BalancedDataParallel"),
+    ],
+)
+def test_ddps_heading_says_which_is_faster_and_that_it_was_predicted(rate, heading):
+    plan = made_plan((100, 156))
+    region = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
+    assert f"\n{heading}\n" in printed(replace(plan, region=region, ddp=replace(plan.ddp, samples_per_s=rate)))
+    measured = replace(plan.ddp, samples_per_s=rate, measured=True)
+    assert "\nDDP, measured: " in printed(replace(plan, region=region, ddp=measured))
+
+
+def test_with_one_answer_nothing_is_compared():
+    assert "\nDDP, predicted\n" in printed(made_plan((100, 156), kind="cpu"))
 
 
 # Simulated plans

@@ -1,0 +1,437 @@
+"""A plan explains itself: what bounds it, in cases with a known answer, and what else there is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from handmade import GIB, made_plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from workloads import char_gpt
+
+from autosplit import tune
+from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Residual, StepTime, TimeCurve
+from autosplit.errors import PlanError
+from autosplit.explaining import Bound, rate_text
+from autosplit.plan import DdpPlan, Plan, RankSettings
+from autosplit.relaxing import NO_LIMIT_BYTES, Problem
+from autosplit.space import Trial
+
+MS = 1e-3
+PER_SAMPLE = GIB // 20
+"""Bytes: one GiB holds 20 samples."""
+
+
+def line(per_sample_s: float, fixed_s: float = 0.0) -> TimeCurve:
+    return TimeCurve(((1, fixed_s + per_sample_s), (10**7, fixed_s + 10**7 * per_sample_s)))
+
+
+def solved_plan(
+    split: tuple[int, ...],
+    per_sample_ms: tuple[float, ...],
+    caps: tuple[int, ...],
+    *,
+    effective: int | None = 100,
+    fixed_ms: float = 0.0,
+    copies_ms: float = 0.0,
+    gather_ms: float = 0.0,
+    update_ms: float = 0.0,
+    most: int | None = None,
+    kind: str = "cuda",
+    **changes,
+) -> Plan:
+    """A plan of devices that take `fixed_ms + per_sample_ms * n`, and hold a sample in a twentieth of a GiB."""
+    sizes = None if effective is None else (effective, effective)
+    bounds = [n for n in (effective, most) if n is not None]
+    largest = min(bounds) if bounds else 65536
+    plane = MemoryFit(0.0, float(PER_SAMPLE))
+    region = Region(
+        plane, caps[0] * PER_SAMPLE, min(largest, caps[0]), tuple(min(largest, c) for c in caps[1:]), largest
+    )
+    curves = tuple(line(ms * MS, fixed_ms * MS) for ms in per_sample_ms)
+    step_time = StepTime(curves, copies_ms * MS, gather_ms * MS, update_ms * MS, adds_up=kind == "cpu")
+    plan = made_plan(split, kind=kind, effective=effective or sum(split))
+    devices = []
+    for device, cap in zip(plan.devices, caps, strict=True):
+        limit = "memory" if cap < largest else "max_batch_size"
+        peak_bytes = device.share * PER_SAMPLE
+        ceiling = Ceiling(
+            device.label, "replica", min(cap, largest), limit, 0, PER_SAMPLE, peak_bytes, cap * PER_SAMPLE
+        )
+        named = replace(device, name=f"card {device.index}", ceiling=ceiling)
+        devices.append(replace(named, capacity_bytes=cap * PER_SAMPLE, peak_bytes=peak_bytes))
+    ranks = tuple(RankSettings(d.index, d.label, d.share, 1, d.ceiling, d.peak_bytes) for d in devices)
+    plan = replace(
+        plan,
+        devices=tuple(devices),
+        ceilings=split,
+        region=region,
+        fit=Fit(step_time),
+        effective_batch_sizes=sizes,
+        max_batch_size=most,
+        even_samples_per_s=None,
+        ddp=DdpPlan(ranks, 1000.0),
+    )
+    return replace(plan, **changes)
+
+
+def limits_of(plan: Plan) -> list[tuple[str, str | None, float]]:
+    """What keeps the batch small, with its gain to two digits."""
+    sizes = ("memory", "max_batch_size", "effective_batch_size")
+    return [(b.what, b.device, round(b.gain, 2)) for b in plan.explain().bounds if b.what in sizes]
+
+
+def bound_of(plan: Plan, what: str, device: str | None = None) -> Bound | None:
+    return next((b for b in plan.explain().bounds if (b.what, b.device) == (what, device)), None)
+
+
+class TestWhatBounds:
+    """Each time in ms: a step of 100 samples, of which the slowest device's share counts."""
+
+    def test_the_memory_of_device_0(self):
+        # (20, 80) takes 80 * 4, (80, 20) would take 80.
+        plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
+        assert limits_of(plan) == [("memory", "cuda:0", 4.0)]
+        assert plan.explain().predicted_samples_per_s == pytest.approx(100 / 0.320)
+        assert str(plan.explain()).startswith("the memory of cuda:0 bounds it (without that limit: +300 %); then time")
+
+    def test_the_memory_of_a_replica(self):
+        plan = solved_plan((80, 20), (4.0, 1.0), (1000, 20), accumulates=False)
+        assert limits_of(plan) == [("memory", "cuda:1", 4.0)]
+
+    def test_the_memory_of_all_devices_where_none_by_itself_helps(self):
+        # Five forwards of (10, 10) at 20 each; with more on one of them alone there is still 1 ms for each sample.
+        plan = solved_plan((10, 10), (1.0, 1.0), (10, 10), fixed_ms=10.0)
+        assert limits_of(plan) == [("memory", None, round(100 / 60, 2))]
+        assert "the memory of all devices together" in str(plan.explain())
+
+    def test_time_of_the_devices(self):
+        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000))
+        assert limits_of(plan) == []
+        # The rates, 1 and 1/4 per ms, add up.
+        assert bound_of(plan, "device", "cuda:0").gain == pytest.approx(2.25 / 1.25, rel=0.01)
+        assert bound_of(plan, "device", "cuda:1").gain == pytest.approx(1.5 / 1.25, rel=0.02)
+        assert str(plan.explain()).startswith("time bounds it, not memory (cuda:0 twice as fast: +80 %, cuda:1")
+
+    def test_the_slow_device_that_has_to_take_what_the_other_can_not(self):
+        plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
+        assert bound_of(plan, "device", "cuda:1").gain == pytest.approx(2.0)
+        assert bound_of(plan, "device", "cuda:0") is None
+
+    @pytest.mark.parametrize(
+        ("overhead", "what"), [("copies_ms", "copies"), ("update_ms", "update"), ("gather_ms", "gather")]
+    )
+    def test_what_a_step_takes_beside_the_devices(self, overhead, what):
+        # 50 of each device, and 50 of that, for each sample of the batch where it is gathered. Were it on device 0
+        # alone, nothing would be copied or gathered, and it would take 100 as well.
+        amount = 0.5 if what == "gather" else 50.0
+        plan = solved_plan((50, 50), (1.0, 1.0), (99, 99), accumulates=False, **{overhead: amount})
+        assert bound_of(plan, what).gain == pytest.approx(2.0)
+
+    def test_contention(self):
+        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000))
+        slow = replace(plan, fit=Fit(replace(plan.fit.step_time, contention=1.5)))
+        assert bound_of(plan, "contention") is None
+        assert bound_of(slow, "contention").gain == pytest.approx(1.5)
+
+    def test_max_batch_size_within_a_step(self):
+        # Ten forwards of (5, 5) at 15, or one of (50, 50) at 60.
+        plan = solved_plan((5, 5), (1.0, 1.0), (1000, 1000), fixed_ms=10.0, most=10)
+        assert limits_of(plan) == [("max_batch_size", None, 2.5)]
+        assert "max_batch_size bounds it (a larger one: up to +150 %)" in str(plan.explain())
+
+    def test_max_batch_size_of_one_forward_against_twice_as_much(self):
+        # 10 in 15 against 20 in 20.
+        plan = solved_plan((5, 5), (1.0, 1.0), (1000, 1000), fixed_ms=10.0, most=10, effective=None)
+        assert limits_of(plan) == [("max_batch_size", None, 1.5)]
+
+    def test_a_larger_max_batch_size_is_no_more_than_memory_holds(self):
+        # Ceilings were looked for up to 10, and memory holds 12: (12, 8) of 20 is at 22, (10, 10) at 20.
+        plan = solved_plan((5, 5), (1.0, 1.0), (6, 12), fixed_ms=10.0, most=10, effective=None)
+        # 18 samples in (6, 12) at 22 are less than 16 in (6, 10) at 20: 20 do not fit, and 18 is what does.
+        rate = max(16 / 20, 17 / 21, 18 / 22)
+        assert limits_of(plan)[-1] == ("max_batch_size", None, round(rate / (10 / 15), 2))
+
+    def test_the_effective_batch_against_twice_as_much(self):
+        # 100 in 50 + 60 against 200 in 100 + 60.
+        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000), update_ms=60.0)
+        assert limits_of(plan) == [("effective_batch_size", None, round((200 / 160) / (100 / 110), 2))]
+        assert "an effective batch of up to twice as many samples: +38 %" in str(plan.explain())
+
+    def test_a_ceiling_of_time_is_no_lack_of_memory(self):
+        plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
+        device = replace(plan.devices[0], ceiling=replace(plan.devices[0].ceiling, limited_by="time"))
+        assert limits_of(replace(plan, devices=(device, plan.devices[1]))) == []
+
+    def test_a_device_of_each_kind_is_asked(self):
+        plan = solved_plan((25, 25, 25, 25), (1.0,) * 4, (1000,) * 4)
+        alike = tuple(replace(device, name="card") for device in plan.devices)
+        bounds = replace(plan, devices=alike).explain().bounds
+        assert {b.device for b in bounds if b.what == "device"} == {"cuda:0", "cuda:1"}
+
+    def test_devices_that_share_a_processor_are_faster_together(self):
+        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000), kind="cpu")
+        assert bound_of(plan, "device").gain == pytest.approx(2.0)
+
+    def test_ranks(self):
+        # As for device 0: the all-reduce, 50 behind a backward of 2/3 of 320, is hidden; without the bound it is not.
+        plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
+        ranks = replace(plan, region=None, fit=replace(plan.fit, all_reduce_s=0.05))
+        assert limits_of(ranks) == [("memory", "cuda:0", 4.0)]
+        assert ranks.explain().predicted_samples_per_s == pytest.approx(100 / 0.320)
+        waiting = replace(plan, region=None, fit=replace(plan.fit, all_reduce_s=0.640))
+        assert bound_of(waiting, "copies").gain == pytest.approx((320 + 640 - 2 / 3 * 320) / 320)
+
+
+class TestWhatElseThereIs:
+    def test_an_even_split(self):
+        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000), samples_per_s=1300.0, even_samples_per_s=520.0)
+        even = plan.explain().even
+        assert (even.split, even.accumulation_steps, even.measured) == ((50, 50), 1, False)
+        assert even.samples_per_s == pytest.approx(100 / 0.200)
+        assert even.gain == pytest.approx(2.5)
+        assert plan.explain().even_measured.gain == pytest.approx(2.5)
+        assert plan.explain().even_measured.measured
+        assert "520 samples/s (measured)" in str(plan.explain())
+
+    def test_an_even_split_in_as_many_forwards_as_it_needs(self):
+        # (21, 20) twice and (9, 9), at 4 for each sample of the slower device.
+        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 20))
+        even = plan.explain().even
+        assert even.accumulation_steps == 3
+        assert even.gain == pytest.approx(196 / 80)
+
+    def test_no_even_split_fits_a_step_that_can_not_be_accumulated(self):
+        assert solved_plan((80, 20), (1.0, 4.0), (1000, 20), accumulates=False).explain().even is None
+
+    def test_an_even_plan_has_no_even_split_to_compare(self):
+        assert solved_plan((50, 50), (1.0, 1.0), (1000, 1000)).explain().even is None
+
+    def test_each_device_alone(self):
+        alone = solved_plan((80, 20), (1.0, 4.0), (1000, 1000)).explain().alone
+        assert [one.devices for one in alone] == [("cuda:0",), ("cuda:1",)]
+        assert [one.gain for one in alone] == pytest.approx([100 / 80, 400 / 80])
+
+    def test_devices_of_one_kind_are_one_alternative(self):
+        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000))
+        alike = tuple(replace(device, name="card") for device in plan.devices)
+        (alone,) = replace(plan, devices=alike).explain().alone
+        assert alone.gain == pytest.approx(2.0)
+
+    def test_a_device_that_can_hold_no_rank_is_no_alternative(self):
+        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000), ddp=DdpPlan((), 0.0, "cuda:1 is too small"))
+        assert [one.devices for one in plan.explain().alone] == [("cuda:0",)]
+
+    def test_nothing_is_claimed_on_a_shared_processor(self):
+        explanation = solved_plan((50, 50), (1.0, 1.0), (1000, 1000), kind="cpu").explain()
+        assert explanation.even is explanation.fastest is None
+        assert explanation.alone == ()
+        assert "no gain over an even split or a single device is claimed" in str(explanation)
+
+    def test_a_gib_more_on_a_replica(self):
+        # It holds 20 samples more: (60, 40) at 240 instead of (80, 20) at 320.
+        plan = solved_plan((80, 20), (4.0, 1.0), (1000, 20), accumulates=False)
+        more = plan.explain().more_memory
+        assert (more.device, more.pays) == ("cuda:1", True)
+        assert more.gain == pytest.approx(320 / 240)
+        assert more.samples_per_s == pytest.approx(100 / 0.240)
+
+    def test_a_gib_more_on_device_0(self):
+        more = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False).explain().more_memory
+        assert (more.device, more.gain) == ("cuda:0", pytest.approx(320 / 240))
+
+    def test_what_device_0_gathers_takes_its_part_of_the_gib(self):
+        # A gathered sample takes a twentieth, too: of 6 GiB 100 are taken, and 20 are left, by either GiB.
+        plan = solved_plan((20, 80), (1.0, 4.0), (120, 1000), accumulates=False)
+        region = replace(plan.region, primary=MemoryFit(0.0, PER_SAMPLE, PER_SAMPLE), primary_ceiling=60)
+        more = replace(plan, region=region, ceilings=(20, 80)).explain().more_memory
+        assert more.gain == pytest.approx(320 / 240)
+
+    def test_a_gib_more_brings_nothing_where_time_bounds(self):
+        explanation = solved_plan((80, 20), (1.0, 4.0), (1000, 1000)).explain()
+        assert not explanation.more_memory.pays
+        assert "would bring nothing" in str(explanation)
+
+    @pytest.mark.parametrize(("rate", "fastest"), [(900.0, "balanced"), (1100.0, "ddp")])
+    def test_the_faster_of_two(self, rate, fastest):
+        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000), samples_per_s=1000.0)
+        plan = replace(plan, ddp=replace(plan.ddp, samples_per_s=rate))
+        assert plan.fastest == plan.explain().fastest == fastest
+        said = "BalancedDataParallel is 1.11 times as fast as DDP" if rate < 1000 else "DDP is 1.10 times as fast as"
+        assert said in str(plan.explain())
+        assert f"DistributedDataParallel {rate_text(rate)} (predicted)" in str(plan.explain())
+
+    def test_there_is_nothing_to_compare_with_one_answer(self):
+        plan = solved_plan((80, 20), (1.0, 4.0), (1000, 1000))
+        assert replace(plan, ddp=DdpPlan((), 0.0, "too small")).fastest is None
+        assert replace(plan, region=None).fastest is None
+        assert solved_plan((100,), (1.0,), (1000,)).fastest is None
+
+
+class TestAdvice:
+    @pytest.mark.parametrize(
+        ("now", "linear", "square_root", "said"), [(25, 4.0, 2.0, "by 4 for SGD"), (400, 0.25, 0.5, "by 0.25 for SGD")]
+    )
+    def test_the_learning_rate_follows_the_effective_batch(self, now, linear, square_root, said):
+        explanation = solved_plan((50, 50), (1.0, 1.0), (1000, 1000), sample_batch_size=now).explain()
+        assert (explanation.learning_rate.linear, explanation.learning_rate.square_root) == (linear, square_root)
+        assert said in str(explanation)
+
+    @pytest.mark.parametrize("now", [100, None])
+    def test_it_is_left_alone_where_the_batch_stays_or_is_unknown(self, now):
+        assert solved_plan((50, 50), (1.0, 1.0), (1000, 1000), sample_batch_size=now).explain().learning_rate is None
+
+    def test_the_fit_is_held_against_the_trials(self):
+        plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000))
+        residuals = tuple(Residual((50, 50), 1, 1.0, seconds) for seconds in (0.9, 1.02, 1.0))
+        trials = tuple(Trial(i, 50, 100, 1, (50, 50), 100.0, share) for i, share in enumerate((0.01, 0.03, 0.02)))
+        failed = Trial(3, 60, 100, 1, (60, 40), failure="cuda:0 ran out of memory")
+        plan = replace(plan, fit=replace(plan.fit, residuals=residuals), trials=(*trials, failed))
+        quality = plan.explain().fit
+        assert (quality.median_share, quality.largest_share) == pytest.approx((0.02, 0.1))
+        assert (quality.count, quality.noise_share) == (3, 0.02)
+
+    def test_what_the_loader_has_to_deliver(self):
+        assert "the loader has to deliver 1,300 samples/s" in str(
+            solved_plan((50, 50), (1.0, 1.0), (1000, 1000), samples_per_s=1300.0).explain()
+        )
+
+    def test_a_plan_without_a_fit_says_what_it_knows(self):
+        explanation = made_plan((100, 156)).explain()
+        assert (explanation.bounds, explanation.alone, explanation.predicted_samples_per_s) == ((), (), None)
+        assert explanation.even_measured.gain == pytest.approx(10234.5 / 7812.6)
+        assert "data loading is not counted" in str(explanation)
+
+
+# Any plan
+
+MILLISECONDS = st.floats(0.01, 20.0)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    count = draw(st.integers(1, 3))
+    caps = tuple(draw(st.integers(3, 60)) for _ in range(count))
+    split = tuple(draw(st.integers(1, min(cap, 20))) for cap in caps)
+    return solved_plan(
+        split,
+        tuple(draw(MILLISECONDS) for _ in range(count)),
+        caps,
+        effective=draw(st.one_of(st.none(), st.integers(sum(split), 200))),
+        fixed_ms=draw(st.floats(0.0, 20.0)),
+        copies_ms=draw(st.floats(0.0, 20.0)),
+        gather_ms=draw(st.floats(0.0, 1.0)),
+        update_ms=draw(st.floats(0.0, 20.0)),
+        most=draw(st.one_of(st.none(), st.integers(sum(split), 300))),
+    )
+
+
+@given(plans())
+@settings(max_examples=25)
+def test_a_loaded_plan_is_explained_as_the_one_that_was_saved(plan):
+    assert Plan.from_json(plan.to_json()).explain() == plan.explain()
+
+
+def problem_of(plan: Plan) -> Problem:
+    return Problem.of(
+        plan.fit,
+        tuple(device.ceiling for device in plan.devices),
+        plan.region,
+        effective_batch_sizes=plan.effective_batch_sizes,
+        max_batch_size=plan.max_batch_size,
+        accumulates=True,
+    )
+
+
+@given(plans(), st.booleans())
+@settings(max_examples=40)
+def test_without_a_bound_the_rate_is_never_lower(plan, ranks):
+    if ranks:
+        plan = replace(plan, region=None)
+    problem = problem_of(plan)
+    relaxed = [problem.without(overhead) for overhead in ("copies", "gather", "contention", "update")]
+    relaxed += [problem.faster((index,), 2.0) for index in range(len(plan.split))]
+    # The split is the fastest of full forwards, not of the last one, which is shorter.
+    assert min(one.best() for one in relaxed) >= 0.98 * problem.best()
+    explanation = plan.explain()
+    assert all(bound.gain > 1 for bound in explanation.bounds)
+    assert explanation.more_memory.samples_per_s >= explanation.predicted_samples_per_s
+
+
+@given(plans(), st.sampled_from([1, GIB, NO_LIMIT_BYTES]), st.integers(0, 2), st.integers(1, 200))
+def test_more_memory_takes_no_split_away(plan, more_bytes, index, batch_size):
+    problem = problem_of(plan)
+    more = problem.with_memory(index % len(plan.split), more_bytes)
+    assert more.region.largest_batch >= problem.region.largest_batch
+    before, after = problem.region.gpu0_bounds(batch_size), more.region.gpu0_bounds(batch_size)
+    if before is not None:
+        assert after[0] <= before[0] <= before[1] <= after[1]
+    ceilings = zip(more.region.replica_ceilings, problem.region.replica_ceilings, strict=True)
+    assert all(larger >= ceiling for larger, ceiling in ceilings)
+
+
+PLAIN = solved_plan((20, 80), (1.0, 4.0), (20, 1000), update_ms=5.0, most=150).to_dict()
+NUMBERS = st.sampled_from([0, 1, -1, 2**63 - 1, 2**62, 0.0, 1e-300, 1e300, None, [], [1], [[1, 1.0]]])
+
+
+@given(st.data())
+def test_a_plan_with_anything_changed_is_explained_or_refused(data):
+    plain = json.loads(json.dumps(PLAIN))
+    node, key = (
+        plain,
+        data.draw(st.sampled_from(["region", "fit", "effective_batch_sizes", "max_batch_size", "devices"])),
+    )
+    while isinstance(node[key], (dict, list)) and node[key] and data.draw(st.integers(0, 4)):
+        node = node[key]
+        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+    node[key] = data.draw(NUMBERS)
+    try:
+        plan = Plan.from_json(json.dumps(plain))
+    except PlanError:
+        return
+    assert "data loading" in str(plan.explain())
+
+
+# Really tuned
+
+
+@pytest.mark.slow
+def test_a_gib_more_is_what_tuning_with_it_finds():
+    def tuned(gib: int) -> Plan:
+        devices = f"sim:1xRTX2080Ti+1xH100-80GB@{gib}GiB"
+        return tune(char_gpt(loss_scope="batch"), devices=devices, effective_batch_size=2048, n_trials=6, profile="off")
+
+    explanation, more = tuned(2).explain(), tuned(3)
+    assert (explanation.bounds[0].what, explanation.bounds[0].device) == ("memory", "sim:1")
+    assert explanation.more_memory.device == "sim:1"
+    assert explanation.more_memory.gain > 1.4
+    assert explanation.more_memory.samples_per_s == pytest.approx(more.samples_per_s, rel=0.03)
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_processor_claims_no_gain():
+    plan = tune(
+        char_gpt(depth=1, width=32),
+        devices="cpu:40MiB,cpu:30MiB",
+        effective_batch_size=64,
+        n_trials=2,
+        profile="off",
+    )
+    explanation = plan.explain()
+    assert explanation.shares_processor
+    assert explanation.fastest is None
+    assert plan.sample_batch_size == 8
+    assert explanation.learning_rate.linear == 8
+    assert explanation.predicted_samples_per_s == pytest.approx(plan.samples_per_s, rel=0.5)
+    assert explanation.fit.count >= 1
+    assert Plan.from_json(plan.to_json()).explain() == explanation
+
+
+def test_a_single_device_measures_ddps_answer():
+    plan = tune(
+        char_gpt(depth=1, width=32), devices="sim:1xRTX3090", effective_batch_size=64, n_trials=1, profile="off"
+    )
+    assert plan.ddp.measured
+    assert plan.explain().fastest is None
