@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autosplit.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.balanced import data_parallel as data_parallel
+    from autosplit.checks import check as check
     from autosplit.devices import list_devices as list_devices
     from autosplit.devices import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
@@ -26,6 +27,7 @@ _HOMES = {
     "OutOfMemoryError": "oom",
     "Plan": "plan",
     "Workload": "workload",
+    "check": "checks",
     "data_parallel": "balanced",
     "find_ceiling": "probe",
     "list_devices": "devices",

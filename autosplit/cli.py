@@ -1,4 +1,4 @@
-"""The command line: ``devices``, ``tune``, ``probe``, ``check``, ``show``. It parses, calls, prints, makes errors exit codes.
+"""The command line: ``devices``, ``tune``, ``probe``, ``check``, ``show``. It parses, calls, prints, and exits.
 
 0 done, 2 bad input, 3 does not fit, 4 interrupted (the best so far is shown and kept), 5 the user's own code raised.
 The answer goes to stdout and everything else to stderr. torch, rich and the plan's classes are imported by the

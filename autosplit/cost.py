@@ -449,7 +449,8 @@ CLEAR_SHARE = 0.9
 def _ends_straight(known: dict[int, float], low: int, capacity_bytes: float, slope: float, within: float) -> bool:
     """Tell whether a line that is straight from the first look to the largest that fits ends there."""
     first = next(iter(known))
-    if within <= 0 or slope <= 0 or low not in known or low <= first:
+    # `slope` may be that of the first look and twice as many samples: what fits has to be a third point.
+    if within <= 0 or slope <= 0 or low not in known or low <= 2 * first:
         return False
     chord = (known[low] - known[first]) / (low - first)
     return abs(chord - slope) <= within * slope and known[low] + CLEAR_SHARE * chord > capacity_bytes

@@ -13,6 +13,7 @@ from torch import nn
 
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
+from autosplit.interrupts import held_interrupts
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.cuda import CudaRuntime
 from autosplit.runtime.isolated import IsolatedRuntime
@@ -135,7 +136,8 @@ def build(source: Source, devices: Sequence[Device]) -> Built:
     if devices[0].kind != "sim" or isinstance(source, Workload):
         return Built(source, _built(source))
     try:
-        return Built(source, built_without_memory(lambda: _built(source), fake_mode()), fake=True)
+        with held_interrupts():
+            return Built(source, built_without_memory(lambda: _built(source), fake_mode()), fake=True)
     except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do; what is wrong shows again with real ones
         return Built(source, _built(source), _built_for_real(error))
 
@@ -223,7 +225,7 @@ def _built(source: Source) -> Workload:
         workload = source()
     except AutosplitError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise from_user_code(error, "the function that builds the workload") from error
     if not isinstance(workload, Workload):
         raise WorkloadError(

@@ -345,7 +345,7 @@ def _ready(
         models = _map_modules(lambda module: module.to(device), models)
     for module in modules_of(models):
         _prepare(module)
-    optimizers = _copied_optimizers(workload, models, memo)
+    optimizers = _copied_optimizers(workload, models, memo, mode)
     if workload.step is None:
         _refuse_closures(optimizers)
     if gpu_variants:
@@ -458,19 +458,19 @@ def _live_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
     return [item for item in listed(workload.optimizer) if isinstance(item, torch.optim.Optimizer)]
 
 
-def _copied_optimizers(workload: Workload, models: Any, memo: dict[int, Any]) -> Any:
+def _copied_optimizers(workload: Workload, models: Any, memo: dict[int, Any], mode: FakeTensorMode | None) -> Any:
     given = workload.optimizer
     if given is None:
         given = torch.optim.AdamW if workload.step is None else ()
     modules = modules_of(models)
     if isinstance(given, Mapping):
         return {
-            name: _optimizer(item, _parameters(modules, i, len(given)), memo)
+            name: _optimizer(item, _parameters(modules, i, len(given)), memo, mode)
             for i, (name, item) in enumerate(given.items())
         }
     if isinstance(given, (tuple, list)):
-        return type(given)(_optimizer(item, _parameters(modules, i, len(given)), memo) for i, item in enumerate(given))
-    return _optimizer(given, _parameters(modules, 0, 1), memo)
+        return type(given)(_optimizer(item, _parameters(modules, i, len(given)), memo, mode) for i, item in enumerate(given))
+    return _optimizer(given, _parameters(modules, 0, 1), memo, mode)
 
 
 def _parameters(modules: list[nn.Module], position: int, count: int) -> list[nn.Parameter]:
@@ -480,7 +480,9 @@ def _parameters(modules: list[nn.Module], position: int, count: int) -> list[nn.
     return list(unique.values())
 
 
-def _optimizer(given: Any, parameters: list[nn.Parameter], memo: dict[int, Any]) -> torch.optim.Optimizer:
+def _optimizer(
+    given: Any, parameters: list[nn.Parameter], memo: dict[int, Any], mode: FakeTensorMode | None
+) -> torch.optim.Optimizer:
     if isinstance(given, torch.optim.Optimizer):
         return _twin(given, memo)
     if not callable(given):
@@ -489,7 +491,8 @@ def _optimizer(given: Any, parameters: list[nn.Parameter], memo: dict[int, Any])
         )
     if not parameters:
         raise WorkloadError("the model has no trainable parameter; expected at least one; check requires_grad")
-    made = given(parameters)
+    with mode or nullcontext():  # what makes its state at once makes it fake, with step counts that know their number
+        made = given(parameters)
     if not isinstance(made, torch.optim.Optimizer):
         raise WorkloadError(
             f"the optimizer factory returned a {type(made).__name__}; expected a torch.optim.Optimizer; return one"

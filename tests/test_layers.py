@@ -21,6 +21,7 @@ ORDER = (
     "split",
     "oom",
     "rng",
+    "interrupts",
     "isolation",
     "transfer",
     "accumulation",
@@ -65,6 +66,7 @@ ORDER = (
     "staging",
     "probe",
     "quiet",
+    "rules",
     "watching",
     "checks",
     "search",
@@ -89,7 +91,19 @@ ORDER = (
     "cli",
     "__main__",
 )
-WITHOUT_TORCH = ("errors", "split", "cost", "findings", "space", "solver", "plan", "profiles", "report", "export", "cli")
+WITHOUT_TORCH = (
+    "errors",
+    "split",
+    "cost",
+    "findings",
+    "space",
+    "solver",
+    "plan",
+    "profiles",
+    "report",
+    "export",
+    "cli",
+)
 HEAVY = ("torch", "optuna", "pynvml", "typer", "rich")
 
 

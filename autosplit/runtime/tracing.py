@@ -20,6 +20,7 @@ from torch.utils import flop_counter
 
 from autosplit.catalog import GpuSpec
 from autosplit.errors import AutosplitError, from_user_code
+from autosplit.interrupts import held_interrupts
 from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.placed import run_placed
@@ -250,7 +251,7 @@ class Tracer:
         self.like_gpu = like_gpu
         self.runs = 0
         self.norms_over_samples = False
-        with kept_rng():
+        with kept_rng(), held_interrupts() if fake else nullcontext():
             # What was built under fake tensors has a mode already, and tensors of two modes do not mix.
             self.trainee: Trainee = training_copy(
                 workload,
@@ -292,6 +293,7 @@ class Tracer:
         tracker = Tracker(names, [None] * len(names), observer=recorder)
         with (
             kept_rng(),
+            held_interrupts() if self.fake else nullcontext(),
             _without_collector(),
             _without_fake_log(),
             _without_onednn() if self.like_gpu else nullcontext(),

@@ -277,8 +277,8 @@ class Tracker(TorchDispatchMode, Placement):
         self.peak_bytes[device] = max(self.peak_bytes[device], live_bytes + nbytes)
 
     def _release(self, key: int) -> None:
-        held = self._held.pop(key)
-        if held.device >= 0:
+        held = self._held.pop(key, None)  # None where an interrupt came between the finalizer and its record
+        if held is not None and held.device >= 0:
             self.live_bytes[held.device] -= held.nbytes
 
 

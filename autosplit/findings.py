@@ -1,0 +1,52 @@
+"""What was found about how a training depends on the split: plain values, each with its figures and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Check", "error_text"]
+
+EXACT = 1e-6
+"""A relative difference below this is shown as it is, a larger one in percent."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: does it change when the batch is cut?
+
+    Attributes:
+        subject: What it is: ``"gradient"``, ``"loss"``, ``"model"``, ``"BatchNorm2d at features.1"``,
+            ``"gradient of optimizer 0"``.
+        split_error: Relative difference (0.1 for 10 %) between the whole sample batch and the same batch split
+            unevenly over two devices: of the gradient, or of a BatchNorm's output. None where it was not looked at,
+            or is not finite.
+        accumulation_error: The same, for two uneven micro-batches that are accumulated as `plan.steps` does, and as the
+            ranks of DDP weigh theirs.
+        depends: Whether it changes with the split.
+        advice: What to do; empty where there is nothing to do.
+        remark: What else is to be known of the figures; empty for nothing.
+    """
+
+    subject: str
+    split_error: float | None
+    accumulation_error: float | None
+    depends: bool
+    advice: str = ""
+    remark: str = ""
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        verdict = "depends" if self.depends else "does not depend"
+        split, accumulated = error_text(self.split_error), error_text(self.accumulation_error)
+        said = f"{self.subject} {verdict} on how the batch is cut (split: {split}, accumulated: {accumulated})"
+        more = "; ".join(filter(None, (self.advice, self.remark)))
+        return f"{said}: {more}" if more else said
+
+
+def error_text(error: float | None) -> str:
+    """Write a relative difference for reading: ``68 % off``, ``2e-16``, ``not looked at``."""
+    if error is None:
+        return "not looked at"
+    if error < EXACT:
+        return f"{error:.0e}"
+    return f"{100 * error:.0f} % off" if error >= 0.1 else f"{100 * error:.2g} % off"
