@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autosplit.cost import Ceiling, Fit, Region, StepTime, TimeCurve
+from autosplit.findings import Check
 from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.request import Request
 from autosplit.solver import RankSolver
@@ -83,6 +84,7 @@ def assembled(
     answer: Answer,
     *,
     trials: tuple[Trial, ...] = (),
+    checks: tuple[Check, ...] = (),
     notes: tuple[str, ...] = (),
     real_steps: int = 0,
     real_ooms: int = 0,
@@ -93,6 +95,7 @@ def assembled(
         subject: What it is for.
         answer: What was found.
         trials: What the search tried.
+        checks: What splitting changes about the training.
         notes: What was assumed or could not be done.
         real_steps: Training steps that were run.
         real_ooms: How many of them ran out of memory.
@@ -110,6 +113,7 @@ def assembled(
         ceilings=tuple(ceiling.batch_size for ceiling in answer.ceilings),
         devices=tuple(_device(request, answer, position) for position in range(len(request.devices))),
         trials=trials,
+        checks=checks,
         region=answer.region,
         fit=answer.fit,
         effective_batch_sizes=request.effective_batch_sizes,

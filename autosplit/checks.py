@@ -8,7 +8,7 @@ gradient of the whole. Where it differs, the cause is looked for, and no advice 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,6 +54,9 @@ MOST_NOISE = 1e-3
 PASS_S = 0.5
 """In a tuning, one forward and backward of what is looked at may take so long; there are three, or about ten."""
 
+FIRST_S = 2.0
+"""A forward of the fewest samples that takes longer is given up: the first one of a process loads and warms up."""
+
 KEPT_GRADIENTS = 6
 """The copy and its gradient, and the gradients that are held against each other, at most."""
 
@@ -82,21 +85,24 @@ def check(workload: Any) -> tuple[Check, ...]:
         return _Examination(built, _batch_of(built)).checks()
 
 
-def checks_for(workload: Workload) -> tuple[tuple[Check, ...], tuple[str, ...]]:
+def checks_for(
+    workload: Workload, rebuild: Callable[[], Workload] | None = None
+) -> tuple[tuple[Check, ...], tuple[str, ...]]:
     """Check a workload before it is tuned, as far as that is cheap; nothing that goes wrong here ends the tuning.
 
     As many of its samples are looked at as a pass over them takes about `PASS_S`.
 
     Args:
         workload: Built with memory or without.
+        rebuild: Builds it again, with memory; called where it has none, and has not too many parameters for it.
 
     Returns:
         The checks, and sentences that say why there are none.
     """
     with kept_rng():
         try:
-            _refuse_unaffordable(workload)
-            built = _with_model(workload)
+            has_memory = _refuse_unaffordable(workload, rebuild is not None)
+            built = _with_model(workload if has_memory or rebuild is None else rebuild())
             batch = _batch_of(built)
             size = _affordable_samples(built, batch)
             total = batch_size_of(batch, built.batch_dim)
@@ -104,7 +110,7 @@ def checks_for(workload: Workload) -> tuple[tuple[Check, ...], tuple[str, ...]]:
             part = chunk(batch, (size, total - size), built.batch_dim, total)[0] if size < total else batch
             return _Examination(built, part, remark).checks(), ()
         except TooDearError as error:
-            why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the processor takes over {PASS_S:g} s"
+            why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the processor takes over {FIRST_S:g} s"
         except Exception as error:  # noqa: BLE001  # the tuning itself says better what is wrong with a workload
             why = one_line(error)
     return (), (f"whether splitting changes the training was not checked: {why}; autosplit.check(workload) does it",)
@@ -140,13 +146,15 @@ def _batch_of(workload: Workload) -> Any:
     return workload.made_batch(MADE_SAMPLES)
 
 
-def _refuse_unaffordable(workload: Workload) -> None:
+def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
+    """Refuse what has too many parameters to be run here, or no memory; tell whether it has memory."""
     model: Any = workload.model
     is_made = isinstance(model, (nn.Module, tuple, list, Mapping))
     models = model if is_made else built_without_memory(model, fake_mode())
     tensors = [t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())]
     has_no_memory = is_made and (mode_of(workload) is not None or any(t.is_meta for t in tensors))
-    if has_no_memory or any(t.is_meta for t in tensors_of(workload.sample_batch)):
+    has_no_memory |= any(t.is_meta for t in tensors_of(workload.sample_batch))
+    if has_no_memory and not can_be_rebuilt:
         raise TooDearError("the workload was built without its memory")
     needed_bytes = KEPT_GRADIENTS * 8 * sum(tensor.numel() for tensor in tensors)
     room_bytes = available_host_bytes() // 4
@@ -155,6 +163,7 @@ def _refuse_unaffordable(workload: Workload) -> None:
             f"the model's gradients in float64 take {needed_bytes / 2**30:.1f} GiB, "
             f"over a quarter of this machine's available memory ({room_bytes / 2**30:.1f} GiB)"
         )
+    return not has_no_memory
 
 
 def _affordable_samples(workload: Workload, batch: Any) -> int:
@@ -167,7 +176,7 @@ def _affordable_samples(workload: Workload, batch: Any) -> int:
     few = min(total, LEAST_SAMPLES)
     part = chunk(batch, (few, total - few), workload.batch_dim, total)[0] if few < total else batch
     with ExitStack() as closing:
-        begun = _begin(workload, part, closing, limit_s=PASS_S)
+        begun = _begin(workload, part, closing, limit_s=FIRST_S)
         copy = begun.copy
     room_bytes = available_host_bytes() / 4
     by_time, by_memory = PASS_S / max(copy.seconds, 1e-9), room_bytes / max(copy.saved_bytes, 1)

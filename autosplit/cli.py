@@ -579,9 +579,7 @@ def _ceiling_of(probing: _Probing, source: Any, device: Device, role: Any, **key
 def _print_ceilings(probing: _Probing, *, as_json: bool, plot: str | None) -> None:
     from autosplit.report import plot_ceilings, print_ceilings
 
-    notes = [*probing.notes, *(note for ceiling in probing.ceilings for note in getattr(ceiling, "notes", ()))]
-    if plot is not None:
-        plot_ceilings(probing.ceilings, plot)
+    notes = list(dict.fromkeys([*probing.notes, *(note for ceiling in probing.ceilings for note in ceiling.notes)]))
     if as_json:
         shown = [{**asdict(ceiling), "headroom_bytes": ceiling.headroom_bytes} for ceiling in probing.ceilings]
         _print_json(json.dumps({"simulated": probing.simulated, "ceilings": shown, "notes": notes}, indent=2))
@@ -589,6 +587,8 @@ def _print_ceilings(probing: _Probing, *, as_json: bool, plot: str | None) -> No
         from autosplit.terminal import console_for
 
         print_ceilings(probing.ceilings, notes, console_for(sys.stdout), simulated=probing.simulated)
+    if plot is not None:  # last: where it can't be drawn, what took long to find is printed already
+        plot_ceilings(probing.ceilings, plot)
 
 
 # ------------------------------------------------------------------------------------------------------------ check

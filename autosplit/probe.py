@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -17,19 +17,20 @@ import torch
 
 from autosplit.cost import Ceiling, Limit, MemoryFit, Role, TimeCurve, largest_fitting
 from autosplit.devices import Device, list_devices
-from autosplit.errors import DeviceError, InputError
+from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, from_user_code
 from autosplit.host import available_host_bytes
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, is_kernel_limit
 from autosplit.request import Request, checked_request
 from autosplit.rng import kept_rng
 from autosplit.runtime.cuda import CONFIRMING_STEPS
-from autosplit.runtime.isolated import StepLostError
+from autosplit.runtime.isolated import IsolatedRuntime, StepLostError
 from autosplit.runtime.measurement import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracing import Tracer
 from autosplit.sizes import size_text
 from autosplit.split import proportional_split
 from autosplit.staging import Source, build, follow, isolated_runtime, runtime_for, workload_source
+from autosplit.trainee import ran_a_step
 
 __all__ = ["Prober", "does_not_fit", "find_ceiling"]
 
@@ -101,9 +102,9 @@ class Prober:
             return 1
         try:
             self.traced(StepShape(((1,),)))
-        except ValueError as error:
+        except UserCodeError as error:
             # torch nn/functional.py, _verify_batch_size.
-            if "Expected more than 1 value per channel" not in str(error):
+            if "Expected more than 1 value per channel" not in str(error.__cause__):
                 raise
             return 2
         return 1
@@ -146,7 +147,7 @@ class Prober:
                 seen.traced[n] = self.traced(shape_of(n))[index]
             return seen.traced[n]
 
-        predicted = self._extended(traced)
+        predicted = self._extended(traced, capacity_bytes)
         start = min(max(1, start or self.tracer.workload.sample_batch_size), self.max_batch_size)
         real_slope = self._real_slope(index, shape_of, start, predicted, seen)
         batch_size = largest_fitting(
@@ -212,7 +213,8 @@ class Prober:
         """Predict each device's peak in a step, in bytes."""
         if shape not in self._traced:
             before = self.tracer.runs
-            self._traced[shape] = traced_peaks(self.tracer, shape)
+            with _naming(shape):
+                self._traced[shape] = traced_peaks(self.tracer, shape)
             if not self.tracer.fake:  # followed with real tensors, a trace is a step
                 self._count(self.tracer.runs - before)
         return self._traced[shape]
@@ -227,16 +229,28 @@ class Prober:
         room_bytes = available_host_bytes() / 4 - fixed_bytes
         return max(2 * n, min(self.max_batch_size, int(room_bytes / max(1, bytes_per_sample))))
 
-    def _extended(self, traced: Callable[[int], float]) -> Callable[[int], float]:
+    def _extended(self, traced: Callable[[int], float], capacity_bytes: int) -> Callable[[int], float]:
         """Return traced peaks, and beyond the largest batch that is traced the line through it and half of it.
 
         Where a trace is a real step, and real steps follow all the same, it is cheaper to run these: only small ones
-        are traced.
+        are traced, and larger ones as long as the peak does not grow straight. (As long as the optimizer's moment is
+        the fullest, say, it does not grow at all.)
         """
-        largest = self.largest_traced
-        if not self.tracer.fake and not self.runtime.simulated:
-            largest = min(largest, max(4 * self.tracer.workload.sample_batch_size, 4 * self.least_batch()))
+        if self.tracer.fake or self.runtime.simulated:
+            return self._traced_up_to(self.largest_traced, traced)
+        least = self.least_batch()
+        largest = min(self.largest_traced, max(4 * self.tracer.workload.sample_batch_size, 4 * least))
+        while 2 * largest <= self.largest_traced and traced(largest) <= capacity_bytes:
+            half, quarter = largest // 2, largest // 4
+            slope = (traced(largest) - traced(half)) / (largest - half)
+            if quarter < least or (
+                slope > 0 and _alike_slopes(slope, (traced(half) - traced(quarter)) / (half - quarter))
+            ):
+                break
+            largest *= 2
+        return self._traced_up_to(largest, traced)
 
+    def _traced_up_to(self, largest: int, traced: Callable[[int], float]) -> Callable[[int], float]:
         def peak(n: int) -> float:
             if n <= largest:
                 return traced(n)
@@ -401,14 +415,16 @@ class Prober:
                 )
         return peaks
 
-    def until_it_stops_paying(self, needed: int = 0) -> tuple[TimeCurve, Ceiling]:
+    def until_it_stops_paying(self, needed: int = 0, role: Role = "primary") -> tuple[TimeCurve, Ceiling]:
         """Time growing batches on a plain CPU, whose memory is predicted and never filled.
 
         The batch doubles until that twice gains less than `KNEE_GAIN` of throughput, or a step takes longer than
-        `LONGEST_STEP_S`, or the next would not fit.
+        `LONGEST_STEP_S`, or the next would not fit, or the time limit is over. A model that fails with a few samples
+        is looked at from the sample batch's size on.
 
         Args:
             needed: So many samples have to run at once, whether that pays or not.
+            role: What the processor does.
 
         Returns:
             The curve, and the largest size that ran, as the ceiling.
@@ -423,15 +439,24 @@ class Prober:
         if n > self.max_batch_size:
             raise does_not_fit(self, 0)
         limit: Limit = "time"
+        shape_of = self._shapes(0, role, (), False)
+        sample = min(self.tracer.workload.sample_batch_size, self.max_batch_size)
         while True:
-            shape = StepShape(((n,),))
-            if self.traced(shape)[0] > capacity_bytes:
+            shape = shape_of(n)
+            try:
+                peak_bytes = self.traced(shape)[0]
+            except UserCodeError:
+                if points or n >= sample:
+                    raise
+                n = sample  # which is known to run
+                continue
+            if peak_bytes > capacity_bytes:
                 limit = "memory"
                 break
             self.report(f"{self.runtime.devices[0].label}: time of {n} samples")
             measured = self.measured(shape, budget_s=DOUBLING_BUDGET_S)
             points.append((n, max(1e-9, measured.seconds - measured.update_s)))
-            enough = measured.seconds > LONGEST_STEP_S or _stops_paying(points)
+            enough = measured.seconds > LONGEST_STEP_S or _stops_paying(points) or self.out_of_time
             if n == self.max_batch_size or (enough and n >= needed):
                 limit = "max_batch_size" if n == self.max_batch_size else "time"
                 break
@@ -439,18 +464,22 @@ class Prober:
         if not points:
             raise does_not_fit(self, 0)
         largest = points[-1][0]
-        fixed_bytes, bytes_per_sample = self._line(lambda size: self.traced(StepShape(((size,),)))[0], largest)
+        traced = {size: self.traced(shape_of(size))[0] for size, _ in points}
+        fixed_bytes, bytes_per_sample = self._line(
+            lambda size: traced[size] if size in traced else self.traced(shape_of(size))[0], largest, traced
+        )
         ceiling = Ceiling(
             device=self.runtime.devices[0].label,
-            role="primary",
+            role=role,
             batch_size=largest,
             limited_by=limit,
             fixed_bytes=fixed_bytes,
             bytes_per_sample=bytes_per_sample,
-            peak_bytes=self.traced(StepShape(((largest,),)))[0],
+            peak_bytes=traced[largest],
             capacity_bytes=capacity_bytes,
             steps=self.counts.steps - before,
             confirmed=True,
+            points=tuple((size, nbytes, False) for size, nbytes in sorted(traced.items())),
         )
         return TimeCurve.of(points), ceiling
 
@@ -540,7 +569,7 @@ class Prober:
                 following = low + 1
             if following == low and low < least:
                 following = max(least, high // 2)  # the trace knows too little here; something small may still run
-            if high - low <= 1 or following == low or self._out_of_time():
+            if high - low <= 1 or following == low or self.out_of_time:
                 break
             n = following
         found = low if low in seen.ran else 0
@@ -552,7 +581,9 @@ class Prober:
         other, found = self._equals.get(_kind_of(self.runtime, index, role, shape_of), (index, 0))
         return found if other != index and found else None
 
-    def _out_of_time(self) -> bool:
+    @property
+    def out_of_time(self) -> bool:
+        """Whether no further step may confirm anything."""
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
     def _check(
@@ -606,7 +637,8 @@ class Prober:
         shape = shape_of(n)
         self._count(self._steps_to_see(shape))
         try:
-            seen.ran[n] = self.runtime.peaks(shape)[index]
+            with _naming(shape):
+                seen.ran[n] = self.runtime.peaks(shape)[index]
         except OutOfMemoryError as error:
             self.counts.ooms += 1
             seen.lost = seen.lost or isinstance(error, StepLostError)
@@ -632,6 +664,20 @@ class Prober:
         if not self.runtime.simulated:
             self.counts.steps += steps
             self.counts.ooms += ooms
+
+
+@contextmanager
+def _naming(shape: StepShape) -> Iterator[None]:
+    """Let what the user's own code raises say at which batch: the sample batch's own size is not the only one run."""
+    try:
+        yield
+    except (AutosplitError, OutOfMemoryError):
+        raise
+    except Exception as error:
+        if is_kernel_limit(error) or not ran_a_step(error.__traceback__):
+            raise
+        samples = sum(shape.splits[0])
+        raise from_user_code(error, f"the workload, with a batch of {samples},") from error
 
 
 @dataclass
@@ -782,12 +828,13 @@ def _ceiling_of(source: Source, request: Request, role: Role, *, exact: bool, is
             deadline_s=request.deadline_s,
         )
         if devices[index].kind == "cpu" and not devices[index].budgeted:
-            return replace(prober.until_it_stops_paying()[1], role=role)
-        ceiling = prober.ceiling(index, role)
+            ceiling = prober.until_it_stops_paying(role=role)[1]
+        else:
+            ceiling = prober.ceiling(index, role)
         if ceiling.batch_size == 0:
             raise does_not_fit(prober, index)
-        notes = () if isolated is None else isolated.notes
-        return replace(ceiling, device=request.devices[0].label, notes=notes)
+        lost = () if isolated is None else isolated.notes
+        return replace(ceiling, device=request.devices[0].label, notes=(*followed.notes, *lost))
 
 
 def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device, ...], tuple[int, ...], int]:
@@ -816,6 +863,9 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
         )
     needed = prober.traced(StepShape(((least,),)))[0]
     if needed <= capacity_bytes:
+        lost = prober.runtime.notes if isinstance(prober.runtime, IsolatedRuntime) else ()
+        if lost or prober.out_of_time:
+            return _never_ran(prober, index, needed, lost)
         return DoesNotFitError(
             f"the workload does not fit {device.label} ({device.name}) at batch {least}: a real step needs more than "
             f"the {needed} bytes that its trace tells, and may hold {capacity_bytes} ({size_text(capacity_bytes)}); "
@@ -829,6 +879,21 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
         f"the workload does not fit {device.label} ({device.name}) at batch {least}: it needs {needed} bytes "
         f"({size_text(needed)}) and may hold {capacity_bytes} ({size_text(capacity_bytes)}); "
         "expected at least one sample to fit; use a smaller model, a lower precision, or a larger device",
+        device=device.label,
+        device_index=index,
+        requested_bytes=needed,
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def _never_ran(prober: Prober, index: int, needed: int, lost: tuple[str, ...]) -> DoesNotFitError:
+    """Say what kept every step from running, where that was not a lack of memory that was seen."""
+    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    reason = "; ".join(lost) or "the time limit was over"
+    return DoesNotFitError(
+        f"no step of the workload ran to its end on {device.label} ({device.name}): {reason}; expected one of the "
+        f"{needed} bytes that the smallest one takes by its trace, of {capacity_bytes} that it may hold; "
+        f"{'run one step by itself to see why' if lost else 'raise time_limit_s'}",
         device=device.label,
         device_index=index,
         requested_bytes=needed,

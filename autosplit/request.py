@@ -15,6 +15,9 @@ __all__ = ["LARGEST_LOOKED_AT", "PROFILES", "STRATEGIES", "Request", "checked_re
 LARGEST_LOOKED_AT = 65536
 """Samples: where neither `max_batch_size` nor an effective batch bounds the search."""
 
+MOST_SAMPLES = 2**31 - 1
+"""Of any batch: no kernel counts further."""
+
 STRATEGIES = ("auto", "balanced", "ddp")
 PROFILES = ("auto", "refresh", "off")
 
@@ -120,11 +123,13 @@ def checked_request(
     """
     _one_of("strategy", strategy, STRATEGIES)
     _one_of("profile", profile, PROFILES)
-    if max_batch_size is not None:
-        whole_number("max_batch_size", max_batch_size, minimum=1)
+    if max_batch_size is not None and whole_number("max_batch_size", max_batch_size, minimum=1) > MOST_SAMPLES:
+        raise InputError(
+            f"max_batch_size is {max_batch_size}; expected at most {MOST_SAMPLES}; leave it out for no bound"
+        )
     whole_number("n_trials", n_trials, minimum=1)
     whole_number("seed", seed, minimum=0)
-    if time_limit_s is not None and not time_limit_s > 0:
+    if time_limit_s is not None and not (_is_number(time_limit_s) and time_limit_s > 0):
         raise InputError(f"time_limit_s is {time_limit_s!r}; expected seconds, above 0; leave it out for no limit")
     found = parse_devices(devices)
     reserved = tuple(reserve_bytes(reserve, device) for device in found)
@@ -161,7 +166,8 @@ def effective_range(value: Any) -> tuple[int, int] | None:
         if len(ends) == 2:
             least, most = (_whole_text(end) if isinstance(end, str) else end for end in ends)
             least = whole_number("effective_batch_size", least, minimum=1)
-            return least, whole_number("the end of effective_batch_size", most, minimum=least)
+            name = "the end of effective_batch_size"
+            return least, _bounded(name, whole_number(name, most, minimum=least))
         if len(ends) != 1 or not isinstance(value, str):
             raise InputError(
                 f"effective_batch_size is {value!r}; expected a number, or a range such as (256, 1024) or '256:1024'; "
@@ -169,7 +175,17 @@ def effective_range(value: Any) -> tuple[int, int] | None:
             )
         value = _whole_text(value)
     number = whole_number("effective_batch_size", value, minimum=1)
-    return number, number
+    return number, _bounded("effective_batch_size", number)
+
+
+def _bounded(name: str, samples: int) -> int:
+    if samples > MOST_SAMPLES:
+        raise InputError(f"{name} is {samples}; expected at most {MOST_SAMPLES}; ask for fewer")
+    return samples
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _whole_text(text: str) -> Any:

@@ -9,9 +9,11 @@ from dataclasses import replace
 from torch import nn
 
 from autosplit.assembly import DDP_NOTE, Answer, Subject, assembled, lone_rank, rank_answer, solved_ranks
+from autosplit.checks import checks_for
 from autosplit.compiling import has_compiled_parts
 from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Residual, Role, StepTime, TimeCurve
-from autosplit.errors import WorkloadError, one_line
+from autosplit.errors import AutosplitError, WorkloadError, one_line
+from autosplit.findings import Check
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import DdpPlan, Plan
 from autosplit.probe import Prober, does_not_fit
@@ -62,11 +64,13 @@ class Session:
     ) -> None:
         request = subject.request
         self.subject, self.request = subject, request
-        self.tell, self.study_name = tell, study_name
+        self.tell, self.study_name, self.isolated = tell, study_name, followed.isolated
+        self.rebuild = followed.rebuild
         self.notes = [*notes, *followed.notes]
         self.runtime = runtime_for(request.devices, request.capacities_bytes, followed, closing)
         self.prober = Prober(self.runtime, followed.tracer, request.largest_batch, self._report)
         self.stage = "ceilings"
+        self.checks: tuple[Check, ...] = ()
         self.trials: list[Trial] = []
         self.solver: Solver | None = None
         self.replicas: tuple[Ceiling, ...] = ()
@@ -79,13 +83,26 @@ class Session:
             DoesNotFitError: Not even the smallest batch fits, or a step that can't be accumulated does not.
             WorkloadError: `max_batch_size` is below the samples of a step that can't be accumulated.
         """
-        self._bound_by_tracing()
         self._refuse_bounded_step()
+        self._check()
+        self._bound_by_tracing()
         plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
         if self._is_compiled():
             plan = replace(plan, notes=(*plan.notes, self._compiled_note(max(plan.split))))
         self._say("done", "done", 1.0)
         return plan
+
+    def _check(self) -> None:
+        """See what splitting changes about the training, before anything is searched."""
+        self._say("checks", "the gradient of the sample batch, whole and cut", 0.0)
+        try:
+            if self.isolated is not None:  # what might end the process runs in the other one
+                self.checks, notes = self.isolated.ask(checks_for)
+            else:
+                self.checks, notes = checks_for(self.subject.workload, self.rebuild)
+        except AutosplitError as error:
+            notes = (f"whether splitting changes the training was not checked: {error}",)
+        self.notes += notes
 
     def _balanced_plan(self) -> Plan:
         ranks, primary = self._ceilings()
@@ -516,6 +533,7 @@ class Session:
             self.subject,
             answer,
             trials=tuple(self.trials),
+            checks=self.checks,
             notes=(*self.notes, *notes),
             real_steps=self.prober.counts.steps,
             real_ooms=self.prober.counts.ooms,

@@ -16,7 +16,7 @@ from autosplit.errors import AutosplitError, InputError, WorkloadError, from_use
 from autosplit.interrupts import held_interrupts
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.cuda import CudaRuntime
-from autosplit.runtime.isolated import IsolatedRuntime
+from autosplit.runtime.isolated import IsolatedRuntime, RealRuntime
 from autosplit.runtime.measurement import Runtime
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracing import Tracer, make_tracer
@@ -38,12 +38,14 @@ class Followed:
         tracer: Predicts the memory of its steps.
         notes: One sentence each.
         isolated: Runs its steps in a process of its own; None where they run in this one.
+        rebuild: Builds the workload again, with its memory; None where it has it, or never had any.
     """
 
     workload: Workload
     tracer: Tracer
     notes: tuple[str, ...]
     isolated: IsolatedRuntime | None = None
+    rebuild: Callable[[], Workload] | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def isolated_runtime(
     return runtime
 
 
-def _runtime_of_source(source: Source, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...]) -> Runtime:
+def _runtime_of_source(source: Source, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...]) -> RealRuntime:
     """Make the runtime where nothing has to be undone: in a process that ends."""
     return _real_runtime(devices, capacities_bytes, _built(source), ExitStack())
 
@@ -211,7 +213,8 @@ def follow(
         why_real = note or why_real
     closing.callback(tracer.trainee.restore)
     assumed = tracer.assumptions()
-    return Followed(workload, tracer, assumed if why_real is None else (why_real, *assumed), isolated)
+    rebuild = partial(_built, built.source) if built.fake and why_real is None else None
+    return Followed(workload, tracer, assumed if why_real is None else (why_real, *assumed), isolated, rebuild)
 
 
 def _built_for_real(error: Exception) -> str:
@@ -257,7 +260,7 @@ def runtime_for(
 
 def _real_runtime(
     devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], workload: Workload, closing: ExitStack
-) -> Runtime:
+) -> RealRuntime:
     if devices[0].kind == "cpu":
         trainee = training_copy(workload, device=torch.device("cpu"))
         closing.callback(trainee.restore)

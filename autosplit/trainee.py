@@ -469,7 +469,9 @@ def _copied_optimizers(workload: Workload, models: Any, memo: dict[int, Any], mo
             for i, (name, item) in enumerate(given.items())
         }
     if isinstance(given, (tuple, list)):
-        return type(given)(_optimizer(item, _parameters(modules, i, len(given)), memo, mode) for i, item in enumerate(given))
+        return type(given)(
+            _optimizer(item, _parameters(modules, i, len(given)), memo, mode) for i, item in enumerate(given)
+        )
     return _optimizer(given, _parameters(modules, 0, 1), memo, mode)
 
 

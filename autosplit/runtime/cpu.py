@@ -9,13 +9,15 @@ from __future__ import annotations
 import gc
 
 from autosplit.devices import Device
+from autosplit.errors import one_line
+from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import run_placed, wrapper_for
 from autosplit.runtime.timing import timed
 from autosplit.runtime.tracking import Tracker
 from autosplit.trainee import Trainee, listed
-from autosplit.workload import modules_of
+from autosplit.workload import Workload, modules_of
 
 __all__ = ["CpuRuntime"]
 
@@ -37,6 +39,11 @@ class CpuRuntime:
         self.capacities_bytes = capacities_bytes
         self.trainee = trainee
         self._has_stepped = any(optimizer.state for optimizer in listed(trainee.optimizers))
+
+    @property
+    def workload(self) -> Workload:
+        """What is run."""
+        return self.trainee.workload
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step under the tracker and return each device's peak, in bytes.
@@ -92,8 +99,22 @@ class CpuRuntime:
             [self.capacities_bytes[index] if self.devices[index].budgeted else None for index in places],
         )
         gc.collect(1)  # what an earlier step left in cycles would otherwise die, and take its time, in this one
-        with kept_rng():
-            found = run_placed(self.trainee, short, tracker, lambda _phase: None)
+        message = None
+        try:
+            with kept_rng():
+                found = run_placed(self.trainee, short, tracker, lambda _phase: None)
+        except OutOfMemoryError:
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if not is_oom(error):
+                raise
+            message = one_line(error)
+        if message is not None:  # outside the except block, whose traceback pins tensors
+            raise OutOfMemoryError(
+                f"this machine is out of memory, before any budget was: {message}; give it fewer samples",
+                device=self.devices[places[0]].label if len(places) == 1 else None,
+                device_index=places[0] if len(places) == 1 else None,
+            )
         peaks = [0] * len(self.devices)
         for index, peak_bytes in zip(places, found, strict=True):
             peaks[index] = peak_bytes

@@ -18,18 +18,26 @@ from autosplit.devices import Device
 from autosplit.errors import AutosplitError, from_user_code, one_line
 from autosplit.isolation import UNHURRIED_S, Child, ChildLostError, LostCauseError
 from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
-from autosplit.runtime.measurement import Measurement, Runtime, StepShape
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.cuda import CudaRuntime
+from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.trainee import ran_a_step
+from autosplit.workload import Workload
 
 __all__ = ["IsolatedRuntime", "StepLostError"]
 
 T = TypeVar("T")
+
+RealRuntime = CpuRuntime | CudaRuntime
 
 START_LIMIT_S = 60.0
 """What importing torch and building a workload may take, however little of a time limit is left."""
 
 CALL_LIMIT_S = 10.0
 """The same for a call: a few steps, with the kernels chosen in the first."""
+
+ASKED_LIMIT_S = 30.0
+"""The same for a question about the workload, which is to take a few seconds."""
 
 COMPILED_LIMIT_S = 120.0
 """The same for a compiled step, which is compiled in it."""
@@ -68,7 +76,7 @@ class IsolatedRuntime:
 
     def __init__(
         self,
-        make: Callable[[], Runtime],
+        make: Callable[[], RealRuntime],
         devices: tuple[Device, ...],
         capacities_bytes: tuple[int, ...],
         *,
@@ -116,6 +124,22 @@ class IsolatedRuntime:
             AutosplitError: As `peaks`, with the same leaves.
         """
         found: Measurement = self._call("measure", shape, budget_s)
+        return found
+
+    def ask(self, function: Callable[[Workload], T]) -> T:
+        """Call a function on the workload, there.
+
+        Args:
+            function: Picklable: one that can be imported; so is what it returns.
+
+        Raises:
+            AutosplitError: The process died of it, or was ended because it hung.
+        """
+        self._get_ready()
+        try:
+            found: T = self._child.call("ask", function, limit_s=ASKED_LIMIT_S)
+        except ChildLostError as lost:
+            raise AutosplitError(f"the process that was asked {lost.cause}; expected an answer") from None
         return found
 
     def close(self) -> None:
@@ -229,7 +253,7 @@ class _Settings:
 class _Served:
     """The real runtime, whose errors are made fit to travel."""
 
-    def __init__(self, make: Callable[[], Runtime], settings: _Settings) -> None:
+    def __init__(self, make: Callable[[], RealRuntime], settings: _Settings) -> None:
         settings.take_over()
         try:
             self._runtime = make()
@@ -244,6 +268,9 @@ class _Served:
 
     def measure(self, shape: StepShape, budget_s: float) -> Measurement:
         return self._guarded(lambda: self._runtime.measure(shape, budget_s=budget_s))
+
+    def ask(self, function: Callable[[Workload], T]) -> T:
+        return self._guarded(lambda: function(self._runtime.workload))
 
     def _guarded(self, run: Callable[[], T]) -> T:
         try:
