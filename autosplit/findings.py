@@ -19,7 +19,7 @@ class Check:
             ``"gradient of optimizer 0"``.
         split_error: Relative difference (0.1 for 10 %) between the whole sample batch and the same batch split
             unevenly over two devices: of the gradient, or of a BatchNorm's output. None where it was not looked at,
-            or is not finite.
+            or is not finite. In a plan 0 where it is no more than rounding.
         accumulation_error: The same, for two uneven micro-batches that are accumulated as `plan.steps` does, and as the
             ranks of DDP weigh theirs.
         depends: Whether it changes with the split.
@@ -47,6 +47,8 @@ def error_text(error: float | None) -> str:
     """Write a relative difference for reading: ``68 % off``, ``2e-16``, ``not looked at``."""
     if error is None:
         return "not looked at"
+    if error == 0:
+        return "none"
     if error < EXACT:
         return f"{error:.0e}"
     return f"{100 * error:.0f} % off" if error >= 0.1 else f"{100 * error:.2g} % off"

@@ -102,8 +102,8 @@ class Prober:
             return 1
         try:
             self.traced(StepShape(((1,),)))
-        except UserCodeError as error:
-            # torch nn/functional.py, _verify_batch_size.
+        except AutosplitError as error:
+            # torch nn/functional.py, _verify_batch_size; the wrapper's own words for it are raised from it.
             if "Expected more than 1 value per channel" not in str(error.__cause__):
                 raise
             return 2

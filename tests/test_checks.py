@@ -645,7 +645,7 @@ def test_what_would_fill_the_memory_is_not_checked(monkeypatch):
 
 
 def test_what_takes_too_long_is_not_checked(monkeypatch):
-    monkeypatch.setattr(checks, "PASS_S", 0.0)
+    monkeypatch.setattr(checks, "FIRST_S", 0.0)
     found, notes = checks_for(mlp())
     assert found == ()
     assert "takes over 0 s" in notes[0]

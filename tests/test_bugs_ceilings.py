@@ -1,0 +1,277 @@
+"""Bugs of ceilings that were met, each with its story."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import autosplit
+from autosplit import Workload, find_ceiling
+from autosplit.errors import InputError, UserCodeError
+from autosplit.interrupts import held_interrupts
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.measurement import StepShape
+from autosplit.trainee import training_copy
+
+
+class Branching(nn.Module):
+    """Asks for a number on the way, so that no fake tensor can follow it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 10))
+
+    def forward(self, x):
+        return self.layers(x) * (1.0 if x.sum().item() > -1e9 else 2.0)
+
+
+def classifier(module: nn.Module, optimizer, samples: int = 8) -> Workload:
+    inputs = torch.randn(samples, 32)
+    targets = torch.randint(0, 10, (samples,))
+    return Workload(module, (inputs, targets), loss_fn=nn.functional.cross_entropy, optimizer=optimizer)
+
+
+def small(width: int = 64) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def runs(workload: Workload, budget: str, n: int) -> bool:
+    """Tell whether a step of a rank of two fits a budget, by running it."""
+    devices = autosplit.parse_devices(f"cpu:{budget}")
+    runtime = CpuRuntime(devices, (devices[0].capacity_bytes,), training_copy(workload, device=torch.device("cpu")))
+    try:
+        runtime.peaks(StepShape(((n,),), "rank", num_ranks=2))
+    except OutOfMemoryError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adafactor, torch.optim.ASGD])
+def test_optimizers_whose_moment_is_the_fullest_at_small_batches(optimizer):
+    """Their state was made outside the fake mode, or they ask for numbers: followed for real, at four times the sample
+    batch the peak was still flat, its line never rose, and the search began at 65536: "does not fit" at batch 1.
+    """
+    workload = classifier(small(), optimizer)
+    found = find_ceiling(workload, "cpu:1MiB")
+    assert runs(workload, "1MiB", found.batch_size)
+    assert not runs(workload, "1MiB", found.batch_size + 1)
+    assert found.ooms <= 1
+
+
+@pytest.mark.parametrize("budget", ["8MiB", "16MiB"])
+def test_a_model_that_can_not_be_faked_whose_peak_is_flat_at_first(budget):
+    """It answered 2048 where 3000 ran, after seven errors."""
+    workload = classifier(Branching(256), torch.optim.AdamW)
+    found = find_ceiling(workload, f"cpu:{budget}")
+    assert runs(workload, budget, found.batch_size)
+    assert not runs(workload, budget, found.batch_size + 1)
+    assert found.ooms <= 1
+    assert any("can't be followed with fake tensors" in note for note in found.notes)
+
+
+class Jumping(nn.Module):
+    """Takes a workspace from so many samples on."""
+
+    def __init__(self, beyond: int) -> None:
+        super().__init__()
+        self.layers, self.beyond = small(), beyond
+
+    def forward(self, x):
+        workspace = torch.zeros(100_000 if len(x) > self.beyond else 1)
+        return self.layers(x) + 0 * workspace[0]
+
+
+def test_a_jump_between_the_sample_batch_and_twice_it_is_not_taken_for_a_slope():
+    """Two points make a line whatever they are, and the line was believed: 8 samples where hundreds run."""
+    workload = classifier(Jumping(5), torch.optim.SGD, samples=4)
+    found = find_ceiling(workload, "cpu:1MiB")
+    assert runs(workload, "1MiB", found.batch_size)
+    assert not runs(workload, "1MiB", found.batch_size + 1)
+
+
+class TestPlainCpu:
+    def test_the_role_is_what_runs(self):
+        """The step of a primary was run whatever was asked for, and called by the role's name."""
+        workload = classifier(small(512), torch.optim.AdamW)
+        peaks = {
+            role: find_ceiling(workload, "cpu", role=role, max_batch_size=16).peak_bytes
+            for role in ("eval", "primary", "rank")
+        }
+        assert peaks["eval"] < peaks["primary"] < peaks["rank"], "a rank has gradient buckets"
+
+    def test_a_time_limit_ends_it(self):
+        begun = time.monotonic()
+        found = find_ceiling(classifier(Slow(0.05), torch.optim.SGD), "cpu", time_limit_s=0.01)
+        assert found.limited_by == "time"
+        assert time.monotonic() - begun < 20
+        assert found.batch_size < 8
+
+    def test_a_model_that_fails_with_few_samples_is_looked_at_from_its_sample_batch_on(self):
+        """It began at one sample, whatever the sample batch: the model's own error came back raw."""
+        found = find_ceiling(classifier(AtLeast(4), torch.optim.SGD), "cpu", max_batch_size=32)
+        assert found.batch_size >= 8
+
+
+class Slow(nn.Module):
+    """Takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layers, self.seconds = small(), seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return self.layers(x)
+
+
+class AtLeast(nn.Module):
+    """Refuses fewer samples, or a number that no `multiple` divides."""
+
+    def __init__(self, least: int, multiple: int = 1) -> None:
+        super().__init__()
+        self.layers, self.least, self.multiple = small(), least, multiple
+
+    def forward(self, x):
+        if len(x) < self.least or len(x) % self.multiple:
+            raise ValueError(f"can't take {len(x)} samples")
+        return self.layers(x)
+
+
+def test_an_error_of_the_users_code_says_with_which_batch():
+    """A model that takes multiples of four raised its own ValueError, and nobody said which size had been tried."""
+    with pytest.raises(UserCodeError, match=r"with a batch of \d*[13579], raised ValueError: can't take"):
+        find_ceiling(classifier(AtLeast(1, 4), torch.optim.SGD), "cpu:1MiB")
+
+
+def test_the_machines_own_lack_of_memory_is_a_lack_of_memory(monkeypatch):
+    """What the allocator of the processor raises came out raw, in this process but not in a child's."""
+    workload = classifier(small(), torch.optim.SGD)
+    devices = autosplit.parse_devices("cpu:1GiB")
+    runtime = CpuRuntime(devices, (2**30,), training_copy(workload, device=torch.device("cpu")))
+    runtime.peaks(StepShape(((4,),)))
+
+    def refuse(*_args, **_options):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr("autosplit.runtime.cpu.run_placed", refuse)
+    with pytest.raises(OutOfMemoryError, match="this machine is out of memory, before any budget was"):
+        runtime.peaks(StepShape(((8,),)))
+
+
+def test_what_was_assumed_is_told_with_the_ceiling():
+    model = nn.Linear(32, 10)
+    found = find_ceiling(Workload(model, torch.randn(8, 32)), "sim:RTX3090", max_batch_size=8)
+    assert any("no optimizer given" in note for note in found.notes)
+    assert any("no loss given" in note for note in found.notes)
+
+
+def dying() -> Workload:
+    """Ends its process in its first real step; fake ones have no numbers to be ended by."""
+    return classifier(Dying(), torch.optim.SGD)
+
+
+class Dying(nn.Module):
+    """Kills the process that runs it, but not one that only follows it, nor this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.home = small(), os.getpid() if not os.environ.get("AUTOSPLIT_TEST_HOME") else 0
+
+    def forward(self, x):
+        if os.environ.get("AUTOSPLIT_TEST_HOME") != str(os.getpid()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.layers(x)
+
+
+@pytest.mark.slow
+def test_what_killed_every_step_is_said(monkeypatch):
+    """ "It needs more than its trace tells; use a smaller model", where every process had been killed."""
+    monkeypatch.setenv("AUTOSPLIT_TEST_HOME", str(os.getpid()))
+    with pytest.raises(autosplit.AutosplitError, match="SIGKILL"):
+        find_ceiling(dying, "cpu:1MiB", isolate=True)
+
+
+def test_a_time_limit_that_is_over_before_anything_ran_is_not_a_lack_of_memory():
+    found = find_ceiling(classifier(small(), torch.optim.SGD), "cpu:1MiB", time_limit_s=1e-9)
+    assert found.batch_size >= 1, "the first steps of all run in any case"
+
+
+@pytest.mark.parametrize("limit", ["5", [1], True, float("nan"), 0, -1])
+def test_a_time_limit_that_is_none(limit):
+    with pytest.raises(InputError, match=r"time_limit_s is .*expected seconds"):
+        find_ceiling(classifier(small(), torch.optim.SGD), "cpu:1MiB", time_limit_s=limit)
+
+
+@pytest.mark.parametrize("most", [2**31, 10**30])
+def test_no_batch_is_larger_than_a_kernel_counts(most):
+    with pytest.raises(InputError, match=r"max_batch_size is \d+; expected at most 2147483647"):
+        find_ceiling(classifier(small(), torch.optim.SGD), "cpu:1MiB", max_batch_size=most)
+
+
+def test_a_function_that_leaves_the_program_is_the_users_error():
+    def leaving() -> Workload:
+        raise SystemExit(3)
+
+    with pytest.raises(UserCodeError, match="the function that builds the workload raised SystemExit"):
+        find_ceiling(leaving, "cpu:1MiB")
+
+
+class TestHeldInterrupts:
+    """One Ctrl-C in 25 ended the whole process: torch's dispatcher has no way out for it under fake tensors."""
+
+    def test_it_comes_at_the_end_once(self):
+        done = []
+
+        def interrupted() -> None:
+            with held_interrupts():
+                for _ in range(3):
+                    signal.raise_signal(signal.SIGINT)
+                done.append("all of it")
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert done == ["all of it"]
+
+    def test_it_comes_to_whoever_would_have_had_it(self):
+        came = []
+        before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+        try:
+            with held_interrupts():
+                signal.raise_signal(signal.SIGINT)
+                assert came == []
+            assert came == [signal.SIGINT]
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def test_what_is_ignored_stays_ignored(self):
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with held_interrupts():
+                signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def test_interrupts_at_random_moments_of_a_tuning_are_only_interrupts(self):
+        workload = classifier(small(), torch.optim.AdamW)
+        for delay_s in (0.02, 0.05, 0.1, 0.15, 0.2, 0.3):
+            signal.setitimer(signal.ITIMER_REAL, delay_s)
+            before = signal.signal(signal.SIGALRM, lambda _number, _frame: signal.raise_signal(signal.SIGINT))
+            try:
+                autosplit.tune(workload, devices="sim:2xRTX3090", profile="off", n_trials=4)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+
+
+def test_a_ceiling_that_does_not_exist_still_names_bytes():
+    with pytest.raises(DoesNotFitError, match="does not fit cpu:0"):
+        find_ceiling(classifier(small(), torch.optim.SGD), "cpu:1KiB")
