@@ -126,7 +126,9 @@ class Solver:
         near = max(1, best.gpu0_bsz // 16)
         even = even_split(best.batch_size, count)[0]
         chunk = -(-best.batch_size // count)  # torch.chunk, by which nn.DataParallel scatters
-        shares = (best.gpu0_bsz, best.gpu0_bsz + near, best.gpu0_bsz - near, even, chunk)
+        shares = [best.gpu0_bsz, best.gpu0_bsz + near, best.gpu0_bsz - near, even, chunk]
+        if self.step_time.adds_up:  # on one processor no share is faster than another
+            shares = shares[:1]
         tried = [Configuration(share, best.batch_size, best.accumulation_steps) for share in shares]
         any_steps = self.space.effective_batch_sizes is None
         others = (c for c in answers[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
@@ -139,8 +141,9 @@ class Solver:
         steps = configuration.accumulation_steps
         found = []
         for moved in sorted({sign * distance for distance in near for sign in (1, -1)}):
-            found.append(replace(configuration, gpu0_bsz=configuration.gpu0_bsz + moved))
-            found.append(replace(configuration, batch_size=configuration.batch_size + moved))
+            if not self.step_time.adds_up:
+                found.append(replace(configuration, gpu0_bsz=configuration.gpu0_bsz + moved))
+                found.append(replace(configuration, batch_size=configuration.batch_size + moved))
             fastest = self.fastest_of(max(1, configuration.batch_size + moved), steps)
             found += [] if fastest is None else [fastest]
         return [c for c in dict.fromkeys(found) if min(c.gpu0_bsz, c.batch_size - 1) >= 0 and self.space.holds(c)]
