@@ -359,7 +359,9 @@ class _Examination:
         """Name what still differs with BatchNorms frozen: the model, or else the loss."""
         split, accumulation = max(rest.split.values()), rest.accumulation
         figures = _finite(split), _finite(accumulation)
-        found = self._differing_module()
+        # Where some weights make the parts' gradients the whole's, no sample was changed by another.
+        rule = self._rule(whole, rest.parts) if rest.parts else None
+        found = self._differing_module() if rule is None else None
         if found is not None:
             return Check(
                 "model",
@@ -368,7 +370,6 @@ class _Examination:
                 advice=f"{found}: what it computes for a sample depends on the others of its forward; use a layer "
                 "that looks at each sample alone, or keep one device and one forward per step",
             )
-        rule = self._rule(whole, rest.parts) if rest.parts else None
         moved = self._state_moved(whole) if rule is None and split <= self.tolerance else []
         if moved:
             return Check(

@@ -218,17 +218,14 @@ def _whole(flag: str, text: str | None) -> int | None:
     return int(text)
 
 
-def _whole_or_range(flag: str, text: str | None) -> int | tuple[int, int] | None:
-    """Read a whole number, or a range as ``256:1024``."""
+def _whole_or_range(flag: str, text: str | None) -> int | str | None:
+    """Read a whole number, or a range as ``256:1024``, which `tune` knows as well."""
     if text is None or ":" not in text:
         return _whole(flag, text)
     ends = text.split(":")
     if len(ends) != 2:
         raise InputError(f"{flag} {text!r}: expected a whole number or a range; write it as {flag} 256:1024")
-    least, most = (_whole(flag, end) for end in ends)
-    assert least is not None, text
-    assert most is not None, text
-    return least, most
+    return ":".join(str(_whole(flag, end)) for end in ends)
 
 
 def _seconds(flag: str, text: str | None) -> float | None:

@@ -8,9 +8,9 @@ Peak bytes of another one::
 
     fixed + per_share * share
 
-Seconds of a step of k micro-steps of N samples, whose replicas are kept from the first to the last::
+Seconds of a step of k micro-steps, whose replicas are kept from the first to the last, over those that take part::
 
-    copies + k * (gather_per_sample * N + contention * slowest device) + update
+    sum of copies_i + k * (sum of gather_i * n_i + contention * slowest device) + update
 
 Seconds of a DDP step::
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -227,11 +228,15 @@ class TimeCurve:
 class StepTime:
     """The time of a BalancedDataParallel step.
 
+    A device without samples costs nothing, so that what each costs by taking part is kept apart: leaving a slow link
+    alone may be the fastest.
+
     Attributes:
         curves: For each device, its time on its share, alone.
-        copies_s: Parameters broadcast and gradients reduced: once a step, or in every micro-step without `keeps`.
-        gather_s_per_sample: Added to a micro-step by each sample of the batch: scatter, gather, the loss over gathered
-            outputs.
+        copies_s: For each device, its parameters' broadcast and its gradients' way home: once a step, or in every
+            micro-step without `keeps`. The first device's is 0.
+        gather_s_per_sample: For each device, what each of its samples adds to a micro-step where several take part:
+            scatter, gather, the loss over gathered outputs. The first device's is 0.
         update_s: The optimizer, once a step.
         adds_up: The devices share one processor, so that their times add.
         contention: Devices that work at once take so many times what the slowest takes alone: more than 1 where they
@@ -240,41 +245,73 @@ class StepTime:
     """
 
     curves: tuple[TimeCurve, ...]
-    copies_s: float
-    gather_s_per_sample: float
+    copies_s: tuple[float, ...]
+    gather_s_per_sample: tuple[float, ...]
     update_s: float
     adds_up: bool
     contention: float = 1.0
     keeps: bool = True
 
+    @classmethod
+    def bare(cls, curves: tuple[TimeCurve, ...], update_s: float, *, adds_up: bool) -> StepTime:
+        """Return the time of devices that have nothing to do with each other."""
+        return cls(curves, (0.0,) * len(curves), (0.0,) * len(curves), update_s, adds_up)
+
     def micro_seconds(self, split: Sequence[int]) -> float:
-        """Return ``gather_per_sample * N + contention * max_i t_i(n_i)``, without copies.
+        """Return ``contention * max_i t_i(n_i) + sum_i gather_i * n_i``, without copies.
 
         The sum of the times where they add; nothing is gathered, and nobody in the way, where device 0 works alone.
         """
-        busy_s, gathered, alone_s = self._amounts(split)
-        return alone_s + self.contention * busy_s + self.gather_s_per_sample * gathered
+        busy_s, gather_s, alone_s = self._amounts(split)
+        return alone_s + self.contention * busy_s + gather_s
 
     def seconds(self, splits: Sequence[Sequence[int]]) -> float:
         """Return the time of an optimizer step of these micro-steps."""
-        micro_s = sum(self.micro_seconds(split) for split in splits)
-        return self.copies_s * self._num_copies(splits) + micro_s + self.update_s
+        counted = Counter(tuple(split) for split in splits)
+        micro_s = sum(self.micro_seconds(split) * count for split, count in counted.items())
+        return self.copying_s(splits) + micro_s + self.update_s
 
-    def with_overhead(self, measured: Sequence[tuple[Sequence[int], float]]) -> StepTime:
-        """Fit the copies and the gather to measured steps of one micro-step.
+    def copying_s(self, splits: Sequence[Sequence[int]]) -> float:
+        """Return what an optimizer step spends on copying parameters and gradients."""
+        if self.keeps:
+            return sum(s for i, s in enumerate(self.copies_s) if i and any(split[i] for split in splits))
+        return sum(s for split in splits for s, samples in zip(self.copies_s[1:], split[1:], strict=True) if samples)
+
+    def with_overhead(self, index: int, measured: Sequence[tuple[Sequence[int], float]]) -> StepTime:
+        """Fit the copies and the gather of one device to steps that it makes with the first device alone.
 
         Args:
-            measured: One or two ``(split, seconds without the optimizer)``, of different batch
-                sizes where there are two.
+            index: The device's position, not the first.
+            measured: One or two ``(split, seconds without the optimizer)`` of one micro-step, with other shares where
+                there are two.
         """
-        bare = replace(self, copies_s=0.0, gather_s_per_sample=0.0)
-        left = [(sum(split), max(0.0, seconds - bare.micro_seconds(split))) for split, seconds in measured]
+        bare = self.with_costs_of(index, 0.0, 0.0)
+        left = [(split[index], max(0.0, seconds - bare.micro_seconds(split))) for split, seconds in measured]
         (n0, t0), (n1, t1) = min(left), max(left)
         slope = max(0.0, (t1 - t0) / (n1 - n0)) if n1 > n0 else 0.0
-        return replace(bare, copies_s=max(0.0, t0 - slope * n0), gather_s_per_sample=slope)
+        return self.with_costs_of(index, max(0.0, t0 - slope * n0), slope)
+
+    def with_costs_of(self, index: int, copies_s: float, gather_s_per_sample: float) -> StepTime:
+        """Return the same with what it costs that one device takes part."""
+        return replace(
+            self,
+            copies_s=_with(self.copies_s, index, copies_s),
+            gather_s_per_sample=_with(self.gather_s_per_sample, index, gather_s_per_sample),
+        )
+
+    def with_copies(self, split: Sequence[int], seconds: float) -> StepTime:
+        """Charge what a step of one micro-step took beyond its slowest device to the copies of all others, evenly.
+
+        Args:
+            split: Samples per device.
+            seconds: Without the optimizer.
+        """
+        count = len(self.curves)
+        left_s = max(0.0, seconds - replace(self, copies_s=(0.0,) * count).micro_seconds(split))
+        return replace(self, copies_s=(0.0, *(left_s / (count - 1),) * (count - 1)))
 
     def refitted(self, measured: Sequence[tuple[Sequence[Sequence[int]], float]]) -> StepTime:
-        """Fit copies, gather and contention to whole optimizer steps, by non-negative least squares.
+        """Fit copies, gather and contention, each by one factor, to whole optimizer steps: non-negative least squares.
 
         Errors count as shares of the measured time. What few steps can't tell apart stays near what it is now.
 
@@ -285,25 +322,30 @@ class StepTime:
         for splits, seconds in measured:
             amounts = [self._amounts(split) for split in splits]
             known_s = sum(alone_s for _, _, alone_s in amounts) + self.update_s
-            columns = (self._num_copies(splits), sum(a[1] for a in amounts), sum(a[0] for a in amounts))
+            columns = (self.copying_s(splits), sum(a[1] for a in amounts), self.contention * sum(a[0] for a in amounts))
             if any(columns):
                 rows.append(([column / seconds for column in columns], (seconds - known_s) / seconds))
         if not rows:
             return self
-        now = [self.copies_s, self.gather_s_per_sample, self.contention]
-        fitted = _non_negative_fit(rows, now, PRIOR_WEIGHT)
-        return replace(self, copies_s=fitted[0], gather_s_per_sample=fitted[1], contention=fitted[2])
+        copies, gather, contention = _non_negative_fit(rows, (1.0, 1.0, 1.0), PRIOR_WEIGHT)
+        return replace(
+            self,
+            copies_s=tuple(copies * seconds for seconds in self.copies_s),
+            gather_s_per_sample=tuple(gather * seconds for seconds in self.gather_s_per_sample),
+            contention=contention * self.contention,
+        )
 
-    def _amounts(self, split: Sequence[int]) -> tuple[float, int, float]:
-        """Return what contention multiplies, how many samples are gathered, and the time of device 0 alone."""
+    def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
+        """Return what contention multiplies, the gathers, and the time of device 0 alone, in seconds."""
         times = [curve(samples) for curve, samples in zip(self.curves, split, strict=True)]
         if not any(split[1:]):
-            return 0.0, 0, times[0]
-        return (sum(times) if self.adds_up else max(times)), sum(split), 0.0
+            return 0.0, 0.0, times[0]
+        gather_s = sum(seconds * samples for seconds, samples in zip(self.gather_s_per_sample, split, strict=True))
+        return (sum(times) if self.adds_up else max(times)), gather_s, 0.0
 
-    def _num_copies(self, splits: Sequence[Sequence[int]]) -> int:
-        with_replicas = sum(any(split[1:]) for split in splits)
-        return min(1, with_replicas) if self.keeps else with_replicas
+
+def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:
+    return (*values[:index], value, *values[index + 1 :])
 
 
 PRIOR_WEIGHT = 0.03

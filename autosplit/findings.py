@@ -48,7 +48,7 @@ def error_text(error: float | None) -> str:
     if error is None:
         return "not looked at"
     if error == 0:
-        return "none"
+        return "no difference"
     if error < EXACT:
         return f"{error:.0e}"
     return f"{100 * error:.0f} % off" if error >= 0.1 else f"{100 * error:.2g} % off"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from autosplit.solver import Solver
 from autosplit.space import Configuration, Trial, best_trial, configuration_of
 
-__all__ = ["PATIENCE", "Proposal", "Proposer"]
+__all__ = ["PATIENCE", "Proposal", "Proposer", "error_of"]
 
 PATIENCE = 8
 """Trials in a row that may bring nothing beyond noise before the search ends, where the model is off."""

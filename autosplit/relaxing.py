@@ -234,9 +234,9 @@ class Problem:
             return replace(self, fit=replace(self.fit, all_reduce_s=0.0))
         step_time = self.step_time
         if overhead == "copies":
-            free = replace(step_time, copies_s=0.0)
+            free = replace(step_time, copies_s=(0.0,) * len(step_time.curves))
         elif overhead == "gather":
-            free = replace(step_time, gather_s_per_sample=0.0)
+            free = replace(step_time, gather_s_per_sample=(0.0,) * len(step_time.curves))
         elif overhead == "contention":
             free = replace(step_time, contention=min(1.0, step_time.contention))
         else:
@@ -251,7 +251,7 @@ class Problem:
             ceiling: The most samples that it runs by itself.
         """
         cap = min(ceiling, self.most_samples)
-        step_time = StepTime((self.step_time.curves[index],), 0.0, 0.0, self.step_time.update_s, adds_up=False)
+        step_time = StepTime.bare((self.step_time.curves[index],), self.step_time.update_s, adds_up=False)
         region = Region(MemoryFit(0.0, 0.0), 0, cap, (), self.most_samples)
         ceilings = self.ceilings[index : index + 1]
         return replace(self, fit=Fit(step_time), ceilings=ceilings, caps=(cap,), region=region)

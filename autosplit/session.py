@@ -18,7 +18,7 @@ from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import DdpPlan, Plan
 from autosplit.probe import Prober, does_not_fit
 from autosplit.progress import Progress, fraction_of
-from autosplit.proposals import PATIENCE, Proposer
+from autosplit.proposals import PATIENCE, Proposer, error_of
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
 from autosplit.search import search
@@ -35,6 +35,9 @@ POINT_BUDGET_S = 0.5
 
 TRIAL_BUDGET_S = 1.0
 """Repeating one trial stops after this long."""
+
+DOUBTFUL_ERROR = 0.3
+"""Times that miss the model, fitted to themselves, by so much are not to be trusted."""
 
 EXACT_PATIENCE = 4
 """As `proposals.PATIENCE`, where times are exact: the solver's answer and its neighbours tell it all."""
@@ -114,6 +117,7 @@ class Session:
         best = best_trial(self.trials, knee=self.request.effective_batch_sizes is None)
         if best is None:
             raise self._nothing_fits()
+        self._doubt_the_times()
         even = self._even_rate(best)
         ddp = self._ddp(best, ranks, step_time)
         return self._assembled(self._answer(best, self._final_ceilings(best), ddp, even))
@@ -324,18 +328,30 @@ class Session:
     def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
         """Fit the time of a step: the devices' own curves, and what replicas add."""
         update_s = self.prober.update_seconds()
-        bare = StepTime(curves, 0.0, 0.0, update_s, adds_up=self.runtime.shares_processor)
+        fitted = StepTime.bare(curves, update_s, adds_up=self.runtime.shares_processor)
         if not self.replicas or self.runtime.shares_processor:
-            return bare
-        measured: list[tuple[tuple[int, ...], float]] = []
-        solver = Solver(replace(space, effective_batch_sizes=None), bare)
-        largest = space.region.largest_batch
-        for size in dict.fromkeys((largest, max(1, largest // 4))):
-            configuration = solver.fastest_of(size, 1)
-            if configuration is None:
-                continue
-            split = solver.split_of(configuration)
-            if not any(split[1:]) or not self._can_train(split):
+            return fitted
+        known: dict[tuple[str, int], tuple[float, float]] = {}
+        for index in range(1, len(curves)):
+            kind = self.request.devices[index].name, self.runtime.capacities_bytes[index]
+            if kind not in known:
+                measured = self._steps_of_two(space, index)
+                one = fitted.with_overhead(index, measured) if measured else fitted
+                known[kind] = one.copies_s[index], one.gather_s_per_sample[index]
+            fitted = fitted.with_costs_of(index, *known[kind])
+        return fitted
+
+    def _steps_of_two(self, space: Space, index: int) -> list[tuple[tuple[int, ...], float]]:
+        """Time two steps that device 0 and another make together, equally: a small one and one as large as fits."""
+        least = self.prober.least_batch()
+        region = space.region
+        most = min(region.primary_ceiling, region.replica_ceilings[index - 1], self.prober.max_batch_size // 2)
+        while most > least and region.primary_most(2 * most) < most:
+            most //= 2
+        measured = []
+        for share in sorted({least, max(least, most)}):
+            split = tuple(share if place in (0, index) else 0 for place in range(len(self.request.devices)))
+            if share > most:
                 continue
             self._report(f"time of the split {split}")
             try:
@@ -343,11 +359,11 @@ class Session:
             except OutOfMemoryError:
                 continue  # the plane was a little too good there; the trials will tell
             measured.append((split, seconds))
-        return bare.with_overhead(measured) if measured else bare
+        return measured
 
     def _rank_time(self, curves: tuple[TimeCurve, ...], ranks: tuple[Ceiling, ...]) -> StepTime:
         """Return the ranks' curves with the time of copying parameters and gradients, by one small balanced step."""
-        bare = StepTime(curves, 0.0, 0.0, self.prober.update_seconds(), adds_up=self.runtime.shares_processor)
+        bare = StepTime.bare(curves, self.prober.update_seconds(), adds_up=self.runtime.shares_processor)
         if len(ranks) == 1 or self.runtime.shares_processor or self.runtime.simulated:
             return bare  # a simulated all-reduce is computed; on one processor nothing is copied
         split = (max(1, min(rank.batch_size for rank in ranks) // 4),) * len(ranks)
@@ -355,7 +371,7 @@ class Session:
             seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
         except OutOfMemoryError:
             return bare
-        return bare.with_overhead([(split, seconds)])
+        return bare.with_copies(split, seconds)
 
     # The search
 
@@ -373,6 +389,17 @@ class Session:
             study_name=self.study_name,
             on_trial=self._keep,
         )
+
+    def _doubt_the_times(self) -> None:
+        """Say so where the times that were measured do not go together."""
+        assert self.solver is not None
+        off = error_of(self.solver.refitted(self.trials), self.trials)
+        if not self.runtime.simulated and off > DOUBTFUL_ERROR:
+            self.notes.append(
+                f"the times do not go together (off by {off:.0%}): is the machine busy with something else? tune again "
+                "with profile='refresh' (--profile refresh) when it is not; where others compute, too, "
+                "OMP_NUM_THREADS=1 may steady a processor"
+            )
 
     def _few_trials_tell(self) -> bool:
         """Tell whether more trials would only chase noise: times are exact, or no split is faster than another."""
@@ -404,7 +431,7 @@ class Session:
         )
 
     def _measured(self, splits: tuple[tuple[int, ...], ...]) -> Measurement:
-        copies_s = 0.0 if self.solver is None else self.solver.step_time.copies_s
+        copies_s = 0.0 if self.solver is None else self.solver.step_time.copying_s(splits)
         return self.prober.step(splits, budget_s=TRIAL_BUDGET_S, copies_s=copies_s)
 
     def _can_train(self, *splits: tuple[int, ...]) -> bool:
@@ -470,7 +497,7 @@ class Session:
             link = min(device.spec.link_bytes_per_s for device in self.request.devices if device.spec is not None)
             # A ring sends 2 (W - 1) / W of the gradients over each link (Patarasuk and Yuan 2009).
             return 2 * (count - 1) / count * bucket_bytes(self.prober.tracer.trainee) / link
-        return step_time.copies_s
+        return sum(step_time.copies_s)
 
     def _final_ceilings(self, best: Trial) -> tuple[Ceiling, ...]:
         """Find the largest shares that fit all at once: any split within them does."""
@@ -522,7 +549,7 @@ class Session:
         residuals = []
         for trial in self.trials:
             if trial.samples_per_s is not None:
-                splits = self.solver.splits_of(configuration_of(trial))
+                splits = self.solver.splits_of(configuration_of(trial), trial.split)
                 measured_s = sum(map(sum, splits)) / trial.samples_per_s
                 predicted_s = step_time.seconds(splits)
                 residuals.append(Residual(trial.split, trial.accumulation_steps, measured_s, predicted_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,13 @@ MOST_STEPS = 64
 """Accumulation steps beyond the fewest that are worth a look: each costs a copy and brings nothing but memory."""
 
 
+MOST_TEAMS = 9
+"""Ways to leave devices out that are looked at."""
+
+MOST_REFINED = 3
+"""Answers whose share of device 0 is searched around what the devices' own times say."""
+
+
 class Solver:
     """Solves the search space by the cost model.
 
@@ -28,8 +36,10 @@ class Solver:
     def __init__(self, space: Space, step_time: StepTime) -> None:
         self.space = space
         self.step_time = step_time
-        # Which split of a batch is the fastest depends on the curves alone, and a refit leaves these as they are.
-        self._splits: dict[tuple[int, tuple[int, ...], int], tuple[int, ...] | None] = {}
+        # Which split a configuration has does not change with the fit: the trials of one are trials of one split.
+        self._unfitted = step_time
+        self._splits: dict[tuple[int, tuple[int, ...]], tuple[int, ...] | None] = {}
+        self._rests: dict[Configuration, tuple[int, ...]] = {}
 
     def refitted(self, trials: Iterable[Trial]) -> Solver:
         """Return a solver whose model is fitted to trials as well.
@@ -40,7 +50,7 @@ class Solver:
         measured = []
         for trial in trials:
             if trial.samples_per_s is not None:
-                splits = self.splits_of(configuration_of(trial))
+                splits = self.splits_of(configuration_of(trial), trial.split)
                 measured.append((splits, sum(map(sum, splits)) / trial.samples_per_s))
         solver = Solver(self.space, self.step_time.refitted(measured))
         solver._splits = self._splits  # the very same class
@@ -59,13 +69,78 @@ class Solver:
         if self.step_time.adds_up:
             # One processor: no split is faster, so the even one, as far as the ceilings let it be.
             return (configuration.gpu0_bsz, *proportional_split(rest, tuple(max(1, c) for c in ceilings), ceilings))
-        split = self._fastest(rest, ceilings, 1)
-        assert split is not None, (configuration, self.space)
-        return (configuration.gpu0_bsz, *split)
+        if configuration not in self._rests:
+            self._rests[configuration] = self._fastest_rest(configuration)
+        return (configuration.gpu0_bsz, *self._rests[configuration])
 
-    def splits_of(self, configuration: Configuration) -> tuple[tuple[int, ...], ...]:
-        """Return the split of each micro-step; the last one shares what is left in proportion."""
-        split = self.split_of(configuration)
+    def _fastest_rest(self, configuration: Configuration) -> tuple[int, ...]:
+        """Return how the other devices share what device 0 leaves; some of them may be better left out."""
+        share, steps = configuration.gpu0_bsz, configuration.accumulation_steps
+        rest = configuration.batch_size - share
+        found = {}
+        for ceilings in self._teams:
+            split = self._fastest(rest, (0, *ceilings))
+            if split is not None:
+                found[split[1:]] = self._unfitted.seconds(((share, *split[1:]),) * steps)
+        assert found, (configuration, self.space)
+        return self._in_order(min(found, key=lambda others: found[others]))
+
+    @functools.cached_property
+    def _teams(self) -> list[tuple[int, ...]]:
+        """Return the other devices' ceilings with some of them left out, as far as that makes a difference.
+
+        Alike ones are left out from the first on. Of more than `MOST_TEAMS`, only those that leave the devices out
+        whose samples cost the most by themselves.
+        """
+        ceilings = self.space.region.replica_ceilings
+        alike: dict[object, list[int]] = {}
+        for index in range(len(ceilings)):
+            alike.setdefault(self._kind(index), []).append(index)
+        kinds = list(alike.values())
+        counts = list(itertools.product(*(range(len(kind), -1, -1) for kind in kinds)))
+        if len(counts) > MOST_TEAMS:
+            dear = sorted(range(len(ceilings)), key=self._own_cost, reverse=True)
+            return [tuple(0 if i in dear[:out] else c for i, c in enumerate(ceilings)) for out in range(len(dear) + 1)]
+        return [self._team(ceilings, kinds, taken) for taken in counts]
+
+    @staticmethod
+    def _team(ceilings: tuple[int, ...], kinds: list[list[int]], taken: tuple[int, ...]) -> tuple[int, ...]:
+        present = {index for kind, count in zip(kinds, taken, strict=True) for index in kind[len(kind) - count :]}
+        return tuple(ceiling if index in present else 0 for index, ceiling in enumerate(ceilings))
+
+    def _kind(self, other: int) -> tuple[object, ...]:
+        """Tell other devices apart, counted without the first, as far as the model does."""
+        time = self._unfitted
+        ceiling = self.space.region.replica_ceilings[other]
+        return ceiling, time.curves[other + 1], time.copies_s[other + 1], time.gather_s_per_sample[other + 1]
+
+    def _own_cost(self, other: int) -> float:
+        """Return what a device makes of its ceiling by itself, in seconds a sample."""
+        time, ceiling = self._unfitted, max(1, self.space.region.replica_ceilings[other])
+        own_s = time.curves[other + 1](ceiling) + time.copies_s[other + 1]
+        return own_s / ceiling + time.gather_s_per_sample[other + 1]
+
+    def _in_order(self, others: tuple[int, ...]) -> tuple[int, ...]:
+        """Let the last of alike devices have the most: it is gathered last, and computes meanwhile."""
+        ordered = list(others)
+        alike: dict[object, list[int]] = {}
+        for index in range(len(others)):
+            alike.setdefault(self._kind(index), []).append(index)
+        for places in alike.values():
+            for index, samples in zip(places, sorted(others[index] for index in places), strict=True):
+                ordered[index] = samples
+        return tuple(ordered)
+
+    def splits_of(
+        self, configuration: Configuration, split: tuple[int, ...] | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the split of each micro-step; the last one shares what is left in proportion.
+
+        Args:
+            configuration: In the space.
+            split: Of a full micro-step. Default: `split_of` the configuration.
+        """
+        split = split or self.split_of(configuration)
         sizes = micro_batch_sizes(self.space.effective_of(configuration), configuration.batch_size)
         return tuple(split if size == configuration.batch_size else proportional_split(size, split) for size in sizes)
 
@@ -84,21 +159,22 @@ class Solver:
         if self.step_time.adds_up or not ceilings:
             even = even_split(batch_size, 1 + len(ceilings))[0]
             return Configuration(min(max(even, least), most), batch_size, steps)
-        split = self._fastest(batch_size, (most, *ceilings), 0)
-        if split is None:  # the caps hold no such batch
-            return None
-        shared = Configuration(max(split[0], least), batch_size, steps)
-        if most < batch_size:
-            return shared
-        # Alone, device 0 has neither copies nor a gather to wait for: small batches may be faster so.
-        return max(shared, Configuration(batch_size, batch_size, steps), key=self.samples_per_s)
+        found = []
+        for team in self._teams:
+            split = self._fastest(batch_size, (most, *team))
+            if split is not None:
+                found.append(Configuration(max(split[0], least), batch_size, steps))
+        if most >= batch_size:
+            # Alone, device 0 has neither copies nor a gather to wait for: small batches may be faster so.
+            found.append(Configuration(batch_size, batch_size, steps))
+        return max(dict.fromkeys(found), key=self.samples_per_s, default=None)
 
-    def _fastest(self, batch_size: int, ceilings: tuple[int, ...], first: int) -> tuple[int, ...] | None:
-        """Return the fastest split over the devices from `first` on; None where their ceilings hold no such batch."""
-        key = (batch_size, ceilings, first)
+    def _fastest(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the split over devices of these ceilings that ends first; None where they hold no such batch."""
+        key = (batch_size, ceilings)
         if key not in self._splits:
             try:
-                self._splits[key] = fastest_split(batch_size, self.step_time.curves[first:], ceilings)
+                self._splits[key] = fastest_split(batch_size, self.step_time.curves, ceilings)
             except InputError:
                 self._splits[key] = None
         return self._splits[key]
@@ -107,11 +183,32 @@ class Solver:
         """Return the best configuration for each batch size worth a look, the best by the objective first."""
         found = [c for c in (self.fastest_of(n, k) for n, k in self._sizes()) if c is not None and self.space.holds(c)]
         rates = {c: self.samples_per_s(c) for c in found}
+        for best in sorted(rates, key=lambda c: -rates[c])[:MOST_REFINED]:
+            refined = self._refined(best)
+            rates[refined] = self.samples_per_s(refined)
         ranked = sorted(rates, key=lambda c: (-rates[c], c.batch_size))
         if not ranked or self.space.effective_batch_sizes is not None:
             return ranked
         knee = min((c for c in ranked if rates[c] >= KNEE_SHARE * rates[ranked[0]]), key=lambda c: c.batch_size)
         return [knee, *(c for c in ranked if c != knee)]
+
+    def _refined(self, configuration: Configuration) -> Configuration:
+        """Move samples to device 0 or from it as long as the model gains: what is gathered has a cost, too.
+
+        The fastest split by the devices' own times, where this begins, knows nothing of it.
+        """
+        if self.step_time.adds_up:
+            return configuration
+        rate, distance = self.samples_per_s(configuration), max(1, configuration.batch_size // 8)
+        while distance:
+            moved = [replace(configuration, gpu0_bsz=configuration.gpu0_bsz + d) for d in (distance, -distance)]
+            rates = {c: self.samples_per_s(c) for c in moved if c.gpu0_bsz >= 0 and self.space.holds(c)}
+            better = max(rates, key=lambda c: rates[c], default=configuration)
+            if rates.get(better, 0.0) > rate:
+                configuration, rate = better, rates[better]
+            else:
+                distance //= 2
+        return configuration
 
     def first_trials(self) -> list[Configuration]:
         """Return what to try first: the answer, its neighbours, the even split, torch's own, and one of another batch.

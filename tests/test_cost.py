@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -180,32 +181,64 @@ class TestRegion:
 class TestStepTime:
     CURVES = (TimeCurve.of([(1, 1.0), (2, 2.0)]), TimeCurve.of([(1, 2.0), (2, 4.0)]))
 
+    STEP = StepTime(CURVES, (0.0, 0.5), (0.0, 0.1), 3.0, adds_up=False)
+
     def test_the_slowest_device_counts(self):
-        step = StepTime(self.CURVES, 0.5, 0.1, 3.0, adds_up=False)
-        assert step.micro_seconds((4, 1)) == pytest.approx(0.5 + 4.0)
+        assert self.STEP.micro_seconds((4, 1)) == pytest.approx(0.1 + 4.0)
 
     def test_copies_are_paid_once_a_step(self):
-        step = StepTime(self.CURVES, 0.5, 0.1, 3.0, adds_up=False)
-        assert step.seconds([(4, 1), (1, 1)]) == pytest.approx(0.5 + 4.5 + 2.2 + 3.0)
+        assert self.STEP.seconds([(4, 1), (1, 1)]) == pytest.approx(0.5 + 4.1 + 2.1 + 3.0)
+
+    def test_without_kept_replicas_in_every_micro_step(self):
+        step = replace(self.STEP, keeps=False)
+        assert step.seconds([(4, 1), (1, 1)]) == pytest.approx(2 * 0.5 + 4.1 + 2.1 + 3.0)
+
+    def test_a_device_without_samples_costs_nothing(self):
+        three = StepTime((*self.CURVES, self.CURVES[1]), (0.0, 0.5, 7.0), (0.0, 0.1, 9.0), 3.0, adds_up=False)
+        splits = [(4, 1, 0), (1, 1, 0)]
+        assert three.seconds(splits) == self.STEP.seconds([split[:2] for split in splits])
+
+    def test_contention_multiplies_what_several_do_at_once(self):
+        step = replace(self.STEP, contention=1.5)
+        assert step.micro_seconds((4, 1)) == pytest.approx(0.1 + 6.0)
+        assert step.micro_seconds((4, 0)) == pytest.approx(4.0)
 
     def test_on_one_processor_the_times_add(self):
-        assert StepTime(self.CURVES, 0.0, 0.0, 0.0, adds_up=True).seconds([(4, 1)]) == pytest.approx(6.0)
+        assert StepTime.bare(self.CURVES, 0.0, adds_up=True).seconds([(4, 1)]) == pytest.approx(6.0)
 
     def test_device_0_alone_shares_nothing(self):
-        assert StepTime(self.CURVES, 0.5, 0.1, 0.0, adds_up=False).seconds([(4, 0)]) == pytest.approx(4.0)
+        assert self.STEP.seconds([(4, 0)]) == pytest.approx(4.0 + 3.0)
 
     @given(st.floats(0, 1), st.floats(0, 0.1))
     def test_recovers_copies_and_gather(self, copies, per_sample):
-        true = StepTime(self.CURVES, copies, per_sample, 0.0, adds_up=False)
-        splits = [(2, 1), (20, 10)]
-        bare = StepTime(self.CURVES, 0.0, 0.0, 0.0, adds_up=False)
-        fitted = bare.with_overhead([(split, true.seconds([split])) for split in splits])
-        assert fitted.copies_s == pytest.approx(copies, abs=1e-9)
-        assert fitted.gather_s_per_sample == pytest.approx(per_sample, abs=1e-9)
+        bare = StepTime.bare(self.CURVES, 0.0, adds_up=False)
+        true = bare.with_costs_of(1, copies, per_sample)
+        fitted = bare.with_overhead(1, [(split, true.seconds([split])) for split in [(2, 1), (20, 10)]])
+        assert fitted.copies_s == pytest.approx((0.0, copies), abs=1e-9)
+        assert fitted.gather_s_per_sample == pytest.approx((0.0, per_sample), abs=1e-9)
 
     def test_a_step_faster_than_its_devices_has_no_negative_overhead(self):
-        fitted = StepTime(self.CURVES, 0.0, 0.0, 0.0, adds_up=False).with_overhead([((2, 1), 0.5)])
-        assert (fitted.copies_s, fitted.gather_s_per_sample) == (0.0, 0.0)
+        fitted = StepTime.bare(self.CURVES, 0.0, adds_up=False).with_overhead(1, [((2, 1), 0.5)])
+        assert (fitted.copies_s, fitted.gather_s_per_sample) == ((0.0, 0.0), (0.0, 0.0))
+
+    def test_copies_of_a_whole_step_are_shared_by_all_but_the_first(self):
+        three = StepTime.bare((*self.CURVES, self.CURVES[1]), 0.0, adds_up=False)
+        assert three.with_copies((1, 1, 1), 3.0).copies_s == pytest.approx((0.0, 0.5, 0.5))
+
+    @given(st.floats(0.5, 2), st.floats(0.0, 3), st.floats(0.0, 3))
+    def test_a_refit_comes_near_to_what_was_measured(self, contention, copies, gather):
+        true = StepTime(self.CURVES, (0.0, 0.5 * copies), (0.0, 0.1 * gather), 3.0, False, contention)
+        steps = [[(4, 1)], [(20, 10)], [(4, 1)] * 4, [(2, 12)] * 2, [(1, 1)]]
+        measured = [(splits, true.seconds(splits)) for splits in steps]
+        before = max(abs(self.STEP.seconds(splits) / seconds - 1) for splits, seconds in measured)
+        after = max(abs(self.STEP.refitted(measured).seconds(splits) / seconds - 1) for splits, seconds in measured)
+        assert after <= max(0.05, 0.5 * before)
+
+    def test_a_refit_to_what_it_says_itself_changes_nothing(self):
+        measured = [(splits, self.STEP.seconds(splits)) for splits in ([(4, 1)], [(20, 10)] * 2)]
+        refitted = self.STEP.refitted(measured)
+        assert refitted.contention == pytest.approx(1.0, abs=1e-6)
+        assert refitted.copies_s == pytest.approx(self.STEP.copies_s, abs=1e-6)
 
 
 def test_an_all_reduce_behind_the_backward_costs_nothing():

@@ -51,7 +51,10 @@ def solved_plan(
         plane, caps[0] * PER_SAMPLE, min(largest, caps[0]), tuple(min(largest, c) for c in caps[1:]), largest
     )
     curves = tuple(line(ms * MS, fixed_ms * MS) for ms in per_sample_ms)
-    step_time = StepTime(curves, copies_ms * MS, gather_ms * MS, update_ms * MS, adds_up=kind == "cpu")
+    # The whole machine's, shared by the others.
+    others = len(curves) - 1
+    copies, gather = (0.0, *(copies_ms * MS / max(1, others),) * others), (0.0, *(gather_ms * MS,) * others)
+    step_time = StepTime(curves, copies, gather, update_ms * MS, adds_up=kind == "cpu")
     plan = made_plan(split, kind=kind, effective=effective or sum(split))
     devices = []
     for device, cap in zip(plan.devices, caps, strict=True):
@@ -124,9 +127,9 @@ class TestWhatBounds:
         ("overhead", "what"), [("copies_ms", "copies"), ("update_ms", "update"), ("gather_ms", "gather")]
     )
     def test_what_a_step_takes_beside_the_devices(self, overhead, what):
-        # 50 of each device, and 50 of that, for each sample of the batch where it is gathered. Were it on device 0
+        # 50 of each device, and 50 of that, for each sample of the other where they are gathered. Were it on device 0
         # alone, nothing would be copied or gathered, and it would take 100 as well.
-        amount = 0.5 if what == "gather" else 50.0
+        amount = 1.0 if what == "gather" else 50.0
         plan = solved_plan((50, 50), (1.0, 1.0), (99, 99), accumulates=False, **{overhead: amount})
         assert bound_of(plan, what).gain == pytest.approx(2.0)
 

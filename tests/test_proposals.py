@@ -19,7 +19,9 @@ def line(fixed: float, per_sample: float) -> TimeCurve:
 
 
 REGION = Region(MemoryFit(0.0, 1.0, 0.05), 40, 32, (48, 48), 128)
-STEP_TIME = StepTime((line(1, 0.2), line(1, 0.1), line(1, 0.1)), 2.0, 0.01, 0.5, adds_up=False)
+STEP_TIME = StepTime(
+    (line(1, 0.2), line(1, 0.1), line(1, 0.1)), (0.0, 1.0, 1.0), (0.0, 0.015, 0.015), 0.5, adds_up=False
+)
 
 
 def solver_of(step_time: StepTime = STEP_TIME, effective: tuple[int, int] | None = (256, 256)) -> Solver:
@@ -88,7 +90,10 @@ def test_the_first_are_the_answer_its_neighbours_the_even_split_and_torchs():
 
 def test_copies_that_cost_more_than_the_fit_says_are_learnt_and_the_answer_moves():
     # Copies are paid once a step, gathers in every micro-step: the truth has a gather that nobody had measured.
-    told, truth = solver_of(), solver_of(replace(STEP_TIME, gather_s_per_sample=0.15, copies_s=0.0))
+    told, truth = (
+        solver_of(),
+        solver_of(replace(STEP_TIME, gather_s_per_sample=(0.0, 0.06, 0.06), copies_s=(0.0, 0.5, 0.5))),
+    )
     trials, _, ended = searched(Proposer(told), truth)
     assert ended
     best = max(trial.samples_per_s for trial in trials)
@@ -102,15 +107,18 @@ def test_copies_that_cost_more_than_the_fit_says_are_learnt_and_the_answer_moves
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.floats(0.5, 2.0),
-    st.floats(0.0, 10.0),
+    st.floats(0.8, 1.5),
+    st.floats(0.3, 3.0),
     st.floats(0.0, 0.05),
     st.sampled_from([(256, 256), (100, 300), None]),
 )
 def test_whatever_the_truth_is_the_search_ends_and_is_no_worse_than_its_first_trial(
     contention, copies, gather, effective
 ):
-    truth = solver_of(replace(STEP_TIME, contention=contention, copies_s=copies, gather_s_per_sample=gather), effective)
+    copying, gathering = (0.0, copies, copies), (0.0, gather, gather)
+    truth = solver_of(
+        replace(STEP_TIME, contention=contention, copies_s=copying, gather_s_per_sample=gathering), effective
+    )
     trials, _, ended = searched(Proposer(solver_of(effective=effective)), truth)
     assert ended
     rates = [trial.samples_per_s for trial in trials]
@@ -119,7 +127,7 @@ def test_whatever_the_truth_is_the_search_ends_and_is_no_worse_than_its_first_tr
 
 
 def test_noise_ends_the_search_when_the_promise_is_under_it():
-    told, truth = solver_of(), solver_of(replace(STEP_TIME, gather_s_per_sample=0.012))
+    told, truth = solver_of(), solver_of(replace(STEP_TIME, gather_s_per_sample=(0.0, 0.018, 0.018)))
     quiet, _, _ = searched(Proposer(told), truth)
     noisy, _, ended = searched(Proposer(told), truth, error=0.5)
     assert ended

@@ -28,7 +28,7 @@ RANGES = st.tuples(st.integers(1, 30), st.integers(0, 20)).map(lambda ends: (end
 
 
 @st.composite
-def solvers(draw: st.DrawFn, effective: st.SearchStrategy[int | None]) -> Solver:
+def solvers(draw: st.DrawFn, effective: st.SearchStrategy[int | None], gathers=(0.0, 0.1)) -> Solver:
     replicas = draw(st.lists(st.integers(0, 6), max_size=2).map(tuple))
     region = Region(
         MemoryFit(5.0, draw(st.floats(0.5, 4.0)), draw(st.floats(0.0, 1.0))),
@@ -39,7 +39,8 @@ def solvers(draw: st.DrawFn, effective: st.SearchStrategy[int | None]) -> Solver
     )
     curves = tuple(line(*draw(RATES)) for _ in range(1 + len(replicas)))
     shared = draw(st.sampled_from([0.0, 0.5, 4.0]))
-    step_time = StepTime(curves, shared, draw(st.sampled_from([0.0, 0.1])), 0.25, adds_up=False)
+    others, gather = len(curves) - 1, draw(st.sampled_from(gathers))
+    step_time = StepTime(curves, (0.0, *(shared,) * others), (0.0, *(gather,) * others), 0.25, adds_up=False)
     return Solver(Space(region, sizes_of(draw(effective)), 6), step_time)
 
 
@@ -52,7 +53,7 @@ def splits_of(solver: Solver, batch_size: int) -> Iterator[tuple[int, ...]]:
     yield from (split for split in itertools.product(*ranges) if sum(split) == batch_size)
 
 
-@given(solvers(st.none()), st.integers(1, 18))
+@given(solvers(st.none(), gathers=[0.0]), st.integers(1, 18))
 def test_the_split_of_a_batch_is_the_fastest_of_all(solver, batch_size):
     times = [solver.step_time.seconds([split]) for split in splits_of(solver, batch_size)]
     answer = solver.fastest_of(batch_size, 1)
@@ -65,7 +66,7 @@ def test_the_split_of_a_batch_is_the_fastest_of_all(solver, batch_size):
     assert solver.step_time.seconds([split]) == pytest.approx(min(times))
 
 
-@given(solvers(st.none()), st.data())
+@given(solvers(st.none(), gathers=[0.0]), st.data())
 def test_the_split_beside_a_given_share_is_the_fastest_of_all(solver, data):
     largest = solver.space.region.largest_batch
     if largest < 1:
@@ -122,16 +123,70 @@ def test_the_answer_is_tried_first(solver):
     assert first[:1] == answers[:1]
 
 
-def test_device_0_alone_where_sharing_costs_more_than_it_brings():
+@pytest.mark.parametrize(("copies_s", "gpu0_bsz"), [(9.0, 4), (0.5, 2)])
+def test_device_0_alone_where_sharing_costs_more_than_it_brings(copies_s, gpu0_bsz):
     region = Region(MemoryFit(0.0, 1.0), 100, 50, (50,), 100)
-    curves = (line(0.0, 1.0), line(0.0, 1.0))
-    assert Solver(Space(region, None), StepTime(curves, 9.0, 0.0, 0.0, adds_up=False)).fastest_of(4, 1).gpu0_bsz == 4
-    assert Solver(Space(region, None), StepTime(curves, 0.5, 0.0, 0.0, adds_up=False)).fastest_of(4, 1).gpu0_bsz == 2
+    step_time = StepTime.bare((line(0.0, 1.0), line(0.0, 1.0)), 0.0, adds_up=False).with_costs_of(1, copies_s, 0.0)
+    assert Solver(Space(region, None), step_time).fastest_of(4, 1).gpu0_bsz == gpu0_bsz
+
+
+def unlike(copies_s: tuple[float, ...], *, effective: int = 48) -> Solver:
+    """Four devices of one speed, of which some are behind slow links."""
+    region = Region(MemoryFit(0.0, 1.0), 1000, 200, (200, 200, 200), 1000)
+    step_time = StepTime.bare((line(0.5, 0.1),) * 4, 0.0, adds_up=False)
+    for index, seconds in enumerate(copies_s):
+        step_time = step_time.with_costs_of(index + 1, seconds, 0.001)
+    return Solver(Space(region, (effective, effective), 4), step_time)
+
+
+def test_devices_behind_links_that_cost_more_than_they_bring_are_left_out():
+    best = unlike((0.1, 50.0, 50.0)).answers()[0]
+    split = unlike((0.1, 50.0, 50.0)).split_of(best)
+    assert split[2:] == (0, 0)
+    assert min(split[:2]) > 0
+
+
+def test_of_many_unlike_devices_the_dearest_are_left_out_first():
+    region = Region(MemoryFit(0.0, 1.0), 1000, 200, (200,) * 7, 1000)
+    step_time = StepTime.bare((line(0.5, 0.1),) * 8, 0.0, adds_up=False)
+    for index in range(1, 8):
+        step_time = step_time.with_costs_of(index, 0.01 * 10.0 ** (index // 2), 0.0)
+    solver = Solver(Space(region, (64, 64), 2), step_time)
+    split = solver.split_of(solver.answers()[0])
+    assert split[0] > 0
+    assert split[-1] == 0
+    used = [samples > 0 for samples in split[1:]]
+    assert used == sorted(used, reverse=True)
+
+
+def test_the_last_of_alike_devices_has_the_odd_sample():
+    solver = unlike((0.0, 0.0, 0.0), effective=41)
+    best = solver.answers()[0]
+    assert list(solver.split_of(best)[1:]) == sorted(solver.split_of(best)[1:])
+
+
+def test_where_gathering_costs_device_0_takes_more_than_its_own_time_says():
+    region = Region(MemoryFit(0.0, 1.0), 1000, 200, (200,), 1000)
+    bare = StepTime.bare((line(0.0, 1.0), line(0.0, 1.0)), 0.0, adds_up=False)
+    dear = Solver(Space(region, (32, 32), 1), bare.with_costs_of(1, 0.0, 1.5))
+    cheap = Solver(Space(region, (32, 32), 1), bare.with_costs_of(1, 0.0, 0.5))
+    assert cheap.answers()[0].gpu0_bsz == 16, "every sample that moves to device 0 costs more than it saves"
+    assert dear.answers()[0].gpu0_bsz == 32
+
+
+@given(solvers(st.integers(1, 40)))
+def test_the_answer_gains_nothing_by_another_share(solver):
+    answers = solver.answers()
+    if answers:
+        rates = [
+            solver.samples_per_s(c) for c in solver.neighbours(answers[0]) if c.batch_size == answers[0].batch_size
+        ]
+        assert solver.samples_per_s(answers[0]) >= max(rates, default=0.0) * (1 - 0.1)
 
 
 def test_devices_that_share_a_processor_split_evenly_as_far_as_they_can():
     region = Region(MemoryFit(0.0, 1.0), 100, 3, (50,), 100)
-    solver = Solver(Space(region, None), StepTime((line(0, 1), line(0, 9)), 0.0, 0.0, 0.0, adds_up=True))
+    solver = Solver(Space(region, None), StepTime.bare((line(0, 1), line(0, 9)), 0.0, adds_up=True))
     assert solver.split_of(solver.fastest_of(4, 1)) == (2, 2)
     assert solver.split_of(solver.fastest_of(10, 1)) == (3, 7)
 

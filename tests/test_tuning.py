@@ -543,6 +543,7 @@ class TestSeveralPrecisions:
 
 
 class TestRangeOfEffectiveBatches:
+    @pytest.mark.timeout(400)
     @pytest.mark.parametrize("given", [(200, 300), "200:300"])
     def test_the_plan_is_within_it_and_as_fast_as_any_number_of_it(self, given):
         devices = "sim:2xRTX3090@190MiB"
