@@ -37,6 +37,9 @@ __all__ = ["Prober", "does_not_fit", "find_ceiling"]
 SLOPE_TOLERANCE = 0.01
 """A traced slope that is off the real one by more is not trusted."""
 
+STRAIGHT_ENOUGH = 0.1
+"""A line of so much the same slope may be followed beyond what was traced: real steps correct it."""
+
 STEP_DOWN = 0.05
 """After a step that ran out of memory, the next has this share of its samples less; four times that after a second."""
 
@@ -243,9 +246,8 @@ class Prober:
         while 2 * largest <= self.largest_traced and traced(largest) <= capacity_bytes:
             half, quarter = largest // 2, largest // 4
             slope = (traced(largest) - traced(half)) / (largest - half)
-            if quarter < least or (
-                slope > 0 and _alike_slopes(slope, (traced(half) - traced(quarter)) / (half - quarter))
-            ):
+            before = (traced(half) - traced(quarter)) / (half - quarter) if quarter >= least else 0.0
+            if slope > 0 and abs(slope - before) <= STRAIGHT_ENOUGH * slope:
                 break
             largest *= 2
         return self._traced_up_to(largest, traced)
