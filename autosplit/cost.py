@@ -453,12 +453,13 @@ def largest_fitting(
         most: Nothing larger is looked at.
         start: A size to begin with.
         slope: Bytes per sample, roughly, for the second look; 0 where nothing is known of it.
-        straight_within: Believe, without a look, that one sample more does not fit where the line through `start` and
-            what fits says so, as long as its slope is `slope` to within this share of it; 0 for a look in any case.
+        straight_within: Believe, without a look, that one sample more does not fit, or that one less does, where the
+            line through the first look and the last says so clearly, as long as its slope is `slope` to within this
+            share of it; 0 for a look in any case.
         max_calls: After this many looks the largest size that was seen to fit is returned.
 
     Returns:
-        The largest n seen to fit; exact where `max_calls` is more than the times that ``most - least`` can be halved.
+        The largest n that fits; exact where `max_calls` is more than the times that ``most - least`` can be halved.
     """
     if most <= least:
         return least
@@ -473,7 +474,10 @@ def largest_fitting(
     widths: list[int] = []
     for calls_left in reversed(range(max_calls)):
         low, high = (n, high) if look(n) else (low, n)
-        if high - low <= 1 or _ends_straight(known, low, capacity_bytes, slope, straight_within):
+        straight = _straight_end(known, n, capacity_bytes, slope, straight_within)
+        if straight is not None:
+            return straight
+        if high - low <= 1:
             break
         widths.append(high - low)
         halvings = (high - low - 1).bit_length()  # looks that halving would take from here
@@ -488,14 +492,23 @@ CLEAR_SHARE = 0.9
 """Of a sample's bytes: with so much of them one sample more is clearly too much. Blocks are rounded; lines are not."""
 
 
-def _ends_straight(known: dict[int, float], low: int, capacity_bytes: float, slope: float, within: float) -> bool:
-    """Tell whether a line that is straight from the first look to the largest that fits ends there."""
+def _straight_end(known: dict[int, float], last: int, capacity_bytes: float, slope: float, within: float) -> int | None:
+    """Return what fits where that is the last look, or one sample less, and a straight line leads there.
+
+    Returns:
+        The size; None where the line is bent, or ends elsewhere, or too near a whole number of samples to tell.
+    """
     first = next(iter(known))
-    # `slope` may be that of the first look and twice as many samples: what fits has to be a third point.
-    if within <= 0 or slope <= 0 or low not in known or low <= 2 * first:
-        return False
-    chord = (known[low] - known[first]) / (low - first)
-    return abs(chord - slope) <= within * slope and known[low] + CLEAR_SHARE * chord > capacity_bytes
+    # `slope` may be that of the first look and twice as many samples: the last has to be a third point.
+    if within <= 0 or slope <= 0 or last <= 2 * first:
+        return None
+    chord = (known[last] - known[first]) / (last - first)
+    if abs(chord - slope) > within * slope:
+        return None
+    room = (capacity_bytes - known[last]) / chord
+    if 0 <= room < CLEAR_SHARE:
+        return last
+    return last - 1 if -CLEAR_SHARE < room < 0 else None
 
 
 def _next_size(known: dict[int, float], capacity_bytes: float, low: int, high: int, hint: float) -> int:
@@ -505,7 +518,13 @@ def _next_size(known: dict[int, float], capacity_bytes: float, low: int, high: i
         aim = n + math.floor((capacity_bytes - bytes_at_n) / hint) if hint > 0 else 2 * n if n == low else n // 2
         return min(max(low + 1, aim), high - 1)
     if low in known and high in known:
-        n0, n1 = low, high  # the chord between what fits and what does not
+        # A peak bends upwards, if at all: the chord between what fits and what does not tells too much of it, and
+        # the slope below too little. Where the latter aims between them, it ends sooner.
+        n0, n1 = low, high
+        below = max((n for n in known if n < low), default=low)
+        local = (known[low] - known[below]) / (low - below) if below < low else 0.0
+        if capacity_bytes - known[low] < local * (high - low):
+            n0, n1 = below, low
     else:
         # All fit, or none did: the line through the two nearest to the capacity, of equal ones the largest.
         n0, n1 = sorted(sorted(known, key=lambda n: (abs(known[n] - capacity_bytes), -n))[:2])

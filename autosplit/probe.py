@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -170,7 +170,7 @@ class Prober:
             batch_size = self._confirmed(index, role, shape_of, predicted, batch_size, seen)
             confirmed = batch_size > 0
         peak_bytes = seen.ran[batch_size] if confirmed else int(predicted(batch_size)) if batch_size else 0
-        fixed_bytes, bytes_per_sample = self._line(predicted, batch_size, {*seen.traced, *seen.on_line})
+        fixed_bytes, bytes_per_sample = self._line(predicted, batch_size, seen.known())
         return Ceiling(
             device=self.runtime.devices[index].label,
             role=role,
@@ -202,15 +202,16 @@ class Prober:
         Returns:
             Bytes per sample; 0 where that can't be said.
         """
-        device, second = self.runtime.devices[index], 2 * start
+        device, least = self.runtime.devices[index], self.least_batch()
         counts_bytes = device.kind == "cpu" and device.budgeted and self.tracer.fake and not self.runtime.simulated
-        if not counts_bytes or start < self.least_batch() or second > self.max_batch_size:
+        # Twice the samples are no more than twice the bytes; where that is too much, half as many will do.
+        roomy = 2 * start <= self.max_batch_size and 2 * predicted(start) <= self.runtime.capacities_bytes[index]
+        first, second = (start, 2 * start) if roomy else (start // 2, start)
+        if not counts_bytes or first < least or predicted(start) > self.runtime.capacities_bytes[index]:
             return 0.0
-        if 2 * predicted(start) > self.runtime.capacities_bytes[index]:  # twice the samples are no more than twice that
+        if not all(self._ran(index, shape_of, n, seen) for n in (first, second)):
             return 0.0
-        if not all(self._ran(index, shape_of, n, seen) for n in (start, second)):
-            return 0.0
-        return max(0.0, (seen.ran[second] - seen.ran[start]) / start)
+        return max(0.0, (seen.ran[second] - seen.ran[first]) / (second - first))
 
     def traced(self, shape: StepShape) -> tuple[int, ...]:
         """Predict each device's peak in a step, in bytes."""
@@ -467,9 +468,7 @@ class Prober:
             raise does_not_fit(self, 0)
         largest = points[-1][0]
         traced = {size: self.traced(shape_of(size))[0] for size, _ in points}
-        fixed_bytes, bytes_per_sample = self._line(
-            lambda size: traced[size] if size in traced else self.traced(shape_of(size))[0], largest, traced
-        )
+        fixed_bytes, bytes_per_sample = self._line(lambda size: self.traced(shape_of(size))[0], largest, traced)
         ceiling = Ceiling(
             device=self.runtime.devices[0].label,
             role=role,
@@ -506,33 +505,38 @@ class Prober:
         return shape
 
     def _line(
-        self, predicted: Callable[[int], float], batch_size: int, looked_at: Iterable[int] = ()
+        self, predicted: Callable[[int], float], batch_size: int, known: Mapping[int, float] | None = None
     ) -> tuple[int, int]:
         """Return fixed bytes and bytes per sample, by the line through the ceiling and about half of it.
 
         Args:
             predicted: Bytes at n samples.
             batch_size: The ceiling.
-            looked_at: Sizes whose bytes are known already: one above a third of the ceiling will do, or a smaller one
-                that lies on one line with the ceiling and another, below it or next above the ceiling.
+            known: Bytes of sizes that were looked at: one above a third of the ceiling will do, or a smaller one that
+                lies on one line with the ceiling and another, below it or a little above the ceiling.
         """
-        if batch_size < 2 * self.least_batch():
+        least, known = self.least_batch(), known or {}
+        if batch_size < 2 * least:
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
 
-        def slope_from(n: int, end: int = batch_size) -> float:
-            return (predicted(end) - predicted(n)) / (end - n)
+        def bytes_at(n: int) -> float:
+            return known[n] if n in known else predicted(n)
 
-        below = sorted(n for n in looked_at if self.least_batch() <= n < batch_size - batch_size // 8)
+        def slope_from(n: int, end: int = batch_size) -> float:
+            return (bytes_at(end) - bytes_at(n)) / (end - n)
+
+        margin = batch_size // 8
+        below = sorted(n for n in known if least <= n < batch_size - margin)
         half = batch_size // 2
         if below and below[-1] >= batch_size / 3:
             half = min(below, key=lambda n: abs(n - half))
         elif below:
             others = [slope_from(n, below[-1]) for n in below[-2:-1]]
-            others += [slope_from(batch_size, n) for n in looked_at if n == batch_size + 1]
+            others += [slope_from(batch_size, n) for n in known if batch_size < n <= batch_size + max(1, margin)]
             if any(_alike_slopes(slope_from(below[-1]), other) for other in others):
                 half = below[-1]
         slope = slope_from(half)
-        return int(predicted(batch_size) - slope * batch_size), int(slope)
+        return int(bytes_at(batch_size) - slope * batch_size), int(slope)
 
     def _confirmed(
         self,
@@ -708,14 +712,30 @@ class _Seen:
         known.update({n: (n, nbytes, True) for n, nbytes in self.ran.items()})
         return tuple(known[n] for n in sorted(known))
 
-    def draw_line(self, start: int, end: int, real_slope: float) -> None:
-        """Keep what lies on the line through two traces, and next after it, if real steps have its slope, too."""
-        if end <= start or end not in self.traced or start not in self.traced:
+    @property
+    def exact(self) -> bool:
+        """Whether a real step held to the byte what its trace says: a trace that knows this one knows the others."""
+        return any(self.traced.get(n) == nbytes for n, nbytes in self.ran.items())
+
+    def known(self) -> dict[int, int]:
+        """Return bytes by samples that need no further trace."""
+        return {**(self.ran if self.exact else {}), **self.on_line, **self.traced}
+
+    def draw_line(self, start: int, found: int, real_slope: float) -> None:
+        """Keep what lies on the line from the first trace to the last, and next after it, if real steps have its slope.
+
+        Args:
+            start: The first trace.
+            found: What fits; it, or one sample more, was the last that was traced.
+            real_slope: Bytes per sample of real steps.
+        """
+        end = next((n for n in (found + 1, found) if n in self.traced), start)
+        if end <= start or start not in self.traced:
             return
         slope = (self.traced[end] - self.traced[start]) / (end - start)
         if not _alike_slopes(slope, real_slope):
             return
-        for n in {*self.ran, end + 1} - set(self.traced):
+        for n in {*self.ran, found, found + 1} - set(self.traced):
             self.on_line[n] = int(self.traced[start] + slope * (n - start))
 
     def slope_near(self, n: int) -> float:
@@ -732,7 +752,10 @@ class _Seen:
         It is that of the nearest real step, and, where two of them show that it grows (the slope of the trace is off
         by more than `SLOPE_TOLERANCE`), the line through the two nearest. A size that failed needs more than there is.
         """
-        known = {size: nbytes - predicted(size) for size, nbytes in self.ran.items()}
+        sizes = set(self.ran)
+        if self.exact:  # a step below that was not traced would tell nothing that is worth its trace
+            sizes -= {size for size in self.ran if size < max(self.traced)} - {*self.traced, *self.on_line}
+        known = {size: self.ran[size] - predicted(size) for size in sizes}
         for size, nbytes in self.failed.items():
             known[size] = max(0.0, nbytes - predicted(size), max(known.values(), default=0.0))
         if not known:

@@ -50,6 +50,7 @@ def run_placed(
     mark: Callable[[str], None],
     *,
     held: Iterable[nn.Parameter] = (),
+    settles: bool = False,
 ) -> tuple[int, ...]:
     """Run one optimizer step under a tracker.
 
@@ -59,6 +60,7 @@ def run_placed(
         tracker: A new one, with a device for each entry of the split.
         mark: Told when a phase begins.
         held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
+        settles: Run the optimizer twice: its state appears in the first of them.
 
     Returns:
         The peak of each device, in bytes.
@@ -86,7 +88,8 @@ def run_placed(
                     buckets = _adopt_buckets(trainee, tracker) if shape.num_ranks > 1 else None
                     # Of a step of many only one may be followed, and weights its loss as all of them do.
                     total = 2 * sum(sizes) if shape.accumulates else None
-                    trainee.step(models, batches, sizes, mark, updates=shape.updates, num_samples=total)
+                    updates = 2 if settles else int(shape.updates)
+                    trainee.step(models, batches, sizes, mark, updates=updates, num_samples=total)
                     del buckets
                 return tuple(tracker.peak_bytes)
     finally:

@@ -117,14 +117,18 @@ class Trace:
 class _Recorder:
     """An observer that gathers ops into work and keeps the transfers between.
 
+    Args:
+        samples: In the step, over all devices.
+
     Attributes:
         phases: Each with its events, in order.
         norms_over_samples: An op was seen that may refuse a single sample.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int) -> None:
         self.phases: list[tuple[str, list[Event]]] = []
         self.norms_over_samples = False
+        self._samples = samples
         self._open: dict[int, Counter[OpCost]] = {}
         self.mark("start")
 
@@ -135,7 +139,8 @@ class _Recorder:
 
     def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         """Add an op to its device's open work."""
-        self.norms_over_samples |= getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES
+        if getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES:
+            self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
         cost = op_cost(func, args, kwargs, outputs)
         if cost is not None:
             self._open.setdefault(device, Counter())[cost] += 1
@@ -174,6 +179,13 @@ _NORMS_OVER_SAMPLES = {
     aten.miopen_batch_norm,
     aten.native_group_norm,
 }
+
+
+def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
+    """Return how many values a norm takes the mean of: with more than one of each sample, one sample will do, too."""
+    values: Tensor = args[0]
+    channels = args[6] if func._overloadpacket is aten.native_group_norm else values.shape[1]
+    return values.numel() // max(1, channels)
 
 
 def _attention_flops(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
@@ -242,7 +254,7 @@ class Tracer:
     Attributes:
         trainee: The copy that is traced.
         runs: Steps followed so far.
-        norms_over_samples: An op of these steps may refuse a single sample.
+        norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
     """
 
     def __init__(self, workload: Workload, *, fake: bool, like_gpu: bool) -> None:
@@ -275,15 +287,61 @@ class Tracer:
             if shape.arrangement != "eval" and self._with_gradient is None:
                 # The optimizer's state appears in the first step, and is there in all that follow.
                 self._with_gradient = []
-                self._run(replace(shape, accumulates=False, updates=True))
-            self._kept[shape] = self._run(shape)
+                first = replace(shape, accumulates=False, updates=True)
+                trace = self._settled(first)
+                if trace is not None:
+                    self._kept[first] = trace
+            if shape not in self._kept:
+                self._kept[shape] = self._run(shape)
         return self._kept[shape]
 
+    def _settled(self, shape: StepShape) -> Trace | None:
+        """Follow the first step, and tell of it what the second would show, which is spared.
+
+        The optimizer runs twice: its state appears in the first, and the second is as all that follow. The state was
+        missing in what came before, so it is added there.
+
+        Returns:
+            The trace; None where the step is not known apart from the optimizer, or left behind something else.
+        """
+        if self.workload.step is not None:
+            self._run(shape)
+            return None
+        before_bytes = self._adopted_bytes()
+        peaks: dict[str, int] = {}
+
+        def on_mark(phase: str, tracker: Tracker) -> None:
+            if phase == "update":
+                self.trainee.adopt_on(tracker)
+            if phase in ("state", "update"):
+                peaks[phase] = tracker.peak_bytes[0]
+                tracker.reset_peak()
+
+        trace, left_bytes = self._followed(shape, on_mark, settles=True)
+        adopted_bytes = self._adopted_bytes()
+        if left_bytes != (adopted_bytes, *[0] * (len(left_bytes) - 1)):
+            return None
+        micro_bytes = peaks["state"] + adopted_bytes - before_bytes
+        return replace(trace, peak_bytes=(max(micro_bytes, trace.peak_bytes[0]), *trace.peak_bytes[1:]))
+
+    def _adopted_bytes(self) -> int:
+        """Return what lies on the first device before a step."""
+        with Tracker(["device 0"], [None]) as tracker:
+            self.trainee.adopt_on(tracker)
+            return tracker.live_bytes[0]
+
     def _run(self, shape: StepShape) -> Trace:
-        recorder = _Recorder()
+        return self._followed(shape, lambda _phase, _tracker: None)[0]
+
+    def _followed(
+        self, shape: StepShape, on_mark: Callable[[str, Tracker], None], *, settles: bool = False
+    ) -> tuple[Trace, tuple[int, ...]]:
+        """Run a step; return its trace, and what each device holds after it."""
+        recorder = _Recorder(sum(shape.splits[0]))
 
         def mark(phase: str) -> None:
             recorder.mark(phase)
+            on_mark(phase, tracker)
             if phase == "update" and not self._with_gradient:
                 grads = [(p, p.grad) for p in self.trainee.parameters()]
                 self._with_gradient = [p for p, grad in grads if grad is not None and not grad.is_sparse]
@@ -298,17 +356,18 @@ class Tracer:
             _without_fake_log(),
             _without_onednn() if self.like_gpu else nullcontext(),
         ):
-            peaks = run_placed(self.trainee, shape, tracker, mark, held=held)
+            peaks = run_placed(self.trainee, shape, tracker, mark, held=held, settles=settles)
         self.runs += 1
         self.norms_over_samples |= recorder.norms_over_samples
         phases = recorder.finish()
         micro, update = _events(phases, "micro"), _events(phases, "update")
+        left_bytes = tuple(tracker.live_bytes)
         if not shape.accumulates:
-            return Trace(peaks, (), micro, (), update)
+            return Trace(peaks, (), micro, (), update), left_bytes
         # What is followed is one micro-step of many: gradients wait on replicas that are there, and come home after it.
         broadcast = tuple(event for event in _events(phases, "broadcast") if _moves(event, "parameter"))
         home = next((index for index, event in enumerate(micro) if _moves(event, "gradient")), len(micro))
-        return Trace(peaks, broadcast, micro[:home], micro[home:], update)
+        return Trace(peaks, broadcast, micro[:home], micro[home:], update), left_bytes
 
     def accumulation_costs(self) -> list[OpCost]:
         """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
