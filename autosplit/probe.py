@@ -30,6 +30,7 @@ from autosplit.runtime.tracing import Tracer
 from autosplit.sizes import size_text
 from autosplit.split import proportional_split
 from autosplit.staging import Source, build, follow, isolated_runtime, runtime_for, workload_source
+from autosplit.timings import TimedSize
 from autosplit.trainee import ran_a_step
 
 __all__ = ["Prober", "does_not_fit", "find_ceiling"]
@@ -94,6 +95,7 @@ class Prober:
     _traced: dict[StepShape, tuple[int, ...]] = field(default_factory=dict)
     _measured: dict[StepShape, Measurement] = field(default_factory=dict)
     _equals: dict[tuple[str, int, Role, int], tuple[int, int]] = field(default_factory=dict)
+    _slopes: dict[tuple[str, int, Role, int], tuple[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         optimizer = self.tracer.workload.optimizer
@@ -152,7 +154,7 @@ class Prober:
 
         predicted = self._extended(traced, capacity_bytes)
         start = min(max(1, start or self.tracer.workload.sample_batch_size), self.max_batch_size)
-        real_slope = self._real_slope(index, shape_of, start, predicted, seen)
+        real_slope = self._real_slope(index, role, shape_of, start, predicted, seen)
         batch_size = largest_fitting(
             predicted,
             capacity_bytes,
@@ -189,6 +191,7 @@ class Prober:
     def _real_slope(
         self,
         index: int,
+        role: Role,
         shape_of: Callable[[int], StepShape],
         start: int,
         predicted: Callable[[int], float],
@@ -204,6 +207,10 @@ class Prober:
         """
         device, least = self.runtime.devices[index], self.least_batch()
         counts_bytes = device.kind == "cpu" and device.budgeted and self.tracer.fake and not self.runtime.simulated
+        alike = _kind_of(self.runtime, index, role, shape_of)
+        other, slope = self._slopes.get(alike, (index, 0.0))
+        if other != index:
+            return slope
         # Twice the samples are no more than twice the bytes; where that is too much, half as many will do.
         roomy = 2 * start <= self.max_batch_size and 2 * predicted(start) <= self.runtime.capacities_bytes[index]
         first, second = (start, 2 * start) if roomy else (start // 2, start)
@@ -211,7 +218,9 @@ class Prober:
             return 0.0
         if not all(self._ran(index, shape_of, n, seen) for n in (first, second)):
             return 0.0
-        return max(0.0, (seen.ran[second] - seen.ran[first]) / (second - first))
+        slope = max(0.0, (seen.ran[second] - seen.ran[first]) / (second - first))
+        self._slopes[alike] = index, slope
+        return slope
 
     def traced(self, shape: StepShape) -> tuple[int, ...]:
         """Predict each device's peak in a step, in bytes."""
@@ -262,6 +271,18 @@ class Prober:
 
         return peak
 
+    def predicted_ceiling(self, index: int, role: Role, *, accumulates: bool, start: int) -> int:
+        """Return a ceiling by traces alone; 0 where not even one sample fits. See `ceiling`."""
+        shape_of, least = self._shapes(index, role, (), accumulates), self.least_batch()
+        found = largest_fitting(
+            lambda n: self.traced(shape_of(max(n, least)))[index],
+            self.runtime.capacities_bytes[index],
+            least=0,
+            most=self.max_batch_size,
+            start=max(1, start),
+        )
+        return 0 if found < least else found
+
     def primary_fit(self, share: int, elsewhere: int, *, accumulates: bool) -> MemoryFit:
         """Fit device 0's peak over its own share and the whole batch, with replicas beside it.
 
@@ -284,37 +305,40 @@ class Prober:
         # From one point to the second both the share and the batch grow, to the third the batch alone.
         return MemoryFit.through(point(less, fewer), point(share, fewer), point(less, elsewhere))
 
-    def curve(self, index: int, ceiling: int, *, role: Role, budget_s: float) -> TimeCurve:
+    def timed_sizes(self, index: int, ceiling: int, *, role: Role, budget_s: float) -> list[TimedSize]:
         """Time one device alone on a few sizes up to a ceiling.
 
         Args:
             index: The device's position.
             ceiling: The largest size, at least 1.
-            role: ``"rank"``, or ``"replica"`` for a device that holds no more than that; its copies count then.
+            role: ``"rank"``, ``"primary"``, or ``"replica"`` for a device that holds no more than that: it is timed
+                without an optimizer, alone, so that neither copies nor a gather count.
             budget_s: For each size.
 
         Returns:
-            Seconds of a micro-step against samples.
+            Seconds of a micro-step for each.
 
         Raises:
             OutOfMemoryError: None of them could be run.
         """
         least = min(self.least_batch(), ceiling)
-        points = []
+        shape_of = self._forward_and_backward(index) if role == "replica" else self._shapes(index, role, (), False)
+        timed: list[TimedSize] = []
         for n in sorted({max(least, ceiling // 2**halvings) for halvings in range(5)}):
             self.report(f"{self.runtime.devices[index].label}: time of {n} samples")
             try:
-                points.append((n, self.micro_seconds(self._shapes(index, role, (), False)(n), budget_s=budget_s)))
+                seconds = self.micro_seconds(shape_of(n), budget_s=budget_s)
             except OutOfMemoryError:
-                # A replica's samples are gathered on device 0, which may be the smaller one.
-                if not points:
+                if not timed:
                     raise
                 break
-        return TimeCurve.of(points)
+            timed.append(TimedSize(n, seconds, self.measured(shape_of(n), budget_s=budget_s).error_s))
+        return timed
 
     def update_seconds(self) -> float:
         """Return the optimizer's time, by the steps that were timed already: it is the same at any batch."""
-        return min((measured.update_s for measured in self._measured.values()), default=0.0)
+        timed = (measured.update_s for shape, measured in self._measured.items() if shape.updates)
+        return min(timed, default=0.0)
 
     def untraced_bytes(self, ceiling: Ceiling) -> int:
         """Return what a confirmed step on device 0 held beyond its trace; 0 for a ceiling that was not run."""
@@ -501,6 +525,15 @@ class Prober:
             if role == "eval":
                 return StepShape((split,), "eval")
             return StepShape((split,) * micro_steps, "rank", num_ranks=self.num_ranks or count)
+
+        return shape
+
+    def _forward_and_backward(self, index: int) -> Callable[[int], StepShape]:
+        """Return what makes the part of a step that a device does with n samples of its own."""
+        count = len(self.runtime.devices)
+
+        def shape(n: int) -> StepShape:
+            return StepShape((tuple(n if place == index else 0 for place in range(count)),), "rank", updates=False)
 
         return shape
 
@@ -713,13 +746,16 @@ class _Seen:
         return tuple(known[n] for n in sorted(known))
 
     @property
-    def exact(self) -> bool:
-        """Whether a real step held to the byte what its trace says: a trace that knows this one knows the others."""
-        return any(self.traced.get(n) == nbytes for n, nbytes in self.ran.items())
+    def exact_size(self) -> int:
+        """The largest real step that held to the byte what its trace says; 0 where there is none.
+
+        A trace that knows this one knows others.
+        """
+        return max((n for n, nbytes in self.ran.items() if self.traced.get(n) == nbytes), default=0)
 
     def known(self) -> dict[int, int]:
         """Return bytes by samples that need no further trace."""
-        return {**(self.ran if self.exact else {}), **self.on_line, **self.traced}
+        return {**(self.ran if self.exact_size else {}), **self.on_line, **self.traced}
 
     def draw_line(self, start: int, found: int, real_slope: float) -> None:
         """Keep what lies on the line from the first trace to the last, and next after it, if real steps have its slope.
@@ -752,9 +788,8 @@ class _Seen:
         It is that of the nearest real step, and, where two of them show that it grows (the slope of the trace is off
         by more than `SLOPE_TOLERANCE`), the line through the two nearest. A size that failed needs more than there is.
         """
-        sizes = set(self.ran)
-        if self.exact:  # a step below that was not traced would tell nothing that is worth its trace
-            sizes -= {size for size in self.ran if size < max(self.traced)} - {*self.traced, *self.on_line}
+        # Beside a small step of which the trace is exact, another one tells nothing that would be worth its trace.
+        sizes = [n for n in self.ran if n in self.traced or n in self.on_line or n > 2 * self.exact_size]
         known = {size: self.ran[size] - predicted(size) for size in sizes}
         for size, nbytes in self.failed.items():
             known[size] = max(0.0, nbytes - predicted(size), max(known.values(), default=0.0))

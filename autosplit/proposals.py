@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autosplit.solver import Solver
 from autosplit.space import Configuration, Trial, best_trial, configuration_of
 
-__all__ = ["PATIENCE", "Proposal", "Proposer", "error_of"]
+__all__ = ["PATIENCE", "Proposal", "Proposer", "error_of", "steadied"]
 
 PATIENCE = 8
 """Trials in a row that may bring nothing beyond noise before the search ends, where the model is off."""
 
 LEAST_GAIN = 0.001
 """No trial is made for less."""
+
+LEAST_MODEL_ERROR = 0.01
+"""The model is not believed to be nearer to the truth, as a share of it: steps so near are few, and fitted to."""
+
+FITTED = 3
+"""Numbers that are fitted to trials: so many of them would be met whatever they were."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Proposer:
             if configuration not in tried:
                 return Proposal(configuration)
         knee = self.solver.space.effective_batch_sizes is None
-        best = best_trial(trials, knee=knee)
+        best = best_trial(steadied(self.solver.refitted(trials), trials), knee=knee)
         if best is None:  # all failed: what is smaller may not
             return Proposal(self._smaller(trials, tried), enough=len(trials) > len(self.first) + self.patience)
         solver = self.solver.refitted(trials)
@@ -107,6 +113,34 @@ def error_of(solver: Solver, trials: Sequence[Trial]) -> float:
         if trial.samples_per_s is not None
     ]
     return statistics.fmean(miss**2 for miss in misses) ** 0.5 if misses else 0.0
+
+
+def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials with each throughput and its error as they are known from all of them together.
+
+    What was measured and what the model says are averaged, each by the inverse of its variance. The model's own is what
+    its misses show beyond the noise of the trials. A trial that is exact stays what it is.
+
+    Args:
+        solver: Fitted to the trials.
+        trials: Failed ones are returned as they are.
+    """
+    ran = [trial for trial in trials if trial.samples_per_s is not None]
+    if len(ran) < 2:
+        return list(trials)
+    noise = statistics.fmean(trial.error_share**2 for trial in ran)
+    missed = error_of(solver, ran) ** 2 * len(ran) / max(1, len(ran) - FITTED)
+    model = max(LEAST_MODEL_ERROR**2, missed - noise)
+    return [_averaged(trial, solver.samples_per_s(configuration_of(trial)), model) for trial in trials]
+
+
+def _averaged(trial: Trial, predicted: float, variance: float) -> Trial:
+    """Average a trial with a prediction of such a variance, as a share; one that failed or is exact stays."""
+    if trial.samples_per_s is None or trial.error_share == 0:
+        return trial
+    own, other = 1 / trial.error_share**2, 1 / variance
+    rate = (own * trial.samples_per_s + other * predicted) / (own + other)
+    return replace(trial, samples_per_s=rate, error_share=(own + other) ** -0.5)
 
 
 def _hopeless(configuration: Configuration, trials: Sequence[Trial]) -> bool:

@@ -209,7 +209,7 @@ def _suggested(trial: Any, space: Space) -> Configuration:
         steps -= 1
         batches = space.batch_bounds(steps)
     batch_size = trial.suggest_int("batch_size", *batches)
-    shares = space.region.gpu0_bounds(batch_size)
+    shares = space.region_of(steps).gpu0_bounds(batch_size)
     assert shares is not None, (batch_size, space)
     return Configuration(trial.suggest_int("gpu0_bsz", *shares), batch_size, steps)
 

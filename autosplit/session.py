@@ -18,7 +18,7 @@ from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import DdpPlan, Plan
 from autosplit.probe import Prober, does_not_fit
 from autosplit.progress import Progress, fraction_of
-from autosplit.proposals import PATIENCE, Proposer, error_of
+from autosplit.proposals import PATIENCE, Proposer, error_of, steadied
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
 from autosplit.search import search
@@ -26,6 +26,7 @@ from autosplit.solver import Solver
 from autosplit.space import Configuration, Space, Trial, best_trial, configuration_of
 from autosplit.split import accumulation_steps, even_split, micro_batch_sizes
 from autosplit.staging import Followed, runtime_for
+from autosplit.timings import TimedSize, curve_of, pooled
 from autosplit.workload import modules_of
 
 __all__ = ["Session"]
@@ -76,6 +77,7 @@ class Session:
         self.checks: tuple[Check, ...] = ()
         self.trials: list[Trial] = []
         self.solver: Solver | None = None
+        self.primary_alone: Ceiling | None = None
         self.replicas: tuple[Ceiling, ...] = ()
         self.keeps = False  # the replicas' ceilings are those of steps of several micro-steps
 
@@ -112,9 +114,9 @@ class Session:
         space = self._space(primary)
         curves = self._curves(ranks)
         step_time = self._step_time(space, curves)
-        self.solver = Solver(space, step_time)
-        self._search(space)
-        best = best_trial(self.trials, knee=self.request.effective_batch_sizes is None)
+        self.solver = Solver(self._with_several(space, step_time), step_time)
+        self._search(self.solver.space)
+        best = self._best_trial()
         if best is None:
             raise self._nothing_fits()
         self._doubt_the_times()
@@ -178,10 +180,11 @@ class Session:
 
     def best_so_far(self) -> Plan | None:
         """Return the best plan that the trials so far make, without running anything more."""
-        best = best_trial(self.trials, knee=self.request.effective_batch_sizes is None)
+        best = self._best_trial()
         if best is None or self.solver is None:
             return None
         region = self.solver.space.region
+        assert self.primary_alone is not None, "trials are made after the ceilings are known"
         primary = self.primary_alone
         ceilings = (
             replace(primary, batch_size=max(best.gpu0_bsz, region.primary_most(best.batch_size))),
@@ -276,6 +279,30 @@ class Session:
             )
         return Space(region, sizes)
 
+    def _with_several(self, space: Space, step_time: StepTime) -> Space:
+        """Bound steps of several micro-steps apart, where all samples fit one and yet more of them promise more.
+
+        Gradients wait on each device, then. It is seldom so, and only traced: trials will tell.
+        """
+        if self.keeps or not self.replicas or not self.subject.accumulates or not self.prober.tracer.fake:
+            return space
+        best = next(iter(Solver(space, step_time).answers()), None)
+        if best is None or best.accumulation_steps == 1:
+            return space
+        region, tell = space.region, self.prober.predicted_ceiling
+        primary = tell(0, "primary", accumulates=True, start=region.primary_ceiling)
+        found: dict[tuple[str, int, int], int] = {}
+        kept = []
+        for index, ceiling in enumerate(region.replica_ceilings, 1):
+            kind = self.request.devices[index].name, self.runtime.capacities_bytes[index], ceiling
+            if kind not in found:
+                found[kind] = tell(index, "replica", accumulates=True, start=ceiling)
+            kept.append(found[kind])
+        others = min(sum(kept), max(1, -(-self._most_effective // 2) - primary))  # two micro-steps, about evenly
+        fit = self._plane(primary, others, accumulates=True)
+        several = replace(region, primary=fit, primary_ceiling=primary, replica_ceilings=tuple(kept))
+        return replace(space, accumulating=several)
+
     @property
     def _most_effective(self) -> int:
         """The most samples that an optimizer step may have; 0 where one forward makes a step of any size."""
@@ -290,10 +317,8 @@ class Session:
         if self.replicas:
             most = self.prober.max_batch_size
             share = min(most, primary.batch_size)
-            others = min(most, sum(ceiling.batch_size for ceiling in self.replicas))
-            fit = self.prober.primary_fit(share, others, accumulates=self.keeps)
-            # What a real step holds beyond its trace (a CUDA context's workspaces, fragmentation) stays with it.
-            fit = replace(fit, fixed_bytes=fit.fixed_bytes + self.prober.untraced_bytes(primary))
+            others = min(max(1, most - share), sum(ceiling.batch_size for ceiling in self.replicas))
+            fit = self._plane(share, others, accumulates=self.keeps)
         else:
             fit = MemoryFit(primary.fixed_bytes, primary.bytes_per_sample)
         return Region(
@@ -305,6 +330,12 @@ class Session:
             least_share=self.prober.least_batch(),
         )
 
+    def _plane(self, share: int, others: int, *, accumulates: bool) -> MemoryFit:
+        """Fit device 0's memory; what a real step holds beyond its trace (workspaces, fragmentation) stays with it."""
+        assert self.primary_alone is not None, "it is measured first"
+        fit = self.prober.primary_fit(share, others, accumulates=accumulates)
+        return replace(fit, fixed_bytes=fit.fixed_bytes + self.prober.untraced_bytes(self.primary_alone))
+
     def _curves(self, ranks: tuple[Ceiling, ...]) -> tuple[TimeCurve, ...]:
         """Time each device alone; devices that share a processor share a curve."""
         self.stage = "times"
@@ -312,18 +343,25 @@ class Session:
             return (self.plain_cpu_curve,)
         if self.runtime.shares_processor:
             widest = max(range(len(ranks)), key=lambda index: ranks[index].batch_size)
-            return (self._curve(widest, ranks[widest]),) * len(ranks)
-        return tuple(self._curve(index, rank) for index, rank in enumerate(ranks))
+            return (curve_of(self._timed_sizes(widest, ranks[widest])),) * len(ranks)
+        kinds = [
+            (device.name, most)
+            for device, most in zip(self.request.devices, self.runtime.capacities_bytes, strict=True)
+        ]
+        timed = [self._timed_sizes(index, rank) for index, rank in enumerate(ranks)]
+        return tuple(map(curve_of, pooled(timed, kinds)))
 
-    def _curve(self, index: int, rank: Ceiling) -> TimeCurve:
-        if rank.batch_size > 0:
-            return self.prober.curve(index, rank.batch_size, role="rank", budget_s=POINT_BUDGET_S)
-        if self.replicas and index > 0 and self.replicas[index - 1].batch_size > 0:
-            # Too small for a rank, with the optimizer's state: timed as a replica, its copies included.
-            return self.prober.curve(
-                index, self.replicas[index - 1].batch_size, role="replica", budget_s=POINT_BUDGET_S
-            )
-        return TimeCurve(((1, 1.0),))  # it gets no samples, so its time is never asked for
+    def _timed_sizes(self, index: int, rank: Ceiling) -> list[TimedSize]:
+        """Time a device as a rank; where it holds much less so, with gradient buckets and all, as what it is here."""
+        role: Role = "rank"
+        ceiling = rank.batch_size
+        if self.primary_alone is not None and index == 0 and self.primary_alone.batch_size > 2 * ceiling:
+            role, ceiling = "primary", self.primary_alone.batch_size
+        elif self.replicas and index > 0 and self.replicas[index - 1].batch_size > 2 * ceiling:
+            role, ceiling = "replica", self.replicas[index - 1].batch_size
+        if ceiling == 0:
+            return [TimedSize(1, 1.0)]  # it gets no samples, so its time is never asked for
+        return self.prober.timed_sizes(index, ceiling, role=role, budget_s=POINT_BUDGET_S)
 
     def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
         """Fit the time of a step: the devices' own curves, and what replicas add."""
@@ -390,6 +428,14 @@ class Session:
             on_trial=self._keep,
         )
 
+    def _best_trial(self) -> Trial | None:
+        """Return the answer among the trials, by what all of them together tell of each; as it was measured."""
+        if self.solver is None:
+            return None
+        known = steadied(self.solver.refitted(self.trials), self.trials)
+        best = best_trial(known, knee=self.request.effective_batch_sizes is None)
+        return None if best is None else self.trials[known.index(best)]
+
     def _doubt_the_times(self) -> None:
         """Say so where the times that were measured do not go together."""
         assert self.solver is not None
@@ -446,13 +492,12 @@ class Session:
         sizes = [best.batch_size]
         if self.subject.accumulates:
             sizes += [-(-effective // (best.accumulation_steps + more)) for more in (1, 2, 3)]
-        region = self.solver.space.region if self.solver is not None else None
+        assert self.solver is not None
         for size in dict.fromkeys(sizes):
-            shares = None if region is None else region.gpu0_bounds(size)
-            even = even_split(size, count)
-            if shares is None or not shares[0] <= even[0] <= shares[1]:
-                continue  # by the model it does not fit, and need not be run to see
             splits = tuple(even_split(micro, count) for micro in micro_batch_sizes(effective, size))
+            shares = self.solver.space.region_of(len(splits)).gpu0_bounds(size)
+            if shares is None or not shares[0] <= splits[0][0] <= shares[1]:
+                continue  # by the model it does not fit, and need not be run to see
             if not self._can_train(*splits):
                 continue
             known = next((t.samples_per_s for t in self.trials if t.split == splits[0] and t.batch_size == size), None)
@@ -502,6 +547,7 @@ class Session:
     def _final_ceilings(self, best: Trial) -> tuple[Ceiling, ...]:
         """Find the largest shares that fit all at once: any split within them does."""
         if not self.replicas:
+            assert self.primary_alone is not None, "it is the only one"
             return (self.primary_alone,)
         accumulates = best.accumulation_steps > 1
         if accumulates and not self.keeps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +16,9 @@ __all__ = ["MOST_STEPS", "RankAnswer", "RankSolver", "Solver", "geometric", "spr
 MOST_STEPS = 64
 """Accumulation steps beyond the fewest that are worth a look: each costs a copy and brings nothing but memory."""
 
+
+SIZES_OF_STEPS = 17
+"""Batches that are looked at for each number of micro-steps, where there are so many."""
 
 MOST_TEAMS = 9
 """Ways to leave devices out that are looked at."""
@@ -40,6 +42,7 @@ class Solver:
         self._unfitted = step_time
         self._splits: dict[tuple[int, tuple[int, ...]], tuple[int, ...] | None] = {}
         self._rests: dict[Configuration, tuple[int, ...]] = {}
+        self._teams: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     def refitted(self, trials: Iterable[Trial]) -> Solver:
         """Return a solver whose model is fitted to trials as well.
@@ -63,7 +66,7 @@ class Solver:
             configuration: In the space.
         """
         rest = configuration.batch_size - configuration.gpu0_bsz
-        ceilings = self.space.region.replica_ceilings
+        ceilings = self._ceilings(configuration.accumulation_steps)
         if not ceilings:
             return (configuration.batch_size,)
         if self.step_time.adds_up:
@@ -77,31 +80,43 @@ class Solver:
         """Return how the other devices share what device 0 leaves; some of them may be better left out."""
         share, steps = configuration.gpu0_bsz, configuration.accumulation_steps
         rest = configuration.batch_size - share
+        others = self._ceilings(steps)
         found = {}
-        for ceilings in self._teams:
-            split = self._fastest(rest, (0, *ceilings))
+        for team in self._teams_of(others):
+            split = self._fastest(rest, (0, *team))
             if split is not None:
                 found[split[1:]] = self._unfitted.seconds(((share, *split[1:]),) * steps)
         assert found, (configuration, self.space)
-        return self._in_order(min(found, key=lambda others: found[others]))
+        return self._in_order(min(found, key=lambda split: found[split]), others)
 
-    @functools.cached_property
-    def _teams(self) -> list[tuple[int, ...]]:
+    def _ceilings(self, steps: int) -> tuple[int, ...]:
+        """Return the other devices' ceilings in an optimizer step of so many micro-steps."""
+        return self.space.region_of(steps).replica_ceilings
+
+    def _teams_of(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the other devices' ceilings with some of them left out, as far as that makes a difference.
 
         Alike ones are left out from the first on. Of more than `MOST_TEAMS`, only those that leave the devices out
         whose samples cost the most by themselves.
         """
-        ceilings = self.space.region.replica_ceilings
-        alike: dict[object, list[int]] = {}
-        for index in range(len(ceilings)):
-            alike.setdefault(self._kind(index), []).append(index)
-        kinds = list(alike.values())
+        if ceilings not in self._teams:
+            self._teams[ceilings] = self._new_teams(ceilings)
+        return self._teams[ceilings]
+
+    def _new_teams(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
+        kinds = self._alike(ceilings)
         counts = list(itertools.product(*(range(len(kind), -1, -1) for kind in kinds)))
         if len(counts) > MOST_TEAMS:
-            dear = sorted(range(len(ceilings)), key=self._own_cost, reverse=True)
+            dear = sorted(range(len(ceilings)), key=lambda other: self._own_cost(other, ceilings[other]), reverse=True)
             return [tuple(0 if i in dear[:out] else c for i, c in enumerate(ceilings)) for out in range(len(dear) + 1)]
         return [self._team(ceilings, kinds, taken) for taken in counts]
+
+    def _alike(self, ceilings: tuple[int, ...]) -> list[list[int]]:
+        """Return the other devices, counted without the first, by what they are to the model."""
+        alike: dict[object, list[int]] = {}
+        for other, ceiling in enumerate(ceilings):
+            alike.setdefault((ceiling, *self._kind(other)), []).append(other)
+        return list(alike.values())
 
     @staticmethod
     def _team(ceilings: tuple[int, ...], kinds: list[list[int]], taken: tuple[int, ...]) -> tuple[int, ...]:
@@ -109,25 +124,21 @@ class Solver:
         return tuple(ceiling if index in present else 0 for index, ceiling in enumerate(ceilings))
 
     def _kind(self, other: int) -> tuple[object, ...]:
-        """Tell other devices apart, counted without the first, as far as the model does."""
+        """Tell other devices apart, counted without the first, as far as the model of time does."""
         time = self._unfitted
-        ceiling = self.space.region.replica_ceilings[other]
-        return ceiling, time.curves[other + 1], time.copies_s[other + 1], time.gather_s_per_sample[other + 1]
+        return time.curves[other + 1], time.copies_s[other + 1], time.gather_s_per_sample[other + 1]
 
-    def _own_cost(self, other: int) -> float:
+    def _own_cost(self, other: int, ceiling: int) -> float:
         """Return what a device makes of its ceiling by itself, in seconds a sample."""
-        time, ceiling = self._unfitted, max(1, self.space.region.replica_ceilings[other])
-        own_s = time.curves[other + 1](ceiling) + time.copies_s[other + 1]
-        return own_s / ceiling + time.gather_s_per_sample[other + 1]
+        time, most = self._unfitted, max(1, ceiling)
+        own_s = time.curves[other + 1](most) + time.copies_s[other + 1]
+        return own_s / most + time.gather_s_per_sample[other + 1]
 
-    def _in_order(self, others: tuple[int, ...]) -> tuple[int, ...]:
+    def _in_order(self, split: tuple[int, ...], ceilings: tuple[int, ...]) -> tuple[int, ...]:
         """Let the last of alike devices have the most: it is gathered last, and computes meanwhile."""
-        ordered = list(others)
-        alike: dict[object, list[int]] = {}
-        for index in range(len(others)):
-            alike.setdefault(self._kind(index), []).append(index)
-        for places in alike.values():
-            for index, samples in zip(places, sorted(others[index] for index in places), strict=True):
+        ordered = list(split)
+        for places in self._alike(ceilings):
+            for index, samples in zip(places, sorted(split[index] for index in places), strict=True):
                 ordered[index] = samples
         return tuple(ordered)
 
@@ -151,16 +162,16 @@ class Solver:
 
     def fastest_of(self, batch_size: int, steps: int) -> Configuration | None:
         """Return the fastest configuration of a batch size; None where no split of it fits."""
-        shares = self.space.region.gpu0_bounds(batch_size)
+        shares = self.space.region_of(steps).gpu0_bounds(batch_size)
         if shares is None:
             return None
         least, most = shares
-        ceilings = self.space.region.replica_ceilings
+        ceilings = self._ceilings(steps)
         if self.step_time.adds_up or not ceilings:
             even = even_split(batch_size, 1 + len(ceilings))[0]
             return Configuration(min(max(even, least), most), batch_size, steps)
         found = []
-        for team in self._teams:
+        for team in self._teams_of(ceilings):
             split = self._fastest(batch_size, (most, *team))
             if split is not None:
                 found.append(Configuration(max(split[0], least), batch_size, steps))
@@ -254,7 +265,7 @@ class Solver:
         fewest, most = self.space.steps_bounds()
         for steps in range(fewest, most + 1):
             bounds = self.space.batch_bounds(steps)
-            for size in () if bounds is None else spread(*bounds):
+            for size in () if bounds is None else spread(*bounds, SIZES_OF_STEPS):
                 yield size, steps
 
 

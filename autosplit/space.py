@@ -64,11 +64,17 @@ class Space:
         effective_batch_sizes: The least and the most samples per optimizer step, equal where a number was asked for;
             None for one micro-step of any size.
         max_steps: The most accumulation steps worth a look.
+        accumulating: Which splits fit where a step takes several micro-steps, if those are others.
     """
 
     region: Region
     effective_batch_sizes: tuple[int, int] | None
     max_steps: int = 1
+    accumulating: Region | None = None
+
+    def region_of(self, steps: int) -> Region:
+        """Return which splits fit in an optimizer step of so many micro-steps."""
+        return self.region if steps == 1 or self.accumulating is None else self.accumulating
 
     def effective_of(self, configuration: Configuration) -> int:
         """Return the samples of a configuration's optimizer step: full micro-steps, as far as there are so many."""
@@ -77,7 +83,7 @@ class Space:
 
     def batch_bounds(self, steps: int) -> tuple[int, int] | None:
         """Return the least and the largest batch that make an optimizer step in so many micro-steps, and that fit."""
-        most = self.region.largest_batch
+        most = self.region_of(steps).largest_batch
         if self.effective_batch_sizes is None:
             return (1, most) if most >= 1 else None
         fewest_samples, most_samples = self.effective_batch_sizes
@@ -102,7 +108,7 @@ class Space:
         batches = self.batch_bounds(configuration.accumulation_steps)
         if batches is None or not batches[0] <= configuration.batch_size <= batches[1]:
             return False
-        shares = self.region.gpu0_bounds(configuration.batch_size)
+        shares = self.region_of(configuration.accumulation_steps).gpu0_bounds(configuration.batch_size)
         return shares is not None and shares[0] <= configuration.gpu0_bsz <= shares[1]
 
 

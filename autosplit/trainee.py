@@ -79,11 +79,11 @@ class Trainee:
             return compiled_like(given, self.models) if is_compiled(given) else self.models
         return self.models
 
-    def adopt_on(self, placement: Placement) -> None:
-        """Charge parameters, buffers and optimizer state to the first device of a step."""
+    def adopt_on(self, placement: Placement, *, with_state: bool = True) -> None:
+        """Charge parameters, buffers and, `with_state`, the optimizers' state to the first device of a step."""
         for module in modules_of(self.models):
             adopt_module(placement, module, 0)
-        for optimizer in listed(self.optimizers):
+        for optimizer in listed(self.optimizers) if with_state else ():
             for value in _state_tensors(optimizer):
                 if value.dim() > 0:
                     placement.adopt(value, 0)

@@ -48,6 +48,7 @@ ORDER = (
     "gathering",
     "balanced",
     "cost",
+    "timings",
     "findings",
     "space",
     "solver",

@@ -220,7 +220,8 @@ class _Run:
             self._trainee.evaluate(self._models, self._batches[0])
         else:
             try:
-                self._trainee.step(self._models, self._batches, self._sizes, wait_and_mark)
+                updates = int(self._shape.updates)
+                self._trainee.step(self._models, self._batches, self._sizes, wait_and_mark, updates=updates)
             except BaseException:
                 for wrapper in modules_of(self._models):
                     wrapper.zero_grad(set_to_none=True)  # what waits elsewhere, and what follows it, too

@@ -22,7 +22,7 @@ class StepShape:
         arrangement: How the devices share the work. For ``rank`` and ``eval`` exactly one device has samples.
         num_ranks: DDP processes in the job, for ``rank``: more than one keeps gradient buckets.
         accumulates: Gradients of earlier micro-steps are held all through, and those of this step added to them.
-        updates: The optimizer runs; without it, what a replica does is all there is to see.
+        updates: The optimizer runs, and its state is there; without it, what a replica does is all there is to see.
         compiled: The model runs compiled, as it was given, on the first device alone; only real devices can.
     """
 

@@ -77,7 +77,7 @@ def run_placed(
             for parameter in held:
                 parameter.grad = torch.zeros_like(parameter)
             with tracker:
-                trainee.adopt_on(tracker)
+                trainee.adopt_on(tracker, with_state=shape.updates)
                 if held and shape.arrangement == "balanced":
                     mark("broadcast")
                     _hold(models, shape.splits[0], held)
