@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.cost import MemoryFit, Region, StepTime, TimeCurve
-from autosplit.proposals import PATIENCE, Proposer, error_of
+from autosplit.proposals import PATIENCE, Proposer, error_of, steadied
 from autosplit.solver import Solver
 from autosplit.space import Configuration, Space, Trial, configuration_of
 
@@ -174,3 +174,35 @@ def test_without_an_effective_batch_the_knee_is_tried_and_found():
     tried = {configuration_of(trial) for trial in trials}
     fastest = max(truth.answers(), key=truth.samples_per_s)
     assert fastest in tried, "a knee is a share of the fastest, which has to be measured"
+
+
+class TestSteadied:
+    """What is known of a trial is what was measured of it, and what the model makes of all the others."""
+
+    def test_exact_trials_and_failed_ones_stay(self):
+        solver = solver_of()
+        trials = [trial_of(solver, number, c) for number, c in enumerate(solver.first_trials())]
+        trials.append(replace(trials[0], number=9, samples_per_s=None, failure="sim:0 ran out"))
+        assert steadied(solver.refitted(trials), trials) == trials
+
+    def test_a_lucky_trial_is_not_taken_for_the_fastest(self):
+        """With noise the highest of many measured throughputs is one that noise was kind to."""
+        solver = solver_of()
+        trials = [trial_of(solver, number, c, error=0.03) for number, c in enumerate(solver.first_trials())]
+        best = max(trials, key=lambda trial: trial.samples_per_s)
+        beside = min(trials, key=lambda trial: abs(trial.samples_per_s - 0.97 * best.samples_per_s))
+        lucky = replace(beside, samples_per_s=1.01 * best.samples_per_s)
+        assert best.samples_per_s > 1.005 * beside.samples_per_s
+        known = steadied(solver, [lucky if trial is beside else trial for trial in trials])
+        assert max(known, key=lambda trial: trial.samples_per_s).number == best.number
+        assert all(trial.error_share < 0.03 for trial in known)
+
+    def test_a_model_that_is_off_says_little(self):
+        solver = solver_of()
+        trials = [
+            replace(trial, samples_per_s=trial.samples_per_s * (1.5 if number % 2 else 0.5))
+            for number, c in enumerate(solver.first_trials())
+            for trial in [trial_of(solver, number, c, error=0.01)]
+        ]
+        for trial, known in zip(trials, steadied(solver, trials), strict=True):
+            assert known.samples_per_s == pytest.approx(trial.samples_per_s, rel=0.01)

@@ -302,9 +302,10 @@ class Tracer:
         missing in what came before, so it is added there.
 
         Returns:
-            The trace; None where the step is not known apart from the optimizer, or left behind something else.
+            The trace; None where the step is not known apart from the optimizer, takes several devices, or left behind
+            something else.
         """
-        if self.workload.step is not None:
+        if self.workload.step is not None or len(shape.splits[0]) > 1:
             self._run(shape)
             return None
         before_bytes = self._adopted_bytes()
@@ -319,10 +320,10 @@ class Tracer:
 
         trace, left_bytes = self._followed(shape, on_mark, settles=True)
         adopted_bytes = self._adopted_bytes()
-        if left_bytes != (adopted_bytes, *[0] * (len(left_bytes) - 1)):
+        if left_bytes != (adopted_bytes,):
             return None
         micro_bytes = peaks["state"] + adopted_bytes - before_bytes
-        return replace(trace, peak_bytes=(max(micro_bytes, trace.peak_bytes[0]), *trace.peak_bytes[1:]))
+        return replace(trace, peak_bytes=(max(micro_bytes, trace.peak_bytes[0]),))
 
     def _adopted_bytes(self) -> int:
         """Return what lies on the first device before a step."""

@@ -1,0 +1,108 @@
+"""What a trace is made of: the first step tells what the second would show, and which norms may refuse one sample."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, OPTIMIZERS
+from torch import nn
+from torch.nn import functional as F
+
+from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.tracing import Tracer, make_tracer
+from autosplit.workload import Workload
+
+SAMPLES = 4
+SHAPE = StepShape(((SAMPLES,),))
+
+pytestmark = pytest.mark.usefixtures("quick_collection")
+
+
+def regression(model: nn.Module, loss_fn=F.mse_loss, **options) -> Workload:
+    return Workload(model, (torch.randn(SAMPLES, 8), torch.randn(SAMPLES, 8)), loss_fn=loss_fn, **options)
+
+
+class TestTheFirstStep:
+    @pytest.mark.parametrize("like_gpu", [False, True])
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize("name", ["cnn", "lstm", "gpt", "checkpointed"])
+    def test_tells_what_the_second_shows(self, name, optimizer, like_gpu):
+        workload = ARCHITECTURES[name](OPTIMIZERS[optimizer])
+        tracer, why_real = make_tracer(workload, like_gpu=like_gpu)
+        first = tracer.trace(SHAPE)
+        assert why_real is None
+        assert tracer.runs == 1
+        assert first == tracer._run(SHAPE)
+
+    @pytest.mark.parametrize("shape", [StepShape(((3, 5),)), StepShape(((4,),), accumulates=True)], ids=str)
+    def test_is_followed_apart_where_the_state_stands_elsewhere(self, shape):
+        """The gradients of earlier micro-steps, and replicas on other devices, are there only from the second on."""
+        workload = regression(nn.Linear(8, 8), optimizer=torch.optim.AdamW)
+        tracer = Tracer(workload, fake=True, like_gpu=False)
+        first = tracer.trace(shape)
+        assert first == tracer._run(shape)
+
+    def test_that_leaves_something_behind_is_followed_again(self):
+        """A table that the first forward makes is nobody's memory in the second, and was there in the first."""
+
+        class Remembers(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.table = nn.Linear(8, 8), None
+
+            def forward(self, x):
+                if self.table is None:
+                    self.table = x.new_ones(4096, 8).cumsum(0)
+                return self.layer(x) + self.table[: len(x)]
+
+        tracer, _ = make_tracer(regression(Remembers()), like_gpu=False)
+        assert tracer.runs == 2
+        assert tracer.trace(SHAPE) == tracer._run(SHAPE)
+
+    def test_of_a_users_own_is_followed_again(self):
+        def step(model, optimizer, batch):
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+        tracer, _ = make_tracer(
+            regression(nn.Linear(8, 8), loss_fn=None, step=step, optimizer=torch.optim.AdamW), like_gpu=False
+        )
+        assert tracer.runs == 2
+        assert tracer.trace(SHAPE) == tracer._run(SHAPE)
+
+    def test_counts_the_state_that_a_live_optimizer_has_already(self):
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        live, _ = make_tracer(regression(model, optimizer=optimizer), like_gpu=False)
+        fresh, _ = make_tracer(regression(nn.Linear(8, 8), optimizer=torch.optim.AdamW), like_gpu=False)
+        assert live.trace(SHAPE).peak_bytes == fresh.trace(SHAPE).peak_bytes
+        gc.collect()
+
+
+class TestNormsOverSamples:
+    @pytest.mark.parametrize(
+        ("norm", "shape", "may_refuse"),
+        [
+            (nn.BatchNorm1d(8), (SAMPLES, 8), True),
+            (nn.BatchNorm2d(8), (SAMPLES, 8, 1, 1), True),
+            (nn.BatchNorm2d(8), (SAMPLES, 8, 4, 4), False),
+            (nn.GroupNorm(2, 8), (SAMPLES, 8, 4, 4), False),
+            (nn.LayerNorm(8), (SAMPLES, 8), False),
+        ],
+        ids=str,
+    )
+    def test_are_those_with_one_value_of_each_sample(self, norm, shape, may_refuse):
+        """Only these need a trace of a single sample to see whether it would be refused."""
+
+        def loss(outputs, targets):
+            return (outputs - targets).square().mean()
+
+        model = nn.Sequential(nn.Unflatten(1, shape[1:]), norm, nn.Flatten())
+        values = torch.randn(shape).flatten(1)
+        tracer, _ = make_tracer(Workload(model, (values, values), loss_fn=loss), like_gpu=False)
+        assert tracer.norms_over_samples == may_refuse
