@@ -1,7 +1,7 @@
 """What to try next: the solver's answer and what is beside it, then what the model promises after more trials.
 
-    answer, neighbours, even split, torch's split | the model's best untried one, refitted | whatever a sampler likes
-                                                  ^ while it promises more than noise      ^ while the model is off
+    answer, neighbours, even split, torch's split | the model's best untried | what is next to the best | a sampler's
+                                                  ^ while it promises more   ^ while the model is off
 
 Pure: nothing is run here, and nothing random.
 """
@@ -73,7 +73,9 @@ class Proposer:
         if promised is not None:
             return Proposal(promised)
         off = error_of(solver, trials) > noise
-        return Proposal(enough=not off or _settled(trials, self.patience, noise))
+        if not off or _settled(trials, self.patience, noise):
+            return Proposal(enough=True)
+        return Proposal(self._beside(solver, trials, tried, best))
 
     def _promised(
         self,
@@ -99,6 +101,16 @@ class Proposer:
         rates = {c: scale * solver.samples_per_s(c) for c in candidates}
         foremost = max(rates, key=lambda c: (rates[c], -c.batch_size))
         return foremost if rates[foremost] > (top.samples_per_s or 0.0) * (1 + noise) else None
+
+    def _beside(
+        self, solver: Solver, trials: Sequence[Trial], tried: set[Configuration], best: Trial
+    ) -> Configuration | None:
+        """Return the best untried configuration next to the best, by the model, which is off; None where all are tried.
+
+        What the model has wrong, it has wrong of both: what is next to the best is the likeliest to be better.
+        """
+        near = [c for c in solver.neighbours(configuration_of(best)) if c not in tried and not _hopeless(c, trials)]
+        return max(near, key=lambda c: (solver.samples_per_s(c), -c.batch_size), default=None)
 
     def _smaller(self, trials: Sequence[Trial], tried: set[Configuration]) -> Configuration | None:
         untried = [c for c in self.solver.answers() if c not in tried and not _hopeless(c, trials)]

@@ -52,10 +52,13 @@ class _Quiet(TorchFunctionMode):
         super().__init__()
         self.deadline_s = deadline_s
 
+    def _is_late(self) -> bool:
+        return self.deadline_s is not None and time.monotonic() > self.deadline_s
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self.deadline_s is not None and time.monotonic() > self.deadline_s:
+        if self._is_late() and _may_fail(args):
             raise TooDearError
         named = dict(kwargs or {})
         name = getattr(func, "__name__", "")
@@ -73,6 +76,15 @@ class _Quiet(TorchFunctionMode):
             else:
                 named["dropout_p"] = 0.0
         return func(*args, **named)
+
+
+def _may_fail(args: tuple[Any, ...]) -> bool:
+    """Tell whether a function may raise without harm.
+
+    Gradients are switched off and on again by functions, too: no_grad that can't end would leave them off for good.
+    Those take no tensors. Nor is a clean-up disturbed that the first error has begun.
+    """
+    return any(isinstance(value, Tensor) for value in args) and not isinstance(sys.exc_info()[1], TooDearError)
 
 
 _DROPOUTS = {

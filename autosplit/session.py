@@ -257,27 +257,36 @@ class Session:
 
     def _space(self, primary: Ceiling) -> Space:
         """Bound the search by what fits."""
-        request = self.request
-        # More than every device holds by itself does not fit at once; how much of it does need not be traced then.
-        if self._takes_several(primary.batch_size + sum(ceiling.batch_size for ceiling in self.replicas)):
-            self._keep_replicas()
-        region = self._region(primary)
-        if not self.keeps and self._takes_several(region.largest_batch):
-            self._keep_replicas()
-            region = self._region(primary)
+        sizes, least = self.request.effective_batch_sizes, self.request.least_effective
+        region, why_single = self._widest_region(primary)
         if region.largest_batch == 0:
             raise does_not_fit(self.prober, 0)
-        sizes = request.effective_batch_sizes
-        if self.subject.may_accumulate:
+        if why_single is None:
             fewest = accumulation_steps(self._most_effective or 1, region.largest_batch)
             return Space(region, sizes, fewest + max(3, fewest))
-        if request.least_effective > region.largest_batch:
+        if least > region.largest_batch:
             raise DoesNotFitError(
-                f"{region.largest_batch} samples fit one forward and effective_batch_size is at least "
-                f"{request.least_effective}, and {self._why_single()}; expected all of them to fit; ask for at "
-                f"most {region.largest_batch}, or use a smaller model or larger devices"
+                f"{region.largest_batch} samples fit one forward and effective_batch_size is at least {least}, and "
+                f"{why_single}; expected all of them to fit; ask for at most {region.largest_batch}, or use a smaller "
+                "model or larger devices"
             )
         return Space(region, sizes)
+
+    def _widest_region(self, primary: Ceiling) -> tuple[Region, str | None]:
+        """Bound one micro-step, or each of several where not all samples fit one; also tell why it has to be one."""
+        why_single = None if self.subject.may_accumulate else self._why_single()
+        # More than every device holds by itself does not fit at once; how much of it does need not be traced then.
+        if not self._takes_several(primary.batch_size + sum(ceiling.batch_size for ceiling in self.replicas)):
+            region = self._region(primary)
+            if not self._takes_several(region.largest_batch):
+                return region, why_single
+        whole = self.replicas
+        self._keep_replicas()
+        region = self._region(primary)
+        if region.largest_batch > 0:
+            return region, why_single
+        self.replicas, self.keeps = whole, False
+        return self._region(primary), "the gradients that wait for a second micro-step leave no room for a sample"
 
     def _with_several(self, space: Space, step_time: StepTime) -> Space:
         """Bound steps of several micro-steps apart, where all samples fit one and yet more of them promise more.
@@ -290,7 +299,7 @@ class Session:
         if best is None or best.accumulation_steps == 1:
             return space
         region, tell = space.region, self.prober.predicted_ceiling
-        primary = tell(0, "primary", accumulates=True, start=region.primary_ceiling)
+        primary = self._kept_ceiling(region.primary_ceiling)
         found: dict[tuple[str, int, int], int] = {}
         kept = []
         for index, ceiling in enumerate(region.replica_ceilings, 1):
@@ -316,19 +325,27 @@ class Session:
     def _region(self, primary: Ceiling) -> Region:
         if self.replicas:
             most = self.prober.max_batch_size
-            share = min(most, primary.batch_size)
+            alone = self._kept_ceiling(primary.batch_size) if self.keeps else primary.batch_size
+            share = min(most, alone)
             others = min(max(1, most - share), sum(ceiling.batch_size for ceiling in self.replicas))
             fit = self._plane(share, others, accumulates=self.keeps)
         else:
+            alone = primary.batch_size
             fit = MemoryFit(primary.fixed_bytes, primary.bytes_per_sample)
         return Region(
             primary=fit,
             primary_capacity_bytes=self.runtime.capacities_bytes[0],
-            primary_ceiling=primary.batch_size,
+            primary_ceiling=alone,
             replica_ceilings=tuple(ceiling.batch_size for ceiling in self.replicas),
             max_batch_size=self.prober.max_batch_size,
             least_share=self.prober.least_batch(),
         )
+
+    def _kept_ceiling(self, alone: int) -> int:
+        """Return what device 0 runs by itself in a step of several micro-steps, its gradients waiting; traced only."""
+        if alone == 0:
+            return 0
+        return min(alone, self.prober.predicted_ceiling(0, "primary", accumulates=True, start=alone))
 
     def _plane(self, share: int, others: int, *, accumulates: bool) -> MemoryFit:
         """Fit device 0's memory; what a real step holds beyond its trace (workspaces, fragmentation) stays with it."""
@@ -580,7 +597,7 @@ class Session:
             curves=self.solver.step_time.curves,
             ddp=ddp,
             even_samples_per_s=even_samples_per_s,
-            region=self.solver.space.region,
+            region=self.solver.space.region_of(best.accumulation_steps),
             fit=self._fit(),
         )
 

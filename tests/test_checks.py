@@ -6,6 +6,7 @@ import json
 import math
 import random
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -649,6 +650,26 @@ def test_what_takes_too_long_is_not_checked(monkeypatch):
     found, notes = checks_for(mlp())
     assert found == ()
     assert "takes over 0 s" in notes[0]
+
+
+def test_time_that_runs_out_without_gradients_leaves_them_on(monkeypatch):
+    """no_grad() ends by a torch function: where the clock stopped that, gradients stayed off, for the user as well."""
+    restored = []
+
+    class Restoring(nn.Linear):
+        def forward(self, x):
+            try:
+                with torch.no_grad():
+                    time.sleep(0.05)
+                return super().forward(x)
+            finally:
+                restored.append(x.neg().neg())
+
+    monkeypatch.setattr(checks, "FIRST_S", 0.02)
+    _, notes = checks_for(classified(Restoring(4, 3), 4))
+    assert torch.is_grad_enabled()
+    assert "takes over 0.02 s" in notes[0]
+    assert len(restored) == 1, "a clean-up runs to its end"
 
 
 def test_as_many_samples_as_time_allows_are_checked(monkeypatch):
