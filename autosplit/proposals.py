@@ -1,6 +1,6 @@
 """What to try next: the solver's answer and what is beside it, then what the model promises after more trials.
 
-    answer, neighbours, even split, torch's split | the model's best untried | what is next to the best | a sampler's
+    answer, neighbours, even split, torch's split | the model's best untried | next to the best, then a sampler's
                                                   ^ while it promises more   ^ while the model is off
 
 Pure: nothing is run here, and nothing random.
@@ -72,10 +72,10 @@ class Proposer:
         promised = self._promised(solver, trials, tried, best, top, noise)
         if promised is not None:
             return Proposal(promised)
-        off = error_of(solver, trials) > noise
-        if not off or _settled(trials, self.patience, noise):
+        if error_of(solver, trials) <= noise:
             return Proposal(enough=True)
-        return Proposal(self._beside(solver, trials, tried, best))
+        beside = self._beside(solver, tried, best, noise)
+        return Proposal(beside, enough=beside is None and _settled(trials, self.patience, noise))
 
     def _promised(
         self,
@@ -102,15 +102,17 @@ class Proposer:
         foremost = max(rates, key=lambda c: (rates[c], -c.batch_size))
         return foremost if rates[foremost] > (top.samples_per_s or 0.0) * (1 + noise) else None
 
-    def _beside(
-        self, solver: Solver, trials: Sequence[Trial], tried: set[Configuration], best: Trial
-    ) -> Configuration | None:
-        """Return the best untried configuration next to the best, by the model, which is off; None where all are tried.
+    def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
+        """Return the best trial with one sample more or less on device 0, by the model, which is off; None if tried.
 
-        What the model has wrong, it has wrong of both: what is next to the best is the likeliest to be better.
+        What the model has wrong, it has wrong of all three. One sample of many changes no more than its share, and
+        is not looked for under noise.
         """
-        near = [c for c in solver.neighbours(configuration_of(best)) if c not in tried and not _hopeless(c, trials)]
-        return max(near, key=lambda c: (solver.samples_per_s(c), -c.batch_size), default=None)
+        if solver.step_time.adds_up or best.gpu0_bsz * noise >= 1:
+            return None
+        moved = (replace(configuration_of(best), gpu0_bsz=best.gpu0_bsz + by) for by in (1, -1))
+        near = [c for c in moved if c not in tried and c.gpu0_bsz >= 0 and solver.space.holds(c)]
+        return max(near, key=solver.samples_per_s, default=None)
 
     def _smaller(self, trials: Sequence[Trial], tried: set[Configuration]) -> Configuration | None:
         untried = [c for c in self.solver.answers() if c not in tried and not _hopeless(c, trials)]
