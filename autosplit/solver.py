@@ -23,6 +23,9 @@ SIZES_OF_STEPS = 17
 MOST_TEAMS = 9
 """Ways to leave devices out that are looked at."""
 
+TEAM_SHARE = 0.8
+"""Fewer devices are tried where the model promises so much of its best: by more it is seldom off."""
+
 MOST_REFINED = 3
 """Answers whose share of device 0 is searched around what the devices' own times say."""
 
@@ -170,15 +173,22 @@ class Solver:
         if self.step_time.adds_up or not ceilings:
             even = even_split(batch_size, 1 + len(ceilings))[0]
             return Configuration(min(max(even, least), most), batch_size, steps)
+        return max(self._of_teams(batch_size, steps), key=self.samples_per_s, default=None)
+
+    def _of_teams(self, batch_size: int, steps: int) -> list[Configuration]:
+        """Return the configurations of a batch that end first with some devices left out, and with device 0 alone."""
+        shares = self.space.region_of(steps).gpu0_bounds(batch_size)
+        assert shares is not None, "it was asked before"
+        least, most = shares
         found = []
-        for team in self._teams_of(ceilings):
+        for team in self._teams_of(self._ceilings(steps)):
             split = self._fastest(batch_size, (most, *team))
             if split is not None:
                 found.append(Configuration(max(split[0], least), batch_size, steps))
         if most >= batch_size:
             # Alone, device 0 has neither copies nor a gather to wait for: small batches may be faster so.
             found.append(Configuration(batch_size, batch_size, steps))
-        return max(dict.fromkeys(found), key=self.samples_per_s, default=None)
+        return list(dict.fromkeys(found))
 
     def _fastest(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the split over devices of these ceilings that ends first; None where they hold no such batch."""
@@ -222,9 +232,10 @@ class Solver:
         return configuration
 
     def first_trials(self) -> list[Configuration]:
-        """Return what to try first: the answer, its neighbours, the even split, torch's own, and one of another batch.
+        """Return what to try first: the answer, its neighbours, the even split, torch's own, and two that teach.
 
-        The last tells what the model has wrong about batches, which trials of a single one can't.
+        These tell what the model has wrong about devices that take part, and about batches, which trials of the same
+        devices and of a single batch can't.
         """
         answers = self.answers()
         if not answers:
@@ -238,10 +249,25 @@ class Solver:
         if self.step_time.adds_up:  # on one processor no share is faster than another
             shares = shares[:1]
         tried = [Configuration(share, best.batch_size, best.accumulation_steps) for share in shares]
+        tried += self._another_team(best)
         any_steps = self.space.effective_batch_sizes is None
         others = (c for c in answers[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
         tried += itertools.islice(others, 1)
         return [configuration for configuration in dict.fromkeys(tried) if self.space.holds(configuration)]
+
+    def _another_team(self, best: Configuration) -> list[Configuration]:
+        """Return the one that takes the fewest devices, of those within reach of the best: it tells what each costs."""
+        if self.step_time.adds_up or len(self.space.region.replica_ceilings) < 2:
+            return []
+
+        def team(configuration: Configuration) -> list[bool]:
+            return [samples > 0 for samples in self.split_of(configuration)[1:]]
+
+        within_reach = TEAM_SHARE * self.samples_per_s(best)
+        found = self._of_teams(best.batch_size, best.accumulation_steps)
+        others = [c for c in found if self.space.holds(c) and team(c) != team(best)]
+        others = [c for c in others if self.samples_per_s(c) >= within_reach]
+        return sorted(others, key=lambda c: (sum(team(c)), -self.samples_per_s(c)))[:1]
 
     def neighbours(self, configuration: Configuration) -> list[Configuration]:
         """Return what is next to a configuration, in the space: other shares of the batch, other batches, both."""

@@ -263,3 +263,39 @@ def test_a_flat_beginning_is_left_at_once():
     assert found == 86
     assert len(looked) <= 9
     assert max(looked) <= 16 * 86
+
+
+class TestStraightEnd:
+    """A line that was seen to be straight says by itself that one sample more is too much, or one less is not."""
+
+    @staticmethod
+    def found(peak, capacity, start=64, slope=1000.0, within=0.05):
+        looked = []
+
+        def look(n):
+            looked.append(n)
+            return peak(n)
+
+        options = {"least": 0, "most": 65536, "start": start, "slope": slope, "straight_within": within}
+        return largest_fitting(look, capacity, **options), looked
+
+    def test_ends_below_the_capacity(self):
+        assert self.found(lambda n: 5000 + 1000 * n, 5000 + 1000 * 500 + 400) == (500, [64, 500])
+
+    def test_ends_one_above_it(self):
+        """The slope that was told is a little too small: the look that it leads to is one sample too far."""
+        found, looked = self.found(lambda n: 5000 + 1000 * n, 5000 + 1000 * 500 + 400, slope=998.0)
+        assert (found, looked) == (500, [64, 501])
+
+    def test_a_bend_is_looked_at(self):
+        found, looked = self.found(lambda n: 5000 + 1000 * n + 900 * max(0, n - 300), 700_000)
+        assert found == max(n for n in range(1000) if 5000 + 1000 * n + 900 * max(0, n - 300) <= 700_000)
+        assert {found, found + 1} <= set(looked)
+
+    @pytest.mark.parametrize("left", [0.97, -0.97])
+    def test_what_is_too_near_a_whole_number_is_looked_at(self, left):
+        """Blocks are rounded, lines are not."""
+        capacity = 5000 + 1000 * 500 + int(1000 * left)
+        found, looked = self.found(lambda n: 5000 + 1000 * n, capacity, slope=1000.5 if left < 0 else 1000.0)
+        assert found == (500 if left > 0 else 499)
+        assert found in looked

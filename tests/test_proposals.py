@@ -144,6 +144,36 @@ def test_where_the_model_is_off_for_reasons_it_does_not_know_the_sampler_gets_it
     assert len(trials) < 60
 
 
+def test_where_the_model_is_off_one_sample_more_and_less_is_tried():
+    """A search ended at 36 samples on device 0, having looked at 34 and 38, and 37 were the fastest by a hundredth."""
+    stairs = TimeCurve.of([(n, 2.5 * -(-n // 16)) for n in range(1, 65)])
+    told, truth = solver_of(), solver_of(replace(STEP_TIME, curves=(STEP_TIME.curves[0], stairs, stairs)))
+    trials, _, _ = searched(Proposer(told, patience=3), truth)
+    best = max(trials, key=lambda trial: trial.samples_per_s)
+    tried = {configuration_of(trial) for trial in trials}
+    beside = [replace(configuration_of(best), gpu0_bsz=best.gpu0_bsz + by) for by in (1, -1)]
+    assert {c for c in beside if truth.space.holds(c)} <= tried
+
+
+def test_where_fewer_devices_are_faster_than_the_model_says_they_are_found():
+    """Four cards got in each other's way by more than was told, which no trial with all of them could tell."""
+    fast, slow = line(1, 0.1), line(1, 0.25)
+    step_time = StepTime((fast, fast, slow, slow), (0.0, 0.1, 0.1, 0.1), (0.0,) * 4, 0.1, adds_up=False)
+    space = Space(Region(MemoryFit(0.0, 1.0), 64, 64, (64, 64, 64), 64), (64, 64), 4)
+    told = Solver(space, step_time)
+
+    class Crowded(Solver):
+        def samples_per_s(self, configuration: Configuration) -> float:
+            crowd = sum(samples > 0 for samples in self.split_of(configuration)[2:])
+            return super().samples_per_s(configuration) * (0.8 if crowd else 1.0)
+
+    truth = Crowded(space, step_time)
+    assert all(told.split_of(told.answers()[0])), "by the model all of them take part"
+    trials, _, _ = searched(Proposer(told), truth)
+    best = max(trials, key=lambda trial: trial.samples_per_s)
+    assert best.split == (32, 32, 0, 0)
+
+
 def test_nothing_is_proposed_that_asks_for_more_than_a_trial_that_failed():
     solver = solver_of()
     best = solver.answers()[0]
