@@ -31,7 +31,7 @@ from autosplit.trainee import fake_mode
 from autosplit.tuning import TuningInterrupted, tune
 from autosplit.workload import Workload
 
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -106,6 +106,57 @@ class TestSimulated:
         plan = quick(small(), "sim:2xRTX3090", max_batch_size=256)
         assert plan.accumulation_steps == 1
         assert plan.effective_batch_size == plan.batch_size <= 256
+
+
+def wide(**options) -> Workload:
+    """Weights are most of what it holds, so that it matters whose gradients wait for a further micro-step."""
+    model = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 8))
+    batch = torch.randn(4, 64), torch.randn(4, 8)
+    return Workload(model, batch, loss_fn=F.mse_loss, optimizer=torch.optim.SGD, **options)
+
+
+class TestGradientsThatWait:
+    """A step of several micro-steps holds the gradients of those before, and the fast card beside them."""
+
+    MACHINE = "sim:1xH100-80GB@{}B+1xRTX3060@{}B"
+
+    def machine(self, first: int, second: int) -> str:
+        """The first card runs so many samples alone in a step of one micro-step, and the second so many beside it."""
+        tracer, _ = make_tracer(wide(), like_gpu=True)
+        primary = traced_peaks(tracer, StepShape(((first,),)))[0]
+        return self.MACHINE.format(primary + KIB, traced_peaks(tracer, StepShape(((0, second),)))[1] + KIB)
+
+    def test_bound_device_0_when_it_is_alone(self):
+        """What it runs alone in one micro-step was taken for what it runs in each of several, and nothing ran."""
+        plan = quick(wide(), self.machine(8192, 1024), effective_batch_size=16_000)
+        assert plan.accumulation_steps == 3
+        assert plan.split == (5334, 0)
+        assert not [trial for trial in plan.trials if trial.failure]
+
+    def test_bound_steps_that_need_not_take_several(self):
+        """All samples fit one forward, and several are faster: the slow card need not help then."""
+        plan = quick(wide(), self.machine(8192, 12_288), effective_batch_size=16_000, n_trials=8)
+        assert plan.accumulation_steps > 1
+        assert not [trial for trial in plan.trials if trial.failure]
+
+    def test_leave_no_room_at_all(self):
+        with pytest.raises(DoesNotFitError, match="the gradients that wait for a second micro-step leave no room"):
+            quick(wide(), self.machine(512, 700), effective_batch_size=2000)
+
+    def test_leave_one_micro_step_where_that_will_do(self):
+        plan = quick(wide(), self.machine(512, 700), effective_batch_size=(64, 2000))
+        assert plan.accumulation_steps == 1
+        assert 64 <= plan.batch_size <= 700 + 512
+
+
+def test_a_card_too_small_for_a_rank_is_timed_as_what_it_is():
+    """It holds no gradient buckets, so no rank; its time was made up then: a second for each sample."""
+    tracer, _ = make_tracer(wide(), like_gpu=True)
+    held = traced_peaks(tracer, StepShape(((64,),)))[0]
+    assert held < traced_peaks(tracer, StepShape(((1,),), "rank", num_ranks=2))[0]
+    plan = quick(wide(), f"sim:1xRTX3090@{held}B+1xRTX3090", effective_batch_size=64)
+    assert plan.ddp.ranks == ()
+    assert plan.fit.step_time.curves[0](1) < 0.01
 
 
 # ------------------------------------------------------------------------------------------------------- budgets
