@@ -185,13 +185,17 @@ def _limit_text(device: PlanDevice, *, simulated: bool) -> str:
     return _LIMITS[device.ceiling.limited_by] + ("" if simulated or device.ceiling.confirmed else ", not run")
 
 
+def _samples_text(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
+
+
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
     """The numbers that the user sets, what they make, and what is gained."""
     several = len(plan.devices) > 1
     rows = [("split", _tuple_text(plan.split)), ("gpu0_bsz", f"{plan.gpu0_bsz}")] if several else []
     rows.append(("batch_size", f"{plan.batch_size}"))
     rows.append(("accumulation_steps", f"{plan.accumulation_steps}{_short_step_text(plan)}"))
-    rows.append(("effective batch", f"{plan.effective_batch_size} samples per optimizer step"))
+    rows.append(("effective batch", f"{_samples_text(plan.effective_batch_size)} per optimizer step"))
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
     if several:
         rows.append(("gain", _gain_text(plan)))
@@ -203,7 +207,7 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
 def _short_step_text(plan: Plan) -> str:
     """Say so where the last micro-step is smaller."""
     last = micro_batch_sizes(plan.effective_batch_size, plan.batch_size)[-1]
-    return "" if last == plan.batch_size else f" (the last of {last} samples)"
+    return "" if last == plan.batch_size else f" (the last of {_samples_text(last)})"
 
 
 def _gain_text(plan: Plan) -> str:

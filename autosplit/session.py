@@ -76,6 +76,7 @@ class Session:
         self.stage = "ceilings"
         self.checks: tuple[Check, ...] = ()
         self.trials: list[Trial] = []
+        self.evaluated = 0  # of these; the others are those of a search that was cut off
         self.solver: Solver | None = None
         self.primary_alone: Ceiling | None = None
         self.replicas: tuple[Ceiling, ...] = ()
@@ -444,6 +445,11 @@ class Session:
             study_name=self.study_name,
             on_trial=self._keep,
         )
+        kept = len(self.trials) - self.evaluated
+        if kept:
+            self.notes.append(
+                f"{kept} of {len(self.trials)} trials are those of a search that was cut off, from storage"
+            )
 
     def _best_trial(self) -> Trial | None:
         """Return the answer among the trials, by what all of them together tell of each; as it was measured."""
@@ -475,6 +481,7 @@ class Session:
     def _evaluate(self, number: int, configuration: Configuration) -> Trial:
         """Run a configuration; one that fails is a failed trial."""
         assert self.solver is not None
+        self.evaluated += 1
         splits = self.solver.splits_of(configuration)
         trial = Trial(
             number, configuration.gpu0_bsz, configuration.batch_size, configuration.accumulation_steps, splits[0]

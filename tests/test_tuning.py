@@ -802,3 +802,19 @@ class TestErrors:
         assert len(names) == 1
         assert names[0].startswith("kept-")
         assert len(optuna.load_study(study_name=names[0], storage=url).trials) >= len(plan.trials)
+
+    def test_trials_that_come_from_a_storage_are_told_of(self, tmp_path):
+        """The plan said that it was found with so many trials, and had run but some of them."""
+
+        def stop(progress):
+            if progress.message.startswith("trial 2"):
+                raise KeyboardInterrupt
+
+        options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
+        with pytest.raises(TuningInterrupted):
+            quick(small(), SIM, progress=stop, **options)
+        resumed, again = quick(small(), SIM, **options), quick(small(), SIM, **options)
+        said = f"2 of {len(resumed.trials)} trials are those of a search that was cut off, from storage"
+        assert said in resumed.notes
+        assert resumed.trials == again.trials
+        assert not any("cut off" in note for note in again.notes), "it had come to its end"
