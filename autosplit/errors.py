@@ -7,6 +7,7 @@ from types import TracebackType
 
 __all__ = [
     "AutosplitError",
+    "CheckpointError",
     "DeviceError",
     "InputError",
     "PlanError",
@@ -48,6 +49,10 @@ class PlanError(InputError):
 
 class ProfileError(PlanError):
     """A profile that is stale, foreign, truncated or of an unknown version; it is named and ignored."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint that cannot be written, is cut short, or is of another model."""
 
 
 class UserCodeError(AutosplitError):

@@ -386,18 +386,21 @@ class Plan:
             reduce="sum" if self.loss_reduction == "sum" else None,
         )
 
-    def batch_sampler(self, num_samples: int, *, shuffle: bool = False, seed: int = 0) -> ScheduledBatchSampler:
+    def batch_sampler(
+        self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> ScheduledBatchSampler:
         """Return a batch sampler that hands out the plan's micro-batches, `effective_batch_size` samples a step.
 
         Args:
             num_samples: Length of the data set.
             shuffle: Draw in a new order each epoch (`set_epoch`).
             seed: Of that order.
+            drop_last: Leave out the epoch's last step where it is short of samples.
         """
         from autosplit.schedule import ScheduledBatchSampler
 
         return ScheduledBatchSampler(
-            num_samples, self.batch_size, self.effective_batch_size, shuffle=shuffle, seed=seed
+            num_samples, self.batch_size, self.effective_batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
 
     def steps(self, loader: Iterable[Any], *, count: Callable[[Any], int] | None = None) -> Iterator[OptimizerStep]:

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Sampler
 
 from autosplit.accumulation import Accumulation
-from autosplit.errors import InputError
+from autosplit.errors import InputError, shown
 from autosplit.split import accumulation_steps, micro_batch_sizes, proportional_split, whole_number
 
 __all__ = ["OptimizerStep", "RankSlice", "ScheduledBatchSampler", "StepSchedule", "steps"]
@@ -121,6 +122,10 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         rank_slice: Which part of every micro-batch to hand out, for a rank of a DDP job; None for all of it. All ranks
             draw the same order and hand out equally many micro-batches; see `RankSlice.part_of` for an empty part.
 
+    Attributes:
+        samples_consumed: Samples of this epoch, over all ranks, in optimizer steps whose micro-batches `steps` has
+            handed out to the last; what workers have drawn ahead does not count.
+
     Raises:
         InputError: A number is not whole or below its minimum, or the slice is of another batch size.
     """
@@ -149,6 +154,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 f"{self.rank_slice.batch_size}; expected the same; pass their sum"
             )
         self.epoch = 0
+        self.samples_consumed = 0
         self._start_step = 0
 
     @property
@@ -173,7 +179,9 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         Raises:
             InputError: `epoch` is negative or not a whole number.
         """
-        self.epoch = whole_number("epoch", epoch)
+        before, self.epoch = self.epoch, whole_number("epoch", epoch)
+        if self.epoch != before:
+            self.samples_consumed = self._start_step = 0
 
     def resume(self, samples_consumed: int) -> None:
         """Let the next iteration, and only that one, begin where an interrupted epoch left off.
@@ -186,6 +194,58 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         Raises:
             InputError: It is negative, more than the epoch has, or within an optimizer step.
         """
+        self._start_step = self._step_after(samples_consumed)
+        self.samples_consumed = samples_consumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch is, for a checkpoint: after an optimizer step that `steps` walked, the end of it."""
+        return {**self._order_facts(), "epoch": self.epoch, "samples_consumed": self.samples_consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin where another sampler was, in its epoch.
+
+        Batch sizes and ranks may be others than they were, if the samples consumed end an optimizer step here, too.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            InputError: The state is of another order of samples, or ends within an optimizer step.
+        """
+        self.check_state_dict(state)
+        self.set_epoch(state["epoch"])
+        self.resume(state["samples_consumed"])
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make sure that a state can be loaded, and load nothing.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            InputError: The state is of another order of samples, or ends within an optimizer step.
+        """
+        facts = self._order_facts()
+        lacks = [name for name in (*facts, "epoch", "samples_consumed") if name not in state]
+        if lacks:
+            raise InputError(
+                f"the sampler's state has no {', '.join(lacks)}; expected what state_dict() returned; pass that"
+            )
+        wrong = [f"{name} {shown(state[name])} for {facts[name]}" for name in facts if state[name] != facts[name]]
+        if wrong:
+            raise InputError(
+                f"the sampler's state is of another order of samples: {', '.join(wrong)}; expected the same; make "
+                "the sampler as it was, or begin the epoch anew"
+            )
+        whole_number("epoch", state["epoch"])
+        self._step_after(state["samples_consumed"])
+
+    def consume(self, num_samples: int) -> None:
+        """Count what an optimizer step has consumed; `steps` does it."""
+        self.samples_consumed += num_samples
+
+    def _step_after(self, samples_consumed: int) -> int:
+        """Return the optimizer step that begins where so many samples of the epoch have been consumed."""
         consumed = whole_number("samples_consumed", samples_consumed)
         total = sum(step.num_samples for step in self.schedule)
         if consumed > total:
@@ -199,7 +259,10 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 f"{self.effective_batch_size}; resume from the last finished step, "
                 f"{consumed - consumed % self.effective_batch_size}"
             )
-        self._start_step = -(-consumed // self.effective_batch_size)
+        return -(-consumed // self.effective_batch_size)
+
+    def _order_facts(self) -> dict[str, Any]:
+        return {"num_samples": self.num_samples, "shuffle": self.shuffle, "seed": self.seed}
 
     def __len__(self) -> int:
         """Count the micro-batches of a whole epoch."""
@@ -246,6 +309,7 @@ class OptimizerStep:
 
     Attributes:
         on_draw: Called before each micro-batch comes out, with whether it is the step's last; None for nothing.
+        on_end: Called when the last micro-batch has had its backward; None for nothing.
     """
 
     def __init__(
@@ -262,6 +326,7 @@ class OptimizerStep:
         self.num_ranks = num_ranks
         self.index = index
         self.on_draw: Callable[[bool], None] | None = None
+        self.on_end: Callable[[], None] | None = None
         self._batches = iter(batches)
         self._drawn = 0
         self._backwards = 0
@@ -372,6 +437,8 @@ class OptimizerStep:
             del batch  # or this frame would hold it while the next is made
         self._check_backward()
         accumulation.finish()
+        if self.on_end is not None:
+            self.on_end()
 
     def _check_backward(self) -> None:
         if self._backwards < self._drawn:
@@ -455,10 +522,11 @@ def _scheduled_steps(
     loader: Iterable[Any], sampler: ScheduledBatchSampler, count: Callable[[Any], int] | None
 ) -> Iterator[OptimizerStep]:
     start_step = sampler.start_step  # before iter(): workers begin to draw there, which spends it
+    sampler.samples_consumed = min(start_step * sampler.effective_batch_size, sampler.num_samples)
     batches = iter(loader)
     for index, step in enumerate(sampler.schedule[start_step:], start_step):
         if count is None:
-            yield OptimizerStep(
+            made = OptimizerStep(
                 batches,
                 step.micro_batch_sizes,
                 index=index,
@@ -468,7 +536,9 @@ def _scheduled_steps(
         else:
             held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
             sizes = [_counted(count, batch) for batch in held]
-            yield _held_step(held, sizes + [0] * (len(step.micro_batch_sizes) - len(held)), index)
+            made = _held_step(held, sizes + [0] * (len(step.micro_batch_sizes) - len(held)), index)
+        made.on_end = partial(sampler.consume, step.num_samples)
+        yield made
     # Drawing past the end lets a loader's workers finish in order.
     if next(batches, _MISSING) is not _MISSING:
         raise InputError(

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from autosplit import ddp
 from autosplit.cost import Ceiling
 from autosplit.ddp.process import _device_of
-from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.errors import CheckpointError, DeviceError, InputError, PlanError
 from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, StepSchedule, steps
 from autosplit.split import accumulation_steps, proportional_split
@@ -470,7 +470,32 @@ def communication() -> list[bool]:
     return found
 
 
+def checkpoints() -> dict[str, Any]:
+    """What the ranks hear of a checkpoint that is written, one that can't be, and one that only rank 1 can't load."""
+    found: dict[str, Any] = {}
+    folder = Path(os.environ["SCENARIO_FOLDER"])
+    with ddp.setup(make_plan((2, 6))) as ctx:
+        model = ctx.wrap(make_model())
+        torch.nn.init.ones_(next(model.parameters()))
+        ctx.save_checkpoint(folder / "last.pt", model=model, rank=ctx.rank)
+        found["there"] = (folder / "last.pt").exists()  # on both: whoever goes on may load it
+        other = ctx.wrap(make_model())
+        found["rest"] = ctx.load_checkpoint(folder / "last.pt", model=other)
+        found["loaded"] = torch.equal(weights(model), weights(other))
+        for name, refused in {
+            "unwritten": lambda: ctx.save_checkpoint(folder / "none" / "last.pt", step=1),
+            "unloaded": lambda: ctx.load_checkpoint(
+                folder / "last.pt", model=torch.nn.Linear(2, 2).double() if ctx.rank else make_model()
+            ),
+        }.items():
+            with pytest.raises(CheckpointError) as caught:
+                refused()
+            found[name] = str(caught.value)
+    return found
+
+
 SCENARIOS: dict[str, Callable[[], Any]] = {
+    "checkpoints": checkpoints,
     **{name: lambda job=job: epoch_gradients(*job) for name, job in GRADIENTS.items()},
     "trajectory": trajectory,
     "different plans": different_plans,
@@ -485,7 +510,7 @@ def run_rank(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     # As under torchrun: the ranks meet at one store, which the parent keeps for the whole job.
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "SCENARIO_FOLDER": folder}
     found = {}
     for name, scenario in SCENARIOS.items():
         try:
@@ -577,3 +602,11 @@ class TestTwoProcesses:
     def test_gradients_meet_in_the_last_micro_batch_of_each_step_only(self, ranks: Any) -> None:
         for found in found_by(ranks, "communication"):
             assert found == [False, False, True, False, False, True, True]
+
+    def test_checkpoints_are_everyones_or_nobodys(self, ranks: Any) -> None:
+        for found in found_by(ranks, "checkpoints"):
+            assert found["there"]
+            assert found["loaded"]
+            assert found["rest"] == {"rank": 0}
+            assert "was not written: FileNotFoundError" in found["unwritten"]
+            assert "was not loaded by rank 1: 'model' is of another model" in found["unloaded"]

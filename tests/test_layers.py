@@ -81,6 +81,7 @@ ORDER = (
     "assembly",
     "session",
     "tuning",
+    "ddp.checkpoints",
     "ddp.context",
     "ddp.process",
     "ddp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autosplit.ddp.checkpoints import load_checkpoint, save_checkpoint
 from autosplit.errors import InputError
 from autosplit.plan import Plan, RankSettings
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, steps
@@ -69,7 +71,9 @@ class Context:
         self._wrapped.add(wrapped)
         return wrapped
 
-    def batch_sampler(self, num_samples: int, *, shuffle: bool = False, seed: int = 0) -> ScheduledBatchSampler:
+    def batch_sampler(
+        self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> ScheduledBatchSampler:
         """Return a batch sampler that hands out this rank's part of every micro-batch.
 
         All ranks draw the same order. Every sample comes once an epoch, on one rank; every rank gets equally many
@@ -80,6 +84,7 @@ class Context:
             num_samples: Length of the data set, the same on every rank.
             shuffle: Draw in a new order each epoch (`set_epoch`, on every rank).
             seed: Of that order, the same on every rank.
+            drop_last: Leave out the epoch's last step where it is short of samples.
 
         Raises:
             InputError: `num_samples` is below 1, or a number is not whole.
@@ -90,6 +95,7 @@ class Context:
             self.effective_batch_size,
             shuffle=shuffle,
             seed=seed,
+            drop_last=drop_last,
             rank_slice=self._slice,
         )
 
@@ -123,6 +129,43 @@ class Context:
             )
         made = steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size)
         return self._synchronised(made)
+
+    def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
+        """Let rank 0 write a checkpoint, and wait for it; call it on every rank.
+
+            ctx.save_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
+
+        The file is replaced only by one that is whole and was read back. `torch.load` reads it, too.
+
+        Args:
+            path: The file.
+            **parts: What has a ``state_dict()`` is kept by that (a wrapped model under the names of the plain one);
+                numbers, strings, tensors, lists and dicts as they are.
+
+        Raises:
+            CheckpointError: It was not written, on any rank; an earlier file is as it was.
+        """
+        save_checkpoint(path, parts, rank=self.rank)
+
+    def load_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
+        """Load a checkpoint on every rank, or on none; call it on every rank.
+
+            rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
+
+        It is mapped into host memory, nothing in it is executed, and no GPU holds more for it than its own model.
+        What plain modules, nn.DataParallel, DistributedDataParallel and `BalancedDataParallel` saved fits.
+
+        Args:
+            path: The file.
+            **parts: Models, optimizers, samplers and the like, under the names that they were saved with.
+
+        Returns:
+            What else the file holds.
+
+        Raises:
+            CheckpointError: It is missing, cut short or does not fit, on any rank; nothing was changed.
+        """
+        return load_checkpoint(path, parts, rank=self.rank)
 
     def _synchronised(self, made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
         """Let gradients meet in each step's last micro-batch, and anywhere outside the loop.

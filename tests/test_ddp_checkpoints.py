@@ -1,0 +1,220 @@
+"""Checkpoints of a job: whole or not at all, of any wrapper, and nothing changes where they do not fit.
+
+What the ranks of a job tell each other of them is in test_ddp.py, with its processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_ddp import NUM_SAMPLES, loader_of, make_model, make_plan, mean_loss, weights
+from torch import nn
+
+from autosplit import BalancedDataParallel, ddp
+from autosplit.ddp import checkpoints
+from autosplit.errors import CheckpointError
+
+
+@pytest.fixture
+def ctx() -> Iterator[ddp.Context]:
+    with ddp.setup(make_plan((4,), 8)) as context:
+        yield context
+
+
+def train(ctx: ddp.Context, parts: dict[str, Any], loader: Any, *, most: int = 10**9) -> list[torch.Tensor]:
+    """Train for so many steps of the epoch that is left; return the weights after each."""
+    found = []
+    for step in ctx.steps(loader):
+        for indices in step:
+            step.backward(mean_loss(parts["model"], indices))
+        parts["optimizer"].step()
+        parts["optimizer"].zero_grad()
+        found.append(weights(parts["model"]))
+        if len(found) == most:
+            break
+    return found
+
+
+def begun(ctx: ddp.Context, **options: Any) -> tuple[dict[str, Any], Any]:
+    model = ctx.wrap(make_model())
+    loader = loader_of(ctx, shuffle=True, seed=7, **options)
+    parts = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
+        "sampler": loader.batch_sampler,
+    }
+    return parts, loader
+
+
+class TestResuming:
+    @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+    def test_in_mid_epoch_goes_on_as_if_nothing_had_been(self, ctx, tmp_path, workers):
+        """Workers draw ahead: what counts is what optimizer steps have consumed."""
+        parts, loader = begun(ctx)
+        whole = train(ctx, parts, loader)
+        parts, loader = begun(ctx)
+        loader = torch.utils.data.DataLoader(
+            range(NUM_SAMPLES), batch_sampler=loader.batch_sampler, num_workers=workers
+        )
+        train(ctx, parts, loader, most=2)
+        ctx.save_checkpoint(tmp_path / "last.pt", **parts, step=2)
+        parts, loader = begun(ctx)
+        rest = ctx.load_checkpoint(tmp_path / "last.pt", **parts)
+        assert rest == {"step": 2}
+        resumed = train(ctx, parts, loader)
+        assert len(resumed) == len(whole) - 2
+        for got, expected in zip(resumed, whole[2:], strict=True):
+            assert torch.equal(got, expected)
+
+    def test_at_the_end_of_an_epoch(self, ctx, tmp_path):
+        parts, loader = begun(ctx)
+        train(ctx, parts, loader)
+        ctx.save_checkpoint(tmp_path / "last.pt", **parts)
+        parts, loader = begun(ctx)
+        ctx.load_checkpoint(tmp_path / "last.pt", **parts)
+        assert train(ctx, parts, loader) == [], "nothing is left of that epoch"
+        loader.batch_sampler.set_epoch(1)
+        assert len(train(ctx, parts, loader)) == len(loader.batch_sampler.schedule)
+
+    def test_the_last_step_may_be_dropped(self, ctx):
+        _, loader = begun(ctx, drop_last=True)
+        assert [step.num_samples for step in loader.batch_sampler.schedule] == [8] * (NUM_SAMPLES // 8)
+
+
+WRAPPERS = {
+    "plain": lambda model: model,
+    "nn.DataParallel": nn.DataParallel,
+    "balanced": lambda model: BalancedDataParallel(None, model, ["cpu", "cpu"]),
+}
+
+
+class TestInterchange:
+    @pytest.mark.parametrize("name", WRAPPERS)
+    @pytest.mark.parametrize("bare", [False, True])
+    def test_loads_what_others_saved(self, ctx, tmp_path, name, bare):
+        saved = WRAPPERS[name](make_model())
+        nn.init.ones_(next(saved.parameters()))
+        state = saved.state_dict() if bare else {"model": saved.state_dict(), "epoch": 3}
+        torch.save(state, tmp_path / "theirs.pt")
+        model = ctx.wrap(make_model())
+        rest = ctx.load_checkpoint(tmp_path / "theirs.pt", model=model)
+        assert rest == ({} if bare else {"epoch": 3})
+        assert torch.equal(weights(model), weights(saved))
+
+    @pytest.mark.parametrize("name", WRAPPERS)
+    def test_others_load_what_it_saved(self, ctx, tmp_path, name):
+        model = ctx.wrap(make_model())
+        nn.init.ones_(next(model.parameters()))
+        ctx.save_checkpoint(tmp_path / "ours.pt", model=model)
+        state = torch.load(tmp_path / "ours.pt", weights_only=True)["model"]
+        other = WRAPPERS[name](make_model())
+        getattr(other, "module", other).load_state_dict(state)
+        assert torch.equal(weights(other), weights(model))
+
+    def test_a_file_from_before_zip_archives(self, ctx, tmp_path):
+        torch.save({"model": make_model().state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+        model = ctx.wrap(make_model())
+        assert ctx.load_checkpoint(tmp_path / "old.pt", model=model) == {}
+
+
+class Executed:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def whole_file(ctx: ddp.Context, path: Path) -> bytes:
+    parts, _ = begun(ctx)
+    nn.init.ones_(next(parts["model"].parameters()))
+    ctx.save_checkpoint(path, **parts)
+    return path.read_bytes()
+
+
+class TestBadFiles:
+    def refused(self, ctx: ddp.Context, path: Path, match: str, **others: Any) -> None:
+        """Nothing is loaded, and the error is one line with the file's name."""
+        parts, _ = begun(ctx)
+        before = weights(parts["model"])
+        with pytest.raises(CheckpointError, match=match) as caught:
+            ctx.load_checkpoint(path, **{**parts, **others})
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert torch.equal(weights(parts["model"]), before)
+        assert parts["sampler"].samples_consumed == 0
+
+    def test_missing(self, ctx, tmp_path):
+        self.refused(ctx, tmp_path / "none.pt", "is no file")
+        self.refused(ctx, tmp_path, "is no file")
+
+    @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+    def test_cut_short(self, ctx, tmp_path, share):
+        path = tmp_path / "last.pt"
+        content = whole_file(ctx, path)
+        path.write_bytes(content[: int(share * len(content))])
+        self.refused(ctx, path, "cut short or no checkpoint at all")
+
+    def test_something_else(self, ctx, tmp_path):
+        (tmp_path / "last.pt").write_text("not a checkpoint\n" * 100)
+        self.refused(ctx, tmp_path / "last.pt", "last.pt")
+        torch.save([1, 2], tmp_path / "list.pt")
+        self.refused(ctx, tmp_path / "list.pt", "it holds a list")
+
+    def test_nothing_in_it_is_executed(self, ctx, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        torch.save({"model": Executed()}, tmp_path / "evil.pt")
+        self.refused(ctx, tmp_path / "evil.pt", "more than tensors and plain values")
+        assert not (tmp_path / "executed").exists()
+
+    def test_of_another_model(self, ctx, tmp_path):
+        path = tmp_path / "last.pt"
+        whole_file(ctx, path)
+        wider = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1)).double()
+        deeper = nn.Sequential(*make_model(), nn.Linear(1, 1)).double()
+        self.refused(ctx, path, "another shape 0.weight", model=wider)
+        self.refused(ctx, path, "lacks 3.weight", model=deeper)
+        self.refused(ctx, path, "has in addition 2.weight", model=make_model()[:2])
+
+    def test_of_another_optimizer_or_order(self, ctx, tmp_path):
+        path = tmp_path / "last.pt"
+        whole_file(ctx, path)
+        self.refused(ctx, path, "another optimizer", optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+        self.refused(ctx, path, "expected 'scaler' as well", scaler=torch.amp.GradScaler("cpu"))
+        self.refused(
+            ctx,
+            path,
+            "another order of samples: seed 7 for 8",
+            sampler=loader_of(ctx, shuffle=True, seed=8).batch_sampler,
+        )
+
+
+class TestWriting:
+    def test_what_can_not_be_read_again_replaces_nothing(self, ctx, tmp_path):
+        path = tmp_path / "last.pt"
+        content = whole_file(ctx, path)
+        with pytest.raises(CheckpointError, match="more than tensors and plain values"):
+            ctx.save_checkpoint(path, arguments=argparse.Namespace(lr=0.1))
+        assert path.read_bytes() == content
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_an_interrupted_write_replaces_nothing(self, ctx, tmp_path, monkeypatch):
+        path = tmp_path / "last.pt"
+        content = whole_file(ctx, path)
+
+        def half(state, file):
+            file.write(content[:100])
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(checkpoints.torch, "save", half)
+        with pytest.raises(KeyboardInterrupt):
+            ctx.save_checkpoint(path, step=1)
+        assert path.read_bytes() == content
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_a_folder_that_is_not_there(self, ctx, tmp_path):
+        with pytest.raises(CheckpointError, match="was not written: FileNotFoundError"):
+            ctx.save_checkpoint(tmp_path / "none" / "last.pt", step=1)
