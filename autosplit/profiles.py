@@ -12,13 +12,14 @@ import json
 import os
 import platform
 import stat
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosplit.devices import Device
+from autosplit.devices import Device, parse_devices
 from autosplit.errors import PlanError, ProfileError
 from autosplit.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
 from autosplit.plan import SCHEMA_VERSION, Plan
@@ -37,6 +38,7 @@ __all__ = [
     "profiles",
     "profiles_folder",
     "store",
+    "usable_here",
     "workload_of",
 ]
 
@@ -312,6 +314,41 @@ def profiles() -> tuple[tuple[Path, Plan | None], ...]:
     """Return all profiles of the cache, the newest first; None in place of a plan that can't be read."""
     dated = sorted(((_written_ns(path), path) for path in profiles_folder().glob("[!.]*.json")), reverse=True)
     return tuple((path, _read_or_none(path)) for _, path in dated)
+
+
+def usable_here() -> tuple[tuple[Path, Plan], ...]:
+    """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""
+    gpus = parse_devices("cuda") if _sees_gpus() else ()
+    return tuple((path, plan) for path, plan in profiles() if plan is not None and _is_usable(plan, gpus))
+
+
+def _sees_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _is_usable(plan: Plan, gpus: Sequence[Device]) -> bool:
+    if plan.simulated or not plan.complete or not isinstance(plan.machine.get("devices"), list):
+        return False
+    here = machine_of((*gpus, *parse_devices("cpu")))
+    if any(plan.machine.get(name) != here[name] for name in ("torch", "cuda", "autosplit")):
+        return False
+    present: Counter[tuple[str, ...]] = Counter()
+    for run in here["devices"]:
+        present[_model_of(run)] += run["count"]
+    wanted: Counter[tuple[str, ...]] = Counter()
+    for run in plan.machine["devices"]:
+        if not isinstance(run, dict) or not isinstance(run.get("count"), int):
+            return False
+        # Of a processor there are as many devices as a spec says.
+        wanted[_model_of(run)] = 1 if run.get("kind") == "cpu" else wanted[_model_of(run)] + run["count"]
+    return all(present[model] >= count for model, count in wanted.items())
+
+
+def _model_of(run: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what has to be here for a run of devices: a budget is the user's to give to any processor."""
+    return tuple(str(run.get(name)) for name in ("kind", "name", "memory_gib", "processors", "architecture"))
 
 
 def _written_ns(path: Path) -> int:

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from autosplit import ddp
 from autosplit.cost import Ceiling
-from autosplit.ddp.process import _device_of
 from autosplit.errors import CheckpointError, DeviceError, InputError, PlanError
 from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, StepSchedule, steps
@@ -318,7 +317,11 @@ class TestOneProcess:
                 "the plan has no DDP ranks: cpu:0 can't hold a DDP rank; expected one for each device",
             ),
             (make_plan((4,), forwards=0), PlanError, r"the plan's ranks have \[0\] accumulation steps"),
-            (make_plan((4,), device="cuda:99"), DeviceError, "the rank's device is cuda:99, but .* GPUs are visible"),
+            (
+                make_plan((4,), device="cuda:99"),
+                DeviceError,
+                r"the rank's device is cuda:99 \(a cuda\), and the GPUs that",
+            ),
         ],
         ids=["ranks", "simulated", "none", "forwards", "device"],
     )
@@ -326,26 +329,6 @@ class TestOneProcess:
         with pytest.raises(error, match=message):
             ddp.setup(plan).__enter__()
         assert not dist.is_initialized()
-
-    def test_an_unknown_device(self) -> None:
-        with pytest.raises(PlanError, match="the rank's device is 'tpu:0'; expected 'cpu', 'cpu:0' or 'cuda:0'"):
-            _device_of("tpu:0")
-        assert _device_of("cpu") == _device_of("cpu:1") == torch.device("cpu")
-
-    @pytest.mark.parametrize(
-        ("variables", "message"),
-        [
-            ({"RANK": "0"}, "RANK is 0 and WORLD_SIZE is None; expected both"),
-            ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
-            ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one'; expected a whole number"),
-            ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT is not set, but WORLD_SIZE is 2"),
-        ],
-    )
-    def test_a_bad_environment(self, variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(InputError, match=message):
-            ddp.setup(make_plan((2, 6))).__enter__()
 
     @pytest.mark.parametrize("sampler", [None, ScheduledBatchSampler(45, 4, 10), samplers(45, (4, 4), 10)[0]])
     def test_a_loader_without_this_ranks_sampler(self, sampler: Any) -> None:

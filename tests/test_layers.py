@@ -81,6 +81,8 @@ ORDER = (
     "assembly",
     "session",
     "tuning",
+    "ddp.place",
+    "ddp.devices",
     "ddp.checkpoints",
     "ddp.context",
     "ddp.process",

@@ -1,0 +1,126 @@
+"""Which process of the job this is, as torchrun or Slurm made it, and where its ranks meet.
+
+torchrun   RANK      WORLD_SIZE             LOCAL_RANK      LOCAL_WORLD_SIZE   MASTER_ADDR, MASTER_PORT
+srun       PROCID    STEP_NUM_TASKS         LOCALID         -                  from the job where one node has it all
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from autosplit.errors import InputError
+
+__all__ = ["Place", "meeting_place", "place_here"]
+
+_GROUPS = itertools.count()
+"""Numbers the groups that this process made; every rank makes the same ones, so the numbers agree."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process of the job this is.
+
+    Attributes:
+        rank: Its number, from 0.
+        world_size: The processes of the job.
+        local_rank: Its number among those of its machine; None where nobody says.
+        local_world_size: The processes of its machine; None where nobody says.
+        address: Where rank 0 listens, as ``host:port``; None where the environment says it in torchrun's words, or
+            nobody has to be met.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    address: str | None = None
+
+    def beside(self) -> range:
+        """Return the ranks of this machine, as far as is known: those of torchrun's and Slurm's lie side by side."""
+        if self.local_rank is None:
+            return range(self.world_size)
+        first = self.rank - self.local_rank
+        return range(first, min(self.world_size, first + (self.local_world_size or self.world_size)))
+
+
+def place_here() -> Place:
+    """Ask the process group that is there, else torchrun's environment, else Slurm's; without any, it is alone.
+
+    Raises:
+        InputError: A variable is missing or no number; it is named.
+    """
+    if dist.is_initialized():
+        local = _number_in("LOCAL_RANK"), _number_in("LOCAL_WORLD_SIZE")
+        return Place(dist.get_rank(), dist.get_world_size(), *local)
+    rank, world_size = _number_in("RANK"), _number_in("WORLD_SIZE")
+    if rank is None and world_size is None:
+        # srun alone sets this one: what a batch script sees of its job is not what its one process is.
+        return _place_in_slurm() if os.environ.get("SLURM_STEP_NUM_TASKS") else Place(0, 1)
+    if rank is None or world_size is None or rank >= world_size:
+        raise InputError(
+            f"RANK is {os.environ.get('RANK')} and WORLD_SIZE is {os.environ.get('WORLD_SIZE')}; expected both, "
+            "RANK the smaller; start the job with torchrun, or unset both for a single process"
+        )
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing and world_size > 1:
+        raise InputError(
+            f"{' and '.join(missing)} is not set, but WORLD_SIZE is {world_size}; expected where rank 0 listens; "
+            "start the job with torchrun, or set it"
+        )
+    return Place(rank, world_size, _number_in("LOCAL_RANK"), _number_in("LOCAL_WORLD_SIZE"))
+
+
+def _place_in_slurm() -> Place:
+    world_size, rank, local_rank = (_number_in(f"SLURM_{name}") for name in ("STEP_NUM_TASKS", "PROCID", "LOCALID"))
+    assert world_size is not None, "it was looked at before"
+    if rank is None or rank >= world_size:
+        raise InputError(
+            f"SLURM_PROCID is {os.environ.get('SLURM_PROCID')} and SLURM_STEP_NUM_TASKS is {world_size}; expected "
+            "both, SLURM_PROCID the smaller; start the job with srun or torchrun"
+        )
+    if world_size == 1:
+        return Place(0, 1, 0, 1)
+    one_node = _number_in("SLURM_STEP_NUM_NODES") == 1
+    host = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_node else None)
+    if host is None:
+        raise InputError(
+            f"MASTER_ADDR is not set, and srun has {world_size} processes on several nodes; expected the first node's "
+            'name; before srun, export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        )
+    port = _number_in("MASTER_PORT") or _port_of_job()
+    return Place(rank, world_size, local_rank, world_size if one_node else None, f"{host}:{port}")
+
+
+def _port_of_job() -> int:
+    """Return a port that all ranks of a job step agree on, and others of the same machine seldom."""
+    job, step = _number_in("SLURM_JOB_ID") or 0, _number_in("SLURM_STEP_ID") or 0
+    return 20_000 + (31 * job + step) % 10_000
+
+
+def _number_in(name: str) -> int | None:
+    """Read a whole number from the environment; None where the variable is not set."""
+    text = os.environ.get(name)
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        starter = "srun" if name.startswith("SLURM_") else "torchrun"
+        raise InputError(f"{name} is {text!r}; expected a whole number, 0 or more; start the job with {starter}")
+    return int(text)
+
+
+def meeting_place(place: Place) -> Any:
+    """Return the store through which the ranks find each other."""
+    stores: Any = dist  # its stores are documented there, but not re-exported in the way that type checkers ask for
+    if place.world_size == 1:  # nobody to meet, so neither address nor port is needed
+        return stores.HashStore()
+    url = "env://" if place.address is None else f"tcp://{place.address}"
+    ranks = () if place.address is None else (place.rank, place.world_size)
+    store, _, _ = next(rendezvous(url, *ranks))
+    # Torchrun keeps one store for the whole job: what an earlier group left in it would mislead this one.
+    return stores.PrefixStore(f"autosplit/{next(_GROUPS)}", store)

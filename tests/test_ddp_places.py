@@ -1,0 +1,194 @@
+"""Which process this is, which card it takes, and which plan: by torchrun's words, by Slurm's, and by what is here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_ddp import make_plan
+
+from autosplit import ddp, profiles
+from autosplit.ddp.devices import Visible, backend_for, device_for
+from autosplit.ddp.place import Place, place_here
+from autosplit.devices import parse_devices
+from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.plan import Plan
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "AUTOSPLIT_PROFILE")
+SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77"}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    """No trace of torchrun or Slurm."""
+    for name in (*NAMES, *(name for name in os.environ if name.startswith("SLURM_"))):
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_all(monkeypatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+class TestPlaces:
+    def test_nobody_says_anything(self):
+        assert place_here() == Place(0, 1)
+
+    def test_torchrun(self, monkeypatch):
+        address = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+        local = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        set_all(monkeypatch, {"RANK": "3", "WORLD_SIZE": "4", **local, **address})
+        place = place_here()
+        assert place == Place(3, 4, 1, 2)
+        assert place.beside() == range(2, 4)
+
+    def test_slurm_on_one_node(self, monkeypatch):
+        set_all(monkeypatch, {**SLURM, "SLURM_LOCALID": "2", "SLURM_STEP_NUM_NODES": "1"})
+        place = place_here()
+        assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (2, 4, 2, 4)
+        host, port = place.address.split(":")
+        assert host == "127.0.0.1"
+        assert 1024 < int(port) < 32_768, "below those that systems hand out"
+        monkeypatch.setenv("SLURM_PROCID", "3")
+        assert place_here().address == place.address
+
+    def test_slurm_on_several(self, monkeypatch):
+        set_all(monkeypatch, {**SLURM, "SLURM_STEP_NUM_NODES": "2"})
+        with pytest.raises(InputError, match=r"MASTER_ADDR is not set.* export MASTER_ADDR=\$\(scontrol"):
+            place_here()
+        set_all(monkeypatch, {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"})
+        assert place_here() == Place(2, 4, 0, None, "node1:1234")
+
+    def test_a_batch_script_of_slurms_is_one_process(self, monkeypatch):
+        """It sees the job's tasks, and would wait for others that nobody starts."""
+        set_all(monkeypatch, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77"})
+        assert place_here() == Place(0, 1)
+
+    @pytest.mark.parametrize(
+        ("variables", "message"),
+        [
+            ({"RANK": "0"}, "RANK is 0 and WORLD_SIZE is None; expected both"),
+            ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
+            ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one'; expected a whole number"),
+            ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT is not set, but WORLD_SIZE is 2"),
+            ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID is None and SLURM_STEP_NUM_TASKS is 2"),
+            ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS is 'x'; expected a whole number.* srun"),
+        ],
+    )
+    def test_a_bad_environment(self, variables, message, monkeypatch):
+        set_all(monkeypatch, variables)
+        with pytest.raises(InputError, match=message):
+            place_here()
+
+
+CARDS = tuple(Visible(name, f"GPU-{number}") for number, name in enumerate(("A100", "L4", "A100", "L4")))
+
+
+def plan_for(*labels: str, cards: tuple[Visible, ...] = CARDS) -> Plan:
+    """A plan whose ranks are on these cards of that machine."""
+    plan = make_plan((4,) * len(labels), device="cuda:{}")
+    devices = tuple(
+        replace(device, label=label, name=cards[int(label[-1])].name, uuid=cards[int(label[-1])].uuid)
+        for device, label in zip(plan.devices, labels, strict=True)
+    )
+    ranks = tuple(replace(rank, device=label) for rank, label in zip(plan.ddp.ranks, labels, strict=True))
+    return replace(plan, devices=devices, ddp=replace(plan.ddp, ranks=ranks))
+
+
+def places(plan: Plan, visible: tuple[Visible, ...], world_size: int = 0) -> list[str]:
+    world_size = world_size or len(plan.ddp.ranks)
+    return [str(device_for(plan, Place(rank, world_size, rank, world_size), visible)) for rank in range(world_size)]
+
+
+class TestDevices:
+    def test_a_card_is_known_by_its_uuid(self):
+        plan = plan_for("cuda:0", "cuda:1", "cuda:3")
+        assert places(plan, CARDS) == ["cuda:0", "cuda:1", "cuda:3"]
+        assert places(plan, CARDS[::-1]) == ["cuda:3", "cuda:2", "cuda:0"]
+
+    def test_a_twin_has_the_same_names(self):
+        plan = plan_for("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+        twin = tuple(Visible(name, f"GPU-twin{number}") for number, name in enumerate(("L4", "A100", "A100", "L4")))
+        assert places(plan, twin) == ["cuda:1", "cuda:0", "cuda:2", "cuda:3"]
+
+    def test_on_a_second_machine_the_ranks_before_are_elsewhere(self):
+        plan = plan_for("cuda:0", "cuda:1", "cuda:0", "cuda:1")
+        twin = tuple(Visible(card.name, f"GPU-twin{number}") for number, card in enumerate(CARDS[:2]))
+        assert [str(device_for(plan, Place(2 + local, 4, local, 2), twin)) for local in range(2)] == [
+            "cuda:0",
+            "cuda:1",
+        ]
+
+    def test_each_process_may_have_been_given_its_own(self):
+        plan = plan_for("cuda:0", "cuda:2")
+        assert str(device_for(plan, Place(1, 2, 1, 2), (Visible("A100", None),))) == "cuda:0"
+        assert str(device_for(plan, Place(1, 2, 1, 2), (CARDS[2],))) == "cuda:0"
+
+    def test_a_card_that_is_not_there(self):
+        plan = plan_for("cuda:0", "cuda:1")
+        with pytest.raises(DeviceError, match=r"cuda:1 \(L4\), and the GPUs that are visible are: cuda:0 A100; "):
+            device_for(plan, Place(1, 2, 1, 2), CARDS[:1])
+        with pytest.raises(DeviceError, match="visible are: none"):
+            device_for(plan, Place(1, 2, 1, 2), ())
+
+    def test_a_processor_is_any(self):
+        plan = make_plan((2, 6))
+        assert places(plan, ()) == ["cpu", "cpu"]
+
+    def test_an_unknown_kind(self):
+        plan = make_plan((4,), device="tpu:{}")
+        with pytest.raises(PlanError, match="the rank's device is 'tpu:0'; expected 'cpu', 'cpu:0' or 'cuda:0'"):
+            device_for(plan, Place(0, 1), ())
+
+    @pytest.mark.parametrize(
+        ("labels", "place", "backend"),
+        [
+            (("cuda:0", "cuda:1"), Place(0, 2, 0, 2), "nccl"),
+            (("cuda:0", "cuda:0"), Place(0, 2, 0, 2), "gloo"),
+            (("cuda:0", "cuda:1", "cuda:0", "cuda:1"), Place(3, 4, 1, 2), "nccl"),
+        ],
+    )
+    def test_nccl_takes_no_two_ranks_of_one_card(self, labels, place, backend):
+        assert backend_for(plan_for(*labels), place, torch.device("cuda", 0)) == backend
+        assert backend_for(plan_for(*labels), place, torch.device("cpu")) == "gloo"
+
+
+def remembered(key: str, spec: str = "cpu:1GiB", **changes: Any) -> Plan:
+    devices = parse_devices(spec)
+    plan = make_plan((4,) * len(devices), machine=profiles.machine_of(devices), workload={"model": "Net"}, **changes)
+    profiles.store(key, plan)
+    return plan
+
+
+class TestRememberedPlans:
+    def test_the_only_one_that_this_job_can_use(self):
+        plan = remembered("a1")
+        remembered("a2", "cpu:1GiB,cpu:2GiB")  # for two ranks
+        remembered("a3", complete=False)
+        remembered("a4", "sim:RTX3090", device="sim:{}")
+        elsewhere = make_plan((4,), machine={**plan.machine, "torch": "1.0"})
+        profiles.store("a5", elsewhere)
+        with ddp.setup() as ctx:
+            assert ctx.plan == plan
+
+    def test_several_are_listed(self):
+        remembered("a1")
+        remembered("a2", "cpu:2GiB")
+        with pytest.raises(
+            PlanError,
+            match=r"2 that are remembered are for this machine and 1 process: .*a[12]\.json \(Net, 4 samples x 1\)",
+        ) as caught:
+            ddp.setup().__enter__()
+        assert "set AUTOSPLIT_PROFILE to the file that is meant" in str(caught.value)
+
+    def test_a_card_that_is_not_here_is_none(self):
+        remembered("a1", "sim:RTX3090", device="sim:{}")
+        card = {"kind": "cuda", "name": "H100", "memory_gib": 80, "count": 1}
+        profiles.store("a2", make_plan((4,), machine={**profiles.machine_of(parse_devices("cpu")), "devices": [card]}))
+        profiles.store("a3", make_plan((4,), machine={**profiles.machine_of(parse_devices("cpu")), "devices": "odd"}))
+        assert profiles.usable_here() == ()
+        with pytest.raises(PlanError, match="none that is remembered is for this machine and 1 process"):
+            ddp.setup().__enter__()
