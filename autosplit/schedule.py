@@ -24,7 +24,16 @@ from autosplit.accumulation import Accumulation
 from autosplit.errors import InputError, shown
 from autosplit.split import accumulation_steps, micro_batch_sizes, proportional_split, whole_number
 
-__all__ = ["OptimizerStep", "RankSlice", "ScheduledBatchSampler", "StepSchedule", "steps"]
+__all__ = [
+    "OptimizerStep",
+    "RankSlice",
+    "ScheduledBatchSampler",
+    "StepSchedule",
+    "checked",
+    "count_samples",
+    "counted",
+    "steps",
+]
 
 _MISSING = object()
 
@@ -457,6 +466,7 @@ def steps(
     batch_size: int,
     effective_batch_size: int,
     count: Callable[[Any], int] | None = None,
+    over_ranks: Callable[[int], int] | None = None,
 ) -> Iterator[OptimizerStep]:
     """Walk one epoch of a loader, an optimizer step at a time.
 
@@ -477,8 +487,9 @@ def steps(
         count: What a batch's mean loss averages over, for a loss that isn't a mean over samples, such as the number
             of labels that aren't padding: each micro-batch is then weighted by that, and an optimizer step is
             ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches of a loader without a schedule. By
-            default the samples, which are the first dimension of the first tensor in the batch. Not for one rank's
-            slice, because the other ranks' counts are not known here.
+            default the samples, which are the first dimension of the first tensor in the batch.
+        over_ranks: Turns what this rank's part of a step counts for into what all ranks' parts do; needed for `count`
+            with one rank's slice.
 
     Returns:
         The optimizer steps, each to be iterated to its end before the next is taken.
@@ -492,17 +503,17 @@ def steps(
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):
         _check_sizes(sampler, batch_size, effective_batch_size)
-        if count is not None and sampler.rank_slice.num_ranks > 1:
+        if count is not None and over_ranks is None and sampler.rank_slice.num_ranks > 1:
             raise InputError(
                 f"count is given, but the loader's batch sampler is one of {sampler.rank_slice.num_ranks} ranks'; "
-                "expected none, because what the other ranks count is not known here; leave count out"
+                "expected none, because what the other ranks count is not known here; use ctx.steps(loader, count=...)"
             )
-        made = _scheduled_steps(loader, sampler, count)
+        made = _scheduled_steps(loader, sampler, count, over_ranks or int)
     elif count is not None:
         made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
     else:
-        made = _held_steps(loader, _count_samples, enough=effective_batch_size)
-    return _checked(made)
+        made = _held_steps(loader, count_samples, enough=effective_batch_size)
+    return checked(made)
 
 
 def _require_one_number(loss: object) -> None:
@@ -512,14 +523,18 @@ def _require_one_number(loss: object) -> None:
     raise InputError(f"loss is {got}; expected a tensor of one number; pass the micro-batch's mean, loss.mean()")
 
 
-def _checked(made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
+def checked(made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
+    """Yield steps, and refuse to go on after one that was left unfinished."""
     for step in made:
         yield step
         step.check_finished()
 
 
 def _scheduled_steps(
-    loader: Iterable[Any], sampler: ScheduledBatchSampler, count: Callable[[Any], int] | None
+    loader: Iterable[Any],
+    sampler: ScheduledBatchSampler,
+    count: Callable[[Any], int] | None,
+    over_ranks: Callable[[int], int],
 ) -> Iterator[OptimizerStep]:
     start_step = sampler.start_step  # before iter(): workers begin to draw there, which spends it
     sampler.samples_consumed = min(start_step * sampler.effective_batch_size, sampler.num_samples)
@@ -535,8 +550,17 @@ def _scheduled_steps(
             )
         else:
             held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
-            sizes = [_counted(count, batch) for batch in held]
-            made = _held_step(held, sizes + [0] * (len(step.micro_batch_sizes) - len(held)), index)
+            # A rank without a share gets a sample to run that counts for nothing.
+            parts = zip(held, step.micro_batch_sizes, strict=False)
+            sizes = [counted(count, batch) if samples else 0 for batch, samples in parts]
+            sizes += [0] * (len(step.micro_batch_sizes) - len(held))
+            made = OptimizerStep(
+                _let_go(held),
+                sizes,
+                index=index,
+                num_samples=over_ranks(sum(sizes)),
+                num_ranks=sampler.rank_slice.num_ranks,
+            )
         made.on_end = partial(sampler.consume, step.num_samples)
         yield made
     # Drawing past the end lets a loader's workers finish in order.
@@ -560,7 +584,7 @@ def _held_steps(
     index = 0
     for batch in loader:
         held.append(batch)
-        sizes.append(_counted(count, batch))
+        sizes.append(counted(count, batch))
         if len(held) == most_batches or (enough is not None and sum(sizes) >= enough):
             yield _held_step(held, sizes, index)
             held, sizes, index = [], [], index + 1
@@ -599,11 +623,13 @@ def _cut(indices: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
 # Counting --------------------------------------------------------------------------------------------------------
 
 
-def _counted(count: Callable[[Any], int], batch: Any) -> int:
+def counted(count: Callable[[Any], int], batch: Any) -> int:
+    """Return what a batch counts for: a whole number, or an `InputError` says what it is instead."""
     return whole_number("the count of a batch", count(batch))
 
 
-def _count_samples(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
+    """Return the samples of a batch: the first dimension of the first tensor in it."""
     samples = _first_size(batch)
     if samples is None:
         raise InputError(

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -330,12 +331,20 @@ class TestOneProcess:
             ddp.setup(plan).__enter__()
         assert not dist.is_initialized()
 
-    @pytest.mark.parametrize("sampler", [None, ScheduledBatchSampler(45, 4, 10), samplers(45, (4, 4), 10)[0]])
-    def test_a_loader_without_this_ranks_sampler(self, sampler: Any) -> None:
-        loader = DataLoader(range(45)) if sampler is None else DataLoader(range(45), batch_sampler=sampler)
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"shuffle": True},
+            {"batch_sampler": ScheduledBatchSampler(45, 4, 10)},
+            {"batch_sampler": samplers(45, (4, 4), 10)[0]},
+        ],
+        ids=["all", "all, shuffled", "of no rank", "of another"],
+    )
+    def test_a_loader_of_more_than_this_ranks_part(self, options: dict[str, Any]) -> None:
         ctx = ddp.Context(make_plan((2, 6)), 1, torch.device("cpu"))
         with pytest.raises(InputError, match="expected rank 1's own"):
-            ctx.steps(loader)
+            ctx.steps(DataLoader(range(45), **options))
 
     def test_no_loop_that_ended_touches_the_flag_of_the_next(self) -> None:
         with ddp.setup(make_plan((4,), 10)) as ctx:
@@ -477,7 +486,50 @@ def checkpoints() -> dict[str, Any]:
     return found
 
 
+def kept_labels(indices: Any) -> int:
+    """Labels that count, for a loss that leaves every third sample out."""
+    return int(sum(int(index) % 3 > 0 for index in indices))
+
+
+def kept_loss(model: torch.nn.Module, indices: Any) -> torch.Tensor:
+    kept = [int(index) for index in indices if int(index) % 3]
+    return mean_loss(model, kept) if kept else model(INPUTS[:1]).sum() * 0
+
+
+def token_gradients(sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Every step's gradient of a loss that is a mean over something else than samples."""
+    found = []
+    with ddp.setup(make_plan(sizes, 20)) as ctx:
+        model = ctx.wrap(make_model())
+        for step in ctx.steps(loader_of(ctx, shuffle=True, seed=7), count=kept_labels):
+            for indices in step:
+                step.backward(kept_loss(model, indices))
+            found.append(gradient(model).clone())
+            model.zero_grad()
+    return found
+
+
+FOREIGN = ([[0, 1], [2], [3, 4, 5], [6], [7, 8]], [[9, 10, 11], [12, 13], [14]])
+"""What a loader of each rank's own gives, two micro-batches a step: the second rank's last one has one less."""
+
+
+def foreign_gradients() -> tuple[list[torch.Tensor], list[str]]:
+    found = []
+    with warnings.catch_warnings(record=True) as caught, ddp.setup(make_plan((2, 6), 16)) as ctx:
+        warnings.simplefilter("always")
+        model = ctx.wrap(make_model())
+        for step in ctx.steps([torch.tensor(batch) for batch in FOREIGN[ctx.rank]]):
+            for indices in step:
+                step.backward(mean_loss(model, indices))
+            found.append(gradient(model).clone())
+            model.zero_grad()
+    return found, [str(warning.message) for warning in caught]
+
+
 SCENARIOS: dict[str, Callable[[], Any]] = {
+    "tokens": lambda: token_gradients((2, 6)),
+    "tokens, a rank without any share": lambda: token_gradients((0, 8)),
+    "foreign": foreign_gradients,
     "checkpoints": checkpoints,
     **{name: lambda job=job: epoch_gradients(*job) for name, job in GRADIENTS.items()},
     "trajectory": trajectory,
@@ -585,6 +637,28 @@ class TestTwoProcesses:
     def test_gradients_meet_in_the_last_micro_batch_of_each_step_only(self, ranks: Any) -> None:
         for found in found_by(ranks, "communication"):
             assert found == [False, False, True, False, False, True, True]
+
+    @pytest.mark.parametrize("name", ["tokens", "tokens, a rank without any share"])
+    def test_a_mean_over_tokens_is_weighted_by_them(self, ranks: Any, name: str) -> None:
+        sampler = ScheduledBatchSampler(NUM_SAMPLES, 8, 20, shuffle=True, seed=7)
+        order = [index for batch in sampler for index in batch]
+        for found in found_by(ranks, name):
+            assert len(found) == 3
+            for number, got in enumerate(found):
+                reference = make_model()
+                kept_loss(reference, order[20 * number : 20 * number + 20]).backward()
+                assert relative_error(got, gradient(reference)) < 1e-12
+
+    def test_ranks_with_loaders_of_their_own_agree_on_what_these_give(self, ranks: Any) -> None:
+        steps_of = [[0, 1, 2, *range(9, 14)], [3, 4, 5, 6, 14]]
+        for rank, (found, warned) in enumerate(found_by(ranks, "foreign")):
+            assert len(found) == len(steps_of)
+            for got, indices in zip(found, steps_of, strict=True):
+                reference = make_model()
+                mean_loss(reference, indices).backward()
+                assert relative_error(got, gradient(reference)) < 1e-12
+            said = [text for text in warned if "another rank's loader has ended" in text]
+            assert len(said) == (rank == 0), "the other one has nothing left"
 
     def test_checkpoints_are_everyones_or_nobodys(self, ranks: Any) -> None:
         for found in found_by(ranks, "checkpoints"):

@@ -84,6 +84,7 @@ ORDER = (
     "ddp.place",
     "ddp.devices",
     "ddp.checkpoints",
+    "ddp.loops",
     "ddp.context",
     "ddp.process",
     "ddp",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from autosplit.ddp.checkpoints import load_checkpoint, save_checkpoint
+from autosplit.ddp.loops import foreign_steps, gathered
 from autosplit.errors import InputError
 from autosplit.plan import Plan, RankSettings
-from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, steps
+from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
 from autosplit.split import accumulation_steps
 
 __all__ = ["Context"]
@@ -99,7 +101,7 @@ class Context:
             rank_slice=self._slice,
         )
 
-    def steps(self, loader: Iterable[Any]) -> Iterator[OptimizerStep]:
+    def steps(self, loader: Iterable[Any], *, count: Callable[[Any], int] | None = None) -> Iterator[OptimizerStep]:
         """Walk one epoch of this rank's loader, an optimizer step at a time.
 
             for step in ctx.steps(loader):
@@ -112,23 +114,40 @@ class Context:
         of the mean over all ranks' samples. The ranks' gradients meet in the last micro-batch only.
 
         Args:
-            loader: A ``DataLoader`` with this context's `batch_sampler`.
+            loader: A ``DataLoader`` with this context's `batch_sampler`, of which no batch is looked into. Or a loader
+                of another kind, which gives this rank's own batches (an iterable data set cut by rank): a step's
+                micro-batches are held back until the ranks have told each other how many samples theirs have. All
+                ranks end when the first loader does.
+            count: ``count(batch) -> int``: what the mean loss averages over, where that is not samples (labels that
+                are not padding). Micro-batches are held back and the ranks tell each other their counts.
 
         Returns:
             The optimizer steps, each to be iterated to its end before the next is taken.
 
         Raises:
-            InputError: The loader has another batch sampler; while iterating: a step was left unfinished.
+            InputError: The batch sampler is another rank's or another plan's, or the loader draws everything on each
+                rank; while iterating: a step was left unfinished, or a batch holds no tensor to count.
         """
         sampler = getattr(loader, "batch_sampler", None)
-        if not isinstance(sampler, ScheduledBatchSampler) or sampler.rank_slice != self._slice:
+        if not isinstance(sampler, ScheduledBatchSampler):
+            if self.world_size > 1 and _draws_everything(loader):
+                raise InputError(
+                    f"the loader draws the whole data set on each of {self.world_size} ranks; expected rank "
+                    f"{self.rank}'s own part; make it with batch_sampler=ctx.batch_sampler(len(dataset))"
+                )
+            made = foreign_steps(loader, self.settings.accumulation_steps, device=self.device, count=count)
+            return self._synchronised(checked(made))
+        if sampler.rank_slice != self._slice:
             raise InputError(
-                f"the loader's batch sampler is a {type(sampler).__name__}; expected rank {self.rank}'s own, so that "
-                "all ranks take equally many micro-batches; make the loader with "
+                f"the loader's batch sampler is a {type(sampler).__name__} of another rank or plan; expected rank "
+                f"{self.rank}'s own, so that all ranks take equally many micro-batches; make the loader with "
                 "batch_sampler=ctx.batch_sampler(len(dataset))"
             )
-        made = steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size)
-        return self._synchronised(made)
+        sizes = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
+        return self._synchronised(steps(loader, **sizes, count=count, over_ranks=self._over_ranks))
+
+    def _over_ranks(self, own: int) -> int:
+        return sum(part for (part,) in gathered((own,), self.device))
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
         """Let rank 0 write a checkpoint, and wait for it; call it on every rank.
@@ -187,6 +206,12 @@ class Context:
     def _synchronise(self, meets: bool) -> None:
         for wrapped in self._wrapped:
             wrapped.require_backward_grad_sync = meets
+
+
+def _draws_everything(loader: object) -> bool:
+    """Tell whether a loader is PyTorch's own for one process, over a data set with a length."""
+    whole = isinstance(getattr(loader, "sampler", None), (SequentialSampler, RandomSampler))
+    return whole and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 def _let_go_of_group_last(wrapped: DistributedDataParallel) -> None:
