@@ -1,4 +1,6 @@
-"""The command line: ``devices``, ``tune``, ``probe``, ``check``, ``show``. It parses, calls, prints, and exits.
+"""The command line: ``devices``, ``tune``, ``probe``, ``check``, ``show``, ``launch``.
+
+It parses, calls, prints, and exits.
 
 0 done, 2 bad input, 3 does not fit, 4 interrupted (the best so far is shown and kept), 5 the user's own code raised.
 The answer goes to stdout and everything else to stderr. torch, rich and the plan's classes are imported by the
@@ -314,6 +316,28 @@ def show_command(
     return functools.partial(_show, which, as_json=as_json)
 
 
+@app.command(
+    "launch",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="Example: autosplit launch --plan plan.json train.py --epochs 3",
+)
+def launch_command(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="[TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]", help="What torchrun is to start.")
+    ],
+    plan: Annotated[
+        _Text,
+        typer.Option(
+            help="A file that a plan was saved to. Default: AUTOSPLIT_PROFILE, or the only plan remembered for this "
+            "machine."
+        ),
+    ] = None,
+    print_only: Annotated[bool, typer.Option("--print", help="Print the line instead of running it.")] = False,
+) -> Command:
+    """Start a training script by torchrun, with the plan's processes, and the plan for each of them."""
+    return functools.partial(_launch, arguments, plan, print_only=print_only)
+
+
 # ------------------------------------------------------------------------------------------------------------- tune
 
 
@@ -613,6 +637,17 @@ def _check(spec: str, *, as_json: bool, quiet: bool) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------- show
+
+
+def _launch(arguments: list[str], plan: str | None, *, print_only: bool) -> int:
+    from autosplit.launching import launch_of
+
+    launch = launch_of(plan, arguments)
+    if print_only:
+        sys.stdout.write(launch.line() + "\n")
+        return 0
+    launch.run()
+    raise AssertionError("this process is torchrun now")
 
 
 def _show(which: str | None, *, as_json: bool) -> int:

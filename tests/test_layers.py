@@ -83,6 +83,7 @@ ORDER = (
     "tuning",
     "ddp.place",
     "ddp.devices",
+    "ddp.plans",
     "ddp.checkpoints",
     "ddp.loops",
     "ddp.context",
@@ -93,6 +94,7 @@ ORDER = (
     "export",
     "integrations",
     "loading",
+    "launching",
     "cli",
     "__main__",
 )

@@ -11,19 +11,14 @@ from dataclasses import replace
 import torch
 from torch import distributed as dist
 
-from autosplit import profiles
 from autosplit.ddp.context import Context
 from autosplit.ddp.devices import backend_for, device_for
 from autosplit.ddp.place import Place, meeting_place, place_here
-from autosplit.errors import DeviceError, PlanError
+from autosplit.ddp.plans import PLAN_VARIABLE, plan_for_job
+from autosplit.errors import PlanError
 from autosplit.plan import Plan
 
 __all__ = ["setup"]
-
-PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
-
-_SHOWN = 5
-"""Of several plans that could be meant, so many are listed."""
 
 
 @contextmanager
@@ -52,8 +47,7 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
             address of rank 0.
     """
     place = place_here()
-    plan = _plan_of(profile, place.world_size)
-    _refuse_unfit(plan)
+    plan, _ = plan_for_job(profile, place.world_size)
     if place.world_size != len(plan.ddp.ranks):
         count = len(plan.ddp.ranks)
         raise PlanError(
@@ -66,59 +60,6 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
     with _process_group(place, backend_for(plan, place, device)):
         _agree_on(plan, place.rank)
         yield Context(plan, place.rank, device)
-
-
-def _plan_of(profile: Plan | str | os.PathLike[str] | None, world_size: int) -> Plan:
-    if isinstance(profile, Plan):
-        return profile
-    path = os.environ.get(PLAN_VARIABLE) if profile is None else profile
-    return Plan.load(path) if path else _remembered_plan(profile, world_size)
-
-
-def _remembered_plan(profile: object, world_size: int) -> Plan:
-    """Return the only plan in the cache that this machine and this job can use."""
-    usable = [(path, plan) for path, plan in profiles.usable_here() if len(plan.ddp.ranks) == world_size]
-    if len(usable) == 1:
-        return usable[0][1]
-    job = f"{world_size} process{'es' * (world_size > 1)}"
-    given = f"no plan is given: profile is {profile!r} and {PLAN_VARIABLE} is not set"
-    if not usable:
-        raise PlanError(
-            f"{given}, and none that is remembered is for this machine and {job}; expected a plan, or the "
-            f"file of one; call setup(plan), or set {PLAN_VARIABLE} to the file that plan.save(path) wrote"
-        )
-    listed = "; ".join(f"{path} ({_described(plan)})" for path, plan in usable[:_SHOWN])
-    more = f"; and {len(usable) - _SHOWN} more" if len(usable) > _SHOWN else ""
-    raise PlanError(
-        f"{given}, and {len(usable)} that are remembered are for this machine and {job}: {listed}{more}; "
-        f"expected one; set {PLAN_VARIABLE} to the file that is meant"
-    )
-
-
-def _described(plan: Plan) -> str:
-    sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
-    return f"{plan.workload.get('model', 'a model')}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"
-
-
-def _refuse_unfit(plan: Plan) -> None:
-    """Refuse a plan that no job can be started with."""
-    if plan.simulated:
-        names = ", ".join(sorted({device.name for device in plan.devices}))
-        raise DeviceError(
-            f"the plan is for simulated cards ({names}); expected real devices to train on; tune on the machine that "
-            "has them"
-        )
-    if not plan.ddp.ranks:
-        raise PlanError(
-            f"the plan has no DDP ranks: {plan.ddp.reason or 'it gives no reason'}; expected one for each device; "
-            "tune for devices that each hold a rank, or use plan.wrap"
-        )
-    forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})
-    if len(forwards) > 1 or forwards[0] < 1:
-        raise PlanError(
-            f"the plan's ranks have {forwards} accumulation steps; expected one number, 1 or more, for all of them; "
-            "tune again"
-        )
 
 
 @contextmanager

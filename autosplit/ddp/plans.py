@@ -1,0 +1,91 @@
+"""Which plan a job trains with: the one that is given, or the only one that is remembered for this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from autosplit import profiles
+from autosplit.errors import DeviceError, PlanError
+from autosplit.plan import Plan
+
+__all__ = ["PLAN_VARIABLE", "plan_for_job"]
+
+PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
+
+_SHOWN = 5
+"""Of several plans that could be meant, so many are listed."""
+
+
+def plan_for_job(
+    profile: Plan | str | os.PathLike[str] | None, world_size: int | None = None
+) -> tuple[Plan, Path | None]:
+    """Find the plan of a job.
+
+    Args:
+        profile: A plan, or the file of one; None for the file that the environment names, or else for the only plan
+            in the cache that this machine and this job can use.
+        world_size: The processes of the job; None where it has none yet.
+
+    Returns:
+        The plan, and its file, if it has one.
+
+    Raises:
+        PlanError: There is none, or several could be meant, or it has no ranks.
+        DeviceError: It is for simulated cards.
+    """
+    path: Path | None = None
+    if isinstance(profile, Plan):
+        plan = profile
+    else:
+        given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
+        plan, path = (Plan.load(given), Path(given)) if given else _remembered_plan(profile, world_size)
+    _refuse_unfit(plan)
+    return plan, path
+
+
+def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Path]:
+    """Return the only plan in the cache that this machine and this job can use."""
+    ranked = [(plan, path) for path, plan in profiles.usable_here() if plan.ddp.ranks]
+    usable = [(plan, path) for plan, path in ranked if world_size in (None, len(plan.ddp.ranks))]
+    if len(usable) == 1:
+        return usable[0]
+    job = "" if world_size is None else f" and {world_size} process{'es' * (world_size > 1)}"
+    given = f"no plan is given: profile is {profile!r} and {PLAN_VARIABLE} is not set"
+    if not usable:
+        raise PlanError(
+            f"{given}, and none that is remembered is for this machine{job}; expected a plan, or the file of one; pass "
+            f"it, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote"
+        )
+    listed = "; ".join(f"{path} ({_described(plan)})" for plan, path in usable[:_SHOWN])
+    more = f"; and {len(usable) - _SHOWN} more" if len(usable) > _SHOWN else ""
+    raise PlanError(
+        f"{given}, and {len(usable)} that are remembered are for this machine{job}: {listed}{more}; "
+        f"expected one; set {PLAN_VARIABLE} to the file that is meant"
+    )
+
+
+def _described(plan: Plan) -> str:
+    sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
+    return f"{plan.workload.get('model', 'a model')}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"
+
+
+def _refuse_unfit(plan: Plan) -> None:
+    """Refuse a plan that no job can be started with."""
+    if plan.simulated:
+        names = ", ".join(sorted({device.name for device in plan.devices}))
+        raise DeviceError(
+            f"the plan is for simulated cards ({names}); expected real devices to train on; tune on the machine that "
+            "has them"
+        )
+    if not plan.ddp.ranks:
+        raise PlanError(
+            f"the plan has no DDP ranks: {plan.ddp.reason or 'it gives no reason'}; expected one for each device; "
+            "tune for devices that each hold a rank, or use plan.wrap"
+        )
+    forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})
+    if len(forwards) > 1 or forwards[0] < 1:
+        raise PlanError(
+            f"the plan's ranks have {forwards} accumulation steps; expected one number, 1 or more, for all of them; "
+            "tune again"
+        )
