@@ -226,7 +226,10 @@ def _why_no_answer(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: in
     effective, held = subject.request.least_effective, sum(rank.batch_size for rank in ranks)
     if not subject.may_accumulate and held < effective:
         return f"the ranks hold {held} samples together, fewer than the {effective} of a step that can't be accumulated"
-    return f"{len(ranks)} ranks need a batch of at least {len(ranks) * least_batch} samples"
+    needed = f"{len(ranks)} ranks need a batch of at least {len(ranks) * least_batch} samples"
+    if least_batch > 1:
+        needed += f", and in the shorter last forward each none or {least_batch} (BatchNorm)"
+    return f"{needed}; ask for more by effective_batch_size or max_batch_size"
 
 
 def rank_answer(ddp: DdpPlan, fit: Fit) -> Answer:

@@ -23,7 +23,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -267,15 +267,26 @@ class StepTime:
 
     def seconds(self, splits: Sequence[Sequence[int]]) -> float:
         """Return the time of an optimizer step of these micro-steps."""
-        counted = Counter(tuple(split) for split in splits)
+        return self.counted_seconds(Counter(tuple(split) for split in splits))
+
+    def counted_seconds(self, counted: Mapping[tuple[int, ...], int]) -> float:
+        """Return the time of an optimizer step of these splits, each with how many micro-steps have it."""
         micro_s = sum(self.micro_seconds(split) * count for split, count in counted.items())
-        return self.copying_s(splits) + micro_s + self.update_s
+        return self._counted_copying_s(counted) + micro_s + self.update_s
 
     def copying_s(self, splits: Sequence[Sequence[int]]) -> float:
         """Return what an optimizer step spends on copying parameters and gradients."""
+        return self._counted_copying_s(Counter(tuple(split) for split in splits))
+
+    def _counted_copying_s(self, counted: Mapping[tuple[int, ...], int]) -> float:
         if self.keeps:
-            return sum(s for i, s in enumerate(self.copies_s) if i and any(split[i] for split in splits))
-        return sum(s for split in splits for s, samples in zip(self.copies_s[1:], split[1:], strict=True) if samples)
+            return sum(s for i, s in enumerate(self.copies_s) if i and any(split[i] for split in counted))
+        return sum(
+            count * s
+            for split, count in counted.items()
+            for s, samples in zip(self.copies_s[1:], split[1:], strict=True)
+            if samples
+        )
 
     def with_overhead(self, index: int, measured: Sequence[tuple[Sequence[int], float]]) -> StepTime:
         """Fit the copies and the gather of one device to steps that it makes with the first device alone.
@@ -320,9 +331,11 @@ class StepTime:
         """
         rows = []
         for splits, seconds in measured:
-            amounts = [self._amounts(split) for split in splits]
-            known_s = sum(alone_s for _, _, alone_s in amounts) + self.update_s
-            columns = (self.copying_s(splits), sum(a[1] for a in amounts), self.contention * sum(a[0] for a in amounts))
+            counted = Counter(tuple(split) for split in splits)
+            amounts = [(count, *self._amounts(split)) for split, count in counted.items()]
+            busy_s, gather_s, alone_s = (sum(a[0] * a[part] for a in amounts) for part in (1, 2, 3))
+            known_s = alone_s + self.update_s
+            columns = (self._counted_copying_s(counted), gather_s, self.contention * busy_s)
             if any(columns):
                 rows.append(([column / seconds for column in columns], (seconds - known_s) / seconds))
         if not rows:

@@ -329,9 +329,13 @@ class Prober:
             try:
                 seconds = self.micro_seconds(shape_of(n), budget_s=budget_s)
             except OutOfMemoryError:
-                if not timed:
+                if timed:
+                    break
+                if role != "replica":
                     raise
-                break
+                # By itself it holds more at once than its part of a step, which is what was seen to fit.
+                shape_of = self._shapes(index, role, (), False)
+                seconds = self.micro_seconds(shape_of(n), budget_s=budget_s)
             timed.append(TimedSize(n, seconds, self.measured(shape_of(n), budget_s=budget_s).error_s))
         return timed
 
@@ -363,7 +367,7 @@ class Prober:
             return proportional_split(total, tuple(max(1, n) for n in most), most)
 
         def peak(total: int) -> float:
-            return self.traced(_balanced((share, total), accumulates))[0]
+            return self.traced(_balanced((share, max(total, self.least_batch())), accumulates))[0]
 
         total = largest_fitting(
             peak, self.runtime.capacities_bytes[0], least=sum(least), most=sum(most), start=sum(least) + 1

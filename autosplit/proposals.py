@@ -111,7 +111,7 @@ class Proposer:
         if solver.step_time.adds_up or best.gpu0_bsz * noise >= 1:
             return None
         moved = (replace(configuration_of(best), gpu0_bsz=best.gpu0_bsz + by) for by in (1, -1))
-        near = [c for c in moved if c not in tried and c.gpu0_bsz >= 0 and solver.space.holds(c)]
+        near = [c for c in moved if c not in tried and c.gpu0_bsz >= 0 and solver.holds(c)]
         return max(near, key=solver.samples_per_s, default=None)
 
     def _smaller(self, trials: Sequence[Trial], tried: set[Configuration]) -> Configuration | None:

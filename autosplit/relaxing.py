@@ -135,7 +135,7 @@ class Problem:
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._fits(even_split(middle, len(self.ceilings))) else (low, middle - 1)
-        if low == 0:
+        if low < len(self.ceilings):  # a device that holds nothing has no even share
             return None
         if self.effective_batch_sizes is None:
             pairs = [(size, size) for size in geometric(low)]
@@ -148,7 +148,7 @@ class Problem:
         found = []
         for size, total in pairs:
             split = even_split(size, len(self.ceilings))
-            if self._fits(split):
+            if all(split) and self._fits(split):
                 found.append(Found(split, accumulation_steps(total, size), self.rate(split, total)))
         return max(found, key=lambda one: one.samples_per_s, default=None)
 

@@ -131,6 +131,10 @@ def checked_request(
     whole_number("seed", seed, minimum=0)
     if time_limit_s is not None and not (_is_number(time_limit_s) and time_limit_s > 0):
         raise InputError(f"time_limit_s is {time_limit_s!r}; expected seconds, above 0; leave it out for no limit")
+    if storage is not None and not isinstance(storage, str):
+        raise InputError(
+            f"storage is {storage!r}; expected an Optuna URL, such as 'sqlite:///study.db'; pass one, or leave it out"
+        )
     found = parse_devices(devices)
     reserved = tuple(reserve_bytes(reserve, device) for device in found)
     return Request(
@@ -201,5 +205,5 @@ def _asked_for(sizes: tuple[int, int] | None) -> int | list[int] | None:
 
 
 def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise InputError(f"{what} is {value!r}; expected one of {', '.join(map(repr, allowed))}; choose one of them")

@@ -8,6 +8,7 @@ so that a search that was killed goes on where it was: its trials are not run ag
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from autosplit.errors import InputError
 from autosplit.proposals import Proposal
 from autosplit.space import Configuration, Space, Trial
 
-__all__ = ["search"]
+__all__ = ["check_storage", "search"]
 
 Evaluate = Callable[[int, Configuration], Trial]
 Propose = Callable[[Sequence[Trial]], Proposal]
@@ -42,6 +43,7 @@ def search(
     storage: str | None = None,
     study_name: str = "autosplit",
     on_trial: Callable[[Trial], None] = lambda _: None,
+    on_trouble: Callable[[str], None] = lambda _: None,
 ) -> tuple[Trial, ...]:
     """Evaluate configurations until there is nothing more to expect.
 
@@ -58,6 +60,7 @@ def search(
             of another moment.
         study_name: Its name there.
         on_trial: Told of each trial, also of those that a killed search left.
+        on_trouble: Told why the storage is done without, where it fails in mid-search.
 
     Returns:
         The trials in order, each configuration once; none where nothing fits.
@@ -67,34 +70,113 @@ def search(
     """
     if space.region.largest_batch < 1:
         return ()
-    optuna = _imported()
-    study = _opened(storage, study_name)
-    _end_unfinished(study)
-    done, asked = _resumed(study, space)
+    _imported()
+    kept = _Kept(storage, study_name, on_trouble)
+    done, asked = _resumed(kept.study, space)
     for trial in done.values():
         on_trial(trial)
     while len(done) < n_trials and asked < (1 + MOST_REPEATS) * n_trials and not _over(deadline_s, done):
         proposal = propose(tuple(done.values()))
         if proposal.enough:
             break
-        study.sampler = _sampler(seed, asked)
+        sampler = _sampler(seed, asked)
         asked += 1
-        if proposal.configuration is not None and space.holds(proposal.configuration):
-            study.enqueue_trial(_parameters(proposal.configuration))
-        asking = study.ask()
-        configuration = _suggested(asking, space)
+        asking, configuration = kept.ask(space, proposal.configuration, sampler)
         seen = done.get(configuration)
         try:
             trial = seen or evaluate(len(done), configuration)
         except BaseException:  # an interrupt, too: a trial that nobody ends would be running for ever in the storage
-            study.tell(asking, state=optuna.trial.TrialState.FAIL)
+            kept.tell(asking, None)
             raise
-        _tell(study, asking, trial)
+        kept.tell(asking, trial)
         if seen is None:
             done[configuration] = trial
             on_trial(trial)
-    study.set_user_attr(_ENDED, len(study.get_trials(deepcopy=False)))
+    kept.end()
     return tuple(done.values())
+
+
+class _Kept:
+    """A study, and what becomes of it when its storage fails: the search goes on in memory.
+
+    Args:
+        storage: An Optuna URL, or None.
+        study_name: Its name there.
+        on_trouble: Told why the storage is done without.
+
+    Raises:
+        InputError: Optuna can't open the storage.
+    """
+
+    def __init__(self, storage: str | None, study_name: str, on_trouble: Callable[[str], None]) -> None:
+        self.storage, self.study_name, self.on_trouble = storage, study_name, on_trouble
+        self.study = _opened(storage, study_name)
+        try:
+            _end_unfinished(self.study)
+        except Exception as error:
+            raise _unusable(storage, error) from error
+
+    def ask(self, space: Space, wanted: Configuration | None, sampler: Any) -> tuple[Any, Configuration]:
+        """Begin a trial of what is wanted, or else of what the sampler likes."""
+        try:
+            return _asked(self.study, space, wanted, sampler)
+        except Exception as error:  # noqa: BLE001  # whatever the database's driver raises
+            self._do_without(error)
+            return _asked(self.study, space, wanted, sampler)
+
+    def tell(self, asking: Any, trial: Trial | None) -> None:
+        """End a trial; None is one that was broken off."""
+        import optuna
+
+        try:
+            if trial is None:
+                self.study.tell(asking, state=optuna.trial.TrialState.FAIL)
+            else:
+                _tell(self.study, asking, trial)
+        except optuna.exceptions.UpdateFinishedTrialError:
+            pass  # another search of the same study took it for one that was cut off
+        except Exception as error:  # noqa: BLE001  # whatever the database's driver raises
+            self._do_without(error)
+
+    def end(self) -> None:
+        """Mark the search as one that came to its end."""
+        try:
+            self.study.set_user_attr(_ENDED, len(self.study.get_trials(deepcopy=False)))
+        except Exception as error:  # noqa: BLE001  # whatever the database's driver raises
+            self._do_without(error)
+
+    def _do_without(self, error: Exception) -> None:
+        if self.storage is None:
+            raise error
+        self.on_trouble(f"{_unusable(self.storage, error)}; the search went on without it")
+        self.storage, self.study = None, _opened(None, self.study_name)
+
+
+def check_storage(storage: str, study_name: str) -> None:
+    """Open a storage, before anything is measured for it.
+
+    Raises:
+        InputError: Optuna can't open it, or write to it.
+    """
+    _imported()
+    study = _opened(storage, study_name)
+    try:
+        study.set_user_attr("opened_by", "autosplit")
+    except Exception as error:
+        raise _unusable(storage, error) from error
+
+
+def _unusable(storage: str | None, error: Exception) -> InputError:
+    """Say that a storage can't be used, by what the database's driver says; a password in its URL is not shown."""
+    told: BaseException = error
+    while told.__cause__ is not None:
+        told = told.__cause__
+    reason = (str(told).strip().splitlines() or [type(told).__name__])[0]
+    shown = re.sub(r"://([^/@]*?):[^/]*@", r"://\1:***@", str(storage))
+    return InputError(
+        f"storage is {shown!r} ({reason[:200]}); expected a URL that Optuna opens and may write to, such as "
+        "'sqlite:///study.db'; correct it, or leave it out"
+    )
 
 
 def _imported() -> Any:
@@ -122,12 +204,7 @@ def _opened(storage: str | None, study_name: str) -> Any:
     except Exception as error:
         if storage is None:
             raise
-        # Whatever the database's driver raises: the URL is the user's.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"storage is {storage!r} ({reason}); expected a URL that Optuna opens, such as 'sqlite:///study.db'; "
-            "correct it, or leave it out"
-        ) from error
+        raise _unusable(storage, error) from error
     finally:
         optuna.logging.set_verbosity(verbosity)
 
@@ -158,12 +235,14 @@ def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]
     states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
     done: dict[Configuration, Trial] = {}
     asked = 0
+    ended = study.user_attrs.get(_ENDED, 0)
     for frozen in study.get_trials(deepcopy=False, states=states):
-        if frozen.number < study.user_attrs.get(_ENDED, 0):
+        if isinstance(ended, int) and frozen.number < ended:
             continue
         asked += 1
         found = _remembered(frozen, len(done))
-        if found is not None and found[0] not in done and space.holds(found[0]):
+        others = len(space.region.replica_ceilings)
+        if found is not None and found[0] not in done and space.holds(found[0]) and len(found[1].split) == 1 + others:
             done[found[0]] = found[1]
     return done, asked
 
@@ -186,8 +265,26 @@ def _remembered(frozen: Any, number: int) -> tuple[Configuration, Trial] | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
-    whole = (trial.samples_per_s is None) == (trial.failure is not None) and sum(trial.split) == trial.batch_size
-    return (configuration, trial) if whole else None
+    return (configuration, trial) if _is_sound(trial) else None
+
+
+def _is_sound(trial: Trial) -> bool:
+    """Tell whether a trial may be what a search told its study: a database is anybody's to change."""
+    count = len(trial.split)
+    return (
+        (trial.samples_per_s is None) == (trial.failure is not None)
+        and (trial.samples_per_s is None or LEAST_RATE <= trial.samples_per_s <= 1 / LEAST_RATE)
+        and 0 <= trial.error_share <= 1
+        and sum(trial.split) == trial.batch_size
+        and trial.split[0] == trial.gpu0_bsz
+        and min(trial.split) >= 0
+        and len(trial.peak_bytes) in ((count,) if trial.failure is None else (0, count))
+        and min(trial.peak_bytes, default=0) >= 0
+    )
+
+
+LEAST_RATE = 1e-9
+"""Samples per second below which, and above whose inverse, nothing was measured."""
 
 
 def _over(deadline_s: float | None, done: dict[Configuration, Trial]) -> bool:
@@ -199,6 +296,14 @@ _PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
 
 def _parameters(configuration: Configuration) -> dict[str, int]:
     return {name: getattr(configuration, name) for name in _PARAMETERS}
+
+
+def _asked(study: Any, space: Space, wanted: Configuration | None, sampler: Any) -> tuple[Any, Configuration]:
+    study.sampler = sampler
+    if wanted is not None and space.holds(wanted):
+        study.enqueue_trial(_parameters(wanted))
+    asking = study.ask()
+    return asking, _suggested(asking, space)
 
 
 def _suggested(trial: Any, space: Space) -> Configuration:

@@ -12,7 +12,7 @@ from autosplit.assembly import DDP_NOTE, Answer, Subject, assembled, lone_rank, 
 from autosplit.checks import checks_for
 from autosplit.compiling import has_compiled_parts
 from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Residual, Role, StepTime, TimeCurve
-from autosplit.errors import AutosplitError, WorkloadError, one_line
+from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line
 from autosplit.findings import Check
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import DdpPlan, Plan
@@ -21,8 +21,8 @@ from autosplit.progress import Progress, fraction_of
 from autosplit.proposals import PATIENCE, Proposer, error_of, steadied
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
-from autosplit.search import search
-from autosplit.solver import Solver
+from autosplit.search import check_storage, search
+from autosplit.solver import WITHIN_REACH, Solver
 from autosplit.space import Configuration, Space, Trial, best_trial, configuration_of
 from autosplit.split import accumulation_steps, even_split, micro_batch_sizes
 from autosplit.staging import Followed, runtime_for
@@ -42,6 +42,15 @@ DOUBTFUL_ERROR = 0.3
 
 EXACT_PATIENCE = 4
 """As `proposals.PATIENCE`, where times are exact: the solver's answer and its neighbours tell it all."""
+
+
+MOST_FORWARDS = 2**16
+"""Forwards of one optimizer step: whoever asks for more has mistaken a data set for a batch."""
+
+TOO_FEW = "a share below"
+
+UNTIMED = TimedSize(1, 1.0)
+"""The time of a device that has none: a second for each sample."""
 
 
 class Session:
@@ -80,7 +89,9 @@ class Session:
         self.solver: Solver | None = None
         self.primary_alone: Ceiling | None = None
         self.replicas: tuple[Ceiling, ...] = ()
-        self.keeps = False  # the replicas' ceilings are those of steps of several micro-steps
+        # The same in steps of several micro-steps, where gradients wait; the first only where there are no replicas.
+        self.primary_kept: Ceiling | None = None
+        self.kept: tuple[Ceiling, ...] | None = None
 
     def plan(self) -> Plan:
         """Measure, search, and put the plan together.
@@ -90,6 +101,8 @@ class Session:
             WorkloadError: `max_batch_size` is below the samples of a step that can't be accumulated.
         """
         self._refuse_bounded_step()
+        if self.request.storage is not None and self.request.strategy != "ddp":
+            check_storage(self.request.storage, self.study_name)
         self._check()
         self._bound_by_tracing()
         plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
@@ -122,8 +135,9 @@ class Session:
             raise self._nothing_fits()
         self._doubt_the_times()
         even = self._even_rate(best)
-        ddp = self._ddp(best, ranks, step_time)
-        return self._assembled(self._answer(best, self._final_ceilings(best), ddp, even))
+        ceilings = self._final_ceilings(best)
+        ddp = self._ddp(best, ceilings if len(ranks) == 1 else ranks, step_time)
+        return self._assembled(self._answer(best, ceilings, ddp, even))
 
     def _ddp_plan(self) -> Plan:
         """Solve DDP's batch sizes from what each device does by itself; nothing is searched."""
@@ -184,12 +198,12 @@ class Session:
         best = self._best_trial()
         if best is None or self.solver is None:
             return None
-        region = self.solver.space.region
+        region = self.solver.space.region_of(best.accumulation_steps)
         assert self.primary_alone is not None, "trials are made after the ceilings are known"
         primary = self.primary_alone
         ceilings = (
             replace(primary, batch_size=max(best.gpu0_bsz, region.primary_most(best.batch_size))),
-            *self.replicas,
+            *self._others_in(best.accumulation_steps),
         )
         ddp = DdpPlan((), 0.0, "the search was interrupted before DDP was solved")
         plan = self._assembled(
@@ -212,13 +226,27 @@ class Session:
         self.replicas = tuple(self._like(primary, index, "replica", 0, False) for index in range(1, len(devices)))
         return ranks, primary
 
-    def _keep_replicas(self) -> None:
+    def _keep_replicas(self) -> tuple[Ceiling, ...]:
         """Find the others' ceilings in a step of several micro-steps: their copies and gradients stay all through."""
         waiting_bytes = bucket_bytes(self.prober.tracer.trainee)
-        self.replicas = tuple(
+        self.kept = tuple(
             self._like(found, index, "replica", waiting_bytes, True) for index, found in enumerate(self.replicas, 1)
         )
-        self.keeps = True
+        return self.kept
+
+    def _keep_alone(self) -> Ceiling:
+        """Find device 0's ceiling in a step of several micro-steps that it takes by itself."""
+        alone = self.primary_alone
+        assert alone is not None, "it is measured first"
+        self.primary_kept = alone
+        if alone.batch_size and not self._on_plain_cpu():
+            slope = float(alone.bytes_per_sample)
+            self.primary_kept = self.prober.ceiling(0, "primary", accumulates=True, start=alone.batch_size, slope=slope)
+        return self.primary_kept
+
+    def _others_in(self, steps: int) -> tuple[Ceiling, ...]:
+        """Return the others' ceilings in a step of so many micro-steps."""
+        return self.replicas if steps == 1 or self.kept is None else self.kept
 
     def _rank_ceilings(self) -> tuple[Ceiling, ...]:
         """Find each device's ceiling as a rank, and nothing else."""
@@ -235,16 +263,7 @@ class Session:
             needed = 0 if self.subject.may_accumulate else self.request.least_effective
             self.plain_cpu_curve, ceiling = self.prober.until_it_stops_paying(needed)
             return replace(ceiling, role=role)
-        accumulates = role == "rank" and self.subject.accumulates
-        found = self.prober.ceiling(0, role, accumulates=accumulates)
-        if len(self.request.devices) > 1 or accumulates or not self.subject.accumulates:
-            return found
-        if found.batch_size >= self._most_effective or found.batch_size == 0:
-            return found
-        # A step takes several micro-steps here, and these hold the gradients of those before.
-        return self.prober.ceiling(
-            0, role, accumulates=True, start=found.batch_size, slope=float(found.bytes_per_sample)
-        )
+        return self.prober.ceiling(0, role, accumulates=role == "rank" and self.subject.accumulates)
 
     def _like(self, known: Ceiling, index: int, role: Role, more_bytes: int, accumulates: bool) -> Ceiling:
         """Find a ceiling, beginning where another device's says that it should be."""
@@ -257,14 +276,25 @@ class Session:
         return self.request.kind == "cpu" and not self.request.devices[0].budgeted
 
     def _space(self, primary: Ceiling) -> Space:
-        """Bound the search by what fits."""
+        """Bound the search by what fits, in one micro-step and in several."""
         sizes, least = self.request.effective_batch_sizes, self.request.least_effective
-        region, why_single = self._widest_region(primary)
-        if region.largest_batch == 0:
+        why_single = None if self.subject.may_accumulate else self._why_single()
+        # More than all devices hold by themselves does not fit at once; how much of it does need not be traced then.
+        reach = primary.batch_size + sum(ceiling.batch_size for ceiling in self.replicas)
+        single = self._region(primary) if reach >= least or not self._waits else None
+        several = None
+        if self._waits and (single is None or single.largest_batch < self._most_effective):
+            several = self._region_of_several(primary)
+            if several.largest_batch == 0:
+                several, why_single = None, "the gradients that wait for a second micro-step leave no room for a sample"
+        region = several or single or self._region(primary)
+        if max(region.largest_batch, 0 if single is None else single.largest_batch) == 0:
             raise does_not_fit(self.prober, 0)
         if why_single is None:
-            fewest = accumulation_steps(self._most_effective or 1, region.largest_batch)
-            return Space(region, sizes, fewest + max(3, fewest))
+            fewest = self._checked_steps(accumulation_steps(least or 1, region.largest_batch))
+            most = accumulation_steps(self._most_effective or 1, region.largest_batch)
+            most = min(max(fewest, most) + max(3, fewest), MOST_FORWARDS)
+            return Space(region if single is None else single, sizes, most, several)
         if least > region.largest_batch:
             raise DoesNotFitError(
                 f"{region.largest_batch} samples fit one forward and effective_batch_size is at least {least}, and "
@@ -273,45 +303,51 @@ class Session:
             )
         return Space(region, sizes)
 
-    def _widest_region(self, primary: Ceiling) -> tuple[Region, str | None]:
-        """Bound one micro-step, or each of several where not all samples fit one; also tell why it has to be one."""
-        why_single = None if self.subject.may_accumulate else self._why_single()
-        # More than every device holds by itself does not fit at once; how much of it does need not be traced then.
-        if not self._takes_several(primary.batch_size + sum(ceiling.batch_size for ceiling in self.replicas)):
-            region = self._region(primary)
-            if not self._takes_several(region.largest_batch):
-                return region, why_single
-        whole = self.replicas
-        self._keep_replicas()
-        region = self._region(primary)
-        if region.largest_batch > 0:
-            return region, why_single
-        self.replicas, self.keeps = whole, False
-        return self._region(primary), "the gradients that wait for a second micro-step leave no room for a sample"
+    def _checked_steps(self, fewest: int) -> int:
+        if fewest <= MOST_FORWARDS:
+            return fewest
+        raise InputError(
+            f"effective_batch_size is at least {self.request.least_effective}, which takes {fewest} forwards of what "
+            f"fits; expected at most {MOST_FORWARDS}; ask for fewer samples"
+        )
+
+    @property
+    def _waits(self) -> bool:
+        """Whether gradients may wait for further micro-steps, and memory is what bounds these."""
+        return self.subject.accumulates and not self._on_plain_cpu()
 
     def _with_several(self, space: Space, step_time: StepTime) -> Space:
-        """Bound steps of several micro-steps apart, where all samples fit one and yet more of them promise more.
+        """Bound steps of several micro-steps apart where all samples fit one, if these promise about as much.
 
-        Gradients wait on each device, then. It is seldom so, and only traced: trials will tell.
+        Gradients wait on each device, then. It is only traced: trials will tell.
         """
-        if self.keeps or not self.replicas or not self.subject.accumulates or not self.prober.tracer.fake:
+        if not self._waits or space.accumulating is not None or space.max_steps == 1:
             return space
-        best = next(iter(Solver(space, step_time).answers()), None)
-        if best is None or best.accumulation_steps == 1:
+        solver = Solver(space, step_time)
+        answers = solver.answers()
+        several = next((c for c in answers if c.accumulation_steps > 1), None)
+        if several is None:
             return space
-        region, tell = space.region, self.prober.predicted_ceiling
+        promise = solver.samples_per_s(several) / solver.samples_per_s(answers[0])
+        if promise < (WITHIN_REACH if self.prober.tracer.fake else 1.0):
+            return replace(space, max_steps=1)
+        region = self._predicted_region_of_several(space.region)
+        return replace(space, accumulating=region) if region.largest_batch else replace(space, max_steps=1)
+
+    def _predicted_region_of_several(self, region: Region) -> Region:
         primary = self._kept_ceiling(region.primary_ceiling)
+        if not self.replicas:
+            return replace(region, primary_ceiling=primary)
         found: dict[tuple[str, int, int], int] = {}
         kept = []
         for index, ceiling in enumerate(region.replica_ceilings, 1):
             kind = self.request.devices[index].name, self.runtime.capacities_bytes[index], ceiling
             if kind not in found:
-                found[kind] = tell(index, "replica", accumulates=True, start=ceiling)
-            kept.append(found[kind])
+                found[kind] = self.prober.predicted_ceiling(index, "replica", accumulates=True, start=ceiling)
+            kept.append(min(ceiling, found[kind]))
         others = min(sum(kept), max(1, -(-self._most_effective // 2) - primary))  # two micro-steps, about evenly
         fit = self._plane(primary, others, accumulates=True)
-        several = replace(region, primary=fit, primary_ceiling=primary, replica_ceilings=tuple(kept))
-        return replace(space, accumulating=several)
+        return replace(region, primary=fit, primary_ceiling=primary, replica_ceilings=tuple(kept))
 
     @property
     def _most_effective(self) -> int:
@@ -319,28 +355,36 @@ class Session:
         sizes = self.request.effective_batch_sizes
         return 0 if sizes is None else sizes[1]
 
-    def _takes_several(self, largest_batch: int) -> bool:
-        """Tell whether replicas take part in a step of several micro-steps, if no more fit one."""
-        return bool(self.replicas) and self.subject.accumulates and largest_batch < self._most_effective
-
     def _region(self, primary: Ceiling) -> Region:
-        if self.replicas:
-            most = self.prober.max_batch_size
-            alone = self._kept_ceiling(primary.batch_size) if self.keeps else primary.batch_size
-            share = min(most, alone)
-            others = min(max(1, most - share), sum(ceiling.batch_size for ceiling in self.replicas))
-            fit = self._plane(share, others, accumulates=self.keeps)
-        else:
-            alone = primary.batch_size
-            fit = MemoryFit(primary.fixed_bytes, primary.bytes_per_sample)
+        """Bound a single micro-step."""
+        if not self.replicas:
+            return self._region_of(MemoryFit(primary.fixed_bytes, primary.bytes_per_sample), primary.batch_size, ())
+        fit = self._plane_beside(primary.batch_size, self.replicas, accumulates=False)
+        return self._region_of(fit, primary.batch_size, self.replicas)
+
+    def _region_of_several(self, primary: Ceiling) -> Region:
+        """Bound each of several micro-steps."""
+        if not self.replicas:
+            kept = self._keep_alone()
+            return self._region_of(MemoryFit(kept.fixed_bytes, kept.bytes_per_sample), kept.batch_size, ())
+        others, alone = self._keep_replicas(), self._kept_ceiling(primary.batch_size)
+        return self._region_of(self._plane_beside(alone, others, accumulates=True), alone, others)
+
+    def _region_of(self, fit: MemoryFit, alone: int, others: tuple[Ceiling, ...]) -> Region:
         return Region(
             primary=fit,
             primary_capacity_bytes=self.runtime.capacities_bytes[0],
             primary_ceiling=alone,
-            replica_ceilings=tuple(ceiling.batch_size for ceiling in self.replicas),
+            replica_ceilings=tuple(ceiling.batch_size for ceiling in others),
             max_batch_size=self.prober.max_batch_size,
             least_share=self.prober.least_batch(),
         )
+
+    def _plane_beside(self, alone: int, others: tuple[Ceiling, ...], *, accumulates: bool) -> MemoryFit:
+        """Fit device 0's memory about where it is full, with the others beside it."""
+        share = min(self.prober.max_batch_size, alone)
+        room = max(1, self.prober.max_batch_size - share)
+        return self._plane(share, min(room, sum(c.batch_size for c in others)), accumulates=accumulates)
 
     def _kept_ceiling(self, alone: int) -> int:
         """Return what device 0 runs by itself in a step of several micro-steps, its gradients waiting; traced only."""
@@ -378,8 +422,13 @@ class Session:
         elif self.replicas and index > 0 and self.replicas[index - 1].batch_size > 2 * ceiling:
             role, ceiling = "replica", self.replicas[index - 1].batch_size
         if ceiling == 0:
-            return [TimedSize(1, 1.0)]  # it gets no samples, so its time is never asked for
-        return self.prober.timed_sizes(index, ceiling, role=role, budget_s=POINT_BUDGET_S)
+            return [UNTIMED]  # it gets no samples, so its time is never asked for
+        try:
+            return self.prober.timed_sizes(index, ceiling, role=role, budget_s=POINT_BUDGET_S)
+        except OutOfMemoryError as error:
+            label = self.request.devices[index].label
+            self.notes.append(f"{label} could not be timed by itself, and is taken for slow: {error}")
+            return [UNTIMED]
 
     def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
         """Fit the time of a step: the devices' own curves, and what replicas add."""
@@ -444,6 +493,7 @@ class Session:
             storage=self.request.storage,
             study_name=self.study_name,
             on_trial=self._keep,
+            on_trouble=self.notes.append,
         )
         kept = len(self.trials) - self.evaluated
         if kept:
@@ -488,7 +538,7 @@ class Session:
         )
         if not self._can_train(*splits):
             least = self.prober.least_batch()
-            return replace(trial, failure=f"a share below {least}: BatchNorm needs {least} samples to train on")
+            return replace(trial, failure=f"{TOO_FEW} {least}: BatchNorm needs {least} samples to train on")
         try:
             measured = self._measured(splits)
         except OutOfMemoryError as error:
@@ -535,6 +585,12 @@ class Session:
 
     def _nothing_fits(self) -> DoesNotFitError:
         failure = self.trials[-1].failure if self.trials else "no configuration was in the space"
+        if all(trial.failure is not None and trial.failure.startswith(TOO_FEW) for trial in self.trials):
+            return DoesNotFitError(
+                f"no forward of at most {self.prober.max_batch_size} samples cuts a step of {self._most_effective} so "
+                f"that each device has none or {self.prober.least_batch()}, on fewer of which BatchNorm does not "
+                "train; expected one; ask for another effective_batch_size, or raise max_batch_size"
+            )
         return DoesNotFitError(
             f"none of {len(self.trials)} configurations could be run; the last: {failure}; "
             "expected at least one; use a smaller model, a lower precision or a larger device"
@@ -570,23 +626,26 @@ class Session:
 
     def _final_ceilings(self, best: Trial) -> tuple[Ceiling, ...]:
         """Find the largest shares that fit all at once: any split within them does."""
-        if not self.replicas:
-            assert self.primary_alone is not None, "it is the only one"
-            return (self.primary_alone,)
         accumulates = best.accumulation_steps > 1
-        if accumulates and not self.keeps:
+        if not self.replicas:
+            alone = (self.primary_kept or self._keep_alone()) if accumulates else self.primary_alone
+            assert alone is not None, "it is the only one"
+            return (alone,)
+        if accumulates and self.kept is None:
             self._keep_replicas()
-        others = tuple(ceiling.batch_size for ceiling in self.replicas)
+        beside = self._others_in(best.accumulation_steps)
+        others = tuple(ceiling.batch_size for ceiling in beside)
         assert self.solver is not None
-        slope = self.solver.space.region.primary.bytes_per_share + self.solver.space.region.primary.bytes_per_batch
+        fit = self.solver.space.region_of(best.accumulation_steps).primary
+        slope = fit.bytes_per_share + fit.bytes_per_batch
         primary = self.prober.ceiling(
             0, "primary", elsewhere=others, accumulates=accumulates, start=max(1, best.gpu0_bsz), slope=slope
         )
         if primary.batch_size >= best.gpu0_bsz:
-            return (primary, *self.replicas)
+            return (primary, *beside)
         # Device 0 can't gather that much: the others' ceilings come down until the plan's own share fits beside them.
         room = self.prober.room_beside(best.gpu0_bsz, best.split[1:], others, accumulates=accumulates)
-        lowered = tuple(replace(c, batch_size=n, confirmed=False) for c, n in zip(self.replicas, room, strict=True))
+        lowered = tuple(replace(c, batch_size=n, confirmed=False) for c, n in zip(beside, room, strict=True))
         return (replace(primary, batch_size=best.gpu0_bsz, confirmed=False), *lowered)
 
     def _answer(

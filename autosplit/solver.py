@@ -11,7 +11,7 @@ from autosplit.errors import InputError
 from autosplit.space import KNEE_SHARE, Configuration, Space, Trial, configuration_of
 from autosplit.split import accumulation_steps, even_split, fastest_split, micro_batch_sizes, proportional_split
 
-__all__ = ["MOST_STEPS", "RankAnswer", "RankSolver", "Solver", "geometric", "spread"]
+__all__ = ["MOST_STEPS", "WITHIN_REACH", "RankAnswer", "RankSolver", "Solver", "geometric", "spread"]
 
 MOST_STEPS = 64
 """Accumulation steps beyond the fewest that are worth a look: each costs a copy and brings nothing but memory."""
@@ -23,8 +23,8 @@ SIZES_OF_STEPS = 17
 MOST_TEAMS = 9
 """Ways to leave devices out that are looked at."""
 
-TEAM_SHARE = 0.8
-"""Fewer devices are tried where the model promises so much of its best: by more it is seldom off."""
+WITHIN_REACH = 0.8
+"""What is of another kind is tried where the model promises so much of its best: by more it is seldom off."""
 
 MOST_REFINED = 3
 """Answers whose share of device 0 is searched around what the devices' own times say."""
@@ -160,8 +160,21 @@ class Solver:
 
     def samples_per_s(self, configuration: Configuration) -> float:
         """Predict the throughput of whole optimizer steps."""
-        splits = self.splits_of(configuration)
-        return sum(map(sum, splits)) / self.step_time.seconds(splits)
+        return self.space.effective_of(configuration) / self.step_time.counted_seconds(self._counted(configuration))
+
+    def _counted(self, configuration: Configuration) -> dict[tuple[int, ...], int]:
+        """Return the splits of an optimizer step, each with how many micro-steps have it."""
+        split = self.split_of(configuration)
+        full, rest = divmod(self.space.effective_of(configuration), configuration.batch_size)
+        counted = {split: full} if full else {}
+        return {**counted, proportional_split(rest, split): 1} if rest else counted
+
+    def holds(self, configuration: Configuration) -> bool:
+        """Tell whether a configuration is in the space, and gives no device fewer samples than it can train on."""
+        if not self.space.holds(configuration):
+            return False
+        least = self.space.region.least_share
+        return least == 1 or not any(0 < share < least for split in self._counted(configuration) for share in split)
 
     def fastest_of(self, batch_size: int, steps: int) -> Configuration | None:
         """Return the fastest configuration of a batch size; None where no split of it fits."""
@@ -173,7 +186,7 @@ class Solver:
         if self.step_time.adds_up or not ceilings:
             even = even_split(batch_size, 1 + len(ceilings))[0]
             return Configuration(min(max(even, least), most), batch_size, steps)
-        return max(self._of_teams(batch_size, steps), key=self.samples_per_s, default=None)
+        return max(filter(self.holds, self._of_teams(batch_size, steps)), key=self.samples_per_s, default=None)
 
     def _of_teams(self, batch_size: int, steps: int) -> list[Configuration]:
         """Return the configurations of a batch that end first with some devices left out, and with device 0 alone."""
@@ -202,7 +215,7 @@ class Solver:
 
     def answers(self) -> list[Configuration]:
         """Return the best configuration for each batch size worth a look, the best by the objective first."""
-        found = [c for c in (self.fastest_of(n, k) for n, k in self._sizes()) if c is not None and self.space.holds(c)]
+        found = [c for c in (self.fastest_of(n, k) for n, k in self._sizes()) if c is not None and self.holds(c)]
         rates = {c: self.samples_per_s(c) for c in found}
         for best in sorted(rates, key=lambda c: -rates[c])[:MOST_REFINED]:
             refined = self._refined(best)
@@ -223,7 +236,7 @@ class Solver:
         rate, distance = self.samples_per_s(configuration), max(1, configuration.batch_size // 8)
         while distance:
             moved = [replace(configuration, gpu0_bsz=configuration.gpu0_bsz + d) for d in (distance, -distance)]
-            rates = {c: self.samples_per_s(c) for c in moved if c.gpu0_bsz >= 0 and self.space.holds(c)}
+            rates = {c: self.samples_per_s(c) for c in moved if c.gpu0_bsz >= 0 and self.holds(c)}
             better = max(rates, key=lambda c: rates[c], default=configuration)
             if rates.get(better, 0.0) > rate:
                 configuration, rate = better, rates[better]
@@ -253,7 +266,7 @@ class Solver:
         any_steps = self.space.effective_batch_sizes is None
         others = (c for c in answers[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
         tried += itertools.islice(others, 1)
-        return [configuration for configuration in dict.fromkeys(tried) if self.space.holds(configuration)]
+        return [configuration for configuration in dict.fromkeys(tried) if self.holds(configuration)]
 
     def _another_team(self, best: Configuration) -> list[Configuration]:
         """Return the one that takes the fewest devices, of those within reach of the best: it tells what each costs."""
@@ -263,9 +276,9 @@ class Solver:
         def team(configuration: Configuration) -> list[bool]:
             return [samples > 0 for samples in self.split_of(configuration)[1:]]
 
-        within_reach = TEAM_SHARE * self.samples_per_s(best)
+        within_reach = WITHIN_REACH * self.samples_per_s(best)
         found = self._of_teams(best.batch_size, best.accumulation_steps)
-        others = [c for c in found if self.space.holds(c) and team(c) != team(best)]
+        others = [c for c in found if self.holds(c) and team(c) != team(best)]
         others = [c for c in others if self.samples_per_s(c) >= within_reach]
         return sorted(others, key=lambda c: (sum(team(c)), -self.samples_per_s(c)))[:1]
 
@@ -280,7 +293,7 @@ class Solver:
                 found.append(replace(configuration, batch_size=configuration.batch_size + moved))
             fastest = self.fastest_of(max(1, configuration.batch_size + moved), steps)
             found += [] if fastest is None else [fastest]
-        return [c for c in dict.fromkeys(found) if min(c.gpu0_bsz, c.batch_size - 1) >= 0 and self.space.holds(c)]
+        return [c for c in dict.fromkeys(found) if min(c.gpu0_bsz, c.batch_size - 1) >= 0 and self.holds(c)]
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
         """Yield batch sizes with their number of micro-steps: a few of each number, or a geometric grid."""
@@ -289,7 +302,7 @@ class Solver:
                 yield size, 1
             return
         fewest, most = self.space.steps_bounds()
-        for steps in range(fewest, most + 1):
+        for steps in spread(fewest, most, MOST_STEPS):
             bounds = self.space.batch_bounds(steps)
             for size in () if bounds is None else spread(*bounds, SIZES_OF_STEPS):
                 yield size, steps
@@ -356,7 +369,7 @@ class RankSolver:
 
     def answer(self) -> RankAnswer | None:
         """Return the best by the objective; None where a rank holds nothing, or there are more ranks than samples."""
-        found = [self._at(size, total) for size, total in self._sizes()]
+        found = [answer for size, total in self._sizes() if self._trains(answer := self._at(size, total))]
         if not found:
             return None
         top = max(answer.samples_per_s for answer in found)
@@ -386,6 +399,11 @@ class RankSolver:
                 sizes = [smallest] if fewest_samples == most_samples else spread(smallest, largest)
                 found |= {(size, min(size * steps, most_samples)) for size in sizes}
         return sorted(found)
+
+    def _trains(self, answer: RankAnswer) -> bool:
+        """Tell whether the last micro-step, which may be shorter, gives no rank fewer samples than it can train on."""
+        last = micro_batch_sizes(answer.effective_batch_size, sum(answer.batch_sizes))[-1]
+        return not any(0 < share < self.least_batch for share in proportional_split(last, answer.batch_sizes))
 
     def _at(self, batch_size: int, total: int) -> RankAnswer:
         floors = (self.least_batch,) * len(self.curves)

@@ -98,6 +98,8 @@ class Space:
             return 1, 1
         fewest_samples, most_samples = self.effective_batch_sizes
         fewest = accumulation_steps(fewest_samples, max(1, self.region.largest_batch))
+        if fewest > 1 and self.accumulating is not None:
+            fewest = max(2, accumulation_steps(fewest_samples, max(1, self.accumulating.largest_batch)))
         return fewest, max(fewest, min(self.max_steps, most_samples))
 
     def holds(self, configuration: Configuration) -> bool:

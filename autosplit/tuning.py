@@ -13,6 +13,7 @@ from torch import Tensor
 from autosplit import profiles
 from autosplit.assembly import Subject
 from autosplit.errors import AutosplitError, ProfileError, from_user_code
+from autosplit.oom import DoesNotFitError
 from autosplit.plan import Plan
 from autosplit.precisions import native_ones, precision_list
 from autosplit.progress import Progress
@@ -142,6 +143,7 @@ def tune(
     }
     precisions, notes = native_ones(precision_list(precision), request.devices)
     plans: list[Plan] = []
+    misfits: list[DoesNotFitError] = []
     for number, one in enumerate(precisions):
         source = workload_source(model_or_workload, sample_batch, {**described, "precision": one})
         told = _part_of(progress or _quiet, number, len(precisions), one)
@@ -153,6 +155,11 @@ def tune(
                 raise
             found = plans if interrupted.plan is None else [*plans, interrupted.plan]
             raise TuningInterrupted(_with_notes(_fastest(found), INTERRUPTED_NOTE), interrupted.path) from None
+        except DoesNotFitError as misfit:  # the others may
+            misfits.append(misfit)
+            notes = (*notes, f"precision {one} is left out: {misfit}")
+    if not plans:
+        raise misfits[0]
     return _with_notes(_fastest(plans), *_compared(plans), *notes)
 
 
