@@ -1,6 +1,6 @@
 """`python -m autosplit`: the command line."""
 
-from autosplit.cli import main
+from autosplit.cli import run
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run()

@@ -13,13 +13,14 @@ import functools
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
 import typer
 import typer.main
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from autosplit.progress import Progress
     from autosplit.report import Origin
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 4
@@ -78,6 +79,17 @@ def main(argv: list[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def run() -> NoReturn:
+    """Run this process's command line, and exit; a second Ctrl-C on the way out does not change the exit code."""
+    try:
+        code = main()
+    except KeyboardInterrupt:  # while the first was being told of
+        code = EXIT_INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise SystemExit(code)
 
 
 def _failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:

@@ -719,8 +719,10 @@ def _naming(shape: StepShape) -> Iterator[None]:
     except Exception as error:
         if is_kernel_limit(error) or not ran_a_step(error.__traceback__):
             raise
-        samples = sum(shape.splits[0])
-        raise from_user_code(error, f"the workload, with a batch of {samples},") from error
+        samples, shares = sum(shape.splits[0]), [share for share in shape.splits[0] if share]
+        cut = f", cut {tuple(shares)}" if len(shares) > 1 else ""
+        what = f"the workload, with a batch of {samples}{cut} (max_batch_size bounds what is run),"
+        raise from_user_code(error, what) from error
 
 
 @dataclass

@@ -145,7 +145,10 @@ class AtLeast(nn.Module):
 
 def test_an_error_of_the_users_code_says_with_which_batch():
     """A model that takes multiples of four raised its own ValueError, and nobody said which size had been tried."""
-    with pytest.raises(UserCodeError, match=r"with a batch of \d*[13579], raised ValueError: can't take"):
+    with pytest.raises(
+        UserCodeError,
+        match=r"with a batch of \d*[13579] \(max_batch_size bounds what is run\), raised ValueError: can't",
+    ):
         find_ceiling(classifier(AtLeast(1, 4), torch.optim.SGD), "cpu:1MiB")
 
 

@@ -762,3 +762,18 @@ def test_show_what_is_no_plan(fails, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text("{}")
     assert "is not a plan" in fails("show", str(path))[0]
+
+
+def test_a_second_interrupt_on_the_way_out_changes_no_exit_code():
+    """It killed the process, which then told its caller of a signal and not of the best plan that it had saved."""
+    script = (
+        "import atexit, os, signal\n"
+        "from autosplit import cli\n"
+        "def main():\n"
+        "    atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "    raise KeyboardInterrupt\n"
+        "cli.main = main\n"
+        "cli.run()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 4, done.stderr

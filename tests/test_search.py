@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import optuna
 import pytest
 
+from autosplit import search as search_module
 from autosplit.cost import MemoryFit, Region
 from autosplit.errors import InputError
 from autosplit.proposals import Proposal
@@ -40,7 +42,8 @@ class Evaluation:
         split = (c.gpu0_bsz, c.batch_size - c.gpu0_bsz, 0)
         if self.failing(c):
             return Trial(number, c.gpu0_bsz, c.batch_size, c.accumulation_steps, split, failure="sim:0 ran out")
-        return Trial(number, c.gpu0_bsz, c.batch_size, c.accumulation_steps, split, self.formula(c))
+        rate_of_c, peaks = self.formula(c), (1, 2, 3)
+        return Trial(number, c.gpu0_bsz, c.batch_size, c.accumulation_steps, split, rate_of_c, peak_bytes=peaks)
 
 
 def proposing(first, patience: int | None = None):
@@ -245,6 +248,39 @@ class TestStorage:
         study.tell(asked, 5.0)
         evaluation = Evaluation()
         assert len(run(evaluation, n_trials=3, storage=url_of(tmp_path))) == len(evaluation.asked) == 3
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"samples_per_s": 0.0},
+            {"samples_per_s": math.inf},
+            {"samples_per_s": 1e-300},
+            {"samples_per_s": -5.0},
+            {"split": (14, 72)},
+            {"split": (-100, 186, 0)},
+            {"split": (15, 71, 0)},
+            {"error_share": -1.0},
+            {"error_share": math.inf},
+            {"peak_bytes": ()},
+            {"peak_bytes": (1, 2)},
+            {"peak_bytes": (1, -2, 3)},
+        ],
+        ids=str,
+    )
+    def test_trials_that_nothing_can_have_measured_are_not_taken_over(self, tmp_path, changed):
+        """A storage is anybody's to change; each of these ended the search that resumed from it, deep inside."""
+        sound = Trial(0, 14, 86, 3, (14, 72, 0), 900.0, peak_bytes=(1, 2, 3))
+        study = optuna.create_study(study_name="autosplit", storage=url_of(tmp_path), direction="maximize")
+        first = Configuration(14, 86, 3)
+        for trial in (replace(sound, **changed), replace(sound, gpu0_bsz=15, split=(15, 71, 0))):
+            configuration = replace(first, gpu0_bsz=trial.gpu0_bsz)
+            asked, _ = search_module._asked(study, SPACE, configuration, optuna.samplers.RandomSampler(seed=0))
+            search_module._tell(study, asked, trial)
+        evaluation = Evaluation()
+        evaluation.asked = [Configuration(15, 86, 3)]
+        trials = run(evaluation, first=[first], n_trials=2, storage=url_of(tmp_path))
+        assert configurations(trials) == [Configuration(15, 86, 3), first], "one is taken over, the other made again"
+        assert evaluation.asked[1:] == [first]
 
     def test_what_an_interrupted_search_left_to_be_tried_is_dropped(self, tmp_path):
         def interrupt(number: int, configuration: Configuration) -> Trial:

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from workloads import Uncopyable, char_gpt, net, net_batch, small, with_loss
+from workloads import Uncopyable, char_gpt, mlp, net, net_batch, small, with_loss
 
 import autosplit
-from autosplit import probe, profiles, session
+from autosplit import probe, profiles, search, session
 from autosplit.balanced import BalancedDataParallel
 from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
 from autosplit.oom import DoesNotFitError
@@ -147,6 +147,77 @@ class TestGradientsThatWait:
         plan = quick(wide(), self.machine(512, 700), effective_batch_size=(64, 2000))
         assert plan.accumulation_steps == 1
         assert 64 <= plan.batch_size <= 700 + 512
+
+
+class TestOneMicroStepAndSeveral:
+    """Each has bounds of its own: one holds no gradients that wait, and several need not hold all samples."""
+
+    @pytest.mark.parametrize("effective", [(16, 200), (16, 134), 134])
+    def test_a_wider_range_is_no_slower(self, effective):
+        """134 samples fit one forward; a range to 200 was answered with three of 58, at less than half the rate."""
+        plan = quick(mlp(), "sim:1xP100@1837KiB", effective_batch_size=effective)
+        assert (plan.batch_size, plan.accumulation_steps) == (134, 1)
+        assert not [trial for trial in plan.trials if trial.failure]
+
+    @pytest.mark.parametrize("effective", [(16, 400), (16, 250)])
+    def test_single_steps_are_not_bounded_by_several(self, effective):
+        plan = quick(mlp(), "sim:1xP100@1837KiB+1xP100@1500KiB", effective_batch_size=effective, n_trials=24)
+        assert plan.split[0] == 134
+        assert not [trial for trial in plan.trials if trial.failure]
+
+    @pytest.mark.parametrize("capacity", ["1800KiB", "1700KiB"])
+    def test_several_are_not_tried_where_only_one_fits(self, capacity):
+        plan = quick(mlp(), f"sim:1xRTX3090@{capacity}", effective_batch_size=64, n_trials=24)
+        assert (plan.batch_size, plan.accumulation_steps) == (64, 1)
+        assert not [trial for trial in plan.trials if trial.failure]
+
+    @pytest.mark.parametrize("effective", [10**7, (5, 10**6)])
+    def test_a_vast_step_takes_no_longer(self, effective):
+        """Each of its thousands of micro-steps was looked at by itself, for each candidate: minutes."""
+        plan = quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=effective)
+        assert plan.accumulation_steps > 1000
+
+    def test_a_step_of_too_many_is_refused(self):
+        with pytest.raises(InputError, match=r"takes 17123[0-9][0-9] forwards of what fits; expected at most 65536"):
+            quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=10**9)
+
+
+@pytest.mark.parametrize(
+    ("make", "devices"),
+    [(mlp, "sim:1xRTX3090@3MiB+1xRTX3060@664KiB"), (small, "sim:1xRTX3090+1xRTX3060@10KiB")],
+)
+def test_a_card_that_runs_only_its_part_of_a_step_ends_no_tuning(make, devices):
+    """By itself a forward and backward held more than its part of a step, and the tuning died of it."""
+    plan = quick(make(), devices, effective_batch_size=64)
+    assert plan.split == (64, 0)
+
+
+class TestBatchNorms:
+    """Two samples at least, or none, on every device, in the last forward as well."""
+
+    @pytest.mark.parametrize("effective", [2, 3, 5, 7])
+    def test_no_share_of_one_is_tried(self, effective):
+        plan = quick(small(), "sim:2xRTX3090", effective_batch_size=effective, n_trials=1)
+        assert plan.split == (effective, 0)
+
+    def test_no_last_forward_of_one_is_the_answer(self):
+        plan = quick(small(), "sim:1xRTX3090", effective_batch_size=5, max_batch_size=4)
+        assert (plan.batch_size, plan.accumulation_steps) == (3, 2)
+
+    @pytest.mark.parametrize(("effective", "most"), [(5, 2), (7, 3)])
+    def test_where_there_is_no_other_the_sizes_are_named(self, effective, most):
+        with pytest.raises(DoesNotFitError, match="ask for another effective_batch_size, or raise max_batch_size"):
+            quick(small(), "cpu", effective_batch_size=effective, max_batch_size=most)
+
+    def test_nor_a_last_forward_of_one_for_a_rank(self):
+        with pytest.raises(DoesNotFitError, match="in the shorter last forward"):
+            quick(small(), "sim:2xRTX3090", strategy="ddp", effective_batch_size=5, max_batch_size=4)
+
+    @pytest.mark.parametrize("second", ["17KiB", "20KiB"])
+    def test_the_last_ceilings_are_found_beside_one_another(self, second):
+        """They were looked for at a share of one, after the search, and all of it was lost."""
+        plan = quick(small(), f"sim:1xRTX3090@17KiB+1xRTX3060@{second}")
+        assert plan.split[0] <= plan.ceilings[0]
 
 
 def test_a_card_too_small_for_a_rank_is_timed_as_what_it_is():
@@ -593,6 +664,31 @@ class TestSeveralPrecisions:
         assert any("before every precision" in note for note in caught.value.plan.notes)
 
 
+class TestPrecisionsThatDoNotFit:
+    """They left nothing of the plan that the others had."""
+
+    @staticmethod
+    def workload() -> Workload:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+        return Workload(
+            model,
+            torch.randn(4, 64),
+            loss_scope="batch",
+            optimizer=torch.optim.SGD,
+            compute_loss=lambda model, x: model(x).float().pow(2).mean(),
+        )
+
+    @pytest.mark.parametrize("precision", ["none,bf16", "bf16,none"])
+    def test_are_left_out(self, precision):
+        plan = quick(self.workload, "sim:1xRTX3090@3900KiB", effective_batch_size=1024, precision=precision)
+        assert plan.precision == "bf16"
+        assert any(note.startswith("precision none is left out: 894 samples fit one forward") for note in plan.notes)
+
+    def test_all_of_them(self):
+        with pytest.raises(DoesNotFitError, match="at least 4096"):
+            quick(self.workload, "sim:1xRTX3090@3900KiB", effective_batch_size=4096, precision="none,bf16")
+
+
 class TestRangeOfEffectiveBatches:
     @pytest.mark.timeout(400)
     @pytest.mark.parametrize("given", [(200, 300), "200:300"])
@@ -802,6 +898,44 @@ class TestErrors:
         assert len(names) == 1
         assert names[0].startswith("kept-")
         assert len(optuna.load_study(study_name=names[0], storage=url).trials) >= len(plan.trials)
+
+    def test_two_searches_of_one_study_both_end(self, tmp_path, monkeypatch):
+        """The second took the first one's trial for one that was cut off, and the first died of Optuna's error."""
+        options = {"effective_batch_size": 300, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
+        evaluate, plans = session.Session._evaluate, []
+
+        def and_another(self, number, configuration):
+            monkeypatch.setattr(session.Session, "_evaluate", evaluate)
+            plans.append(quick(mlp(), SIM, **options))
+            return evaluate(self, number, configuration)
+
+        monkeypatch.setattr(session.Session, "_evaluate", and_another)
+        plans.append(quick(mlp(), SIM, **options))
+        assert plans[0].split == plans[1].split
+
+    def test_a_storage_that_fails_is_done_without(self, tmp_path, monkeypatch):
+        import optuna
+
+        tell = search._tell
+
+        def full(study, *told):
+            if isinstance(study._storage, optuna.storages.InMemoryStorage):
+                return tell(study, *told)
+            raise OSError("No space left on device")
+
+        def break_it(progress):
+            if progress.message.startswith("trial 1"):
+                monkeypatch.setattr(search, "_tell", full)
+
+        url = f"sqlite:///{tmp_path / 'study.db'}"
+        plan = quick(small(), SIM, effective_batch_size=64, storage=url, progress=break_it)
+        assert len(plan.trials) > 1
+        assert any("No space left on device" in note and "went on without it" in note for note in plan.notes)
+
+    def test_a_storage_is_opened_before_anything_is_measured(self, monkeypatch):
+        monkeypatch.setattr(session.Session, "_ceilings", lambda self: pytest.fail("measured"))
+        with pytest.raises(InputError, match=r"storage is 'nosuch://me:\*\*\*@host/db'"):
+            quick(small(), SIM, effective_batch_size=64, storage="nosuch://me:secret@host/db")
 
     def test_trials_that_come_from_a_storage_are_told_of(self, tmp_path):
         """The plan said that it was found with so many trials, and had run but some of them."""
