@@ -40,7 +40,7 @@ TRIAL_BUDGET_S = 1.0
 DOUBTFUL_ERROR = 0.3
 """Times that miss the model, fitted to themselves, by so much are not to be trusted."""
 
-EXACT_PATIENCE = 4
+EXACT_PATIENCE = 1
 """As `proposals.PATIENCE`, where times are exact: the solver's answer and its neighbours tell it all."""
 
 

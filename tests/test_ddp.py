@@ -300,7 +300,9 @@ class TestOneProcess:
         assert not dist.is_initialized()
 
     def test_no_plan(self) -> None:
-        with pytest.raises(PlanError, match=r"profile is None and AUTOSPLIT_PROFILE is not set.* call setup\(plan\)"):
+        with pytest.raises(
+            PlanError, match=r"profile is None and AUTOSPLIT_PROFILE is not set.* pass it, or set AUTOSPLIT_PROFILE"
+        ):
             ddp.setup().__enter__()
 
     def test_a_missing_file(self, tmp_path: Path) -> None:
