@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from autosplit import ddp
 from autosplit.cost import Ceiling
+from autosplit.ddp.context import BatchNormWarning
 from autosplit.errors import CheckpointError, DeviceError, InputError, PlanError
 from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, StepSchedule, steps
@@ -275,6 +276,33 @@ class TestOneProcess:
             model = ctx.wrap(make_model(), gradient_as_bucket_view=False, static_graph=True)
             assert model.static_graph
             assert not model.gradient_as_bucket_view
+
+    def test_options_that_this_ddp_does_not_have_are_named(self) -> None:
+        with ddp.setup(make_plan((4,))) as ctx:
+            with pytest.raises(InputError, match=r"not_an_option is given; expected options that Distr.*static_graph"):
+                ctx.wrap(make_model(), not_an_option=1)
+            with pytest.raises(InputError, match="sync_batchnorm is True on cpu"):
+                ctx.wrap(make_model(), sync_batchnorm=True)
+
+    @pytest.mark.parametrize(
+        ("sizes", "rank", "track", "warned"),
+        [
+            ((2, 6), 0, True, True),
+            ((2, 6), 1, True, False),
+            ((6, 2), 0, True, False),
+            ((4, 4), 0, True, False),
+            ((2, 6), 0, False, False),
+        ],
+    )
+    def test_running_statistics_of_the_smaller_share_are_told_of(
+        self, sizes: tuple[int, ...], rank: int, track: bool, warned: bool
+    ) -> None:
+        ctx = ddp.Context(make_plan(sizes), rank, torch.device("cpu"))
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2, track_running_stats=track))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ctx._doubt_batchnorms(model)
+        assert [warning.category for warning in caught] == [BatchNormWarning] * warned
 
     def test_the_plan_from_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = make_plan((4,))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
@@ -19,7 +22,11 @@ from autosplit.plan import Plan, RankSettings
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
 from autosplit.split import accumulation_steps
 
-__all__ = ["Context"]
+__all__ = ["BatchNormWarning", "Context"]
+
+
+class BatchNormWarning(UserWarning):
+    """A model's running statistics come from a rank that sees fewer samples than another."""
 
 
 class Context:
@@ -54,17 +61,34 @@ class Context:
         self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._loop: object = None
 
-    def wrap(self, model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
+    def wrap(self, model: nn.Module, *, sync_batchnorm: bool = False, **kwargs: Any) -> DistributedDataParallel:
         """Move a model to this rank's device and wrap it.
 
         Args:
             model: The same on every rank; DDP sends rank 0's weights to the others.
+            sync_batchnorm: Let BatchNorms normalise over all ranks' samples, as if they were one batch; GPUs only.
             **kwargs: For DistributedDataParallel. `gradient_as_bucket_view` is on unless you turn it off: gradients
                 then live in the buckets that are sent, which saves as much memory as they take.
 
         Returns:
             The wrapper; `wrapper.module` is the model.
+
+        Raises:
+            InputError: An option that this version of DistributedDataParallel does not have, or SyncBatchNorm on a
+                processor.
+
+        Warns:
+            BatchNormWarning: Running statistics are rank 0's alone, and rank 0 has not the largest share.
         """
+        self._refuse_options(kwargs)
+        if sync_batchnorm:
+            if self.device.type != "cuda":
+                raise InputError(
+                    f"sync_batchnorm is True on {self.device}; expected a GPU, SyncBatchNorm runs nowhere else; leave "
+                    "it out"
+                )
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        self._doubt_batchnorms(model)
         if self.device.type == "cuda":
             kwargs.setdefault("device_ids", [self.device.index])
         kwargs.setdefault("gradient_as_bucket_view", True)
@@ -72,6 +96,32 @@ class Context:
         _let_go_of_group_last(wrapped)
         self._wrapped.add(wrapped)
         return wrapped
+
+    @staticmethod
+    def _refuse_options(kwargs: Mapping[str, Any]) -> None:
+        known = inspect.signature(DistributedDataParallel).parameters
+        unknown = [name for name in kwargs if name not in known or name == "module"]
+        if unknown:
+            raise InputError(
+                f"{', '.join(unknown)} is given; expected options that DistributedDataParallel of torch "
+                f"{torch.__version__} has: {', '.join(name for name in known if name != 'module')}; leave it out"
+            )
+
+    def _doubt_batchnorms(self, model: nn.Module) -> None:
+        """Warn, on rank 0, where DDP takes running statistics from a rank that sees fewer samples than another."""
+        sizes = self._slice.batch_sizes
+        kept = [
+            name for name, part in model.named_modules() if isinstance(part, _BatchNorm) and part.track_running_stats
+        ]
+        kept = [name for name in kept if not isinstance(model.get_submodule(name), nn.SyncBatchNorm)]
+        if kept and self.rank == 0 and sizes[0] < max(sizes):
+            warnings.warn(
+                f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) are those of "
+                f"rank 0 alone, which has {sizes[0]} samples of {self.batch_size}; pass sync_batchnorm=True (GPUs), "
+                "or tune with the device first that takes the most",
+                BatchNormWarning,
+                stacklevel=3,
+            )
 
     def batch_sampler(
         self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
