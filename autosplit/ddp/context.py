@@ -110,14 +110,12 @@ class Context:
     def _doubt_batchnorms(self, model: nn.Module) -> None:
         """Warn, on rank 0, where DDP takes running statistics from a rank that sees fewer samples than another."""
         sizes = self._slice.batch_sizes
-        kept = [
-            name for name, part in model.named_modules() if isinstance(part, _BatchNorm) and part.track_running_stats
-        ]
-        kept = [name for name in kept if not isinstance(model.get_submodule(name), nn.SyncBatchNorm)]
+        norms = ((name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm))
+        kept = [name for name, part in norms if part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)]
         if kept and self.rank == 0 and sizes[0] < max(sizes):
             warnings.warn(
-                f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) are those of "
-                f"rank 0 alone, which has {sizes[0]} samples of {self.batch_size}; pass sync_batchnorm=True (GPUs), "
+                f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) are those "
+                f"of rank 0 alone, which has {sizes[0]} samples of {self.batch_size}; pass sync_batchnorm=True (GPUs), "
                 "or tune with the device first that takes the most",
                 BatchNormWarning,
                 stacklevel=3,
