@@ -23,6 +23,9 @@ PATIENCE = 8
 LEAST_GAIN = 0.001
 """No trial is made for less."""
 
+BESIDE_GAIN = 0.01
+"""One sample more or less is tried where it may bring so much: step by step, it would go on for ever otherwise."""
+
 LEAST_MODEL_ERROR = 0.01
 """The model is not believed to be nearer to the truth, as a share of it: steps so near are few, and fitted to."""
 
@@ -106,9 +109,9 @@ class Proposer:
         """Return the best trial with one sample more or less on device 0, by the model, which is off; None if tried.
 
         What the model has wrong, it has wrong of all three. One sample of many changes no more than its share, and
-        is not looked for under noise.
+        is not looked for where that is little, or under noise.
         """
-        if solver.step_time.adds_up or best.gpu0_bsz * noise >= 1:
+        if solver.step_time.adds_up or best.gpu0_bsz * max(BESIDE_GAIN, noise) >= 1:
             return None
         moved = (replace(configuration_of(best), gpu0_bsz=best.gpu0_bsz + by) for by in (1, -1))
         near = [c for c in moved if c not in tried and c.gpu0_bsz >= 0 and solver.holds(c)]

@@ -238,6 +238,14 @@ class TestEffectiveBatch:
         assert {step.num_samples for step in sampler.schedule[:-1]} == {expected}
         assert len(sampler.schedule[0].micro_batch_sizes) == forwards
 
+    def test_is_the_ranks_own_where_a_range_was_asked_for(self) -> None:
+        """Of a range they may take another number than the split: steps had 1794 samples, and 1500 were the most."""
+        plan = make_plan((15, 14), 128, forwards=6)
+        plan = replace(plan, ddp=replace(plan.ddp, effective_batch_size=150))
+        ctx = ddp.Context(plan, 0, torch.device("cpu"))
+        assert ctx.effective_batch_size == 150
+        assert ctx.batch_sampler(3000).schedule[0].num_samples == 150
+
 
 # ------------------------------------------------------------------------------------------------------ one process
 

@@ -182,7 +182,7 @@ class TestRememberedPlans:
             match=r"2 that are remembered are for this machine and 1 process: .*a[12]\.json \(Net, 4 samples x 1\)",
         ) as caught:
             ddp.setup().__enter__()
-        assert "set AUTOSPLIT_PROFILE to the file that is meant" in str(caught.value)
+        assert "or set AUTOSPLIT_PROFILE to its file" in str(caught.value)
 
     def test_a_card_that_is_not_here_is_none(self):
         remembered("a1", "sim:RTX3090", device="sim:{}")

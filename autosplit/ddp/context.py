@@ -276,6 +276,8 @@ def _let_go_of_group_last(wrapped: DistributedDataParallel) -> None:
 
 def _effective_batch_size(plan: Plan, batch_size: int) -> int:
     """Return the samples per optimizer step that the plan's ranks were solved for."""
-    effective, forwards = plan.effective_batch_size, plan.ddp.ranks[0].accumulation_steps
-    solved_for_it = batch_size <= effective and accumulation_steps(effective, batch_size) == forwards
-    return effective if solved_for_it else batch_size * forwards
+    forwards = plan.ddp.ranks[0].accumulation_steps
+    for effective in (plan.ddp.effective_batch_size, plan.effective_batch_size):
+        if batch_size <= effective and accumulation_steps(effective, batch_size) == forwards:
+            return effective
+    return batch_size * forwards

@@ -61,7 +61,7 @@ def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Pat
     more = f"; and {len(usable) - _SHOWN} more" if len(usable) > _SHOWN else ""
     raise PlanError(
         f"{given}, and {len(usable)} that are remembered are for this machine{job}: {listed}{more}; "
-        f"expected one; set {PLAN_VARIABLE} to the file that is meant"
+        f"expected one; pass the one that is meant (launch --plan), or set {PLAN_VARIABLE} to its file"
     )
 
 
