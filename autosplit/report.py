@@ -244,7 +244,11 @@ def _ddp_lines(plan: Plan) -> list[str]:
         _ranks_text(list(ranks))
         for _, ranks in itertools.groupby(plan.ddp.ranks, lambda rank: (rank.batch_size, rank.accumulation_steps))
     ]
-    return [*lines, f"together {rate_text(plan.ddp.samples_per_s)}"]
+    effective = plan.ddp.effective_batch_size
+    other = (
+        f", {_samples_text(effective)} per optimizer step" if effective not in (0, plan.effective_batch_size) else ""
+    )
+    return [*lines, f"together {rate_text(plan.ddp.samples_per_s)}{other}"]
 
 
 def _ddp_heading(explanation: Explanation) -> str:

@@ -101,6 +101,14 @@ def test_ddp_ranks_with_equal_numbers_share_a_line():
     assert "ranks 0 to 1 (cuda:0 to cuda:1): batch_size 128, accumulation_steps 2" in text
     assert "rank 2 (cuda:2): batch_size 256, accumulation_steps 1" in text
     assert "together 9,876 samples/s" in text
+    assert "samples per optimizer step" not in text.split("together")[1], "as many as the plan's own"
+
+
+def test_another_effective_batch_of_the_ranks_is_told():
+    """Of a range the ranks may take another number than the split, and nothing said so."""
+    plan = made_plan((64, 64))
+    text = printed(replace(plan, ddp=replace(plan.ddp, effective_batch_size=1500)))
+    assert "1500 samples per optimizer step" in text.split("together")[1]
 
 
 def test_why_there_is_no_ddp_is_said():
