@@ -305,15 +305,19 @@ class Prober:
         # From one point to the second both the share and the batch grow, to the third the batch alone.
         return MemoryFit.through(point(less, fewer), point(share, fewer), point(less, elsewhere))
 
-    def timed_sizes(self, index: int, ceiling: int, *, role: Role, budget_s: float) -> list[TimedSize]:
+    def timed_sizes(
+        self, index: int, ceiling: int, *, role: Role, budget_s: float, alone: bool = True
+    ) -> list[TimedSize]:
         """Time one device alone on a few sizes up to a ceiling.
 
         Args:
             index: The device's position.
             ceiling: The largest size, at least 1.
             role: ``"rank"``, ``"primary"``, or ``"replica"`` for a device that holds no more than that: it is timed
-                without an optimizer, alone, so that neither copies nor a gather count.
+                without an optimizer.
             budget_s: For each size.
+            alone: Time a replica without the first device, so that neither copies nor a gather count. By itself it
+                holds more at once than its part of a step.
 
         Returns:
             Seconds of a micro-step for each.
@@ -322,7 +326,8 @@ class Prober:
             OutOfMemoryError: None of them could be run.
         """
         least = min(self.least_batch(), ceiling)
-        shape_of = self._forward_and_backward(index) if role == "replica" else self._shapes(index, role, (), False)
+        apart = alone and role == "replica"
+        shape_of = self._forward_and_backward(index) if apart else self._shapes(index, role, (), False)
         timed: list[TimedSize] = []
         for n in sorted({max(least, ceiling // 2**halvings) for halvings in range(5)}):
             self.report(f"{self.runtime.devices[index].label}: time of {n} samples")
@@ -331,11 +336,7 @@ class Prober:
             except OutOfMemoryError:
                 if timed:
                     break
-                if role != "replica":
-                    raise
-                # By itself it holds more at once than its part of a step, which is what was seen to fit.
-                shape_of = self._shapes(index, role, (), False)
-                seconds = self.micro_seconds(shape_of(n), budget_s=budget_s)
+                raise
             timed.append(TimedSize(n, seconds, self.measured(shape_of(n), budget_s=budget_s).error_s))
         return timed
 

@@ -423,12 +423,18 @@ class Session:
             role, ceiling = "replica", self.replicas[index - 1].batch_size
         if ceiling == 0:
             return [UNTIMED]  # it gets no samples, so its time is never asked for
-        try:
-            return self.prober.timed_sizes(index, ceiling, role=role, budget_s=POINT_BUDGET_S)
-        except OutOfMemoryError as error:
-            label = self.request.devices[index].label
-            self.notes.append(f"{label} could not be timed by itself, and is taken for slow: {error}")
-            return [UNTIMED]
+        label = self.request.devices[index].label
+        for alone in (True, False) if role == "replica" else (True,):
+            try:
+                timed = self.prober.timed_sizes(index, ceiling, role=role, budget_s=POINT_BUDGET_S, alone=alone)
+            except OutOfMemoryError as error:
+                why = str(error)
+                continue
+            if not alone:
+                self.notes.append(f"{label} holds too little to be timed by itself; its time is that of whole steps")
+            return timed
+        self.notes.append(f"{label} could not be timed, and is taken for slow: {why}")
+        return [UNTIMED]
 
     def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
         """Fit the time of a step: the devices' own curves, and what replicas add."""
@@ -585,7 +591,7 @@ class Session:
 
     def _nothing_fits(self) -> DoesNotFitError:
         failure = self.trials[-1].failure if self.trials else "no configuration was in the space"
-        if all(trial.failure is not None and trial.failure.startswith(TOO_FEW) for trial in self.trials):
+        if self.trials and all(trial.failure and trial.failure.startswith(TOO_FEW) for trial in self.trials):
             return DoesNotFitError(
                 f"no forward of at most {self.prober.max_batch_size} samples cuts a step of {self._most_effective} so "
                 f"that each device has none or {self.prober.least_batch()}, on fewer of which BatchNorm does not "

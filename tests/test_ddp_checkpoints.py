@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,21 @@ class TestInterchange:
         torch.save({"model": make_model().state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
         model = ctx.wrap(make_model())
         assert ctx.load_checkpoint(tmp_path / "old.pt", model=model) == {}
+
+
+@pytest.mark.gpu
+def test_leaves_no_bytes_on_the_gpu_but_the_models_own(tmp_path):
+    """map_location="cuda" put file and model side by side on a card that was near its ceiling."""
+    plan = make_plan((4,), 8, device="cuda:{}")
+    plan = replace(plan, devices=(replace(plan.devices[0], name=torch.cuda.get_device_name(0)),))
+    with ddp.setup(plan) as ctx:
+        model = ctx.wrap(make_model())
+        ctx.save_checkpoint(tmp_path / "last.pt", model=model)
+        before_bytes = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        ctx.load_checkpoint(tmp_path / "last.pt", model=model)
+        assert torch.cuda.memory_allocated() == before_bytes
+        assert torch.cuda.max_memory_allocated() <= before_bytes + max(p.nbytes for p in model.parameters())
 
 
 class Executed:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autosplit.ddp.context import Context
+from autosplit.ddp.context import BatchNormWarning, Context
+from autosplit.ddp.loops import LeftOverWarning
 from autosplit.ddp.process import setup
 
-__all__ = ["Context", "setup"]
+__all__ = ["BatchNormWarning", "Context", "LeftOverWarning", "setup"]

@@ -62,8 +62,7 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
 def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
     """Load a checkpoint into models, optimizers and the like, on all ranks or on none.
 
-    The file is mapped into host memory, so that no rank puts a byte of it on a GPU that is not its own, and nothing in
-    it is executed.
+    The file is mapped into host memory, from where each rank fills its own device; nothing in it is executed.
 
     Args:
         path: The file, where every rank's machine sees it.

@@ -219,8 +219,8 @@ class Context:
 
             rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
-        It is mapped into host memory, nothing in it is executed, and no GPU holds more for it than its own model.
-        What plain modules, nn.DataParallel, DistributedDataParallel and `BalancedDataParallel` saved fits.
+        It is mapped into host memory, from where each rank fills its own device; nothing in it is executed. What plain
+        modules, nn.DataParallel, DistributedDataParallel and `BalancedDataParallel` saved fits.
 
         Args:
             path: The file.
