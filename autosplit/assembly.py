@@ -7,13 +7,22 @@ from typing import Any
 
 from autosplit.cost import Ceiling, Fit, Region, StepTime, TimeCurve
 from autosplit.findings import Check
-from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
+from autosplit.plan import DdpOptions, DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.request import Request
 from autosplit.solver import RankSolver
 from autosplit.space import Trial
 from autosplit.workload import Workload
 
-__all__ = ["Answer", "Subject", "assembled", "lone_rank", "rank_answer", "solved_ranks"]
+__all__ = [
+    "Answer",
+    "Subject",
+    "assembled",
+    "lone_rank",
+    "measured_ranks",
+    "rank_answer",
+    "solved_ranks",
+    "why_no_ranks",
+]
 
 DDP_NOTE = (
     "strategy 'ddp': samples/s and memory are predicted from each device's own measurements, and no step of all ranks "
@@ -155,16 +164,24 @@ def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
 # ----------------------------------------------------------------------------------------------------------- DDP
 
 
-def lone_rank(rank: Ceiling, best: Trial, effective_batch_size: int) -> DdpPlan:
+def lone_rank(rank: Ceiling, best: Trial, effective_batch_size: int, options: DdpOptions) -> DdpPlan:
     """Return the answer for a single rank: a plain model on one device, which is what the search measured."""
     assert best.samples_per_s is not None
     peak_bytes = best.peak_bytes[0]
     settings = RankSettings(0, rank.device, best.batch_size, best.accumulation_steps, rank, peak_bytes)
-    return DdpPlan((settings,), best.samples_per_s, effective_batch_size=effective_batch_size, measured=True)
+    return DdpPlan(
+        (settings,), best.samples_per_s, effective_batch_size=effective_batch_size, measured=True, options=options
+    )
 
 
 def solved_ranks(
-    subject: Subject, ranks: tuple[Ceiling, ...], step_time: StepTime, *, all_reduce_s: float, least_batch: int
+    subject: Subject,
+    ranks: tuple[Ceiling, ...],
+    step_time: StepTime,
+    options: DdpOptions,
+    *,
+    all_reduce_s: float,
+    least_batch: int,
 ) -> DdpPlan:
     """Solve DDP's batch sizes.
 
@@ -172,13 +189,14 @@ def solved_ranks(
         subject: What they are for.
         ranks: Each device's ceiling as a rank.
         step_time: The devices' curves, and the optimizer's time.
+        options: For DistributedDataParallel.
         all_reduce_s: The all-reduce of the gradients alone.
         least_batch: The fewest samples that a rank can train on.
 
     Returns:
         The answer, or why there is none.
     """
-    why_not = _why_no_ranks(subject, ranks, least_batch)
+    why_not = why_no_ranks(subject, ranks, least_batch)
     if why_not is not None:
         return DdpPlan((), 0.0, why_not)
     request = subject.request
@@ -207,11 +225,33 @@ def solved_ranks(
         )
         for index, (ceiling, samples) in enumerate(zip(ranks, answer.batch_sizes, strict=True))
     )
-    return DdpPlan(settings, answer.samples_per_s, effective_batch_size=answer.effective_batch_size)
+    return DdpPlan(settings, answer.samples_per_s, effective_batch_size=answer.effective_batch_size, options=options)
 
 
-def _why_no_ranks(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int) -> str | None:
-    if subject.workload.loss_scope == "batch" and len(ranks) > 1:
+def measured_ranks(
+    ceilings: tuple[Ceiling, ...], best: Trial, effective_batch_size: int, options: DdpOptions
+) -> DdpPlan:
+    """Return the answer that all ranks ran together.
+
+    Args:
+        ceilings: Of each rank.
+        best: The trial.
+        effective_batch_size: Samples of its optimizer step.
+        options: What DistributedDataParallel was given.
+    """
+    assert best.samples_per_s is not None
+    settings = tuple(
+        RankSettings(rank, ceiling.device, share, best.accumulation_steps, ceiling, peak_bytes)
+        for rank, (ceiling, share, peak_bytes) in enumerate(zip(ceilings, best.split, best.peak_bytes, strict=True))
+    )
+    return DdpPlan(
+        settings, best.samples_per_s, effective_batch_size=effective_batch_size, measured=True, options=options
+    )
+
+
+def why_no_ranks(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int) -> str | None:
+    """Say why a workload can't be trained by these ranks; None where it can."""
+    if subject.workload.loss_scope == "batch" and len(subject.request.devices) > 1:
         return (
             "loss_scope='batch': a DDP rank's loss would see its own samples alone; gather the ranks' embeddings in "
             "the loss, and give the ranks' batches yourself"

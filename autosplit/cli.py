@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserCodeError as error:
         return _failed(str(error), error.exit_code, error.frames)
     except AutosplitError as error:
-        return _failed(str(error), error.exit_code)
+        return _failed(str(error), error.exit_code, getattr(error, "frames", ()))
     except KeyboardInterrupt:
         return _failed("interrupted before there was any plan; run it again", EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -89,13 +89,28 @@ def run() -> NoReturn:
         code = EXIT_INTERRUPTED
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise SystemExit(code)
+    raise SystemExit(_reported(code))
+
+
+def _reported(code: int) -> int:
+    """Return what to exit with; where this process is one of several that we started, they are told otherwise."""
+    if "AUTOSPLIT_OUTCOME" not in os.environ:
+        return code
+    from autosplit.launching import reported
+
+    return reported(code)
+
+
+def _speaks() -> bool:
+    """Tell whether this process is the one of its machine that prints: of a job's ranks the first."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
 
 
 def _failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
     """Say on one line what went wrong, with the user's own frames below."""
     lines = [f"error: {' '.join(message.split())}", *(f"  {frame}" for frame in frames)]
-    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    if _speaks():
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
     return exit_code
 
 
@@ -355,15 +370,23 @@ def launch_command(
 
 def _tune(spec: str, keywords: dict[str, Any], *, as_json: bool, output: str | None) -> int:
     _check_before_running(keywords, output)
-    from autosplit.loading import load_workload
+    together, keywords = _in_a_job(keywords)
+    if not together and keywords.get("strategy") == "ddp":
+        count = _ranks_to_start(keywords.get("devices"))
+        if count > 1:
+            return _tune_by_torchrun(spec, keywords, count, as_json=as_json, output=output)
+    from autosplit.loading import load_workload, loaded_workload
 
     with stdout_kept_clean():
-        workload = load_workload(spec)
+        # In a job it is loaded where all ranks hear of it if one can't.
+        workload: Any = functools.partial(loaded_workload, spec) if together else load_workload(spec)
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
         source: object = workload
-        if _isolates(keywords.get("isolate"), keywords.get("devices")):
-            source, called = _sendable(spec, workload), {**called, "isolate": True}
+        if _isolates(keywords.get("isolate"), keywords.get("devices"), together=together):
+            source, called = workload if together else _sendable(spec, workload), {**called, "isolate": True}
         plan, interrupted = _tuned(source, spec, called)
+        if together and not _speaks():
+            return 0 if interrupted is None else EXIT_INTERRUPTED
     path: Path | None = getattr(interrupted, "path", None)
     saved = None if path is None else str(path)
     unsaved: PlanError | None = None
@@ -381,14 +404,49 @@ def _tune(spec: str, keywords: dict[str, Any], *, as_json: bool, output: str | N
     return 0 if interrupted is None else EXIT_INTERRUPTED
 
 
-def _isolates(asked: bool | None, devices: str | Sequence[Device] | None) -> bool:
-    """Tell whether real steps run in a process of their own: as asked, otherwise where memory is filled to the brim."""
+def _in_a_job(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Tell whether this process is one of several; these tune for DDP, whether that was asked for or not."""
+    if not any(os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
+        return False, keywords
+    from autosplit.ddp.job import in_a_job
+
+    if not in_a_job():
+        return False, keywords
+    if keywords.get("strategy", "auto") == "balanced":
+        raise InputError(
+            "--strategy balanced in one of several processes: expected ddp, a BalancedDataParallel has one process; "
+            "leave torchrun out"
+        )
+    return True, {**keywords, "strategy": "ddp"}
+
+
+def _ranks_to_start(devices: str | None) -> int:
+    """Return how many processes a DDP tuning needs: one for each device that is there; simulated ones need none."""
+    from autosplit.devices import parse_devices
+
+    found = parse_devices(devices)
+    return 1 if found[0].kind == "sim" else len(found)
+
+
+def _tune_by_torchrun(spec: str, keywords: dict[str, Any], count: int, *, as_json: bool, output: str | None) -> int:
+    """Tune by as many processes as there are devices, which print and save."""
+    from autosplit.launching import run_together
+
+    arguments = ["tune", spec, *_flags(keywords), *(["--json"] if as_json else [])]
+    return run_together([*arguments, *([] if output is None else ["--output", output])], count)
+
+
+def _isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, together: bool = False) -> bool:
+    """Tell whether real steps run in a process of their own: as asked, otherwise where memory is filled to the brim.
+
+    A rank on a budgeted processor is a process of its own already, and what is enforced there ends none.
+    """
     if asked is not None:
         return asked
     from autosplit.devices import parse_devices
 
     first = parse_devices(devices)[0]
-    return first.kind == "cuda" or (first.kind == "cpu" and first.budgeted)
+    return first.kind == "cuda" or (first.kind == "cpu" and first.budgeted and not together)
 
 
 def _sendable(spec: str, workload: object) -> Loaded:
@@ -437,7 +495,7 @@ def _tuned(workload: object, spec: str, keywords: Mapping[str, Any]) -> tuple[Pl
     from autosplit import tuning
 
     try:
-        with _users_errors(spec), progress_bar() as progress:
+        with _users_errors(spec), progress_bar() if _speaks() else nullcontext() as progress:
             return tuning.tune(workload, **keywords, progress=progress), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.

@@ -357,6 +357,21 @@ class StepTime:
         return (sum(times) if self.adds_up else max(times)), gather_s, 0.0
 
 
+@dataclass(frozen=True)
+class RankStepTime(StepTime):
+    """The time of a DDP step, in the same terms.
+
+    `copies_s` is what the all-reduce adds to a step, shared out over the ranks above 0: all take part in it, whoever
+    has samples. `contention` is what ranks of one machine take from each other, and nothing is gathered.
+    """
+
+    def _counted_copying_s(self, _counted: Mapping[tuple[int, ...], int]) -> float:
+        return sum(self.copies_s)
+
+    def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
+        return max(curve(samples) for curve, samples in zip(self.curves, split, strict=True)), 0.0, 0.0
+
+
 def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:
     return (*values[:index], value, *values[index + 1 :])
 

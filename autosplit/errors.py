@@ -12,6 +12,7 @@ __all__ = [
     "InputError",
     "PlanError",
     "ProfileError",
+    "RankFailedError",
     "UserCodeError",
     "WorkloadError",
     "from_user_code",
@@ -66,6 +67,19 @@ class UserCodeError(AutosplitError):
 
     def __init__(self, message: str, frames: tuple[str, ...] = ()) -> None:
         super().__init__(message)
+        self.frames = frames
+
+
+class RankFailedError(AutosplitError):
+    """Another rank of the job failed, so that this one can't go on; the message names it and its cause.
+
+    Attributes:
+        frames: The user's own frames on that rank, where it was the user's code.
+    """
+
+    def __init__(self, message: str, *, exit_code: int = 1, frames: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
         self.frames = frames
 
 

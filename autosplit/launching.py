@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from autosplit.ddp.plans import PLAN_VARIABLE, plan_for_job
 from autosplit.errors import InputError, PlanError
 from autosplit.plan import Plan
 
-__all__ = ["Launch", "launch_of"]
+__all__ = ["Launch", "launch_of", "reported", "run_together"]
 
 _COUNTS = ("nproc-per-node", "nproc_per_node")
 _NODES = "nnodes"
@@ -71,6 +73,54 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
         chosen.append("--standalone")
     command = (sys.executable, "-m", "torch.distributed.run", *chosen, *arguments)
     return Launch(command, {PLAN_VARIABLE: str(Path(path).absolute())})
+
+
+OUTCOME_VARIABLE = "AUTOSPLIT_OUTCOME"
+"""Names the file in which rank 0 leaves its exit code for who started it: torchrun's is 1, whatever happened."""
+
+
+def run_together(arguments: Sequence[str], num_processes: int) -> int:
+    """Run a command of autosplit's in several processes of this machine, by torchrun, from within this one.
+
+    Args:
+        arguments: Of autosplit's command line.
+        num_processes: How many; each finds its rank in its environment.
+
+    Returns:
+        Rank 0's exit code; 1 where it left none.
+    """
+    # Loud about what the processes say themselves; what is worth a word comes as an error.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = Path(folder) / "outcome"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it would be loud about
+        os.environ[OUTCOME_VARIABLE] = str(outcome)
+        try:
+            torchrun(["--standalone", f"--nproc-per-node={num_processes}", "-m", "autosplit", *arguments])
+        except (ChildFailedError, SignalException):
+            pass  # the processes have said why
+        finally:
+            del os.environ[OUTCOME_VARIABLE]
+        text = outcome.read_text() if outcome.exists() else ""
+        return int(text) if text.isdigit() else 1
+
+
+def reported(exit_code: int) -> int:
+    """Leave an exit code for who started this process together with others; torchrun is told that all is well.
+
+    Returns:
+        What to exit with.
+    """
+    path = os.environ.get(OUTCOME_VARIABLE)
+    if not path:
+        return exit_code
+    if os.environ.get("RANK") == "0":
+        Path(path).write_text(str(exit_code))
+    return 0
 
 
 def _options_of(arguments: Sequence[str]) -> dict[str, str]:

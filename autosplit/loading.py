@@ -20,7 +20,7 @@ from autosplit.errors import AutosplitError, InputError, UserCodeError, from_use
 if TYPE_CHECKING:
     from autosplit.workload import Workload
 
-__all__ = ["DEFAULT_NAME", "Loaded", "load_workload", "split_spec"]
+__all__ = ["DEFAULT_NAME", "Loaded", "load_workload", "loaded_workload", "split_spec"]
 
 DEFAULT_NAME = "workload"
 """What is looked for where the spec names nothing."""
@@ -79,6 +79,12 @@ def load_workload(spec: str) -> Workload | Loaded:
     place, name = split_spec(spec)
     module = _run_file(Path(place)) if _is_file_spec(place) else _import_module(place)
     return _named(module, name, place)
+
+
+def loaded_workload(spec: str) -> Workload:
+    """Load what a spec names and build it: one call that can be sent to another process; see `load_workload`."""
+    found = load_workload(spec)
+    return found() if isinstance(found, Loaded) else found
 
 
 def split_spec(spec: str) -> tuple[str, str]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autosplit.runtime.tracking import Tracker
     from autosplit.schedule import OptimizerStep, ScheduledBatchSampler
 
-__all__ = ["SCHEMA_VERSION", "DdpPlan", "Plan", "PlanDevice", "RankSettings"]
+__all__ = ["SCHEMA_VERSION", "DdpOptions", "DdpPlan", "Plan", "PlanDevice", "RankSettings"]
 
 SCHEMA_VERSION = 1
 """Of the JSON; a file of another version is refused."""
@@ -91,6 +91,26 @@ class RankSettings:
 
 
 @dataclass(frozen=True)
+class DdpOptions:
+    """What DistributedDataParallel is given; `autosplit.ddp` passes it on.
+
+    Attributes:
+        gradient_as_bucket_view: Gradients live in the buckets that are sent, which saves as much memory as they take.
+        find_unused_parameters: Some trainable parameter gets no gradient, as was seen in a step: without this, DDP
+            would wait for it.
+        static_graph: The graph is the same in every step; never found out, since a look at a few steps can't tell.
+    """
+
+    gradient_as_bucket_view: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+
+    def keywords(self) -> dict[str, bool]:
+        """Return them as keyword arguments."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@dataclass(frozen=True)
 class DdpPlan:
     """The answer for DistributedDataParallel: solved from the same measurements, where there are several ranks.
 
@@ -100,6 +120,7 @@ class DdpPlan:
         reason: Why there are no ranks; None where there are.
         effective_batch_size: Samples per optimizer step; 0 where there are no ranks.
         measured: The throughput is that of steps that ran, or were simulated: a single rank's is the search's own.
+        options: For DistributedDataParallel.
     """
 
     ranks: tuple[RankSettings, ...]
@@ -107,6 +128,7 @@ class DdpPlan:
     reason: str | None = None
     effective_batch_size: int = 0
     measured: bool = False
+    options: DdpOptions = DdpOptions()
 
 
 @dataclass(frozen=True)

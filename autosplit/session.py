@@ -15,7 +15,7 @@ from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Residual, Role, Step
 from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line
 from autosplit.findings import Check
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
-from autosplit.plan import DdpPlan, Plan
+from autosplit.plan import DdpOptions, DdpPlan, Plan
 from autosplit.probe import Prober, does_not_fit
 from autosplit.progress import Progress, fraction_of
 from autosplit.proposals import PATIENCE, Proposer, error_of, steadied
@@ -29,7 +29,7 @@ from autosplit.staging import Followed, runtime_for
 from autosplit.timings import TimedSize, curve_of, pooled
 from autosplit.workload import modules_of
 
-__all__ = ["Session"]
+__all__ = ["Session", "most_steps"]
 
 POINT_BUDGET_S = 0.5
 """Repeating one measured size stops after this long."""
@@ -291,9 +291,7 @@ class Session:
         if max(region.largest_batch, 0 if single is None else single.largest_batch) == 0:
             raise does_not_fit(self.prober, 0)
         if why_single is None:
-            fewest = self._checked_steps(accumulation_steps(least or 1, region.largest_batch))
-            most = accumulation_steps(self._most_effective or 1, region.largest_batch)
-            most = min(max(fewest, most) + max(3, fewest), MOST_FORWARDS)
+            most = most_steps(sizes, region.largest_batch)
             return Space(region if single is None else single, sizes, most, several)
         if least > region.largest_batch:
             raise DoesNotFitError(
@@ -302,14 +300,6 @@ class Session:
                 "model or larger devices"
             )
         return Space(region, sizes)
-
-    def _checked_steps(self, fewest: int) -> int:
-        if fewest <= MOST_FORWARDS:
-            return fewest
-        raise InputError(
-            f"effective_batch_size is at least {self.request.least_effective}, which takes {fewest} forwards of what "
-            f"fits; expected at most {MOST_FORWARDS}; ask for fewer samples"
-        )
 
     @property
     def _waits(self) -> bool:
@@ -607,7 +597,7 @@ class Session:
     def _ddp(self, best: Trial, ranks: tuple[Ceiling, ...], step_time: StepTime) -> DdpPlan:
         """Solve DDP's batch sizes from the same measurements; one rank alone takes the plan's own."""
         if len(ranks) == 1:
-            return lone_rank(ranks[0], best, self._effective_of(best))
+            return lone_rank(ranks[0], best, self._effective_of(best), self._ddp_options())
         return self._solved_ranks(ranks, step_time)
 
     def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> DdpPlan:
@@ -615,9 +605,13 @@ class Session:
             self.subject,
             ranks,
             step_time,
+            self._ddp_options(),
             all_reduce_s=self._all_reduce_seconds(step_time),
             least_batch=self.prober.least_batch(),
         )
+
+    def _ddp_options(self) -> DdpOptions:
+        return DdpOptions(find_unused_parameters=self.prober.tracer.leaves_unused())
 
     def _all_reduce_seconds(self, step_time: StepTime) -> float:
         """Return the time of DDP's all-reduce: a ring over simulated links, otherwise what replicas' copies took."""
@@ -712,3 +706,24 @@ class Session:
         counts = self.prober.counts
         rate = None if best is None else best.samples_per_s
         self.tell(Progress(stage, message, fraction, counts.steps, counts.ooms, rate))
+
+
+def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:
+    """Return the most accumulation steps that are worth a look.
+
+    Args:
+        sizes: The least and the most samples of an optimizer step; None for one forward of any size.
+        largest_batch: The most samples that a forward holds.
+
+    Raises:
+        InputError: Even the fewest are more than `MOST_FORWARDS`.
+    """
+    least, most_samples = (1, 1) if sizes is None else sizes
+    fewest = accumulation_steps(least, largest_batch)
+    if fewest > MOST_FORWARDS:
+        raise InputError(
+            f"effective_batch_size is at least {least}, which takes {fewest} forwards of what fits; expected at most "
+            f"{MOST_FORWARDS}; ask for fewer samples"
+        )
+    most = max(fewest, accumulation_steps(most_samples, largest_batch))
+    return min(most + max(3, fewest), MOST_FORWARDS)

@@ -11,7 +11,7 @@ from autosplit.errors import InputError
 from autosplit.space import KNEE_SHARE, Configuration, Space, Trial, configuration_of
 from autosplit.split import accumulation_steps, even_split, fastest_split, micro_batch_sizes, proportional_split
 
-__all__ = ["MOST_STEPS", "WITHIN_REACH", "RankAnswer", "RankSolver", "Solver", "geometric", "spread"]
+__all__ = ["BACKWARD_SHARE", "MOST_STEPS", "WITHIN_REACH", "RankAnswer", "RankSolver", "Solver", "geometric", "spread"]
 
 MOST_STEPS = 64
 """Accumulation steps beyond the fewest that are worth a look: each costs a copy and brings nothing but memory."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -23,6 +23,9 @@ from autosplit.runtime.isolated import IsolatedRuntime
 from autosplit.session import Session
 from autosplit.staging import Source, build, follow, isolated_runtime, workload_source
 from autosplit.trainee import ran_a_step
+
+if TYPE_CHECKING:
+    from autosplit.ddp.job import Job
 
 __all__ = ["Progress", "TuningInterrupted", "tune"]
 
@@ -92,8 +95,10 @@ def tune(
         devices: ``"cuda:0,1"``, ``"cpu:2GiB,cpu:1GiB"``, ``"sim:2xA100-40GB+1xRTX3090"`` and the like. Default: every
             visible GPU; without any, the processor.
         strategy: ``"auto"`` and ``"balanced"`` search BalancedDataParallel's split and solve DDP's beside it;
-            ``"ddp"`` solves DDP's alone from each device's own measurements: the plan's split holds the ranks' batch
-            sizes, its samples/s are predicted, and there are no trials.
+            ``"ddp"`` gives DDP's alone, and the plan's split holds the ranks' batch sizes. In one process it is solved
+            from each device's own measurements: samples/s are predicted, and there are no trials. In a job (torchrun,
+            Slurm, or a process group that is there) call it on every rank: each measures its own device at the same
+            time, rank 0 searches, all run its trials together, and every rank gets the same plan.
         precision: ``"none"``, ``"bf16"`` or ``"fp16"``; replaces what a `Workload` says. Several, as in
             ``("none", "bf16")``, are each tuned for, and the faster is the plan; bf16 only where the devices have it.
         effective_batch_size: Samples per optimizer step, kept exactly; or a range, ``(256, 1024)`` or ``"256:1024"``,
@@ -119,6 +124,7 @@ def tune(
         InputError: An argument that can't be used; `DeviceError` and `WorkloadError` are among its leaves.
         DoesNotFitError: Not even the smallest batch fits.
         UserCodeError: The workload's own code raised on its own sample.
+        RankFailedError: In a job, what another rank raised.
         TuningInterrupted: Ctrl-C; it carries the best plan so far.
     """
     request = checked_request(
@@ -141,15 +147,62 @@ def tune(
         "make_batch": make_batch,
         "batch_dim": batch_dim or None,
     }
-    precisions, notes = native_ones(precision_list(precision), request.devices)
+    with _job(request) as job:
+        devices_of_all = request.devices if job is None else job.whole.devices
+        precisions, notes = native_ones(precision_list(precision), devices_of_all)
+
+        def make(one: str | None) -> Source:
+            return workload_source(model_or_workload, sample_batch, {**described, "precision": one})
+
+        asked = _Asked(request, reserve, progress or _quiet, isolate, job)
+        return _fastest_of(precisions, make, asked, notes)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `tune` was asked for, less the workload.
+
+    Attributes:
+        request: Checked.
+        reserve: As it was asked for.
+        progress: Told how far it is.
+        isolate: Real steps run in a process of their own.
+        job: The ranks that tune together; None where this process does it alone.
+    """
+
+    request: Request
+    reserve: object
+    progress: Callable[[Progress], None]
+    isolate: bool
+    job: Job | None
+
+
+@contextmanager
+def _job(request: Request) -> Iterator[Job | None]:
+    """Meet the other ranks, where DDP is to be tuned by several."""
+    if request.strategy != "ddp":
+        yield None
+        return
+    from autosplit.ddp.job import in_a_job, joined
+
+    if not in_a_job():
+        yield None
+        return
+    with joined(request) as job:
+        yield job
+
+
+def _fastest_of(
+    precisions: Sequence[str | None], make: Callable[[str | None], Source], asked: _Asked, notes: tuple[str, ...]
+) -> Plan:
+    """Tune for each precision, and take the fastest."""
     plans: list[Plan] = []
     misfits: list[DoesNotFitError] = []
     for number, one in enumerate(precisions):
-        source = workload_source(model_or_workload, sample_batch, {**described, "precision": one})
-        told = _part_of(progress or _quiet, number, len(precisions), one)
+        timed = asked.request.with_share_of_time(len(precisions) - number)
+        told = _part_of(asked.progress, number, len(precisions), one)
         try:
-            timed = request.with_share_of_time(len(precisions) - number)
-            plans.append(_tune_source(timed, source, reserve, told, isolate=isolate))
+            plans.append(_tune_source(replace(asked, request=timed, progress=told), make(one)))
         except TuningInterrupted as interrupted:
             if not plans:
                 raise
@@ -200,11 +253,11 @@ def _quiet(progress: Progress) -> None:
     """Report to nobody."""
 
 
-def _tune_source(
-    request: Request, source: Source, reserve: object, progress: Callable[[Progress], None], *, isolate: bool
-) -> Plan:
+def _tune_source(asked: _Asked, source: Source) -> Plan:
     try:
-        return _tuned(request, source, reserve, progress, isolate=isolate)
+        if asked.job is not None:
+            return _tuned_together(asked, asked.job, source)
+        return _tuned(asked, source)
     except TuningInterrupted:
         raise
     except KeyboardInterrupt:  # before there was anything to keep
@@ -218,22 +271,22 @@ def _tune_source(
         raise
 
 
-def _tuned(
-    request: Request, source: Source, reserve: object, progress: Callable[[Progress], None], *, isolate: bool
-) -> Plan:
+def _tuned(asked: _Asked, source: Source) -> Plan:
+    request = asked.request
     with kept_rng(), ExitStack() as closing:
         built = build(source, request.devices)
         machine, described = profiles.machine_of(request.devices), profiles.workload_of(built.workload)
-        key = profiles.key_of(machine, described, request.facts(reserve), request.name)
+        key = profiles.key_of(machine, described, request.facts(asked.reserve), request.name)
         remembered, notes = _remembered(request, key, machine, described)
         if remembered is not None:
             return remembered
-        isolated = _isolated(request, source, closing) if isolate else None
+        isolated = _isolated(request, source, closing) if asked.isolate else None
         followed = follow(built, request.devices, closing, isolated)
         if request.defaulted and request.kind == "cpu":
             notes = (*notes, NO_GPU_NOTE)
         subject = Subject(request, followed.workload, machine, described)
-        session = Session(subject, followed, progress, closing, notes=notes, study_name=_study_name(request, key))
+        study_name = _study_name(request, key)
+        session = Session(subject, followed, asked.progress, closing, notes=notes, study_name=study_name)
         try:
             plan = session.plan()
         except KeyboardInterrupt:
@@ -241,6 +294,35 @@ def _tuned(
             best = None if best is None else _with_losses(best, isolated)
             raise TuningInterrupted(best, None if best is None else _stored(request, key, best)[1]) from None
         return _stored(request, key, _with_losses(plan, isolated))[0]
+
+
+def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
+    """Tune as one rank of a job; all of them return the same plan, and each machine remembers it."""
+    from autosplit.ddp.joint import JointSession
+
+    own = replace(job.own, deadline_s=asked.request.deadline_s)
+    whole = replace(job.whole, deadline_s=asked.request.deadline_s)
+    with kept_rng(), ExitStack() as closing:
+        built = job.peers.each_run(lambda: build(source, own.devices))
+        described = job.agreed("the workload", profiles.workload_of(built.workload))
+        key = profiles.key_of(job.machine, described, whole.facts(asked.reserve), whole.name)
+        remembered, notes = job.told(lambda: _remembered(whole, key, job.machine, described, measured=True))
+        if remembered is not None:
+            return remembered
+        probing = closing.enter_context(ExitStack())
+        isolated = _isolated(own, source, probing) if asked.isolate else None
+        followed = job.peers.each_run(lambda: follow(built, own.devices, closing, isolated))
+        subject = Subject(whole, followed.workload, job.machine, described)
+        tell = asked.progress if job.place.rank == 0 else _quiet
+        study_name = _study_name(whole, key)
+        session = JointSession(job, subject, followed, tell, closing, probing, notes=notes, study_name=study_name)
+        plan = session.plan()
+        path: Path | None = None
+        if job.is_first_of_machine:
+            plan, path = _stored(whole, key, plan)
+        if not plan.complete:
+            raise TuningInterrupted(plan, path)
+        return plan
 
 
 def _isolated(request: Request, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
@@ -258,9 +340,17 @@ def _study_name(request: Request, key: str) -> str:
 
 
 def _remembered(
-    request: Request, key: str, machine: dict[str, Any], workload: dict[str, Any]
+    request: Request, key: str, machine: dict[str, Any], workload: dict[str, Any], *, measured: bool = False
 ) -> tuple[Plan | None, tuple[str, ...]]:
-    """Return the plan that is remembered and still holds; otherwise why not, if there was one."""
+    """Return the plan that is remembered and still holds; otherwise why not, if there was one.
+
+    Args:
+        request: What was asked for.
+        key: The profile's.
+        machine: By `profiles.machine_of`.
+        workload: By `profiles.workload_of`.
+        measured: A plan whose DDP answer is predicted does not do.
+    """
     if request.profile != "auto":
         return None, ()
     found = profiles.find(key, machine=machine, workload=workload)
@@ -271,6 +361,8 @@ def _remembered(
             *found.notes,
             "the search of the remembered plan was interrupted: tuned anew",
         )
+    if measured and not found.plan.ddp.measured:
+        return None, (*found.notes, "the remembered plan's DDP answer was predicted by one process: tuned anew")
     short = profiles.memory_shortfall(found.plan, request.devices, request.capacities_bytes)
     if short is not None:
         return None, (*found.notes, f"{short}: tuned anew")

@@ -67,8 +67,9 @@ class Context:
         Args:
             model: The same on every rank; DDP sends rank 0's weights to the others.
             sync_batchnorm: Let BatchNorms normalise over all ranks' samples, as if they were one batch; GPUs only.
-            **kwargs: For DistributedDataParallel. `gradient_as_bucket_view` is on unless you turn it off: gradients
-                then live in the buckets that are sent, which saves as much memory as they take.
+            **kwargs: For DistributedDataParallel, in place of the plan's own (`plan.ddp.options`):
+                `gradient_as_bucket_view`, which saves as much memory as the gradients take, and
+                `find_unused_parameters` where a parameter was seen to get no gradient.
 
         Returns:
             The wrapper; `wrapper.module` is the model.
@@ -91,7 +92,7 @@ class Context:
         self._doubt_batchnorms(model)
         if self.device.type == "cuda":
             kwargs.setdefault("device_ids", [self.device.index])
-        kwargs.setdefault("gradient_as_bucket_view", True)
+        kwargs = {**self.plan.ddp.options.keywords(), **kwargs}
         wrapped = DistributedDataParallel(model.to(self.device), **kwargs)
         _let_go_of_group_last(wrapped)
         self._wrapped.add(wrapped)

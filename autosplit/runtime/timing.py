@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from autosplit.runtime.measurement import Measurement
 
-__all__ = ["MIN_REPEATS", "TARGET_ERROR", "timed"]
+__all__ = ["MIN_REPEATS", "TARGET_ERROR", "is_enough", "median_error", "timed"]
 
 TARGET_ERROR = 0.01
 """Repeat until the standard error of the median is under this share of it."""
@@ -42,27 +42,35 @@ def timed(run: Callable[[Callable[[str], None]], object], budget_s: float, *, wa
     seconds: list[float] = []
     update_s: list[float] = []
     begun_s = time.perf_counter()
-    while len(seconds) < MAX_REPEATS:
+    while not is_enough(seconds, time.perf_counter() - begun_s, budget_s):
         marks: dict[str, float] = {}
         start_s = time.perf_counter()
         run(lambda phase, marks=marks: marks.__setitem__(phase, time.perf_counter()))  # type: ignore[misc]
         end_s = time.perf_counter()
         seconds.append(end_s - start_s)
         update_s.append(end_s - marks.get("update", end_s))
-        spent_s = time.perf_counter() - begun_s
-        enough = len(seconds) >= MIN_REPEATS and median_error(seconds) <= TARGET_ERROR * statistics.median(seconds)
-        # Two runs at least, whatever the first took: it may have been the machine.
-        out_of_time = spent_s >= budget_s and (
-            len(seconds) >= MIN_REPEATS or (len(seconds) > 1 and min(seconds) >= budget_s)
-        )
-        if enough or out_of_time:
-            break
     return Measurement(
         statistics.median(seconds),
         median_error(seconds),
         update_s=statistics.median(update_s),
         repeats=len(seconds),
     )
+
+
+def is_enough(seconds: list[float], spent_s: float, budget_s: float) -> bool:
+    """Tell whether repeats need no further one: the median stands, or the time is spent.
+
+    Args:
+        seconds: Of each repeat.
+        spent_s: On all of them.
+        budget_s: See `timed`.
+    """
+    if len(seconds) >= MAX_REPEATS:
+        return True
+    if len(seconds) >= MIN_REPEATS and median_error(seconds) <= TARGET_ERROR * statistics.median(seconds):
+        return True
+    # Two at least, whatever the first took: it may have been the machine.
+    return spent_s >= budget_s and (len(seconds) >= MIN_REPEATS or (len(seconds) > 1 and min(seconds) >= budget_s))
 
 
 def median_error(values: list[float]) -> float:

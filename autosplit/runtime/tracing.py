@@ -273,6 +273,7 @@ class Tracer:
             )
         self._kept: dict[StepShape, Trace] = {}
         self._with_gradient: list[nn.Parameter] | None = None
+        self._leaves_unused = False
 
     def trace(self, shape: StepShape) -> Trace:
         """Follow one optimizer step over pretended devices; a shape is followed once.
@@ -346,6 +347,7 @@ class Tracer:
             if phase == "update" and not self._with_gradient:
                 grads = [(p, p.grad) for p in self.trainee.parameters()]
                 self._with_gradient = [p for p, grad in grads if grad is not None and not grad.is_sparse]
+                self._leaves_unused = any(grad is None and p.requires_grad for p, grad in grads)
 
         held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
         names = [f"device {index}" for index in range(len(shape.splits[0]))]
@@ -378,6 +380,10 @@ class Tracer:
     def zeroing_costs(self) -> list[OpCost]:
         """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
         return [OpCost(0, p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
+
+    def leaves_unused(self) -> bool:
+        """Tell whether some trainable parameter got no gradient in a step; of a custom step nobody knows."""
+        return self._leaves_unused and self.workload.step is None
 
     def assumptions(self) -> tuple[str, ...]:
         """Return what the workload leaves open and was taken for granted, a sentence each."""

@@ -1,0 +1,217 @@
+"""The ranks agree: what one of them can't do, none of them goes on with.
+
+each rank   runs its part | tells all: done, or why not | all go on, or all raise
+
+They talk over a group of their own, so that a step that hangs or breaks off can't get in between.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import distributed as dist
+
+from autosplit.errors import AutosplitError, RankFailedError, from_user_code, one_line
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.trainee import ran_a_step
+
+__all__ = ["Failure", "Interrupts", "Peers"]
+
+T = TypeVar("T")
+
+SAME_KEYPRESS_S = 1.0
+"""Torchrun passes on the Ctrl-C that its processes have met already: signals so near are one."""
+
+
+_WAITED = re.compile(r"gloo|NCCL|[Tt]imed out waiting|Connection (?:closed|reset)")
+"""What torch says where the other end of a collective is not there (gloo transport/tcp/*.cc, ProcessGroupNCCL.cpp)."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank could not do its part.
+
+    Attributes:
+        rank: Which.
+        message: What it raised, on one line.
+        exit_code: What the command line exits with for it.
+        frames: The user's own frames, where it was the user's code.
+        lacks_memory: It ran out of memory, and a smaller part may do.
+        waited: It waited in vain for another rank, whose failure is the cause.
+    """
+
+    rank: int
+    message: str
+    exit_code: int
+    frames: tuple[str, ...] = ()
+    lacks_memory: bool = False
+    waited: bool = False
+
+
+@dataclass(frozen=True)
+class _Told(Generic[T]):
+    """What a rank tells the others."""
+
+    value: T | None
+    failure: Failure | None
+    interrupted: bool
+
+
+class Interrupts:
+    """Ctrl-C while ranks talk: it is noted, and told to all at the next agreement, since no rank may leave alone.
+
+    Attributes:
+        came: One came.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._at_s = 0.0
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note Ctrl-C for as long as the context lasts; a second one, later than `SAME_KEYPRESS_S`, is raised."""
+        ours = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGINT) if ours else None
+        if not callable(before):  # another thread, or whoever started this process wants none
+            yield
+            return
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _note(self, _number: int, _frame: object) -> None:
+        now_s = time.monotonic()
+        if self.came and now_s - self._at_s > SAME_KEYPRESS_S:
+            raise KeyboardInterrupt
+        self.came, self._at_s = True, now_s
+
+
+class Peers:
+    """The ranks of a job, as one of them sees them.
+
+    Args:
+        rank: Of this process.
+        world_size: The processes of the job.
+        group: A gloo group for plain values.
+        interrupts: Where Ctrl-C is noted.
+    """
+
+    def __init__(self, rank: int, world_size: int, group: Any, interrupts: Interrupts) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.interrupts = interrupts
+        self._group = group
+
+    def gathered(self, value: T) -> list[T]:
+        """Return every rank's value, in the order of the ranks.
+
+        Raises:
+            RankFailedError: A rank has gone.
+        """
+        found: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(found, value, group=self._group)
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"rank {self.rank} stops: another rank has gone without a word ({one_line(error)}); expected all "
+                f"{self.world_size} until the end; see what that rank printed, or whether the system ended it"
+            ) from error
+        return found
+
+    def told(self, value: T) -> T:
+        """Return rank 0's value."""
+        return self.gathered(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def all_run(self, run: Callable[[], T]) -> list[T]:
+        """Run something on every rank.
+
+        Returns:
+            What each of them made of it.
+
+        Raises:
+            Exception: What it raised on this rank.
+            RankFailedError: It raised on another one.
+            KeyboardInterrupt: On all ranks, where Ctrl-C had come on any.
+        """
+        told, own = self._exchanged(run)
+        self._raise_first(told, own)
+        if any(one.interrupted for one in told):
+            raise KeyboardInterrupt
+        return [one.value for one in told]  # type: ignore[misc]
+
+    def each_run(self, run: Callable[[], T]) -> T:
+        """Run something on every rank, as `all_run`, and return what it made on this one, which stays here."""
+        kept: list[T] = []
+        self.all_run(lambda: kept.append(run()))
+        return kept[0]
+
+    def all_try(self, run: Callable[[], T]) -> list[T] | Failure:
+        """Run something on every rank that may lack memory.
+
+        Returns:
+            What each made of it; or the first that ran out of memory, on all ranks.
+
+        Raises:
+            Exception: What else it raised on this rank.
+            RankFailedError: It raised on another one.
+        """
+        told, own = self._exchanged(run)
+        short = next((one.failure for one in told if one.failure is not None and one.failure.lacks_memory), None)
+        if short is not None:
+            return short
+        self._raise_first(told, own)
+        return [one.value for one in told]  # type: ignore[misc]
+
+    def _raise_first(self, told: list[_Told[T]], own: BaseException | None) -> None:
+        """Raise what failed on this rank, or else that it failed on another; whoever only waited is not the cause."""
+        failures = [one.failure for one in told if one.failure is not None]
+        causes = [failure for failure in failures if not failure.waited] or failures
+        if own is not None and any(cause.rank == self.rank for cause in causes):
+            raise own
+        if causes:
+            raise RankFailedError(
+                f"rank {causes[0].rank} failed: {causes[0].message}",
+                exit_code=causes[0].exit_code,
+                frames=causes[0].frames,
+            ) from own
+
+    def _exchanged(self, run: Callable[[], T]) -> tuple[list[_Told[T]], BaseException | None]:
+        value: T | None = None
+        own: BaseException | None = None
+        try:
+            value = run()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever it is, the others wait to hear of it
+            own = _named(error)
+        failure = None if own is None else self.failure(own)
+        return self.gathered(_Told(value, failure, self.interrupts.came)), own
+
+    def failure(self, error: BaseException) -> Failure:
+        """Describe what was raised on this rank for the others."""
+        known = isinstance(error, AutosplitError)
+        return Failure(
+            rank=self.rank,
+            message=" ".join(str(error).split()) if known else one_line(error),
+            exit_code=error.exit_code if isinstance(error, AutosplitError) else 1,
+            frames=getattr(error, "frames", ()) if known else (),
+            lacks_memory=isinstance(error, OutOfMemoryError) and not isinstance(error, DoesNotFitError),
+            waited=isinstance(error, RuntimeError) and bool(_WAITED.search(str(error))),
+        )
+
+
+def _named(error: BaseException) -> BaseException:
+    """Turn what the workload's own code raised into an error that shows where."""
+    if isinstance(error, AutosplitError):
+        return error
+    if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
+        return from_user_code(error, "the workload")
+    return error

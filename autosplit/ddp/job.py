@@ -1,0 +1,226 @@
+"""The processes that tune together: who they are, what each brings, and that they were asked for the same.
+
+each rank   its device of its machine's | all devices in the order of the ranks | one request, one machine, one key
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed as dist
+
+from autosplit.ddp.consensus import Interrupts, Peers
+from autosplit.ddp.place import Place, meeting_place, place_here
+from autosplit.devices import Device
+from autosplit.errors import DeviceError, InputError
+from autosplit.profiles import machine_of
+from autosplit.request import Request
+
+__all__ = ["Job", "in_a_job", "joined"]
+
+T = TypeVar("T")
+
+MEETING_TIMEOUT_S = 300
+"""A rank that comes no sooner than so long after another was not started, or does something else."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes that tune together, as one of them sees them.
+
+    Attributes:
+        place: Which of them this one is.
+        peers: All of them.
+        own: What was asked for, with this rank's device alone.
+        whole: The same, with every rank's device, in their order.
+        machine: Of the whole job, as `profiles.machine_of` describes one; with ``ranks_per_machine`` where there are
+            several.
+        shares_card: Two ranks are on one GPU.
+    """
+
+    place: Place
+    peers: Peers
+    own: Request
+    whole: Request
+    machine: dict[str, Any]
+    shares_card: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        device = self.own.devices[0]
+        return torch.device("cuda", device.index) if device.kind == "cuda" else torch.device("cpu")
+
+    def told(self, run: Callable[[], T]) -> T:
+        """Return what rank 0 makes of something, on every rank."""
+        return self.peers.all_run(lambda: run() if self.peers.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def agreed(self, what: str, described: dict[str, Any]) -> dict[str, Any]:
+        """Return a description that is the same on all ranks.
+
+        Raises:
+            InputError: It is another one on some rank.
+        """
+        everyones = self.peers.gathered(described)
+        for name in described:
+            _refuse_differing(f"{what}'s {name}", [one.get(name) for one in everyones])
+        return described
+
+    @property
+    def is_first_of_machine(self) -> bool:
+        """Whether this rank is the one to write what its machine keeps."""
+        return not self.place.local_rank
+
+
+def in_a_job() -> bool:
+    """Tell whether torchrun, Slurm or a process group says that this process is one of several.
+
+    Raises:
+        InputError: What torchrun or Slurm should have set is wrong.
+    """
+    return place_here().world_size > 1
+
+
+@contextmanager
+def joined(request: Request) -> Iterator[Job]:
+    """Meet the other ranks, and tell each other what there is.
+
+    Args:
+        request: What this rank was asked for, with all devices of its machine.
+
+    Yields:
+        The job.
+
+    Raises:
+        DeviceError: A machine has not one device for each of its ranks, or has simulated ones.
+        InputError: The ranks were not asked for the same, do not run the same versions, or not all of them came.
+    """
+    place = place_here()
+    with _talking(place) as peers, peers.interrupts.noted():
+        peers.all_run(lambda: _own_device(request, place))  # what is wrong on one machine ends all
+        yield _job(request, place, peers)
+
+
+def _job(request: Request, place: Place, peers: Peers) -> Job:
+    index = _own_device(request, place)
+    device = request.devices[index]
+    if device.kind == "cuda":
+        torch.cuda.set_device(device.index)  # NCCL sends from the current device
+    own = replace(
+        request,
+        devices=(device,),
+        capacities_bytes=(request.capacities_bytes[index],),
+        reserved_bytes=(request.reserved_bytes[index],),
+    )
+    found = peers.gathered((own, machine_of(own.devices), place.local_rank))
+    requests = [one for one, _, _ in found]
+    peers.all_run(lambda: _refuse_different(requests, [machine for _, machine, _ in found]))
+    whole = replace(
+        requests[0],
+        devices=tuple(one.devices[0] for one in requests),
+        capacities_bytes=tuple(one.capacities_bytes[0] for one in requests),
+        reserved_bytes=tuple(one.reserved_bytes[0] for one in requests),
+        deadline_s=request.deadline_s,
+    )
+    locals_ = [local for _, _, local in found]
+    machine = _machine_of_all([machine for _, machine, _ in found], locals_)
+    return Job(place, peers, own, whole, machine, _shares_card(whole.devices))
+
+
+def _own_device(request: Request, place: Place) -> int:
+    """Return which of the machine's devices is this rank's."""
+    kind, count = request.kind, len(request.devices)
+    if kind == "sim":
+        raise DeviceError(
+            f"the devices are simulated, and {place.world_size} ranks were started; expected real ones to run steps "
+            "on; leave torchrun out: one process simulates them all"
+        )
+    here = place.local_world_size or place.world_size
+    local = place.local_rank if place.local_rank is not None else place.rank
+    if count == 1 and kind == "cuda" and here > 1:
+        return 0  # each process was given its own; that they are others is seen when all are known
+    if count != here or local >= count:
+        raise DeviceError(
+            f"there are {count} devices ({', '.join(device.label for device in request.devices)}) for {here} ranks of "
+            "this machine; expected one for each; name as many (--devices cpu:2GiB,cpu:1GiB), or start torchrun with "
+            f"--nproc-per-node {count}"
+        )
+    return local
+
+
+def _refuse_different(requests: Sequence[Request], machines: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that were not asked for the same, or run other versions."""
+    for name in ("strategy", "effective_batch_sizes", "max_batch_size", "n_trials", "profile", "name", "seed"):
+        values = [getattr(request, name) for request in requests]
+        _refuse_differing(name, values)
+    for name in ("torch", "cuda", "autosplit"):
+        _refuse_differing(f"the version of {name}", [machine[name] for machine in machines])
+    kinds = [request.kind for request in requests]
+    _refuse_differing("the kind of device", kinds)
+
+
+def _refuse_differing(name: str, values: Sequence[Any]) -> None:
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    if other is not None:
+        raise InputError(
+            f"{name} is {values[0]!r} on rank 0 and {values[other]!r} on rank {other}; expected the same on all; start "
+            "all ranks with one command line and one installation"
+        )
+
+
+def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int | None]) -> dict[str, Any]:
+    """Describe the devices of all ranks as those of one machine; of several, say how many each has."""
+    kinds = [{k: v for k, v in machine["devices"][0].items() if k != "count"} for machine in machines]
+    runs = [{**kind, "count": len(list(group))} for kind, group in itertools.groupby(kinds)]
+    counts: list[int] = []
+    for local in locals_:
+        if not counts or local == 0:
+            counts.append(0)
+        counts[-1] += 1
+    several = {"ranks_per_machine": counts} if len(counts) > 1 else {}
+    return {**machines[0], "devices": runs, **several}
+
+
+def _shares_card(devices: Sequence[Device]) -> bool:
+    cards = [device.uuid for device in devices if device.uuid is not None]
+    return len(set(cards)) < len(cards)
+
+
+@contextmanager
+def _talking(place: Place) -> Iterator[Peers]:
+    """Make a gloo group for plain values, and end it; where there is a process group already, it stays."""
+    adopted = dist.is_initialized()
+    interrupts = Interrupts()
+    if adopted:
+        group = dist.new_group(backend="gloo")
+    else:
+        store = meeting_place(place)
+        _await_all(store, place)
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+        group = dist.group.WORLD
+    try:
+        yield Peers(place.rank, place.world_size, group, interrupts)
+    finally:
+        if adopted:
+            dist.destroy_process_group(group)
+        else:
+            dist.destroy_process_group()
+
+
+def _await_all(store: Any, place: Place) -> None:
+    """Wait until every rank is here."""
+    store.set(f"here/{place.rank}", "yes")
+    for rank in range(place.world_size):
+        try:
+            store.wait([f"here/{rank}"], timedelta(seconds=MEETING_TIMEOUT_S))
+        except RuntimeError as error:
+            raise InputError(
+                f"rank {rank} of {place.world_size} did not come within {MEETING_TIMEOUT_S} s; expected all of them to "
+                "call autosplit.tune; call it on every rank, with the same arguments"
+            ) from error

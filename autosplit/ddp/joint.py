@@ -1,0 +1,473 @@
+"""One tuning by all ranks together: each measures its own device, rank 0 searches, and all run what it proposes.
+
+each rank   ceiling | times | ---- told to all ---- | dry pass, all agree, timed step | ...
+rank 0                                search:         proposes, learns                 the plan, told to all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.assembly import Subject, assembled, measured_ranks, rank_answer, why_no_ranks
+from autosplit.checks import checks_for
+from autosplit.cost import Ceiling, Fit, MemoryFit, RankStepTime, Region, Residual, StepTime, TimeCurve
+from autosplit.ddp.consensus import Failure
+from autosplit.ddp.job import Job
+from autosplit.ddp.ranks import RankSteps
+from autosplit.errors import AutosplitError, RankFailedError, WorkloadError
+from autosplit.findings import Check
+from autosplit.oom import DoesNotFitError
+from autosplit.plan import DdpOptions, Plan
+from autosplit.probe import Prober, does_not_fit
+from autosplit.progress import Progress, fraction_of
+from autosplit.proposals import Proposer, steadied
+from autosplit.runtime.measurement import Measurement
+from autosplit.runtime.placed import bucket_bytes
+from autosplit.search import check_storage, search
+from autosplit.session import POINT_BUDGET_S, TRIAL_BUDGET_S, most_steps
+from autosplit.solver import BACKWARD_SHARE, Solver
+from autosplit.space import Configuration, Space, Trial, best_trial, configuration_of
+from autosplit.split import even_split
+from autosplit.staging import Followed, runtime_for
+from autosplit.timings import TimedSize, curve_of, pooled
+from autosplit.workload import modules_of
+
+__all__ = ["JointSession"]
+
+TOGETHER_NOTE = "strategy 'ddp': every throughput is that of steps which {} ranks ran together"
+
+INTERRUPTED_NOTE = "the search was interrupted: this is the best so far"
+
+LEAST_SEEN = 0.05
+"""Of an all-reduce: the first bucket's share or so is hidden by nothing."""
+
+_Order = Sequence[Sequence[int]] | Failure | None
+"""What rank 0 says comes next: a step of these shares; that it failed; or nothing."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank found out about its own device.
+
+    Attributes:
+        ceiling: As a rank.
+        timed: Seconds of a micro-step by its samples.
+        update_s: The optimizer.
+        least_batch: The fewest samples that it trains on.
+        unused: A trainable parameter got no gradient.
+        steps: Real steps so far.
+        ooms: How many of them ran out of memory.
+    """
+
+    ceiling: Ceiling
+    timed: tuple[TimedSize, ...]
+    update_s: float
+    least_batch: int
+    unused: bool
+    steps: int
+    ooms: int
+
+
+class JointSession:
+    """One tuning as one rank sees it; every rank has one, and calls the same of it.
+
+    Args:
+        job: The ranks.
+        subject: What the plan is for, with the devices of all of them.
+        followed: The workload with its tracer, on this rank.
+        tell: Told how far it is, on rank 0.
+        closing: Gets what has to be undone at the end.
+        probing: Ends what measures this rank's device by itself: a GPU's memory has to be free of it before all ranks
+            step together.
+        notes: What is to be said already.
+        study_name: Of the search's study.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        subject: Subject,
+        followed: Followed,
+        tell: Callable[[Progress], None],
+        closing: ExitStack,
+        probing: ExitStack,
+        *,
+        notes: tuple[str, ...],
+        study_name: str,
+    ) -> None:
+        self.job, self.peers, self.subject, self.followed = job, job.peers, subject, followed
+        self.request, self.tell, self.study_name = subject.request, tell, study_name
+        self.notes = [*notes, *followed.notes]
+        self.stage = "ceilings"
+        self.trials: list[Trial] = []
+        self.checks: tuple[Check, ...] = ()
+        self.solver: Solver | None = None
+        self.ranks: tuple[Measured, ...] = ()
+        self._probing = probing
+        runtime = runtime_for(job.own.devices, job.own.capacities_bytes, followed, probing)
+        count = self.peers.world_size
+        self.prober = Prober(runtime, followed.tracer, self.request.largest_batch, self._report, num_ranks=count)
+        self.closing = closing
+        self.steps: RankSteps | None = None
+
+    def plan(self) -> Plan:
+        """Measure, search, and put the plan together; the same one on every rank.
+
+        Returns:
+            The plan; where Ctrl-C came, the best so far, which is not `complete`.
+
+        Raises:
+            DoesNotFitError: Not even the smallest batch fits a rank, or nothing that was tried did.
+            RankFailedError: Another rank failed.
+            KeyboardInterrupt: Ctrl-C, before any trial had succeeded.
+        """
+        self.peers.all_run(self._refuse_unfit)
+        self.peers.all_run(self._check)
+        self.ranks = tuple(self._measured_alone())
+        self.peers.all_run(self._refuse_small)
+        self.steps = self._rank_steps()
+        self.closing.callback(self.steps.close)
+        reduce_s = max(self.peers.all_run(self._all_reduce_seconds))
+        plan: Plan | None = None
+        if self.peers.rank == 0:
+            plan = self._searched(reduce_s)
+        else:
+            self._follow_orders()
+        plan = self.peers.told(plan)
+        if plan is None:
+            raise KeyboardInterrupt
+        return plan
+
+    def _refuse_unfit(self) -> None:
+        model: Any = self.subject.workload.model
+        modules = modules_of(model) if not callable(model) or isinstance(model, nn.Module) else []
+        for module in (part for one in modules for part in one.modules()):
+            if isinstance(module, nn.SyncBatchNorm) or type(module).__name__.startswith("FSDP"):
+                raise WorkloadError(
+                    f"the model has a {type(module).__name__}, which waits for all ranks in every forward, and each "
+                    "rank measures its device by itself; expected a plain model; tune that, and convert or shard it "
+                    "in training (ctx.wrap(model, sync_batchnorm=True))"
+                )
+        if self.request.storage is not None and self.peers.rank == 0:
+            check_storage(self.request.storage, self.study_name)
+        why_not = why_no_ranks(self.subject, (), 1)
+        if why_not is not None:
+            raise WorkloadError(f"DDP has no answer: {why_not}")
+
+    def _check(self) -> None:
+        """See what splitting changes about the training, on rank 0 for all."""
+        if self.peers.rank != 0:
+            return
+        self._say("checks", "the gradient of the sample batch, whole and cut", 0.0)
+        try:
+            self.checks, notes = checks_for(self.subject.workload, self.followed.rebuild)
+        except AutosplitError as error:
+            notes = (f"whether splitting changes the training was not checked: {error}",)
+        self.notes += notes
+
+    # Each rank by itself
+
+    def _measured_alone(self) -> list[Measured]:
+        """Let every rank measure its own device, all at the same time, as they will train."""
+        found = self.peers.all_run(self._ceiling)
+        self.stage = "times"
+        mine = found[self.peers.rank]
+        times = self.peers.all_run(lambda: self._times(mine[0], mine[1]))
+        counts = self.prober.counts
+        update_s = 0.0 if self._on_plain_cpu() else self.prober.update_seconds()
+        own = Measured(
+            mine[0],
+            times[self.peers.rank],
+            update_s,
+            self.prober.least_batch(),
+            self.prober.tracer.leaves_unused(),
+            counts.steps,
+            counts.ooms,
+        )
+        said = self.peers.gathered(tuple(self.notes))
+        for rank, notes in enumerate(said[1:], 1):
+            self.notes += [f"rank {rank}: {note}" for note in notes if note not in said[0]]
+        return self.peers.gathered(own)
+
+    def _ceiling(self) -> tuple[Ceiling, tuple[TimedSize, ...]]:
+        """Find this rank's ceiling; of a plain processor, which grows until it stops paying, its times as well."""
+        if self._on_plain_cpu():
+            needed = 0 if self.subject.may_accumulate else -(-self.request.least_effective // self.peers.world_size)
+            curve, ceiling = self.prober.until_it_stops_paying(needed, "rank")
+            return ceiling, tuple(TimedSize(samples, seconds) for samples, seconds in curve.points)
+        ceiling = self.prober.ceiling(0, "rank", accumulates=self.subject.accumulates)
+        if ceiling.batch_size == 0:
+            raise does_not_fit(self.prober, 0)
+        return ceiling, ()
+
+    def _times(self, ceiling: Ceiling, known: tuple[TimedSize, ...]) -> tuple[TimedSize, ...]:
+        if known:
+            return known
+        return tuple(self.prober.timed_sizes(0, ceiling.batch_size, role="rank", budget_s=POINT_BUDGET_S))
+
+    def _on_plain_cpu(self) -> bool:
+        return self.request.kind == "cpu" and not self.job.own.devices[0].budgeted
+
+    def _refuse_small(self) -> None:
+        why_not = why_no_ranks(self.subject, tuple(rank.ceiling for rank in self.ranks), self._least_batch())
+        if why_not is not None:
+            raise DoesNotFitError(
+                f"DDP has no answer: {why_not}; expected a rank on each device; use a smaller model or larger devices"
+            )
+
+    def _least_batch(self) -> int:
+        return max(rank.least_batch for rank in self.ranks)
+
+    # All ranks together
+
+    def _rank_steps(self) -> RankSteps:
+        on_gpu = self.request.kind == "cuda"
+        if on_gpu:
+            self._probing.close()
+            torch.cuda.set_per_process_memory_fraction(self._fraction(), self.job.device)
+            self.closing.callback(torch.cuda.set_per_process_memory_fraction, 1.0, self.job.device)
+        return RankSteps(
+            self.subject.workload,
+            self.prober.runtime,
+            self.job.device,
+            self.peers,
+            backend="nccl" if on_gpu and not self.job.shares_card else "gloo",
+            options=self._options().keywords(),
+        )
+
+    def _fraction(self) -> float:
+        total_bytes = torch.cuda.get_device_properties(self.job.device).total_memory
+        return min(1.0, self.job.own.capacities_bytes[0] / total_bytes)
+
+    def _options(self) -> DdpOptions:
+        return DdpOptions(find_unused_parameters=any(rank.unused for rank in self.ranks))
+
+    def _all_reduce_seconds(self) -> float:
+        assert self.steps is not None, "it is made before"
+        return self.steps.all_reduce_seconds(bucket_bytes(self.prober.tracer.trainee))
+
+    def _run(self, splits: Sequence[Sequence[int]]) -> tuple[list[int], Measurement] | Failure:
+        """Run a step of these shares with all ranks."""
+        assert self.steps is not None, "it is made before"
+        sizes = tuple(split[self.peers.rank] for split in splits)
+        return self.steps.measured(sizes, budget_s=TRIAL_BUDGET_S)
+
+    # Ranks above 0
+
+    def _follow_orders(self) -> None:
+        """Run what rank 0 orders, until it has no more."""
+        while True:
+            order = self._exchanged(None)
+            if isinstance(order, Failure):
+                raise RankFailedError(f"rank 0 failed: {order.message}", exit_code=order.exit_code, frames=order.frames)
+            if order is None:
+                return
+            self._run(order)
+
+    def _exchanged(self, order: _Order) -> _Order:
+        """Let rank 0 say what comes next, and all of them whether Ctrl-C came; then nothing comes next."""
+        told = self.peers.gathered((order, self.peers.interrupts.came))
+        return None if any(came for _, came in told) else told[0][0]
+
+    # Rank 0
+
+    def _searched(self, reduce_s: float) -> Plan | None:
+        """Search, and put the plan together; None where Ctrl-C came before any trial had succeeded."""
+        try:
+            self.solver = Solver(self._space(), self._step_time(reduce_s))
+            try:
+                self._search(self.solver)
+                even = self._even_rate()
+            except KeyboardInterrupt:
+                best = self._best_trial()
+                return None if best is None else self._interrupted(best)
+            best = self._best_trial()
+            if best is None:
+                raise self._nothing_fits()
+            plan = self._assembled(best, even)
+        except BaseException as error:  # the others wait to hear of it
+            self._exchanged(self.peers.failure(error))
+            raise
+        self._exchanged(None)
+        self._say("done", "done", 1.0)
+        return plan
+
+    def _space(self) -> Space:
+        """Bound the search by what each rank holds."""
+        ceilings = tuple(rank.ceiling.batch_size for rank in self.ranks)
+        region = Region(
+            primary=MemoryFit(0, 0),  # a rank's memory is its own: its ceiling says it all
+            primary_capacity_bytes=self.request.capacities_bytes[0],
+            primary_ceiling=ceilings[0],
+            replica_ceilings=ceilings[1:],
+            max_batch_size=min(self.request.largest_batch, sum(ceilings)),
+            least_share=self._least_batch(),
+        )
+        sizes = self.request.effective_batch_sizes
+        if self.subject.may_accumulate:
+            return Space(region, sizes, most_steps(sizes, region.largest_batch))
+        if self.request.least_effective > region.largest_batch:
+            raise DoesNotFitError(
+                f"the ranks hold {region.largest_batch} samples together, and a step that can't be accumulated has "
+                f"{self.request.least_effective}; expected all of them to fit; ask for fewer by effective_batch_size"
+            )
+        return Space(region, sizes)
+
+    def _step_time(self, reduce_s: float) -> RankStepTime:
+        """Fit the time of a step: the ranks' own, and what the all-reduce adds where no backward hides it."""
+        kinds = [
+            (device.name, rank.ceiling.capacity_bytes)
+            for device, rank in zip(self.request.devices, self.ranks, strict=True)
+        ]
+        curves = tuple(map(curve_of, pooled([rank.timed for rank in self.ranks], kinds)))
+        largest = max(curve(rank.ceiling.batch_size) for curve, rank in zip(curves, self.ranks, strict=True))
+        seen_s = max(reduce_s - BACKWARD_SHARE * largest, LEAST_SEEN * reduce_s)
+        count = len(curves)
+        copies = (0.0, *(seen_s / (count - 1),) * (count - 1))
+        return RankStepTime(curves, copies, (0.0,) * count, max(rank.update_s for rank in self.ranks), adds_up=False)
+
+    def _search(self, solver: Solver) -> None:
+        self.stage = "search"
+        search(
+            solver.space,
+            self._evaluate,
+            Proposer(solver),
+            n_trials=self.request.n_trials,
+            seed=self.request.seed,
+            deadline_s=self.request.deadline_s,
+            storage=self.request.storage,
+            study_name=self.study_name,
+            on_trial=self._keep,
+            on_trouble=self.notes.append,
+        )
+
+    def _evaluate(self, number: int, configuration: Configuration) -> Trial:
+        """Let all ranks run a configuration; one that does not fit is a failed trial."""
+        assert self.solver is not None
+        splits = self.solver.splits_of(configuration)
+        steps = configuration.accumulation_steps
+        trial = Trial(number, configuration.gpu0_bsz, configuration.batch_size, steps, splits[0])
+        least = self._least_batch()
+        if any(0 < share < least for split in splits for share in split):
+            return replace(trial, failure=f"a share below {least}: BatchNorm needs {least} samples to train on")
+        found = self._together(splits)
+        if isinstance(found, Failure):
+            return replace(trial, failure=f"rank {found.rank}: {found.message}")
+        peaks, measured = found
+        return replace(
+            trial,
+            samples_per_s=sum(map(sum, splits)) / measured.seconds,
+            error_share=min(1.0, measured.error_s / measured.seconds),
+            peak_bytes=tuple(peaks),
+        )
+
+    def _together(self, splits: tuple[tuple[int, ...], ...]) -> tuple[list[int], Measurement] | Failure:
+        """Order a step of all ranks, and run this one's part.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came, on any rank; nobody runs it.
+        """
+        if self._exchanged(splits) is None:
+            raise KeyboardInterrupt
+        return self._run(splits)
+
+    def _best_trial(self) -> Trial | None:
+        if self.solver is None:
+            return None
+        known = steadied(self.solver.refitted(self.trials), self.trials)
+        best = best_trial(known, knee=self.request.effective_batch_sizes is None)
+        return None if best is None else self.trials[known.index(best)]
+
+    def _even_rate(self) -> float | None:
+        """Measure equal shares of the best's batch, where no trial did; None where they do not fit."""
+        best = self._best_trial()
+        if best is None:
+            return None
+        even = even_split(best.batch_size, self.peers.world_size)
+        known = next((t for t in self.trials if t.split == even and t.batch_size == best.batch_size), None)
+        if known is not None:
+            return known.samples_per_s
+        assert self.solver is not None
+        configuration = replace(configuration_of(best), gpu0_bsz=even[0])
+        fits = all(share <= rank.ceiling.batch_size for share, rank in zip(even, self.ranks, strict=True))
+        if not fits or min(even) < self._least_batch():
+            return None
+        splits = self.solver.splits_of(configuration, even)
+        found = self._together(splits)
+        return None if isinstance(found, Failure) else sum(map(sum, splits)) / found[1].seconds
+
+    def _nothing_fits(self) -> DoesNotFitError:
+        failure = self.trials[-1].failure if self.trials else "no configuration was in the space"
+        return DoesNotFitError(
+            f"none of {len(self.trials)} configurations could be run; the last: {failure}; expected at least one; ask "
+            "for another effective_batch_size, or use a smaller model or larger devices"
+        )
+
+    # The plan
+
+    def _interrupted(self, best: Trial) -> Plan:
+        return replace(self._assembled(best, None, INTERRUPTED_NOTE), complete=False)
+
+    def _assembled(self, best: Trial, even_samples_per_s: float | None, *notes: str) -> Plan:
+        assert self.solver is not None
+        assert self.steps is not None
+        fit = self._fit()
+        ceilings = tuple(
+            replace(rank.ceiling, batch_size=max(rank.ceiling.batch_size, share))
+            for rank, share in zip(self.ranks, best.split, strict=True)
+        )
+        ddp = measured_ranks(ceilings, best, self.solver.space.effective_of(configuration_of(best)), self._options())
+        idle = [device.label for device, share in zip(self.request.devices, best.split, strict=True) if not share]
+        if idle:
+            notes = (*notes, f"{', '.join(idle)} gets no samples: all are faster without; leave it out of the job")
+        return assembled(
+            self.subject,
+            replace(rank_answer(ddp, fit), even_samples_per_s=even_samples_per_s),
+            trials=tuple(self.trials),
+            checks=self.checks,
+            notes=(*self.notes, *notes, TOGETHER_NOTE.format(self.peers.world_size)),
+            real_steps=sum(rank.steps for rank in self.ranks) + self.peers.world_size * self.steps.steps,
+            real_ooms=sum(rank.ooms for rank in self.ranks) + self.steps.ooms,
+        )
+
+    def _fit(self) -> Fit:
+        """Return the model as it was fitted to the trials, in the words in which `RankSolver` solves again."""
+        assert self.solver is not None
+        fitted = self.solver.refitted(self.trials).step_time
+        residuals = []
+        for trial in self.trials:
+            if trial.samples_per_s is not None:
+                splits = self.solver.splits_of(configuration_of(trial), trial.split)
+                measured_s = sum(map(sum, splits)) / trial.samples_per_s
+                predicted_s = fitted.seconds(splits)
+                residuals.append(Residual(trial.split, trial.accumulation_steps, measured_s, predicted_s))
+        curves = tuple(TimeCurve(tuple((n, fitted.contention * s) for n, s in c.points)) for c in fitted.curves)
+        best = self._best_trial()
+        assert best is not None, "there is a plan"
+        busy_s = max(curve(share) for curve, share in zip(curves, best.split, strict=True))
+        # As much as a backward hides, and what was seen: `overlapped_seconds` takes the first off again.
+        reduce_s = BACKWARD_SHARE * busy_s + sum(fitted.copies_s)
+        return Fit(StepTime.bare(curves, fitted.update_s, adds_up=False), reduce_s, tuple(residuals))
+
+    # Progress
+
+    def _keep(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        self._report(f"trial {trial.number + 1} of at most {self.request.n_trials}")
+
+    def _report(self, message: str) -> None:
+        done = len(self.trials) / self.request.n_trials if self.stage == "search" else 0.0
+        self._say(self.stage, message, fraction_of(self.stage, done))
+
+    def _say(self, stage: str, message: str, fraction: float) -> None:
+        best = best_trial(self.trials, knee=self.request.effective_batch_sizes is None)
+        counts = self.prober.counts
+        steps, ooms = (0, 0) if self.steps is None else (self.steps.steps, self.steps.ooms)
+        rate = None if best is None else best.samples_per_s
+        self.tell(Progress(stage, message, fraction, counts.steps + steps, counts.ooms + ooms, rate))
