@@ -526,7 +526,7 @@ def _origin(spec: str, workload: object, keywords: Mapping[str, Any], saved: str
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
     command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *_flags(elsewhere)])
     if saved is not None:
-        return Origin(f"autosplit.Plan.load({_quoted(saved)})", command=command)
+        return Origin(f"autosplit.Plan.load({_quoted(saved)})", command=command, path=saved)
     place, name = split_spec(spec)
     module = Path(place).stem if place.endswith(".py") else place
     same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
@@ -733,7 +733,7 @@ def _show(which: str | None, *, as_json: bool) -> int:
         if newest is None:
             return 0
         path, plan = newest
-    _print_plan(plan, Origin(f"autosplit.Plan.load({_quoted(str(path))})"), as_json=as_json)
+    _print_plan(plan, Origin(f"autosplit.Plan.load({_quoted(str(path))})", path=str(path)), as_json=as_json)
     return 0
 
 

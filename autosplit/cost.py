@@ -25,7 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 __all__ = [
     "Ceiling",
@@ -242,7 +242,10 @@ class StepTime:
         contention: Devices that work at once take so many times what the slowest takes alone: more than 1 where they
             share a bus, a processor or a power supply; less where copies hide behind work.
         keeps: Replicas are kept from the first micro-step of a step to its last.
+        leaves_out: A device without samples costs nothing, so that some may be better left out.
     """
+
+    leaves_out: ClassVar[bool] = True
 
     curves: tuple[TimeCurve, ...]
     copies_s: tuple[float, ...]
@@ -362,14 +365,17 @@ class RankStepTime(StepTime):
     """The time of a DDP step, in the same terms.
 
     `copies_s` is what the all-reduce adds to a step, shared out over the ranks above 0: all take part in it, whoever
-    has samples. `contention` is what ranks of one machine take from each other, and nothing is gathered.
+    has samples. `contention` is what ranks of one machine take from each other, and nothing is gathered. A rank
+    without samples runs one that counts for nothing.
     """
+
+    leaves_out: ClassVar[bool] = False
 
     def _counted_copying_s(self, _counted: Mapping[tuple[int, ...], int]) -> float:
         return sum(self.copies_s)
 
     def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
-        return max(curve(samples) for curve, samples in zip(self.curves, split, strict=True)), 0.0, 0.0
+        return max(curve(max(1, samples)) for curve, samples in zip(self.curves, split, strict=True)), 0.0, 0.0
 
 
 def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:

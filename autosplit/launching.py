@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autosplit.ddp.plans import PLAN_VARIABLE, plan_for_job
-from autosplit.errors import InputError, PlanError
+from autosplit.errors import InputError, PlanError, RankFailedError
 from autosplit.plan import Plan
 
 __all__ = ["Launch", "launch_of", "reported", "run_together"]
@@ -75,6 +75,9 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
     return Launch(command, {PLAN_VARIABLE: str(Path(path).absolute())})
 
 
+INTERRUPTED = 4
+"""The exit code of a command that Ctrl-C ended."""
+
 OUTCOME_VARIABLE = "AUTOSPLIT_OUTCOME"
 """Names the file in which rank 0 leaves its exit code for who started it: torchrun's is 1, whatever happened."""
 
@@ -87,7 +90,10 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         num_processes: How many; each finds its rank in its environment.
 
     Returns:
-        Rank 0's exit code; 1 where it left none.
+        Rank 0's exit code.
+
+    Raises:
+        RankFailedError: A process ended, and left no exit code.
     """
     # Loud about what the processes say themselves; what is worth a word comes as an error.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -99,14 +105,26 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         outcome = Path(folder) / "outcome"
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it would be loud about
         os.environ[OUTCOME_VARIABLE] = str(outcome)
+        lost: ChildFailedError | None = None
         try:
             torchrun(["--standalone", f"--nproc-per-node={num_processes}", "-m", "autosplit", *arguments])
-        except (ChildFailedError, SignalException):
-            pass  # the processes have said why
+        except SignalException:
+            pass  # Ctrl-C: the processes had it, too, and have said what came of it
+        except ChildFailedError as error:
+            lost = error
         finally:
             del os.environ[OUTCOME_VARIABLE]
         text = outcome.read_text() if outcome.exists() else ""
-        return int(text) if text.isdigit() else 1
+    if text.isdigit():
+        return int(text)
+    if lost is None:
+        return INTERRUPTED
+    rank, failure = lost.get_first_failure()
+    how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
+    raise RankFailedError(
+        f"rank {rank} of {num_processes} {how} without a word, and the others with it; expected all of them until the "
+        "end; see what stands above, or whether the system ran out of memory (dmesg)"
+    )
 
 
 def reported(exit_code: int) -> int:

@@ -45,6 +45,9 @@ __all__ = [
 MAX_FILE_BYTES = 16 * 2**20
 """A plan is some dozens of KiB: what is larger than this is none, and is not read."""
 
+MOST_DEVICES = 2**16
+"""Of a plan; a file that says more is not believed."""
+
 LOCK_TIMEOUT_S = 10.0
 """Writing takes milliseconds: whoever holds the lock for longer than this hangs."""
 
@@ -337,13 +340,25 @@ def _is_usable(plan: Plan, gpus: Sequence[Device]) -> bool:
     present: Counter[tuple[str, ...]] = Counter()
     for run in here["devices"]:
         present[_model_of(run)] += run["count"]
-    wanted: Counter[tuple[str, ...]] = Counter()
-    for run in plan.machine["devices"]:
-        if not isinstance(run, dict) or not isinstance(run.get("count"), int):
-            return False
-        # Of a processor there are as many devices as a spec says.
-        wanted[_model_of(run)] = 1 if run.get("kind") == "cpu" else wanted[_model_of(run)] + run["count"]
-    return all(present[model] >= count for model, count in wanted.items())
+    return any(all(present[model] >= count for model, count in one.items()) for one in _wanted(plan.machine))
+
+
+def _wanted(machine: Mapping[str, Any]) -> list[Counter[tuple[str, ...]]]:
+    """Return what each machine of a plan's job has to have; none where the description is none."""
+    if not all(isinstance(run, dict) and isinstance(run.get("count"), int) for run in machine["devices"]):
+        return []
+    devices = [run for run in machine["devices"] for _ in range(min(run["count"], MOST_DEVICES))]
+    counts = machine.get("ranks_per_machine", [len(devices)])
+    if not isinstance(counts, list) or not all(isinstance(count, int) and count > 0 for count in counts):
+        return []
+    wanted, rest = [], iter(devices)
+    for count in counts[:MOST_DEVICES]:
+        here: Counter[tuple[str, ...]] = Counter()
+        for run in itertools.islice(rest, count):
+            # Of a processor there are as many devices as a spec says.
+            here[_model_of(run)] = 1 if run.get("kind") == "cpu" else here[_model_of(run)] + 1
+        wanted.append(here)
+    return [one for one in wanted if one]
 
 
 def _model_of(run: Mapping[str, Any]) -> tuple[str, ...]:

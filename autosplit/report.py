@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -53,15 +54,17 @@ class Origin:
         setup: Lines that it needs before it.
         remark: A comment above it; empty for none.
         command: The command that tunes the same on real GPUs, shown with simulated plans.
+        path: The plan's file, if it has one that is not the profile.
     """
 
     expression: str
     setup: tuple[str, ...] = ()
     remark: str = ""
     command: str = "python -m autosplit tune FILE --devices cuda"
+    path: str | None = None
 
 
-_SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("plan.json")')
+_SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("plan.json")', path="plan.json")
 
 
 def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None) -> None:
@@ -137,6 +140,8 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
     origin = origin or _SAVED
     if plan.simulated:
         return (origin.command,)
+    if plan.region is None and len(plan.ddp.ranks) > 1:
+        return _ranks_lines(origin)
     return (
         "import autosplit",
         "from torch.utils.data import DataLoader",
@@ -152,6 +157,26 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
         "        step.backward(loss_fn(model(inputs), targets))",
         "    optimizer.step()",
         "    optimizer.zero_grad()",
+    )
+
+
+def _ranks_lines(origin: Origin) -> tuple[str, ...]:
+    """Return the lines that use a plan of DDP's ranks alone."""
+    given = "" if origin.path is None else f" --plan {shlex.quote(origin.path)}"
+    return (
+        "import autosplit.ddp",
+        "from torch.utils.data import DataLoader",
+        "",
+        f"# in train.py, started by: python -m autosplit launch{given} train.py",
+        "with autosplit.ddp.setup() as ctx:",
+        "    model = ctx.wrap(model)",
+        "    sampler = ctx.batch_sampler(len(dataset), shuffle=True)",
+        "    loader = DataLoader(dataset, batch_sampler=sampler)",
+        "    for step in ctx.steps(loader):",
+        "        for inputs, targets in step:",
+        "            step.backward(loss_fn(model(inputs), targets))",
+        "        optimizer.step()",
+        "        optimizer.zero_grad()",
     )
 
 

@@ -107,6 +107,8 @@ class Solver:
         return self._teams[ceilings]
 
     def _new_teams(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
+        if not self._unfitted.leaves_out:
+            return [ceilings]
         kinds = self._alike(ceilings)
         counts = list(itertools.product(*(range(len(kind), -1, -1) for kind in kinds)))
         if len(counts) > MOST_TEAMS:
@@ -174,6 +176,8 @@ class Solver:
         if not self.space.holds(configuration):
             return False
         least = self.space.region.least_share
+        if not self.step_time.leaves_out and min(self.split_of(configuration)) < least:
+            return False
         return least == 1 or not any(0 < share < least for split in self._counted(configuration) for share in split)
 
     def fastest_of(self, batch_size: int, steps: int) -> Configuration | None:
@@ -198,7 +202,7 @@ class Solver:
             split = self._fastest(batch_size, (most, *team))
             if split is not None:
                 found.append(Configuration(max(split[0], least), batch_size, steps))
-        if most >= batch_size:
+        if most >= batch_size and self._unfitted.leaves_out:
             # Alone, device 0 has neither copies nor a gather to wait for: small batches may be faster so.
             found.append(Configuration(batch_size, batch_size, steps))
         return list(dict.fromkeys(found))
@@ -270,7 +274,7 @@ class Solver:
 
     def _another_team(self, best: Configuration) -> list[Configuration]:
         """Return the one that takes the fewest devices, of those within reach of the best: it tells what each costs."""
-        if self.step_time.adds_up or len(self.space.region.replica_ceilings) < 2:
+        if self.step_time.adds_up or not self.step_time.leaves_out or len(self.space.region.replica_ceilings) < 2:
             return []
 
         def team(configuration: Configuration) -> list[bool]:
