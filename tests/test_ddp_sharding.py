@@ -23,9 +23,11 @@ from autosplit.errors import CheckpointError, InputError
 from autosplit.schedule import OptimizerStep, ScheduledBatchSampler
 
 try:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 except ImportError:
     pytest.skip(f"torch {torch.__version__} has no fully_shard", allow_module_level=True)
+
+pytestmark = pytest.mark.timeout(240)  # the first test that asks for the processes waits for two or five of them
 
 LIMIT_S = 90
 SIZES = (1, 7)
@@ -384,7 +386,9 @@ def resumed(sizes: tuple[int, ...], source: str, into: str) -> dict[str, Any]:
         parts = parts_of(ctx, INTO[into](ctx))
         rest = LOADED[source](ctx, parts)
         seen = [int(buffer) for buffer in parts["model"].buffers()]
-        return {"rest": rest, "seen": seen, "weights": going_on(ctx, parts) if into != "plain" or not dist.get_rank() and ctx.world_size == 1 else [weights(parts["model"])]}
+        # A plain model among several ranks has nobody to meet.
+        after = [weights(parts["model"])] if into == "plain" and ctx.world_size > 1 else going_on(ctx, parts)
+        return {"rest": rest, "seen": seen, "weights": after}
 
 
 def failures() -> dict[str, str]:
@@ -477,8 +481,7 @@ def run_ranks(world_size: int, folder: Path) -> list[dict[str, Any]]:
     context = torch.multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
-        context.Process(target=run_rank, args=(rank, world_size, store.port, str(folder)))
-        for rank in range(world_size)
+        context.Process(target=run_rank, args=(rank, world_size, store.port, str(folder))) for rank in range(world_size)
     ]
     for process in processes:
         process.start()
@@ -489,3 +492,473 @@ def run_ranks(world_size: int, folder: Path) -> list[dict[str, Any]]:
         process.join()
     paths = [folder / f"{rank} of {world_size}.pt" for rank in range(world_size)]
     return [torch.load(path) if path.exists() else {} for path in paths]
+
+
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the scenarios' checkpoints are, among them one that a single device wrote."""
+    path = tmp_path_factory.mktemp("ranks")
+    model = make_model()
+    parts = {"model": model, "optimizer": adamw(model)}
+    sampler = ScheduledBatchSampler(NUM_SAMPLES, EFFECTIVE, EFFECTIVE, shuffle=True, seed=7)
+    for indices in sampler:
+        mean_loss(model, indices).backward()
+        parts["optimizer"].step()
+        parts["optimizer"].zero_grad()
+    sampler.resume(NUM_SAMPLES)
+    torch.save(
+        {**{name: part.state_dict() for name, part in (*parts.items(), ("sampler", sampler))}}, path / "plain.pt"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def two(shared_folder: Path) -> list[dict[str, Any]]:
+    """What each of two real processes found in every scenario."""
+    return run_ranks(2, shared_folder)
+
+
+@pytest.fixture(scope="module")
+def three(shared_folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What three found, with the checkpoints that two had written."""
+    assert two
+    return run_ranks(3, shared_folder)
+
+
+def found_by(ranks: list[dict[str, Any]], name: str) -> list[Any]:
+    failed = [value for found in ranks for value in found.values() if isinstance(value, str) and "Traceback" in value]
+    assert not failed, failed[0]
+    return [found[name] for found in ranks]
+
+
+def order_of_epoch() -> list[int]:
+    return [i for batch in ScheduledBatchSampler(NUM_SAMPLES, 1, 1, shuffle=True, seed=7) for i in batch]
+
+
+def assert_gradients(found: list[torch.Tensor], effective: int, tolerance: float = 1e-12) -> None:
+    order = order_of_epoch()
+    assert len(found) == -(-NUM_SAMPLES // effective)
+    for number, got in enumerate(found):
+        expected = make_model()
+        mean_loss(expected, order[number * effective : (number + 1) * effective]).backward()
+        assert relative_error(got, gradient(expected)) < tolerance
+
+
+class TestGradients:
+    @pytest.mark.parametrize("name", GRADIENTS)
+    def test_every_steps_is_that_of_its_samples_in_one_batch(self, two, name):
+        for found in found_by(two, name):
+            assert_gradients(found, GRADIENTS[name][1])
+
+    def test_also_of_layers_that_stay_together_after_the_forward(self, two):
+        for found in found_by(two, "kept together after the forward"):
+            assert_gradients(found, 20)
+
+    @pytest.mark.slow
+    def test_also_among_three_ranks(self, three):
+        for found in found_by(three, "gradients"):
+            assert_gradients(found, 24)
+
+    def test_the_ranks_plain_means_would_give_another(self, two):
+        expected = make_model()
+        mean_loss(expected, list(range(8))).backward()
+        for got in found_by(two, "without weights"):
+            assert relative_error(got, gradient(expected)) > 0.1
+
+    def test_a_mean_over_tokens_is_weighted_by_them(self, two):
+        order = [index for batch in ScheduledBatchSampler(NUM_SAMPLES, 8, 20, shuffle=True, seed=7) for index in batch]
+        for found in found_by(two, "tokens"):
+            assert len(found) == 3
+            for number, got in enumerate(found):
+                expected = make_model()
+                kept_loss(expected, order[20 * number : 20 * number + 20]).backward()
+                assert relative_error(got, gradient(expected)) < 1e-12
+
+    def test_they_meet_in_the_last_micro_batch_of_each_step_only(self, two):
+        for found in found_by(two, "communication"):
+            assert found == [False, False, True, False, False, True, True]
+
+    @pytest.mark.parametrize("name", LEFT)
+    def test_a_step_that_was_left_half_way_leaves_nothing_of_them(self, two, name):
+        for after_it, after_none in found_by(two, f"left: {name}"):
+            assert torch.equal(after_it, after_none)
+
+    def test_a_wrapped_model_beside_a_sharded_one(self, two):
+        for found in found_by(two, "mixed"):
+            for number, got in enumerate(found):
+                torch.manual_seed(4)
+                first = nn.Linear(5, 5).double()
+                second = make_model()
+                indices = list(range(NUM_SAMPLES))[24 * number : 24 * number + 24]
+                nn.functional.mse_loss(second(first(INPUTS[indices])), TARGETS[indices]).backward()
+                assert relative_error(got, torch.cat([gradient(first), gradient(second)])) < 1e-12
+
+    def test_of_a_model_whose_weights_were_made_afterwards(self, two):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1)).double()
+        for number, parameter in enumerate(model.parameters()):
+            nn.init.constant_(parameter, 0.1 * number)
+        mean_loss(model, list(range(8))).backward()
+        for got in found_by(two, "meta"):
+            assert relative_error(got, gradient(model)) < 1e-12
+
+    def test_a_rank_without_a_share_runs_every_backward(self):
+        """FSDP2 brings parameters together in it: without one, the other ranks would wait for ever."""
+        parameter = torch.ones((), requires_grad=True)
+        step = OptimizerStep([1.0, 1.0], [0, 0], num_samples=2, num_ranks=2)
+        step.meets_always = True
+        ran = []
+        for value in step:
+            step.backward(parameter * value)
+            ran.append(parameter.grad is not None)
+        assert ran == [True, True]
+
+
+class TestTraining:
+    def test_twenty_steps_are_those_of_a_single_device(self, two):
+        for found in found_by(two, "trajectory"):
+            for got, expected in zip(found, one_device(20), strict=True):
+                assert relative_error(got, expected) < 1e-10
+
+    def test_clipping_after_the_ranks_have_met(self, two):
+        for found, norms in found_by(two, "clipped"):
+            assert min(norms) > 0.05, "or nothing was clipped"
+            for got, expected in zip(found, one_device(3, clip=0.05), strict=True):
+                assert relative_error(got, expected) < 1e-10
+
+    def test_an_overflow_on_one_rank_is_everyones(self, two):
+        order = order_of_epoch()
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        expected = [weights(model)]
+        for number in range(3):
+            mean_loss(model, order[20 * number : 20 * number + 20]).backward()
+            if number != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+            expected.append(weights(model))
+        for found in found_by(two, "scaled"):
+            assert found["scale"] == 512
+            for got, wanted in zip(found["weights"], expected[1:], strict=True):
+                assert relative_error(got, wanted) < 1e-10
+
+    def test_all_ranks_begin_with_rank_0s_model(self, two):
+        (first, buffers), (second, others) = found_by(two, "rank 0's model")
+        assert torch.equal(first, second)
+        assert torch.equal(first, weights(make_model(0)))
+        assert all(map(torch.equal, buffers, others))
+        assert all(not buffer.any() for buffer in buffers)
+
+    def test_what_is_refused_is_refused_by_all(self, two):
+        for rank, told in enumerate(found_by(two, "refusals")):
+            assert told[0].startswith("the model of rank 1 is not that of rank 0; expected the same names, shapes")
+            assert told[1].startswith("mesh has 1 ranks; expected all 2")
+            assert len(told) == (3 if rank == 0 else 2)
+            assert all("are those of rank 0 alone, which has 2 samples of 8" in text for text in told[2:])
+
+
+REST = {"step": PASSED, "table": {"a": [torch.arange(3), (torch.ones(2), "b")]}}
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert type(got) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(got, expected)
+    elif isinstance(expected, (list, tuple)):
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key, value in expected.items():
+            assert_same(got[key], value)
+    else:
+        assert got == expected
+
+
+def assert_resumed(found: dict[str, Any], source: str) -> None:
+    """It goes on as one device does that never stopped; buffers are rank 0's."""
+    expected = one_device(2 * PASSED)[PASSED - 1 :]
+    if len(found["weights"]) > 1:
+        assert len(found["weights"]) == 1 + PASSED
+    for got, wanted in zip(found["weights"], expected, strict=False):
+        assert relative_error(got, wanted) < 1e-10
+    assert_same(found["rest"], {} if source == "a plain model's" else REST)
+    assert found["seen"] == ([0, 0] if source == "a plain model's" else [10, 0])
+
+
+class TestCheckpoints:
+    def test_every_rank_writes_its_part(self, two):
+        for found in found_by(two, "written"):
+            assert found["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+            assert relative_error(found["together"], one_device(PASSED)[-1]) < 1e-10
+
+    @pytest.mark.parametrize("into", INTO)
+    @pytest.mark.parametrize("source", LOADED)
+    def test_two_ranks_go_on(self, two, source, into):
+        for found in found_by(two, f"2: {source} -> {into}"):
+            assert_resumed(found, source)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("source", LOADED)
+    def test_three_ranks_go_on(self, three, source):
+        for found in found_by(three, f"3: {source} -> shared out"):
+            assert_resumed(found, source)
+
+    @pytest.mark.parametrize("into", INTO)
+    @pytest.mark.parametrize("source", LOADED)
+    def test_one_goes_on(self, two, shared_folder, monkeypatch, source, into):
+        assert found_by(two, "written")
+        monkeypatch.setenv("SCENARIO_FOLDER", str(shared_folder))
+        assert_resumed(resumed((8,), source, into), source)
+
+    def test_the_whole_one_is_a_plain_models(self, two, shared_folder):
+        assert found_by(two, "written")
+        state = torch.load(shared_folder / "whole.pt", weights_only=True)
+        model = make_model(8)
+        model.load_state_dict(state["model"])
+        adamw(model).load_state_dict(state["optimizer"])
+        assert relative_error(weights(model), one_device(PASSED)[-1]) < 1e-10
+
+    def test_what_fails_on_one_rank_fails_on_all(self, two):
+        for found in found_by(two, "failures"):
+            assert (
+                "was not written: rank 1 can't write its tensors: OSError: [Errno 28] No space left on device"
+                in found["unwritten"]
+            )
+            assert "was not written: ZeroDivisionError" in found["no state"]
+            assert "was not written: ZeroDivisionError" in found["no whole state"]
+            assert "was not loaded by rank 1: 'model' is of another model" in found["unloaded"]
+            assert found["unchanged"] == "True"
+
+
+# ----------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.fixture
+def ctx(monkeypatch: pytest.MonkeyPatch) -> Iterator[ddp.Context]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with ddp.setup(make_plan((4,), 8)) as context:
+        yield context
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+        self.second.inner.weight = self.first.inner.weight
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("model", "options", "message"),
+        [
+            (make_model, {"not_an_option": 1}, r"not_an_option is given; expected options .*: mesh, .*mp_policy"),
+            (make_model, {"module": 1}, "module is given"),
+            (
+                make_model,
+                {"layers": nn.Conv2d},
+                r"Conv2d'> is given|no module of the model is meant by it.* Block, Linea",
+            ),
+            (make_model, {"layers": lambda _: False}, "no module of the model is meant by it"),
+            (lambda: nn.Sequential(Tied()), {"layers": Block}, "second.inner.weight is the same parameter as 0.first"),
+            (lambda: DistributedDataParallel(make_model()), {}, "is wrapped in DistributedDataParallel at itself"),
+            (lambda: nn.ParameterList([torch.ones(())]), {}, "has parameters without a dimension, .*: 0; expected"),
+        ],
+        ids=["option", "module", "class", "function", "tied", "wrapped", "scalar"],
+    )
+    def test_are_made_before_anything_changes(self, ctx, model, options, message):
+        made = model()
+        kind = type(made)
+        with pytest.raises(InputError, match=message):
+            ctx.shard(made, **options)
+        assert type(made) is kind
+        assert all(type(part).__name__[:4] != "FSDP" for part in made.modules())
+
+    def test_a_model_is_shared_out_once(self, ctx):
+        model = sharded(ctx)
+        with pytest.raises(InputError, match="is shared out already at itself"):
+            ctx.shard(model)
+        with pytest.raises(InputError, match="is shared out already at itself"):
+            ctx.shard(nn.Sequential(model))
+
+    def test_tied_layers_may_be_left_with_the_model(self, ctx):
+        model = ctx.shard(nn.Sequential(Tied(), Failing()), layers=Failing)
+        assert model[0].first.inner.weight is model[0].second.inner.weight
+
+    def test_the_model_itself_comes_back(self, ctx):
+        model = make_model()
+        assert ctx.shard(model, layers=lambda part: type(part) is Block) is model
+        assert [type(part).__name__ for part in model] == ["Linear", "FSDPBlock", "FSDPBlock", "Linear"]
+
+
+class Executed:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.fixture
+def checkpoint(ctx, tmp_path) -> tuple[Path, dict[str, Any]]:
+    """One that was written after a step, and other parts to load it into."""
+    parts = parts_of(ctx, sharded(ctx))
+    train(ctx, parts["model"], parts["optimizer"], loader_for(parts), 1)
+    ctx.save_sharded(tmp_path / "last", **parts, step=1)
+    return tmp_path / "last", parts_of(ctx, sharded(ctx, make_model(8)))
+
+
+def only(path: Path, pattern: str) -> Path:
+    (found,) = path.rglob(pattern)
+    return found
+
+
+def refused(ctx: ddp.Context, path: Path, parts: dict[str, Any], match: str) -> None:
+    """Nothing is loaded, and the error is one line with the folder's name."""
+    models = [part for part in parts.values() if isinstance(part, nn.Module)]
+    before = [weights(model) for model in models]
+    with pytest.raises(CheckpointError, match=match) as caught:
+        ctx.load_sharded(path, **parts)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert all(map(torch.equal, map(weights, models), before))
+    assert not any(getattr(part, "samples_consumed", 0) for part in parts.values())
+
+
+class TestBadFolders:
+    FILES = ("checkpoint.pt", ".metadata", "__0_0.distcp")
+
+    def test_missing(self, ctx, tmp_path, checkpoint):
+        path, parts = checkpoint
+        refused(ctx, tmp_path / "none", parts, "checkpoint.pt' is no file")
+        refused(ctx, path / "checkpoint.pt", parts, "it is a file; expected a folder .* load_checkpoint")
+        with pytest.raises(CheckpointError, match="is no file"):
+            ctx.load_checkpoint(path, **parts)
+
+    @pytest.mark.parametrize("share", [None, 0.0, 0.3, 0.7, 0.99])
+    @pytest.mark.parametrize("name", FILES)
+    def test_cut_short(self, ctx, checkpoint, name, share):
+        path, parts = checkpoint
+        file = only(path, name)
+        content = file.read_bytes()
+        if share is None:
+            file.unlink()
+        else:
+            file.write_bytes(content[: int(share * len(content))])
+        refused(ctx, path, parts, f"{name}.*(is no file|cut short)|cut short")
+
+    def test_something_else_in_its_place(self, ctx, checkpoint):
+        path, parts = checkpoint
+        file = only(path, "*.distcp")
+        file.write_bytes(b"x" * file.stat().st_size)
+        refused(ctx, path, parts, "was not loaded: rank 0 can't read its tensors: UnpicklingError; nothing was changed")
+
+    @pytest.mark.parametrize("evil", [Executed(), {"a": Executed()}, torch.nn.Linear, pickle.Unpickler])
+    def test_nothing_in_the_list_of_tensors_is_executed(self, ctx, checkpoint, tmp_path, monkeypatch, evil):
+        """torch.distributed.checkpoint.load runs whatever a .metadata says."""
+        monkeypatch.chdir(tmp_path)
+        path, parts = checkpoint
+        only(path, ".metadata").write_bytes(pickle.dumps(evil))
+        refused(ctx, path, parts, r"its .metadata names \S+; expected nothing but the sizes and places of tensors")
+        assert not (tmp_path / "executed").exists()
+
+    def test_nothing_else_in_it_is_executed(self, ctx, checkpoint, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        path, parts = checkpoint
+        for name in ("checkpoint.pt", "*.distcp"):
+            file = only(path, name)
+            content = file.read_bytes()
+            torch.save(Executed(), file)
+            file.write_bytes(file.read_bytes() + bytes(max(0, len(content) - file.stat().st_size)))
+            refused(ctx, path, parts, "was not loaded")
+            file.write_bytes(content)
+        assert not (tmp_path / "executed").exists()
+        ctx.load_sharded(path, **parts)
+
+    def test_a_file_outside_the_folder(self, ctx, checkpoint, tmp_path):
+        path, parts = checkpoint
+        file = only(path, ".metadata")
+        metadata = pickle.loads(file.read_bytes())
+        for place in metadata.storage_data.values():
+            place.relative_path = "../../elsewhere"
+        file.write_bytes(pickle.dumps(metadata))
+        (tmp_path / "elsewhere").write_bytes(bytes(10**6))
+        refused(ctx, path, parts, "names the file '../../elsewhere'; expected one beside it")
+
+    def test_a_tensor_without_a_place(self, ctx, checkpoint):
+        path, parts = checkpoint
+        file = only(path, ".metadata")
+        metadata = pickle.loads(file.read_bytes())
+        metadata.storage_data.pop(next(iter(metadata.storage_data)))
+        file.write_bytes(pickle.dumps(metadata))
+        refused(ctx, path, parts, "no list of tensors")
+
+    def test_of_other_parts(self, ctx, checkpoint):
+        path, parts = checkpoint
+        refused(ctx, path, {"model": nn.Linear(2, 2)}, "'model' is of another model: it lacks weight, bias")
+        refused(ctx, path, {"optimizer": adamw(nn.Linear(2, 2))}, "'optimizer' is of another optimizer")
+        refused(ctx, path, {"scaler": torch.amp.GradScaler("cpu")}, "expected 'scaler' as well")
+        parts["sampler"].seed = 8
+        refused(ctx, path, parts, "another order of samples: seed 7 for 8")
+
+
+class TestWriting:
+    def test_an_interrupted_write_leaves_the_earlier_one(self, ctx, checkpoint, monkeypatch):
+        from autosplit.ddp import folders
+
+        path, parts = checkpoint
+        before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+        def interrupted(*arguments: Any, **options: Any) -> None:
+            raise KeyboardInterrupt
+
+        for place in ("save", "read_metadata", "write_file"):
+            with monkeypatch.context() as patched:
+                patched.setattr(folders, place, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    ctx.save_sharded(path, **parts)
+            assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+        ctx.load_sharded(path, **parts)
+
+    def test_what_an_ended_process_left_is_removed_by_the_next(self, ctx, checkpoint):
+        path, parts = checkpoint
+        left = path / "tensors-00000000"
+        left.mkdir()
+        (left / "__0_0.distcp").write_bytes(b"half of it")
+        (path / "notes.txt").write_text("mine")
+        ctx.save_sharded(path, **parts)
+        assert not left.exists()
+        assert len(list(path.glob("tensors-*"))) == 1
+        assert (path / "notes.txt").read_text() == "mine"
+
+    def test_it_may_be_moved(self, ctx, checkpoint, tmp_path):
+        path, parts = checkpoint
+        assert str(tmp_path).encode() not in only(path, ".metadata").read_bytes()
+        path.rename(tmp_path / "moved")
+        assert ctx.load_sharded(tmp_path / "moved", **parts) == {"step": 1}
+
+    def test_states_that_nobody_asks_for_are_not_read(self, ctx, checkpoint):
+        path, parts = checkpoint
+        assert ctx.load_sharded(path, sampler=parts["sampler"]) == {"step": 1}
+
+    def test_what_can_not_be_read_again_replaces_nothing(self, ctx, checkpoint):
+        path, parts = checkpoint
+        with pytest.raises(CheckpointError, match="more than tensors and plain values"):
+            ctx.save_sharded(path, step=Executed())
+        assert ctx.load_sharded(path, **parts) == {"step": 1}
+
+    def test_a_path_that_is_a_file(self, ctx, tmp_path):
+        (tmp_path / "file").write_text("mine")
+        with pytest.raises(CheckpointError, match=r"was not written: (FileExists|NotADirectory)Error"):
+            ctx.save_sharded(tmp_path / "file", step=1)
+        assert (tmp_path / "file").read_text() == "mine"
+
+    def test_parts_that_something_else_keeps_are_refused_in_one_file(self, ctx, tmp_path):
+        class Keeper:
+            def __init__(self, model: nn.Module) -> None:
+                self.model = model
+
+            def state_dict(self) -> dict[str, Any]:
+                return self.model.state_dict()
+
+        keeper = Keeper(sharded(ctx))
+        with pytest.raises(CheckpointError, match=r"'keeper' keeps a part of a tensor .* write it with save_sharded"):
+            ctx.save_checkpoint(tmp_path / "last.pt", keeper=keeper)
+        ctx.save_sharded(tmp_path / "last", keeper=keeper)

@@ -10,6 +10,7 @@ whatever happens, the earlier one stands. Folders that no file names are removed
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -149,7 +150,7 @@ def _written(folder: Path, tensors: dict[str, Tensor]) -> str | None:
     try:
         save(dict(tensors), storage_writer=Writer(folder), planner=planner)
     except CheckpointException as error:
-        return _reason_of_any(error)
+        return _reason_of_any(error, "write")
     return None
 
 
@@ -219,12 +220,14 @@ def _read_into(room: dict[str, Tensor], reader: Reader) -> str | None:
     try:
         load(dict(room), storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False))
     except CheckpointException as error:
-        return _reason_of_any(error)
+        return _reason_of_any(error, "read")
     return None
 
 
-def _reason_of_any(error: CheckpointException) -> str:
+def _reason_of_any(error: CheckpointException, what: str) -> str:
     rank, (first, _) = min(error.failures.items())
     if isinstance(first, KeyboardInterrupt):
         raise first
-    return f"rank {rank}: {first if isinstance(first, CheckpointError) else one_line(first)}"
+    # Torch's advice, to load it with everything that a pickle may do, is none to pass on.
+    says = type(first).__name__ if isinstance(first, pickle.UnpicklingError) else one_line(first)
+    return f"rank {rank} can't {what} its tensors: {says}"
