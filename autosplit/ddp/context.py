@@ -131,7 +131,7 @@ class Context:
         Warns:
             BatchNormWarning: Checkpoints have rank 0's running statistics, and rank 0 has not the largest share.
         """
-        self._doubt_batchnorms(model)
+        self._doubt_batchnorms(model, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
         shard(model, device=self.device, layers=layers, options=kwargs)
         self._sharded.add(model)
         return model
@@ -146,16 +146,18 @@ class Context:
                 f"{torch.__version__} has: {', '.join(name for name in known if name != 'module')}; leave it out"
             )
 
-    def _doubt_batchnorms(self, model: nn.Module) -> None:
+    def _doubt_batchnorms(
+        self, model: nn.Module, are: str = "are", remedy: str = "pass sync_batchnorm=True (GPUs)"
+    ) -> None:
         """Warn, on rank 0, where DDP takes running statistics from a rank that sees fewer samples than another."""
         sizes = self._slice.batch_sizes
         norms = ((name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm))
         kept = [name for name, part in norms if part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)]
         if kept and self.rank == 0 and sizes[0] < max(sizes):
             warnings.warn(
-                f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) are those "
-                f"of rank 0 alone, which has {sizes[0]} samples of {self.batch_size}; pass sync_batchnorm=True (GPUs), "
-                "or tune with the device first that takes the most",
+                f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} "
+                f"those of rank 0 alone, which has {sizes[0]} samples of {self.batch_size}; {remedy}, or tune with the "
+                "device first that takes the most",
                 BatchNormWarning,
                 stacklevel=3,
             )
@@ -262,7 +264,8 @@ class Context:
             rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
         It is mapped into host memory, from where each rank fills its own device; nothing in it is executed. What plain
-        modules, nn.DataParallel, DistributedDataParallel and `BalancedDataParallel` saved fits.
+        modules, nn.DataParallel, DistributedDataParallel and `BalancedDataParallel` saved fits, and a model that is
+        shared out takes its parts of it.
 
         Args:
             path: The file.
@@ -302,8 +305,9 @@ class Context:
             rest = ctx.load_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
         Each rank reads its own part into host memory. In the format of torch.distributed.checkpoint the list of the
-        tensors is a pickle, and torch's own `load` executes what is in it: here, one that names anything but the plain
-        records of such a list is refused before it runs. Load foreign folders with this, not with torch's.
+        tensors, ``.metadata``, is a pickle, and torch's own `load` executes what is in it. Here, one that names
+        anything but the plain records of such a list is refused before it runs. Load only what you wrote, all the same,
+        and with torch's `load` nothing else.
 
         Args:
             path: The folder.

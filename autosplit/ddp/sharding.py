@@ -104,7 +104,7 @@ def is_shard(value: object) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether ranks share a module's tensors out, also while these have come together for a forward."""
-    return any(map(_is_sharded_module, model.modules())) or any(map(is_shard, (*model.parameters(), *model.buffers())))
+    return any(map(_holds_shards, model.modules()))
 
 
 def whole(shared: Tensor, *, keep: bool) -> Tensor | None:
@@ -169,7 +169,7 @@ def _refuse_options(options: Mapping[str, Any], fully_shard: Callable[..., Any])
 
 def _refuse_model(model: nn.Module) -> None:
     wrapped = [name for name, part in model.named_modules() if isinstance(part, DistributedDataParallel)]
-    shared = [name for name, part in model.named_modules() if is_sharded(part)][:1]
+    shared = [name for name, part in model.named_modules() if _holds_shards(part)]
     scalars = [name for name, tensor in model.named_parameters() if not tensor.dim()]
     for names, says in (
         (wrapped, "is wrapped in DistributedDataParallel at"),
@@ -270,6 +270,12 @@ def _mesh_of_all(device: torch.device) -> Any:
 
 def _is_sharded_module(part: nn.Module) -> bool:
     return hasattr(part, "_get_fsdp_state")
+
+
+def _holds_shards(part: nn.Module) -> bool:
+    """Tell whether a module's own tensors are shared out, those of the modules inside left aside."""
+    own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    return _is_sharded_module(part) or any(map(is_shard, own))
 
 
 def _state_of(part: nn.Module) -> Any:
