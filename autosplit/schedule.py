@@ -319,6 +319,8 @@ class OptimizerStep:
     Attributes:
         on_draw: Called before each micro-batch comes out, with whether it is the step's last; None for nothing.
         on_end: Called when the last micro-batch has had its backward; None for nothing.
+        meets_always: Whether the ranks meet in every backward, and not only in the step's last: so they do where they
+            share the parameters out, and have to bring them together first.
     """
 
     def __init__(
@@ -336,6 +338,7 @@ class OptimizerStep:
         self.index = index
         self.on_draw: Callable[[bool], None] | None = None
         self.on_end: Callable[[], None] | None = None
+        self.meets_always = False
         self._batches = iter(batches)
         self._drawn = 0
         self._backwards = 0
@@ -386,7 +389,7 @@ class OptimizerStep:
         """Weight the current micro-batch's mean loss and run its backward pass.
 
         A micro-batch that counts for nothing (weight 0) runs none: its mean is 0/0, and would turn all gradients NaN.
-        Only where the ranks' gradients meet does a rank without a share run it, on the zeroed loss of a real sample.
+        Only where the ranks meet does a rank without a share run it, on the zeroed loss of a real sample.
 
         Args:
             loss: The mean loss of the micro-batch, one number.
@@ -426,7 +429,7 @@ class OptimizerStep:
 
     @property
     def _meets_ranks(self) -> bool:
-        return self.num_ranks > 1 and self._drawn == len(self)
+        return self.num_ranks > 1 and (self.meets_always or self._drawn == len(self))
 
     def _draw(self) -> Iterator[Any]:
         accumulation = Accumulation(len(self))

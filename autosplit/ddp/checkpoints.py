@@ -2,6 +2,9 @@
 
 rank 0   state dicts -> a file beside -> read back -> put in its place     | all ranks learn what came of it
 each     file, mapped into memory -> held against model and optimizer      | all ranks agree -> loaded, or nothing is
+
+What the ranks have shared out comes together tensor by tensor in rank 0's host memory, and each cuts its part out of
+the file: the file is that of a plain model.
 """
 
 from __future__ import annotations
@@ -14,21 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
+from autosplit.ddp.parts import fitting, is_shared_out, placed, state_of, tensors_in, with_tensors
+from autosplit.ddp.sharding import is_shard, part_of, whole
 from autosplit.errors import AutosplitError, CheckpointError, one_line
-from autosplit.schedule import ScheduledBatchSampler
-from autosplit.states import matching_state_dict
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "first_line",
+    "load_checkpoint",
+    "raise_together",
+    "read_file",
+    "reason_of",
+    "save_checkpoint",
+    "told_by_all",
+    "told_by_rank_0",
+    "write_file",
+]
 
 MODEL = "model"
 """What the state dict of a model is called in a file that holds more."""
-
-_SHOWN = 5
-"""Of names that do not fit, so many are told."""
 
 
 def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> None:
@@ -43,18 +52,19 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
     Raises:
         CheckpointError: It can't be written, or could not be read again; on all ranks, and the file is as it was.
     """
-    reason = None
-    if rank == 0:
+    shared = {name: part for name, part in parts.items() if is_shared_out(part)}
+    states, reason = _brought_together(shared, rank) if shared else ({}, None)
+    if rank == 0 and reason is None:
         try:
-            _write(Path(path), {name: _state_of(part) for name, part in parts.items()})
+            state = {name: states[name] if name in states else state_of(part) for name, part in parts.items()}
+            _refuse_shards(state)
+            write_file(Path(path), state)
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
-            reason = _reason(error)
-    told = [reason]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(told, src=0)
-    if told[0] is not None:
+            reason = reason_of(error)
+    told = told_by_rank_0(reason)
+    if told is not None:
         raise CheckpointError(
-            f"checkpoint {str(path)!r} was not written: {told[0]}; expected rank 0 to write it and to read it back; "
+            f"checkpoint {str(path)!r} was not written: {told}; expected rank 0 to write it and to read it back; "
             "nothing was replaced"
         )
 
@@ -82,21 +92,44 @@ def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
     states: dict[str, Any] = {}
     reason = None
     try:
-        found = _read(Path(path), only_model=set(parts) == {MODEL})
-        states = {name: _fitting(name, part, found) for name, part in parts.items()}
+        found = read_file(Path(path), only_model=set(parts) == {MODEL})
+        states = {name: placed(part, fitting(name, part, found), _own_part) for name, part in parts.items()}
     except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
-        reason = _reason(error)
-    _raise_together(path, reason, rank)
+        reason = reason_of(error)
+    raise_together(path, reason, rank)
     for name, part in parts.items():
         part.load_state_dict(states[name])
     return {name: value for name, value in found.items() if name not in parts}
 
 
-def _raise_together(path: str | os.PathLike[str], reason: str | None, rank: int) -> None:
-    reasons: list[str | None] = [reason]
+def told_by_rank_0(value: Any) -> Any:
+    """Return rank 0's value on every rank."""
+    told = [value]
     if dist.get_world_size() > 1:
-        reasons = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, reason)
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def told_by_all(value: Any) -> list[Any]:
+    """Return every rank's value, in the order of the ranks."""
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def raise_together(path: str | os.PathLike[str], reason: str | None, rank: int) -> None:
+    """Raise on all ranks where one of them can't load.
+
+    Args:
+        path: The checkpoint.
+        reason: Why this rank can't; None where it can.
+        rank: Of this process.
+
+    Raises:
+        CheckpointError: A rank gave a reason.
+    """
+    reasons = told_by_all(reason)
     failed = {other: text for other, text in enumerate(reasons) if text is not None}
     if not failed:
         return
@@ -107,16 +140,47 @@ def _raise_together(path: str | os.PathLike[str], reason: str | None, rank: int)
     )
 
 
+# What the ranks have shared out
+
+
+def _brought_together(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str | None]:
+    """Return the whole state of parts on rank 0, nothing on the others, and why it could not be had."""
+    states: dict[str, Any] = {}
+    reason = None
+    try:
+        states = {name: state_of(part) for name, part in parts.items()}
+    except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
+        reason = reason_of(error)
+    # In the order in which they will meet: a rank that has others would wait for them for ever.
+    shards = [(place, tuple(tensor.shape)) for place, tensor in tensors_in(states) if is_shard(tensor)]
+    everyones = told_by_all((reason, shards))
+    for other, (text, theirs) in enumerate(everyones):
+        if text is not None:
+            return {}, text
+        if theirs != everyones[0][1]:
+            return {}, f"rank {other} has shared out other tensors than rank 0"
+    keep = rank == 0
+    gathered = with_tensors(states, lambda _, value: whole(value, keep=keep) if is_shard(value) else value)
+    return (gathered if keep else {}), None
+
+
+def _refuse_shards(state: Mapping[str, Any]) -> None:
+    for place, tensor in tensors_in(state):
+        if is_shard(tensor):
+            raise CheckpointError(
+                f"{place[0]!r} keeps a part of a tensor that the ranks share; expected that of models and optimizers "
+                "only; write it with save_sharded"
+            )
+
+
+def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
+    return value if own is None else part_of(value, own)
+
+
 # Writing
 
 
-def _state_of(part: Any) -> Any:
-    if isinstance(part, DistributedDataParallel):
-        part = part.module  # named as a plain model's, for whoever loads it
-    return part.state_dict() if hasattr(part, "state_dict") else part
-
-
-def _write(path: Path, state: dict[str, Any]) -> None:
+def write_file(path: Path, state: dict[str, Any]) -> None:
     """Write a file beside the old one, read it back, and put it in its place."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -124,7 +188,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        _read(beside, only_model=False)
+        read_file(beside)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -133,20 +197,28 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 # Reading
 
 
-def _read(path: Path, *, only_model: bool) -> dict[str, Any]:
-    """Map a file into memory."""
+def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
+    """Map a file into memory.
+
+    Args:
+        path: The file.
+        only_model: Whether it may be a model's state dict by itself.
+
+    Raises:
+        CheckpointError: It is missing, cut short, or holds more than plain values.
+    """
     if not path.is_file():
         raise CheckpointError(f"{str(path)!r} is no file; expected one that save_checkpoint or torch.save wrote")
     try:
         state = _mapped(path)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"it holds more than tensors and plain values ({_first_line(error)}); expected numbers, strings, tensors, "
+            f"it holds more than tensors and plain values ({first_line(error)}); expected numbers, strings, tensors, "
             "and lists and dicts of them; save what else there is in a file of its own"
         ) from error
     except (RuntimeError, EOFError, ValueError, OSError) as error:
         raise CheckpointError(
-            f"it is cut short or no checkpoint at all ({_first_line(error)}); expected what save_checkpoint or "
+            f"it is cut short or no checkpoint at all ({first_line(error)}); expected what save_checkpoint or "
             "torch.save wrote; take an earlier one"
         ) from error
     if not isinstance(state, Mapping):
@@ -164,56 +236,11 @@ def _mapped(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)  # from before torch 1.6, which can't be mapped
 
 
-def _fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
-    """Return the state of a part, under the part's own names, where it fits."""
-    if name not in found:
-        raise CheckpointError(
-            f"it holds {', '.join(map(repr, found)) or 'nothing'}; expected {name!r} as well; leave {name}= out, or "
-            "load the file that has it"
-        )
-    state = found[name]
-    if isinstance(part, nn.Module):
-        state = matching_state_dict(part, state)
-        _require_fit(name, part, state)
-    elif isinstance(part, torch.optim.Optimizer):
-        _require_groups(name, part, state)
-    elif isinstance(part, ScheduledBatchSampler):
-        part.check_state_dict(state)
-    return state
-
-
-def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None:
-    own = module.state_dict(keep_vars=True)
-    shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
-    given = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
-    wrong = [key for key in shapes if key in given and shapes[key] != given[key]]
-    for says, keys in (
-        ("lacks", [key for key in own if key not in state]),
-        ("has in addition", [key for key in state if key not in own]),
-        ("has in another shape", [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong]),
-    ):
-        if keys:
-            more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-            raise CheckpointError(
-                f"{name!r} is of another model: it {says} {', '.join(keys[:_SHOWN])}{more}; expected the very names "
-                "and shapes; build the model as it was when it was saved"
-            )
-
-
-def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> None:
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = [len(group["params"]) for group in groups] if isinstance(groups, list) else None
-    if own != theirs:
-        raise CheckpointError(
-            f"{name!r} is of another optimizer: its groups hold {theirs} parameters; expected {own}; make the "
-            "optimizer of the same parameters as when it was saved"
-        )
-
-
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Say in a line what went wrong."""
     return str(error) if isinstance(error, AutosplitError) else one_line(error)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from autosplit.ddp.checkpoints import load_checkpoint, save_checkpoint
 from autosplit.ddp.loops import foreign_steps, gathered
+from autosplit.ddp.sharding import Layers, begin_step, let_meet, shard
 from autosplit.errors import InputError
 from autosplit.plan import Plan, RankSettings
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
@@ -59,6 +60,7 @@ class Context:
         self.batch_size = self._slice.batch_size
         self.effective_batch_size = _effective_batch_size(plan, self.batch_size)
         self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._loop: object = None
 
     def wrap(self, model: nn.Module, *, sync_batchnorm: bool = False, **kwargs: Any) -> DistributedDataParallel:
@@ -98,6 +100,43 @@ class Context:
         self._wrapped.add(wrapped)
         return wrapped
 
+    def shard(self, model: nn.Module, *, layers: Layers | None = None, **kwargs: Any) -> nn.Module:
+        """Share a model's parameters, gradients and optimizer state out over the ranks, with FSDP2.
+
+            model = ctx.shard(model, layers=TransformerBlock)
+            optimizer = torch.optim.AdamW(model.parameters())  # after it: the parameters are others
+
+        The loop is that of `wrap`, and so is the gradient. The model itself is changed: its modules get another class,
+        its parameters become DTensors of which each rank holds a part, and it can't be made plain again;
+        `save_checkpoint` writes it as a plain model's. Every rank has to run every forward, also in evaluation. A loss
+        has to be a number also where nothing counts (`count`), because a rank without a share runs it, times 0.
+
+        Buffers are each rank's own after this: what BatchNorms keep comes from a rank's own samples, and checkpoints
+        have rank 0's. The plan's batch sizes were found for models that every rank holds whole: sharing one out leaves
+        more memory.
+
+        Args:
+            model: The same on every rank; rank 0's weights and buffers are sent to the others first. Of a model on the
+                meta device the shares are empty: fill them, alike, with `to_empty` and your own initialisation.
+            layers: What comes together at once: the modules of a class, of one of several, or those that a function
+                says; what is in none of them comes together with the model itself. Without any, the whole model does.
+            **kwargs: For fully_shard: `mp_policy`, `offload_policy`, `reshard_after_forward`, `mesh` and so on.
+
+        Returns:
+            The very same model.
+
+        Raises:
+            InputError: An option that this version of fully_shard does not have, `layers` that mean no module, or a
+                model that is wrapped, shared out already, or another one than rank 0's.
+
+        Warns:
+            BatchNormWarning: Checkpoints have rank 0's running statistics, and rank 0 has not the largest share.
+        """
+        self._doubt_batchnorms(model, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
+        shard(model, device=self.device, layers=layers, options=kwargs)
+        self._sharded.add(model)
+        return model
+
     @staticmethod
     def _refuse_options(kwargs: Mapping[str, Any]) -> None:
         known = inspect.signature(DistributedDataParallel).parameters
@@ -108,16 +147,18 @@ class Context:
                 f"{torch.__version__} has: {', '.join(name for name in known if name != 'module')}; leave it out"
             )
 
-    def _doubt_batchnorms(self, model: nn.Module) -> None:
+    def _doubt_batchnorms(
+        self, model: nn.Module, are: str = "are", remedy: str = "pass sync_batchnorm=True (GPUs)"
+    ) -> None:
         """Warn, on rank 0, where DDP takes running statistics from a rank that sees fewer samples than another."""
         sizes = self._slice.batch_sizes
         norms = ((name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm))
         kept = [name for name, part in norms if part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)]
         if kept and self.rank == 0 and sizes[0] < max(sizes):
             warnings.warn(
-                f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) are those "
-                f"of rank 0 alone, which has {sizes[0]} samples of {self.batch_size}; pass sync_batchnorm=True (GPUs), "
-                "or tune with the device first that takes the most",
+                f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} "
+                f"those of rank 0 alone, which has {sizes[0]} samples of {self.batch_size}; {remedy}, or tune with the "
+                "device first that takes the most",
                 BatchNormWarning,
                 stacklevel=3,
             )
@@ -160,7 +201,9 @@ class Context:
                 optimizer.zero_grad()
 
         `step.backward` takes the mean loss of the rank's own micro-batch, and weights it so that the gradient is that
-        of the mean over all ranks' samples. The ranks' gradients meet in the last micro-batch only.
+        of the mean over all ranks' samples. The ranks' gradients meet in the last micro-batch only. What a step that
+        was left half-way has added to gradients is dropped by your `zero_grad`; where FSDP2 keeps it elsewhere, by the
+        next step.
 
         Args:
             loader: A ``DataLoader`` with this context's `batch_sampler`, of which no batch is looked into. Or a loader
@@ -203,7 +246,8 @@ class Context:
 
             ctx.save_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
 
-        The file is replaced only by one that is whole and was read back. `torch.load` reads it, too.
+        The file is replaced only by one that is whole and was read back. `torch.load` reads it, too. What the ranks
+        share out comes together in rank 0's host memory; where it is too much for that, `save_sharded` writes it.
 
         Args:
             path: The file.
@@ -221,7 +265,8 @@ class Context:
             rest = ctx.load_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
         It is mapped into host memory, from where each rank fills its own device; nothing in it is executed. What plain
-        modules, nn.DataParallel, DistributedDataParallel and `BalancedDataParallel` saved fits.
+        modules, nn.DataParallel, DistributedDataParallel and `BalancedDataParallel` saved fits, and a model that is
+        shared out takes its parts of it.
 
         Args:
             path: The file.
@@ -235,6 +280,50 @@ class Context:
         """
         return load_checkpoint(path, parts, rank=self.rank)
 
+    def save_sharded(self, path: str | os.PathLike[str], **parts: Any) -> None:
+        """Let every rank write its own part of a checkpoint into a folder; call it on every rank.
+
+            ctx.save_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
+
+        Nothing comes together in one place, and any number of ranks can load it, into models that are shared out,
+        wrapped or plain. An earlier checkpoint in the folder is replaced, all of it at once, when the new one is whole.
+        The tensors are in the format of torch.distributed.checkpoint.
+
+        Args:
+            path: The folder, which all ranks see; it is made where it is not there.
+            **parts: As for `save_checkpoint`.
+
+        Raises:
+            CheckpointError: It was not written, on any rank; an earlier one is as it was.
+        """
+        from autosplit.ddp.folders import save_sharded
+
+        save_sharded(path, parts, rank=self.rank)
+
+    def load_sharded(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
+        """Load what `save_sharded` wrote on every rank, or on none; call it on every rank.
+
+            rest = ctx.load_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
+
+        Each rank reads its own part into host memory. In the format of torch.distributed.checkpoint the list of the
+        tensors, ``.metadata``, is a pickle, and torch's own `load` executes what is in it. Here, one that names
+        anything but the plain records of such a list is refused before it runs. Load only what you wrote, all the same,
+        and with torch's `load` nothing else.
+
+        Args:
+            path: The folder.
+            **parts: Models, optimizers, samplers and the like, under the names that they were saved with.
+
+        Returns:
+            What else it holds, apart from the states of models and the like.
+
+        Raises:
+            CheckpointError: It is missing, cut short or does not fit, on any rank; nothing was changed.
+        """
+        from autosplit.ddp.folders import load_sharded
+
+        return load_sharded(path, parts, rank=self.rank)
+
     def _synchronised(self, made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
         """Let gradients meet in each step's last micro-batch, and anywhere outside the loop.
 
@@ -245,7 +334,10 @@ class Context:
         try:
             for step in made:
                 self._synchronise(True)
+                for model in self._sharded:
+                    begin_step(model)
                 step.on_draw = self._synchronise
+                step.meets_always = bool(self._sharded)
                 yield step
         finally:
             # A loop that is collected late must not touch the flag within one that began after it.
@@ -255,6 +347,8 @@ class Context:
     def _synchronise(self, meets: bool) -> None:
         for wrapped in self._wrapped:
             wrapped.require_backward_grad_sync = meets
+        for model in self._sharded:
+            let_meet(model, meets)
 
 
 def _draws_everything(loader: object) -> bool:
