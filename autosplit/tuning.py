@@ -298,7 +298,7 @@ def _tuned(asked: _Asked, source: Source) -> Plan:
 
 def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
     """Tune as one rank of a job; all of them return the same plan, and each machine remembers it."""
-    from autosplit.ddp.joint import JointSession
+    from autosplit.ddp.joint import JointSession, refuse_waiting
 
     own = replace(job.own, deadline_s=asked.request.deadline_s)
     whole = replace(job.whole, deadline_s=asked.request.deadline_s)
@@ -309,6 +309,7 @@ def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
         remembered, notes = job.told(lambda: _remembered(whole, key, job.machine, described, measured=True))
         if remembered is not None:
             return remembered
+        job.peers.each_run(lambda: refuse_waiting(built.workload))
         probing = closing.enter_context(ExitStack())
         isolated = _isolated(own, source, probing) if asked.isolate else None
         followed = job.peers.each_run(lambda: follow(built, own.devices, closing, isolated))
@@ -321,6 +322,7 @@ def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
         if job.is_first_of_machine:
             plan, path = _stored(whole, key, plan)
         if not plan.complete:
+            job.peers.part()
             raise TuningInterrupted(plan, path)
         return plan
 

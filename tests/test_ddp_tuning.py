@@ -208,12 +208,7 @@ def interrupted() -> list[Any]:
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "tuned": tuned,
-    "adopted": adopted,
-    "isolated": lambda: tune(workload(), profile="off", n_trials=1, isolate=True).to_json(),
-    "plain": lambda: tune(workload(), "cpu", profile="off", n_trials=1, max_batch_size=64).to_json(),
-    "unused": lambda: tune(workload(Net(unused=True)), profile="off", n_trials=1).to_json(),
     "without memory": without_memory,
-    "without memory in a timed step": without_memory_in_a_timed_step,
     "raising": raising,
     "interrupted": interrupted,
     "other requests": lambda: raised(lambda: tune(workload(), effective_batch_size=64 + rank_here())),
@@ -229,15 +224,23 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "over the batch": lambda: raised(lambda: tune(workload(loss_scope="batch"), profile="off")),
 }
 
+SLOW_SCENARIOS: dict[str, Callable[[], Any]] = {
+    "adopted": adopted,
+    "isolated": lambda: tune(workload(), profile="off", n_trials=1, isolate=True).to_json(),
+    "plain": lambda: tune(workload(), "cpu", profile="off", n_trials=1, max_batch_size=64).to_json(),
+    "unused": lambda: tune(workload(Net(unused=True)), profile="off", n_trials=1).to_json(),
+    "without memory in a timed step": without_memory_in_a_timed_step,
+}
 
-def run_rank(rank: int, port: int, folder: str) -> None:
-    """Run every scenario as one of two ranks, and keep what each returned or raised."""
+
+def run_rank(rank: int, port: int, folder: str, slow: bool) -> None:
+    """Run the scenarios as one of two ranks, and keep what each returned or raised."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ["AUTOSPLIT_CACHE_DIR"] = str(Path(folder) / "cache")
     found: dict[str, Any] = {}
-    for name, scenario in SCENARIOS.items():
+    for name, scenario in (SLOW_SCENARIOS if slow else SCENARIOS).items():
         if name == "plain":  # a processor of one's own, as on two machines
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         try:
@@ -250,13 +253,11 @@ def run_rank(rank: int, port: int, folder: str) -> None:
             torch.save(found, Path(folder) / f"{rank}.pt")
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def run_ranks(folder: Path, *, slow: bool) -> list[dict[str, Any]]:
     """What each of two real processes found in every scenario."""
-    folder = tmp_path_factory.mktemp("ranks")
     context = torch.multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [context.Process(target=run_rank, args=(rank, store.port, str(folder))) for rank in range(2)]
+    processes = [context.Process(target=run_rank, args=(rank, store.port, str(folder), slow)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -265,6 +266,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         process.kill()
         process.join()
     return [torch.load(path) if path.exists() else {} for path in (folder / f"{rank}.pt" for rank in range(2))]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(tmp_path_factory.mktemp("ranks"), slow=False)
+
+
+@pytest.fixture(scope="module")
+def slow_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(tmp_path_factory.mktemp("slow_ranks"), slow=True)
 
 
 def found_by(ranks: list[dict[str, Any]], name: str) -> list[Any]:
@@ -280,6 +291,7 @@ def plan_of(ranks: list[dict[str, Any]], name: str) -> Plan:
     return Plan.from_json(one, source="a scenario")
 
 
+@pytest.mark.timeout(LIMIT_S + 60)  # both run all scenarios before the first test
 class TestTwoRanks:
     def test_get_one_plan_that_was_measured_together(self, ranks: Any) -> None:
         one, other = found_by(ranks, "tuned")
@@ -317,20 +329,24 @@ class TestTwoRanks:
         assert {"ceilings", "times", "search", "done"} <= set(first)
         assert second == []
 
-    def test_in_a_group_that_is_there(self, ranks: Any) -> None:
-        assert plan_of(ranks, "adopted").ddp.measured
+    @pytest.mark.slow
+    def test_in_a_group_that_is_there(self, slow_ranks: Any) -> None:
+        assert plan_of(slow_ranks, "adopted").ddp.measured
 
-    def test_with_steps_in_processes_of_their_own(self, ranks: Any) -> None:
-        assert plan_of(ranks, "isolated").ddp.measured
+    @pytest.mark.slow
+    def test_with_steps_in_processes_of_their_own(self, slow_ranks: Any) -> None:
+        assert plan_of(slow_ranks, "isolated").ddp.measured
 
-    def test_on_processors_without_a_budget(self, ranks: Any) -> None:
-        plan = plan_of(ranks, "plain")
+    @pytest.mark.slow
+    def test_on_processors_without_a_budget(self, slow_ranks: Any) -> None:
+        plan = plan_of(slow_ranks, "plain")
         assert plan.ddp.measured
         assert [device.label for device in plan.devices] == ["cpu", "cpu"]
         assert plan.machine["ranks_per_machine"] == [1, 1]
 
-    def test_a_parameter_without_a_gradient_is_told_to_ddp(self, ranks: Any) -> None:
-        assert plan_of(ranks, "unused").ddp.options.find_unused_parameters
+    @pytest.mark.slow
+    def test_a_parameter_without_a_gradient_is_told_to_ddp(self, ranks: Any, slow_ranks: Any) -> None:
+        assert plan_of(slow_ranks, "unused").ddp.options.find_unused_parameters
         tuned = Plan.from_json(found_by(ranks, "tuned")[0]["plan"], source="a scenario")
         assert not tuned.ddp.options.find_unused_parameters
 
@@ -340,8 +356,9 @@ class TestTwoRanks:
         assert [result if isinstance(result, int) else result[0] for result in one] == [0, 1, 0, 2, 1, 2]
         assert all(f"cpu:{result[0]}" in result[1] for result in one if not isinstance(result, int))
 
-    def test_one_that_lacks_it_only_where_gradients_meet_is_waited_for_in_vain(self, ranks: Any) -> None:
-        for failures, seconds, ooms in found_by(ranks, "without memory in a timed step"):
+    @pytest.mark.slow
+    def test_one_that_lacks_it_only_where_gradients_meet_is_waited_for_in_vain(self, slow_ranks: Any) -> None:
+        for failures, seconds, ooms in found_by(slow_ranks, "without memory in a timed step"):
             assert [failure for failure in failures if failure is not None]
             assert all("rank 1: cpu:1 is out of memory" in failure for failure in failures if failure)
             assert ooms >= 1
@@ -382,7 +399,7 @@ class TestTwoRanks:
 
     def test_a_device_that_holds_nothing_is_named_on_all(self, ranks: Any) -> None:
         (first, said, code), (second, own, own_code) = found_by(ranks, "nothing fits")
-        assert (first, second) == (RankFailedError.__name__, DoesNotFitError.__name__)
+        assert first == second == DoesNotFitError.__name__, "a smaller precision may do, on all of them"
         assert code == own_code == 3
         assert own in said
 
@@ -602,9 +619,10 @@ def test_options_of_a_plan_reach_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not ctx.wrap(Net(), find_unused_parameters=False).find_unused_parameters
 
 
-def test_who_only_waited_is_not_the_cause() -> None:
+def test_who_only_waited_is_not_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that timed out comes first by number: the one that failed is the one to name."""
     peers = Peers(2, 3, None, Interrupts())
+    monkeypatch.setattr(peers, "part", lambda: None)
     waited = Failure(0, "RuntimeError: gloo timed out", 1, waited=True)
     cause = Failure(1, "the workload raised ValueError: x", 5)
     told: Any = [type("T", (), {"failure": failure})() for failure in (waited, cause, None)]

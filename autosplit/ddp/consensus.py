@@ -7,6 +7,7 @@ They talk over a group of their own, so that a step that hangs or breaks off can
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import threading
@@ -53,6 +54,13 @@ class Failure:
     frames: tuple[str, ...] = ()
     lacks_memory: bool = False
     waited: bool = False
+
+    def as_error(self) -> AutosplitError:
+        """Return what other ranks raise for it; what does not fit stays that, since another precision may."""
+        message = f"rank {self.rank} failed: {self.message}"
+        if self.exit_code == DoesNotFitError.exit_code:
+            return DoesNotFitError(message)
+        return RankFailedError(message, exit_code=self.exit_code, frames=self.frames)
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,13 @@ class Peers:
         world_size: The processes of the job.
         group: A gloo group for plain values.
         interrupts: Where Ctrl-C is noted.
+
+    Attributes:
+        parted: The last that was said is why all leave.
     """
 
     def __init__(self, rank: int, world_size: int, group: Any, interrupts: Interrupts) -> None:
+        self.parted = False
         self.rank = rank
         self.world_size = world_size
         self.interrupts = interrupts
@@ -118,6 +130,7 @@ class Peers:
         Raises:
             RankFailedError: A rank has gone.
         """
+        self.parted = False
         found: list[Any] = [None] * self.world_size
         try:
             dist.all_gather_object(found, value, group=self._group)
@@ -146,6 +159,7 @@ class Peers:
         told, own = self._exchanged(run)
         self._raise_first(told, own)
         if any(one.interrupted for one in told):
+            self.part()
             raise KeyboardInterrupt
         return [one.value for one in told]  # type: ignore[misc]
 
@@ -176,14 +190,12 @@ class Peers:
         """Raise what failed on this rank, or else that it failed on another; whoever only waited is not the cause."""
         failures = [one.failure for one in told if one.failure is not None]
         causes = [failure for failure in failures if not failure.waited] or failures
+        if causes:
+            self.part()
         if own is not None and any(cause.rank == self.rank for cause in causes):
             raise own
         if causes:
-            raise RankFailedError(
-                f"rank {causes[0].rank} failed: {causes[0].message}",
-                exit_code=causes[0].exit_code,
-                frames=causes[0].frames,
-            ) from own
+            raise causes[0].as_error() from own
 
     def _exchanged(self, run: Callable[[], T]) -> tuple[list[_Told[T]], BaseException | None]:
         value: T | None = None
@@ -191,9 +203,18 @@ class Peers:
         try:
             value = run()
         except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever it is, the others wait to hear of it
-            own = _named(error)
+            own = error if _waited(error) else _named(error)
         failure = None if own is None else self.failure(own)
         return self.gathered(_Told(value, failure, self.interrupts.came)), own
+
+    def part(self) -> None:
+        """Wait until every rank has heard what was said last: all call it before they leave.
+
+        A rank that closes its connections at once may take with it what another has not read yet.
+        """
+        with contextlib.suppress(RuntimeError):  # somebody has heard, and left
+            dist.barrier(group=self._group)
+        self.parted = True
 
     def failure(self, error: BaseException) -> Failure:
         """Describe what was raised on this rank for the others."""
@@ -204,8 +225,13 @@ class Peers:
             exit_code=error.exit_code if isinstance(error, AutosplitError) else 1,
             frames=getattr(error, "frames", ()) if known else (),
             lacks_memory=isinstance(error, OutOfMemoryError) and not isinstance(error, DoesNotFitError),
-            waited=isinstance(error, RuntimeError) and bool(_WAITED.search(str(error))),
+            waited=_waited(error),
         )
+
+
+def _waited(error: BaseException) -> bool:
+    """Tell whether an error is that of a collective whose other end is not there."""
+    return isinstance(error, RuntimeError) and bool(_WAITED.search(str(error)))
 
 
 def _named(error: BaseException) -> BaseException:

@@ -105,6 +105,7 @@ def joined(request: Request) -> Iterator[Job]:
     with _talking(place) as peers, peers.interrupts.noted():
         peers.all_run(lambda: _own_device(request, place))  # what is wrong on one machine ends all
         yield _job(request, place, peers)
+        peers.part()
 
 
 def _job(request: Request, place: Place, peers: Peers) -> Job:

@@ -6,7 +6,7 @@ rank 0                                search:         proposes, learns          
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from autosplit.cost import Ceiling, Fit, MemoryFit, RankStepTime, Region, Residu
 from autosplit.ddp.consensus import Failure
 from autosplit.ddp.job import Job
 from autosplit.ddp.ranks import RankSteps
-from autosplit.errors import AutosplitError, RankFailedError, WorkloadError
+from autosplit.errors import AutosplitError, WorkloadError
 from autosplit.findings import Check
 from autosplit.oom import DoesNotFitError
 from autosplit.plan import DdpOptions, Plan
@@ -36,9 +36,9 @@ from autosplit.space import Configuration, Space, Trial, best_trial, configurati
 from autosplit.split import even_split
 from autosplit.staging import Followed, runtime_for
 from autosplit.timings import TimedSize, curve_of, pooled
-from autosplit.workload import modules_of
+from autosplit.workload import Workload, modules_of
 
-__all__ = ["JointSession"]
+__all__ = ["JointSession", "refuse_waiting"]
 
 TOGETHER_NOTE = "strategy 'ddp': every throughput is that of steps which {} ranks ran together"
 
@@ -72,6 +72,23 @@ class Measured:
     unused: bool
     steps: int
     ooms: int
+
+
+def refuse_waiting(workload: Workload) -> None:
+    """Refuse a model that waits for the other ranks in its forward: each measures its device by itself.
+
+    Raises:
+        WorkloadError: It has such a module, which is named.
+    """
+    model: Any = workload.model
+    modules = modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []
+    for part in (part for one in modules for part in one.modules()):
+        if isinstance(part, nn.SyncBatchNorm) or type(part).__name__.startswith("FSDP"):
+            raise WorkloadError(
+                f"the model has a {type(part).__name__}, which waits for all ranks in every forward, and each rank "
+                "measures its device by itself; expected a plain model; tune that, and convert or shard it in training "
+                "(ctx.wrap(model, sync_batchnorm=True), ctx.shard(model))"
+            )
 
 
 class JointSession:
@@ -141,19 +158,11 @@ class JointSession:
             self._follow_orders()
         plan = self.peers.told(plan)
         if plan is None:
+            self.peers.part()
             raise KeyboardInterrupt
         return plan
 
     def _refuse_unfit(self) -> None:
-        model: Any = self.subject.workload.model
-        modules = modules_of(model) if not callable(model) or isinstance(model, nn.Module) else []
-        for module in (part for one in modules for part in one.modules()):
-            if isinstance(module, nn.SyncBatchNorm) or type(module).__name__.startswith("FSDP"):
-                raise WorkloadError(
-                    f"the model has a {type(module).__name__}, which waits for all ranks in every forward, and each "
-                    "rank measures its device by itself; expected a plain model; tune that, and convert or shard it "
-                    "in training (ctx.wrap(model, sync_batchnorm=True))"
-                )
         if self.request.storage is not None and self.peers.rank == 0:
             check_storage(self.request.storage, self.study_name)
         why_not = why_no_ranks(self.subject, (), 1)
@@ -265,7 +274,8 @@ class JointSession:
         while True:
             order = self._exchanged(None)
             if isinstance(order, Failure):
-                raise RankFailedError(f"rank 0 failed: {order.message}", exit_code=order.exit_code, frames=order.frames)
+                self.peers.part()
+                raise order.as_error()
             if order is None:
                 return
             self._run(order)
@@ -291,8 +301,10 @@ class JointSession:
             if best is None:
                 raise self._nothing_fits()
             plan = self._assembled(best, even)
-        except BaseException as error:  # the others wait to hear of it
-            self._exchanged(self.peers.failure(error))
+        except BaseException as error:
+            if not self.peers.parted:  # the others wait to hear of it
+                self._exchanged(self.peers.failure(error))
+                self.peers.part()
             raise
         self._exchanged(None)
         self._say("done", "done", 1.0)
