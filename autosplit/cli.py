@@ -179,7 +179,11 @@ def tune_command(
         ),
     ] = None,
     strategy: Annotated[
-        _Text, typer.Option(metavar="auto|balanced|ddp", help="What is searched. Default: auto.")
+        _Text,
+        typer.Option(
+            metavar="auto|balanced|ddp",
+            help="What is searched; ddp starts a process for each real device, by torchrun. Default: auto.",
+        ),
     ] = None,
     precision: Annotated[
         _Text,
