@@ -17,11 +17,11 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Machine", "Machines", "missing"]
+__all__ = ["Machine", "Machines", "missing", "network_of"]
 
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
 _SPACES = ("--net", "--uts", "--mount")
@@ -74,9 +74,9 @@ class Machine:
 
     def processes(self) -> Iterator[int]:
         """List what runs there, whoever started it: the workers of a torchrun that was killed are nobody's."""
-        own = _network_of(self.holder.pid)
+        own = network_of(self.holder.pid)
         for path in Path("/proc").iterdir():
-            if path.name.isdigit() and own is not None and _network_of(int(path.name)) == own:
+            if path.name.isdigit() and own is not None and network_of(int(path.name)) == own:
                 yield int(path.name)
 
     def kill_all(self) -> None:
@@ -108,24 +108,10 @@ class Machines:
                 (folder / f"{name}.hosts").write_text("\n".join(lines) + "\n", encoding="utf-8")
             self.a = self._made(folder, "machine-a", addresses["machine-a"], beside=None)
             self.b = self._made(folder, "machine-b", addresses["machine-b"], beside=self.a)
-            wire = [
-                "ip",
-                "link",
-                "add",
-                "wire",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "wire",
-                "netns",
-                str(self.b.holder.pid),
-            ]
-            _run([*_entering(self.a.holder.pid), "--", *wire])
+            _ip(self.a, f"link add wire type veth peer name wire netns {self.b.holder.pid}")
             for machine in (self.a, self.b):
-                enter = [*_entering(machine.holder.pid), "--", "ip"]
-                _run([*enter, "address", "add", f"{machine.address}/24", "dev", "wire"])
-                _run([*enter, "link", "set", "wire", "up"])
+                _ip(machine, f"address add {machine.address}/24 dev wire")
+                _ip(machine, "link set wire up")
             self._cleanup = self._cleanup.pop_all()
 
     def _made(self, folder: Path, name: str, address: str, *, beside: Machine | None) -> Machine:
@@ -178,7 +164,7 @@ def _entering(pid: int) -> list[str]:
     return ["nsenter", f"--target={pid}", *user, *_SPACES]
 
 
-def _network_of(pid: int) -> str | None:
+def network_of(pid: int) -> str | None:
     """Return the network namespace of a process; None where it is gone, or somebody else's."""
     try:
         return str(Path(f"/proc/{pid}/ns/net").readlink())
@@ -186,9 +172,11 @@ def _network_of(pid: int) -> str | None:
         return None
 
 
-def _run(command: Sequence[str]) -> None:
+def _ip(machine: Machine, words: str) -> None:
+    """Run iproute2 on a machine."""
+    command = [*_entering(machine.holder.pid), "--", "ip", *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    assert done.returncode == 0, f"{' '.join(command)} said {done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"ip {words} said {done.stdout}{done.stderr}"
 
 
 @functools.cache
