@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from test_ddp import make_plan
+from torch import distributed as dist
 
 from autosplit import ddp, profiles
 from autosplit.ddp.devices import Visible, backend_for, device_for
-from autosplit.ddp.place import Place, place_here
+from autosplit.ddp.place import Place, _agreed_round, place_here
+from autosplit.ddp.process import _explain_loopback
 from autosplit.devices import parse_devices
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan import Plan
@@ -82,6 +86,84 @@ class TestPlaces:
         set_all(monkeypatch, variables)
         with pytest.raises(InputError, match=message):
             place_here()
+
+
+class Meeting:
+    """Ranks that meet at one store, each over a connection and in a thread of its own."""
+
+    def __init__(self, port: int, world_size: int) -> None:
+        self.port, self.world_size = port, world_size
+        self.rounds: dict[int, str] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(self, rank: int) -> None:
+        self.threads.append(threading.Thread(target=self._meet, args=(rank,), daemon=True))
+        self.threads[-1].start()
+
+    def _meet(self, rank: int) -> None:
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
+        self.rounds[rank] = _agreed_round(store, Place(rank, self.world_size), 60.0)
+
+    def agreed(self) -> str:
+        for thread in self.threads:
+            thread.join(60)
+        assert self.rounds.keys() == set(range(self.world_size))
+        (name,) = set(self.rounds.values())
+        return name
+
+
+@pytest.fixture
+def agents_store() -> Any:
+    """The store of a torchrun, which outlives its workers."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class TestRounds:
+    def met(self, store: Any, *order: int) -> str:
+        meeting = Meeting(store.port, len(order))
+        for rank in order:
+            meeting.start(rank)
+            time.sleep(0.2)  # so that it has looked before the next one comes; not needed for the outcome
+        return meeting.agreed()
+
+    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+    def test_restarted_ranks_agree_on_a_new_one_whoever_comes_first(self, agents_store, order):
+        assert len({self.met(agents_store, *order) for _ in range(3)}) == 3
+
+    def test_one_that_nobody_came_to_is_left(self, agents_store):
+        """Rank 0 was killed while it waited, and again when one of the others had come."""
+        for greeted in ((), (1,)):
+            agents_store.set("round", "an earlier one")
+            for rank in greeted:
+                agents_store.set(f"an earlier one/{rank}", "a word")
+            assert self.met(agents_store, 1, 2, 0) != "an earlier one"
+
+    def test_a_rank_0_that_never_comes(self, agents_store):
+        agents_store.set("round", "an earlier one")
+        with pytest.raises(InputError, match=r"rank 1 of 2 has waited for 0 s, and rank 0 does not answer"):
+            _agreed_round(agents_store, Place(1, 2), 0.3)
+
+
+REFUSED = "Gloo connectFullMesh failed with [pair.cc:152] SO_ERROR: Connection refused, remote=[{}]:7575$0"
+
+
+class TestLoopback:
+    """Gloo sought a rank at an address that is this machine's own; test_machines.py has the real thing."""
+
+    @pytest.mark.parametrize("address", ["127.0.1.1", "::1"])
+    def test_of_another_machine_is_explained(self, address):
+        error = RuntimeError(REFUSED.format(address))
+        with pytest.raises(InputError, match=r"on this-one, was told to reach .* set GLOO_SOCKET_IFNAME") as caught:
+            _explain_loopback(error, Place(0, 4, 0, 2), "this-one")
+        assert caught.value.__cause__ is error
+        assert f"at {address}, where" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("address", "place"),
+        [("127.0.0.1", Place(0, 2, 0, 2)), ("10.0.0.127", Place(0, 2, 0, 1)), ("fe80::1", Place(0, 2, 0, 1))],
+    )
+    def test_of_this_one_is_where_ranks_of_this_one_are(self, address, place):
+        assert _explain_loopback(RuntimeError(REFUSED.format(address)), place, "this-one") is None
 
 
 CARDS = tuple(Visible(name, f"GPU-{number}") for number, name in enumerate(("A100", "L4", "A100", "L4")))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,9 @@ __all__ = ["Place", "meeting_place", "place_here"]
 
 _GROUPS = itertools.count()
 """Numbers the groups that this process made; every rank makes the same ones, so the numbers agree."""
+
+_LOOKED_EVERY_S = 0.05
+"""How often a rank looks whether rank 0 has answered."""
 
 
 @dataclass(frozen=True)
@@ -123,4 +128,47 @@ def meeting_place(place: Place) -> Any:
     ranks = () if place.address is None else (place.rank, place.world_size)
     store, _, _ = next(rendezvous(url, *ranks))
     # Torchrun keeps one store for the whole job: what an earlier group left in it would mislead this one.
-    return stores.PrefixStore(f"autosplit/{next(_GROUPS)}", store)
+    group = stores.PrefixStore(f"autosplit/{next(_GROUPS)}", store)
+    return stores.PrefixStore(_agreed_round(group, place, store.timeout.total_seconds()), group)
+
+
+def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
+    """Agree with the ranks that are here now on a name that no earlier processes of this job had.
+
+        rank 0                               another rank
+        names a new round           ->       greets in the round that it finds, which may be an earlier one's
+        waits for every greeting    <-       with a word that nobody had before
+        answers each word           ->       and looks for another round until its word is answered
+
+    Torchrun restarts processes and keeps the store: a rank that comes first would take the addresses that the dead
+    left there for the new ones'. Its count of restarts can't tell the rounds apart, as each machine counts its own.
+
+    Args:
+        store: Of this group alone.
+        place: Of this process.
+        limit_s: How long to wait for the others.
+
+    Raises:
+        InputError: Rank 0 did not answer in time.
+    """
+    if place.rank == 0:
+        name = uuid.uuid4().hex
+        store.set("round", name)
+        words = [store.get(f"{name}/{other}").decode() for other in range(1, place.world_size)]
+        for word in words:
+            store.set(f"{name}/{word}", "")
+        return name
+    word, name = uuid.uuid4().hex, ""
+    deadline = time.monotonic() + limit_s
+    while not (name and store.check([f"{name}/{word}"])):
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"rank {place.rank} of {place.world_size} has waited for {limit_s:.0f} s, and rank 0 does not answer; "
+                "expected all ranks; look for the error of the one that is missing, and start the job again"
+            )
+        found = store.get("round").decode()
+        if found != name:
+            name = found
+            store.set(f"{name}/{place.rank}", word)
+        time.sleep(_LOOKED_EVERY_S)
+    return name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +17,7 @@ from autosplit.ddp.context import Context
 from autosplit.ddp.devices import backend_for, device_for
 from autosplit.ddp.place import Place, meeting_place, place_here
 from autosplit.ddp.plans import PLAN_VARIABLE, plan_for_job
-from autosplit.errors import PlanError
+from autosplit.errors import InputError, PlanError
 from autosplit.plan import Plan
 
 __all__ = ["setup"]
@@ -44,7 +46,7 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
             ones.
         DeviceError: The plan is for simulated cards, or this rank's device is not there.
         InputError: What torchrun or Slurm should have set is missing or wrong: the rank, the number of ranks, or the
-            address of rank 0.
+            address of rank 0. Or a machine knows itself by an address at which no other one reaches it.
     """
     place = place_here()
     plan, _ = plan_for_job(profile, place.world_size)
@@ -68,11 +70,31 @@ def _process_group(place: Place, backend: str) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group(backend, store=meeting_place(place), rank=place.rank, world_size=place.world_size)
+    try:
+        dist.init_process_group(backend, store=meeting_place(place), rank=place.rank, world_size=place.world_size)
+    except RuntimeError as error:
+        _explain_loopback(error, place, socket.gethostname())
+        raise
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _explain_loopback(error: RuntimeError, place: Place, host: str) -> None:
+    """Raise what to do where gloo sought a rank of another machine on this one's loopback.
+
+    Gloo tells the others the address that its machine's own name has there, and Debian gives that one to loopback.
+    """
+    found = re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))
+    if found is None or place.local_world_size == place.world_size:
+        return
+    raise InputError(
+        f"rank {place.rank} of {place.world_size}, on {host}, was told to reach another rank at "
+        f"{found[1]}, where no other machine is; expected addresses on the network between the machines, but the name "
+        "of one means its loopback to itself (/etc/hosts); on each machine, set GLOO_SOCKET_IFNAME to its interface on "
+        "that network (`ip -br address` lists them)"
+    ) from error
 
 
 def _agree_on(plan: Plan, rank: int) -> None:

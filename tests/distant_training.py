@@ -1,0 +1,110 @@
+"""What the machines of tests/test_machines.py train, started by torchrun on each; the same on one device is beside it.
+
+A machine's folder gets `steps.jsonl`, a line for each optimizer step with the samples of this rank, and at the end
+`weights.pt`. What is to die at a step does so once: the next process that starts in that folder goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from autosplit import ddp
+from autosplit.schedule import ScheduledBatchSampler
+
+BATCH_SIZES, EFFECTIVE_BATCH_SIZE = (2, 6), 16
+NUM_SAMPLES, EPOCHS = 88, 3  # six steps an epoch, the last one of 8 samples
+SAVED_EVERY = 4
+INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randn(NUM_SAMPLES, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+
+
+def mean_loss(model: torch.nn.Module, indices: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(INPUTS[indices]), TARGETS[indices])
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def trained_on_one_device() -> torch.Tensor:
+    """Return the weights after all epochs, each step being one batch."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    sampler = ScheduledBatchSampler(NUM_SAMPLES, EFFECTIVE_BATCH_SIZE, EFFECTIVE_BATCH_SIZE, shuffle=True, seed=7)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for indices in sampler:
+            mean_loss(model, indices).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def tell(**what: Any) -> None:
+    with Path("steps.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+def die(what: str) -> None:
+    """Die at once, with torchrun where it is the machine that does."""
+    died = Path("died")
+    if died.exists():
+        return
+    died.touch()
+    if what == "machine":
+        os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(checkpoint: str, *, dies: str | None, at: int) -> None:
+    with ddp.setup() as ctx:
+        model = ctx.wrap(make_model())
+        optimizer = make_optimizer(model)
+        loader = DataLoader(range(NUM_SAMPLES), batch_sampler=ctx.batch_sampler(NUM_SAMPLES, shuffle=True, seed=7))
+        sampler = loader.batch_sampler
+        parts = {"model": model, "optimizer": optimizer, "sampler": sampler}
+        done = 0
+        if Path(checkpoint).exists():
+            done = ctx.load_checkpoint(checkpoint, **parts)["done"]
+        for epoch in range(sampler.epoch, EPOCHS):
+            sampler.set_epoch(epoch)
+            for step in ctx.steps(loader):
+                samples = []
+                for number, indices in enumerate(step):
+                    if dies and done == at and number == 1:
+                        die(dies)
+                    step.backward(mean_loss(model, indices))
+                    samples += indices.tolist()
+                optimizer.step()
+                optimizer.zero_grad()
+                tell(rank=ctx.rank, pid=os.getpid(), epoch=epoch, done=done, samples=samples)
+                done += 1
+                if done % SAVED_EVERY == 0:
+                    ctx.save_checkpoint(checkpoint, **parts, done=done)
+        torch.save(weights(model), "weights.pt")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint")
+    parser.add_argument("--dies", choices=("worker", "machine"))
+    parser.add_argument("--at", type=int, default=-1)
+    arguments = parser.parse_args()
+    train(arguments.checkpoint, dies=arguments.dies, at=arguments.at)

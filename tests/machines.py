@@ -1,0 +1,195 @@
+"""Two machines for tests of jobs that span several, made of this one: each has its own network, name and hosts file.
+
+        machine-a                            machine-b
+    10.77.0.1, its own loopback -- wire -- 10.77.0.2, its own loopback
+
+Processor, disk and the numbers of processes are shared. The namespaces have no names that anything else could find:
+they live as long as a process is in them. So those of another test's machines may have the same addresses, and nothing
+is left behind, whatever becomes of the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Machine", "Machines", "missing", "network_of"]
+
+_TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
+_SPACES = ("--net", "--uts", "--mount")
+_LIMIT_S = 60
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One of the two.
+
+    Attributes:
+        name: Its host name.
+        address: On the wire between them.
+        folder: Where its commands run; no other machine's do.
+        holder: The process that keeps its namespaces; it ends with its standard input.
+        started: What was started there.
+    """
+
+    name: str
+    address: str
+    folder: Path
+    holder: subprocess.Popen[str]
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
+        """Start a command there, with a cache of its own; its output goes to files beside its folder.
+
+        Args:
+            *command: The program and its arguments. It becomes the process that is returned.
+            **variables: For its environment, above those that are here.
+        """
+        environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(self.folder / "cache"), **variables}
+        with self.log.open("a", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                [*_entering(self.holder.pid), f"--wd={self.folder}", "--", *command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+            )
+        self.started.append(process)
+        return process
+
+    @property
+    def log(self) -> Path:
+        """What its commands have said so far."""
+        return self.folder.with_suffix(".log")
+
+    def processes(self) -> Iterator[int]:
+        """List what runs there, whoever started it: the workers of a torchrun that was killed are nobody's."""
+        own = network_of(self.holder.pid)
+        for path in Path("/proc").iterdir():
+            if path.name.isdigit() and own is not None and network_of(int(path.name)) == own:
+                yield int(path.name)
+
+    def kill_all(self) -> None:
+        """End whatever runs there, as a crash does; the machine itself stays."""
+        while others := [pid for pid in self.processes() if pid != self.holder.pid]:
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)  # until they are gone: what is killed is there for a moment
+
+
+class Machines:
+    """Two machines, `a` and `b`; a context manager that removes them.
+
+    Args:
+        folder: For their folders, which stay.
+        own_name_is_loopback: Have each know itself as 127.0.1.1, as Debian installs it, though the other one by its
+            address. Otherwise both know both by their addresses.
+    """
+
+    def __init__(self, folder: Path, *, own_name_is_loopback: bool = False) -> None:
+        self._cleanup = contextlib.ExitStack()
+        with self._cleanup:  # also where it fails half-way
+            addresses = {"machine-a": "10.77.0.1", "machine-b": "10.77.0.2"}
+            for name in addresses:
+                (folder / name).mkdir(parents=True)
+                own = {name: "127.0.1.1"} if own_name_is_loopback else {}
+                lines = ("127.0.0.1 localhost", *(f"{at} {host}" for host, at in {**addresses, **own}.items()))
+                (folder / f"{name}.hosts").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            self.a = self._made(folder, "machine-a", addresses["machine-a"], beside=None)
+            self.b = self._made(folder, "machine-b", addresses["machine-b"], beside=self.a)
+            _ip(self.a, f"link add wire type veth peer name wire netns {self.b.holder.pid}")
+            for machine in (self.a, self.b):
+                _ip(machine, f"address add {machine.address}/24 dev wire")
+                _ip(machine, "link set wire up")
+            self._cleanup = self._cleanup.pop_all()
+
+    def _made(self, folder: Path, name: str, address: str, *, beside: Machine | None) -> Machine:
+        """Start the process that holds a machine's namespaces."""
+        ready = "mount --bind $1 /etc/hosts && hostname $2 && ip link set lo up && echo ready"
+        setting = ["sh", "-c", f"{ready} && exec cat", "sh", str(folder / f"{name}.hosts"), name]
+        # The second one belongs to the first one's user namespace, or no wire could be laid from there.
+        place = _own_user() if beside is None else _entering_user(beside.holder.pid)
+        holder = subprocess.Popen(
+            [*place, "unshare", *_SPACES, "--", *setting],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        machine = Machine(name, address, folder / name, holder)
+        self._cleanup.callback(_end, machine)
+        assert holder.stdout is not None
+        said = holder.stdout.readline()
+        assert said == "ready\n", f"{name} was not made: {said}"
+        return machine
+
+    def __enter__(self) -> Machines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+
+def _end(machine: Machine) -> None:
+    """Kill all that is left on a machine, and let its namespaces go."""
+    machine.kill_all()
+    for process in machine.started:
+        process.wait()
+    machine.holder.kill()
+    machine.holder.communicate()
+
+
+def _own_user() -> list[str]:
+    """Become root of a user namespace where we are not root: what follows is then allowed in there."""
+    return [] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--"]
+
+
+def _entering_user(pid: int) -> list[str]:
+    return [] if os.geteuid() == 0 else ["nsenter", f"--target={pid}", "--user", "--preserve-credentials", "--"]
+
+
+def _entering(pid: int) -> list[str]:
+    user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
+    return ["nsenter", f"--target={pid}", *user, *_SPACES]
+
+
+def network_of(pid: int) -> str | None:
+    """Return the network namespace of a process; None where it is gone, or somebody else's."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
+    except OSError:
+        return None
+
+
+def _ip(machine: Machine, words: str) -> None:
+    """Run iproute2 on a machine."""
+    command = [*_entering(machine.holder.pid), "--", "ip", *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    assert done.returncode == 0, f"ip {words} said {done.stdout}{done.stderr}"
+
+
+@functools.cache
+def missing() -> str | None:
+    """Say why no two machines can be made here; None where they can."""
+    absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if absent:
+        return f"no {', '.join(absent)} on PATH; install iproute2, util-linux, mount and hostname"
+    # All that is needed, tried on namespaces that end with the command.
+    trial = "ip link add wire type veth peer name other && mount --bind /etc/hosts /etc/hosts"
+    command = [*_own_user(), "unshare", *_SPACES, "--", "sh", "-c", trial]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    if done.returncode == 0:
+        return None
+    said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
+    return f"no network namespaces with a link between them: {said[0]}; be root, or allow user namespaces"
