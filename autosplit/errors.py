@@ -12,6 +12,7 @@ __all__ = [
     "InputError",
     "PlanError",
     "ProfileError",
+    "RankFailedError",
     "UserCodeError",
     "WorkloadError",
     "from_user_code",
@@ -53,6 +54,22 @@ class ProfileError(PlanError):
 
 class CheckpointError(InputError):
     """A checkpoint that cannot be written, is cut short, or is of another model."""
+
+
+class RankFailedError(AutosplitError):
+    """Another rank of the job failed, so this one stops; `__cause__` is what it met with when it was told, if anything.
+
+    Attributes:
+        rank: Which one failed.
+        cause: What of, on one line: an exception's type and message, or how it ended.
+    """
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, rank: int, cause: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.cause = cause
 
 
 class UserCodeError(AutosplitError):

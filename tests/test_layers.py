@@ -87,6 +87,8 @@ ORDER = (
     "ddp.checkpoints",
     "ddp.loops",
     "ddp.context",
+    "ddp.lines",
+    "ddp.faults",
     "ddp.process",
     "ddp",
     "report",
