@@ -215,7 +215,7 @@ def free_port() -> int:
 
 @functools.cache
 def starting() -> Any:
-    """Start the process that ranks are forked from: it has loaded everything and runs nothing, so they start at once."""
+    """Start the process that ranks are forked from: it has loaded everything, so that they start at once."""
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "test_ddp_faults"])  # DDP loads the former
     with pytest.MonkeyPatch.context() as patch:
@@ -348,6 +348,9 @@ in_a_step(victim, (lambda: raised(ValueError("the reason"))) if how == "raises" 
 """
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
+
+
 @pytest.mark.slow
 class TestUnderTorchrun:
     @pytest.mark.parametrize("victim", [0, 2])
@@ -358,8 +361,7 @@ class TestUnderTorchrun:
         script.write_text(SCRIPT)
         paths = os.pathsep.join([str(Path(autosplit.__file__).parents[1]), str(Path(__file__).parent)])
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", script]
-            + [str(victim), how],
+            [*TORCHRUN, script, str(victim), how],
             env={**os.environ, "PYTHONPATH": paths, "FAULT_FOLDER": str(tmp_path)},
             capture_output=True,
             text=True,
@@ -390,7 +392,7 @@ def listening(line: Line) -> tuple[threading.Thread, list[Word]]:
     heard: list[Word] = []
 
     def listen() -> None:
-        while not heard or heard[-1].kind != "over":
+        while Word("over", line.rank) not in heard:
             heard.extend(line.words())
 
     thread = threading.Thread(target=listen)
@@ -423,6 +425,7 @@ class TestLine:
         others[2].send(Word("left", 3))
         for other in (others[0], others[2]):
             other.close()
+        until(lambda: len(heard) == 6 and not line._peers)
         line.say(Word("over", 0))
         thread.join()
         assert heard[5:] == [Word("left", 3), Word("over", 0)], "who said why it would go is not lost"
@@ -499,9 +502,9 @@ class TestWatch:
             raise autosplit.OutOfMemoryError("this one, too")
         with pytest.raises(KeyboardInterrupt), watch.telling():
             raise KeyboardInterrupt
-        with pytest.raises(RankFailedError, match="rank 0 failed: ValueError: the reason; this rank 1 stops") as told:
-            with watch.telling():
-                raise LookupError("what the end of the other led to")
+        expected = "rank 0 failed: ValueError: the reason; this rank 1 stops"
+        with pytest.raises(RankFailedError, match=expected) as told, watch.telling():
+            raise LookupError("what the end of the other led to")
         assert isinstance(told.value.__cause__, LookupError)
         assert (told.value.rank, told.value.cause) == (0, "ValueError: the reason")
 

@@ -294,7 +294,7 @@ def _part_from_group(wrapped: Any) -> None:
     """
     wrapped.reducer = wrapped.logger = None
     wrapped.process_group = None  # last, see `_let_go_of_group_last`
-    wrapped._use_python_reducer = True  # to DDP: forward is the module's, there is no reducer to prepare
+    wrapped._use_python_reducer = True  # noqa: SLF001 - tells DDP that its forward is the module's alone
     wrapped.register_forward_pre_hook(_forward_alone, with_kwargs=True, prepend=True)
 
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import distributed as dist
@@ -31,7 +32,7 @@ _VERDICT_S = 5.0
 """A rank whose collective broke off waits so long to hear which other rank failed."""
 
 _BROKEN_OFF = re.compile(
-    # gloo's transport, whose errors are plain RuntimeErrors; NCCL's come as DistBackendError, and as these when aborted.
+    # gloo's errors, which are plain RuntimeErrors; NCCL's come as DistBackendError, and as the last when aborted.
     r"gloo/transport|Connection (?:closed|reset) by peer|Broken pipe|NCCL (?:communicator|error|operation)"
 )
 
@@ -235,7 +236,8 @@ def _is_broken_off(error: BaseException) -> bool:
 
 def _print(text: str) -> None:
     with contextlib.suppress(Exception):  # closed, or none: what matters is that the rank ends
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 # The process group's connections
@@ -245,11 +247,11 @@ def open_sockets() -> dict[int, str]:
     """Return the sockets that this process has open, by descriptor; none where the system does not list them."""
     found = {}
     with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the listing's own
-                target = os.readlink(f"/proc/self/fd/{name}")
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed by now
+                target = str(entry.readlink())
                 if target.startswith("socket:"):
-                    found[int(name)] = target
+                    found[int(entry.name)] = target
     return found
 
 

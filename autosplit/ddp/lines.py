@@ -1,8 +1,11 @@
 """A line between the ranks, beside their collectives, on which one can say how it ends: words, and who was cut off.
 
-rank 1  ------\\                  A star around rank 0. What a rank says, rank 0 says on to the others. Where a process
-rank 2  ------- rank 0          ends, its system closes the line, so an end without a word is heard, too; where a machine
-rank 3  ------/                  ends, the line's own signs of life stay away.
+rank 1 ---+
+rank 2 ---+--- rank 0    a star: what a rank says, rank 0 says on to the others
+rank 3 ---+
+
+Where a process ends, its system closes the line, so that an end without a word is heard, too. Where a machine ends, the
+answers stay away that its system gives.
 
 The rendezvous store would not do: nobody hears of a process that is killed there, and by hand it dies with rank 0.
 """
@@ -220,16 +223,15 @@ class Line:
         self._strangers.remove(stranger)
         try:
             told = json.loads(lines[0]) if lines else None
-            rank = told["rank"] if _is_token(told, self._token) else None
-            if not isinstance(rank, int):
-                raise ValueError("no rank of this job")
-            stranger.socket.sendall(_line_of(token=self._token))
-        except (OSError, ValueError, KeyError):
-            stranger.socket.close()
-            return []
-        stranger.rank = rank
-        self._peers[rank] = stranger
-        return [Word("joined", rank)]
+            if isinstance(told, dict) and _is_token(told, self._token) and isinstance(told.get("rank"), int):
+                stranger.socket.sendall(_line_of(token=self._token))
+                stranger.rank = told["rank"]
+                self._peers[stranger.rank] = stranger
+                return [Word("joined", stranger.rank)]
+        except (OSError, ValueError):  # gone, or no JSON
+            pass
+        stranger.socket.close()
+        return []
 
     def _heard_from(self, peer: _Peer) -> list[Word]:
         lines, reason = peer.read()
