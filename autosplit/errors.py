@@ -1,5 +1,7 @@
 """What autosplit raises: each message says the value, what was expected, and what to do next."""
 
+from __future__ import annotations
+
 import linecache
 import sysconfig
 from pathlib import Path
@@ -71,14 +73,26 @@ class UserCodeError(AutosplitError):
 
 
 class RankFailedError(AutosplitError):
-    """Another rank of the job failed, so that this one can't go on; the message names it and its cause.
+    """Another rank of the job failed, so this one stops; `__cause__` is what it met with when it was told, if anything.
 
     Attributes:
-        frames: The user's own frames on that rank, where it was the user's code.
+        rank: Which one failed; None where that is not known.
+        cause: What of, on one line: an exception's type and message, or how it ended.
+        frames: The user's own frames on that rank, where it was the user's code and they are known.
     """
 
-    def __init__(self, message: str, *, exit_code: int = 1, frames: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        cause: str = "",
+        exit_code: int = 1,
+        frames: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(message)
+        self.rank = rank
+        self.cause = cause
         self.exit_code = exit_code
         self.frames = frames
 

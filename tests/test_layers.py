@@ -95,6 +95,8 @@ ORDER = (
     "ddp.folders",
     "ddp.loops",
     "ddp.context",
+    "ddp.lines",
+    "ddp.faults",
     "ddp.process",
     "ddp",
     "report",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from autosplit.ddp.context import BatchNormWarning, Context
+from autosplit.ddp.faults import UnwatchedWarning
 from autosplit.ddp.loops import LeftOverWarning
 from autosplit.ddp.process import setup
+from autosplit.errors import RankFailedError
 
-__all__ = ["BatchNormWarning", "Context", "LeftOverWarning", "setup"]
+__all__ = ["BatchNormWarning", "Context", "LeftOverWarning", "RankFailedError", "UnwatchedWarning", "setup"]

@@ -60,7 +60,9 @@ class Failure:
         message = f"rank {self.rank} failed: {self.message}"
         if self.exit_code == DoesNotFitError.exit_code:
             return DoesNotFitError(message)
-        return RankFailedError(message, exit_code=self.exit_code, frames=self.frames)
+        return RankFailedError(
+            message, rank=self.rank, cause=self.message, exit_code=self.exit_code, frames=self.frames
+        )
 
 
 @dataclass(frozen=True)

@@ -324,6 +324,16 @@ class Context:
 
         return load_sharded(path, parts, rank=self.rank)
 
+    def part_from_group(self) -> None:
+        """Let go of the process group; `autosplit.ddp.setup` does so on leaving.
+
+        Wrapped models go on as what they wrap: their state, and forwards without gradients or in `eval`. Losses whose
+        backward has not run by now would give this rank's own gradients.
+        """
+        for wrapped in list(self._wrapped):
+            _part_from_group(wrapped)
+        self._wrapped.clear()
+
     def _synchronised(self, made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
         """Let gradients meet in each step's last micro-batch, and anywhere outside the loop.
 
@@ -367,6 +377,34 @@ def _let_go_of_group_last(wrapped: DistributedDataParallel) -> None:
     """
     group = wrapped.__dict__.pop("process_group")
     wrapped.process_group = group
+
+
+def _part_from_group(wrapped: Any) -> None:
+    """Take from a wrapper all that refers to its process group, so that the group ends when it is destroyed.
+
+    Otherwise it would live as long as the model, which in most scripts is until the interpreter is gone: gloo's threads
+    then still run, and one that has a tensor of Python's to give back takes the process down (torch 2.13: "terminate
+    called without an active exception", now and then on a busy machine). Other ranks, too, see no end of this one's
+    connections until then.
+    """
+    wrapped.reducer = wrapped.logger = None
+    wrapped.process_group = None  # last, see `_let_go_of_group_last`
+    wrapped._use_python_reducer = True  # noqa: SLF001 - tells DDP that its forward is the module's alone
+    wrapped.register_forward_pre_hook(_forward_alone, with_kwargs=True, prepend=True)
+
+
+def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
+    """Do before a forward what is left of DDP's own preparations."""
+    if wrapped.training and torch.is_grad_enabled():
+        raise InputError(
+            "the wrapped model is called for training, but autosplit.ddp.setup was left; expected a forward within it, "
+            "where the ranks' gradients meet; train inside the block, call it in eval() or torch.no_grad(), or use "
+            "wrapper.module"
+        )
+    if not wrapped.device_ids:
+        return None
+    moved, moved_kwargs = wrapped.to_kwargs(inputs, kwargs, wrapped.device_ids[0])
+    return moved[0], moved_kwargs[0]
 
 
 def _effective_batch_size(plan: Plan, batch_size: int) -> int:

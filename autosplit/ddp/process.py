@@ -6,8 +6,8 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 from autosplit.ddp.context import Context
 from autosplit.ddp.devices import backend_for, device_for
+from autosplit.ddp.faults import Watch, abort_group, group_sockets, open_sockets
 from autosplit.ddp.place import Place, meeting_place, place_here
 from autosplit.ddp.plans import PLAN_VARIABLE, plan_for_job
 from autosplit.errors import InputError, PlanError
@@ -59,26 +60,45 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
     device = device_for(plan, place)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # NCCL sends from the current device
-    with _process_group(place, backend_for(plan, place, device)):
-        _agree_on(plan, place.rank)
-        yield Context(plan, place.rank, device)
+    watch = Watch(place.rank, place.world_size)
+    ctx = Context(plan, place.rank, device)
+    try:
+        with _process_group(place, backend_for(plan, place, device), watch, ctx) as sockets:
+            watch.begin(sockets)
+            with watch.telling():
+                _agree_on(plan, place.rank)
+                yield ctx
+    finally:
+        watch.end()
 
 
 @contextmanager
-def _process_group(place: Place, backend: str) -> Iterator[None]:
-    """Make the process group, and destroy it at the end; do neither where there is one."""
+def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> Iterator[Mapping[int, str]]:
+    """Make the process group, and destroy it at the end; do neither where there is one.
+
+    Yields:
+        What `group_sockets` found of it; nothing of a group that is not made here.
+    """
     if dist.is_initialized():
-        yield
+        yield {}
         return
     try:
-        dist.init_process_group(backend, store=meeting_place(place), rank=place.rank, world_size=place.world_size)
+        store = meeting_place(place)
+        before = open_sockets()
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
     except RuntimeError as error:
         _explain_loopback(error, place, socket.gethostname())
         raise
     try:
-        yield
+        yield group_sockets(before)
     finally:
-        dist.destroy_process_group()
+        ctx.part_from_group()
+        if watch.failed:
+            with suppress(Exception):  # what failed is what has to be heard of
+                abort_group()
+                dist.destroy_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 def _explain_loopback(error: RuntimeError, place: Place, host: str) -> None:

@@ -1,0 +1,281 @@
+"""What becomes of a job when one of its ranks fails: the others hear of it, and none waits for it in vain.
+
+rank 1   raises: says so on the line, then leaves the group  |  is killed: its system closes the line
+rank 0   hears it -> says it on -> its own collective is cut off -> RankFailedError leaves `setup`
+rank 2   hears it                -> its own collective is cut off -> the same; else its process is ended after GRACE_S
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as dist
+
+from autosplit.ddp.lines import Line, Word
+from autosplit.errors import AutosplitError, RankFailedError, one_line, user_frames
+
+__all__ = ["GRACE_S", "UnwatchedWarning", "Watch", "abort_group", "group_sockets", "open_sockets"]
+
+GRACE_S = 10.0
+"""A rank that was told of another's failure has so long to leave `setup`; then its process is ended."""
+
+_VERDICT_S = 5.0
+"""A rank whose collective broke off waits so long to hear which other rank failed."""
+
+_BROKEN_OFF = re.compile(
+    # gloo's errors, which are plain RuntimeErrors; NCCL's come as DistBackendError, and as the last when aborted.
+    r"gloo/transport|Connection (?:closed|reset) by peer|Broken pipe|NCCL (?:communicator|error|operation)"
+)
+
+
+class UnwatchedWarning(UserWarning):
+    """A rank did not find rank 0, from which it would hear that another failed."""
+
+
+class Watch:
+    """Listens for the failure of any rank, from joining the job until leaving it.
+
+    It costs a thread that sleeps until a rank has something to say, and a connection to rank 0.
+
+    Args:
+        rank: Of this process.
+        world_size: The processes of the job; alone there is nothing to watch.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._line: Line | None = None
+        self._thread: threading.Thread | None = None
+        self._failed: Word | None = None
+        self._left = False
+        self._heard = threading.Event()
+        self._sockets: Mapping[int, str] = {}
+        self._last_resort: threading.Timer | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed, be it this one."""
+        return self._failed is not None
+
+    def begin(self, sockets: Mapping[int, str]) -> None:
+        """Start listening; all ranks call it, in a process group.
+
+        Args:
+            sockets: This process's ends of gloo's connections, from `group_sockets`.
+        """
+        if self._world_size == 1:
+            return
+        self._sockets = sockets
+        self._line = Line(self._rank)
+        told: list[Any] = [None]
+        if self._rank == 0:
+            with _unwatched("rank 0 can't listen"):
+                told = [self._line.listen()]
+            self._listen()
+        dist.broadcast_object_list(told, src=0)
+        if self._rank != 0 and told[0] is not None:
+            with _unwatched(f"rank {self._rank} is not connected"):
+                self._line.join(told[0])
+            self._listen()
+
+    def end(self) -> None:
+        """Stop listening; whatever happens to this rank from now on is its own affair."""
+        if self._line is not None and self._thread is not None:
+            self._line.say(Word("over", self._rank))
+            self._thread.join(_VERDICT_S)
+        if self._last_resort is not None:
+            self._last_resort.cancel()
+        if self._line is not None:
+            self._line.close()
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the other ranks how a block ends, and raise what another rank's failure means for this one.
+
+        Raises:
+            RankFailedError: Another rank failed, and this one was stopped by that.
+        """
+        try:
+            yield
+        except BaseException as error:
+            found = self._failure_behind(error)
+            if found is not None:
+                raise self._error_of(found) from error
+            if _is_peaceful(error):
+                self._tell(Word("left", self._rank))
+            else:
+                self._tell(self._own_failure(error))
+                if self._thread is not None:
+                    self._heard.wait(_VERDICT_S)  # before the group's end makes others ask who failed
+            raise
+        if self._failed is not None:
+            raise self._error_of(self._failed)
+        self._tell(Word("left", self._rank))
+
+    # What this rank says
+
+    def _own_failure(self, error: BaseException) -> Word:
+        frames = user_frames(error.__traceback__)
+        return Word("failed", self._rank, one_line(error) + (f" ({frames[-1]})" if frames else ""))
+
+    def _tell(self, word: Word) -> None:
+        if self._line is not None and self._thread is not None:
+            self._line.say(word)
+
+    def _failure_behind(self, error: BaseException) -> Word | None:
+        """Return another rank's failure where that is why this one stops, and not its own affair."""
+        if not isinstance(error, Exception) or isinstance(error, RankFailedError):
+            return None  # the user's own order to stop, or the word of a context within this one
+        broken_off = _is_broken_off(error)
+        if broken_off and self._thread is not None:
+            self._heard.wait(_VERDICT_S)
+        if isinstance(error, AutosplitError) and not broken_off:
+            return None  # says more than that another rank stopped, too: most are raised by all ranks together
+        return self._failed
+
+    def _error_of(self, word: Word) -> RankFailedError:
+        return RankFailedError(self._message(word), rank=word.rank, cause=word.cause)
+
+    def _message(self, word: Word) -> str:
+        says = f"rank {word.rank} {'failed' if word.kind == 'failed' else 'is gone'}: {word.cause}"
+        if word.rank == self._rank:
+            return f"{says}; the other ranks were told"
+        return (
+            f"{says}; this rank {self._rank} stops, since the ranks train together; mend that and start the job again"
+        )
+
+    # What it hears, in a thread of its own
+
+    def _listen(self) -> None:
+        self._thread = threading.Thread(target=self._follow, name="autosplit-watch", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        assert self._line is not None, "there is something to listen to"
+        while True:
+            for word in self._line.words():
+                if word.kind == "over":
+                    return
+                self._take(self._line, word)
+
+    def _take(self, line: Line, word: Word) -> None:
+        if word.kind == "joined":
+            if self._failed is not None:
+                line.send(self._failed, only=word.rank)
+        elif word.kind == "left":
+            if word.rank == self._rank:
+                self._left = True
+                line.send(word)
+        elif self._failed is None:
+            self._failed = word
+            line.send(word)
+            self._heard.set()
+            self._stop()
+
+    def _stop(self) -> None:
+        """Get this rank out of what it waits for; end it where that is in vain."""
+        assert self._failed is not None, "there is a reason"
+        if self._failed.rank != self._rank and not self._left:
+            # Now, and not with the traceback: torchrun ends all ranks as soon as one is gone.
+            _print(f"autosplit: {self._message(self._failed)}")
+        self._last_resort = threading.Timer(GRACE_S, self._end_process)
+        self._last_resort.daemon = True
+        self._last_resort.start()
+        if self._failed.rank != self._rank:
+            _cut_off(self._sockets)
+
+    def _end_process(self) -> None:
+        assert self._failed is not None, "it was the reason to wait"
+        _print(
+            f"autosplit: {self._message(self._failed)}; rank {self._rank} did not leave autosplit.ddp.setup within "
+            f"{GRACE_S:.0f} s, so its process is ended now"
+        )
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _unwatched(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"{what} ({error}); expected a connection to rank 0 beside the process group's; without it, the ranks "
+            "learn of a failure from broken collectives only, and may wait for their time-out; let the job's machines "
+            "reach each other on any port",
+            UnwatchedWarning,
+            stacklevel=2,
+        )
+
+
+def _is_peaceful(error: BaseException) -> bool:
+    """Tell whether an exception is a way to leave, and no failure: sys.exit(0), or a generator that is closed."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def _is_broken_off(error: BaseException) -> bool:
+    """Tell whether an exception, or one that led to it, comes from a collective in which a peer went missing."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        if isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and _BROKEN_OFF.search(str(link))):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(Exception):  # closed, or none: what matters is that the rank ends
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+# The process group's connections
+
+
+def open_sockets() -> dict[int, str]:
+    """Return the sockets that this process has open, by descriptor; none where the system does not list them."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed by now
+                target = str(entry.readlink())
+                if target.startswith("socket:"):
+                    found[int(entry.name)] = target
+    return found
+
+
+def group_sockets(before: Mapping[int, str]) -> dict[int, str]:
+    """Return the sockets that were opened since, while gloo made the process group."""
+    return {number: name for number, name in open_sockets().items() if before.get(number) != name}
+
+
+def abort_group() -> None:
+    """Let NCCL give up what it is doing, which would keep a group from being destroyed."""
+    with contextlib.suppress(Exception):  # whatever it is, GRACE_S is the end of it
+        group: Any = dist.group.WORLD
+        group.abort()
+
+
+def _cut_off(sockets: Mapping[int, str]) -> None:
+    """Let whoever waits in a collective have an error.
+
+    NCCL can be told to abort. Gloo can't (torch 2.13: `abort` does nothing, a time-out holds from the next collective
+    on), but it ends a collective as soon as a connection ends, so this side hangs up as well.
+    """
+    abort_group()
+    still = open_sockets()
+    for number in [number for number, name in sockets.items() if still.get(number) == name]:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
+            end.getpeername()  # gloo does not survive a listener that is shut down
+            end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,326 @@
+"""A line between the ranks, beside their collectives, on which one can say how it ends: words, and who was cut off.
+
+rank 1 ---+
+rank 2 ---+--- rank 0    a star: what a rank says, rank 0 says on to the others
+rank 3 ---+
+
+Where a process ends, its system closes the line, so that an end without a word is heard, too. Where a machine ends, the
+answers stay away that its system gives.
+
+The rendezvous store would not do: nobody hears of a process that is killed there, and by hand it dies with rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import os
+import queue
+import secrets
+import selectors
+import socket
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+__all__ = ["Address", "Line", "Word"]
+
+JOIN_S = 10.0
+"""A rank looks for rank 0 for so long."""
+
+_TRY_S = 3.0
+"""Of that, one of its addresses may take so long."""
+
+_SILENT_AFTER_S, _SIGN_EVERY_S, _SIGNS = 6, 3, 3
+"""A machine is dead when it has not answered for 6 + 3 * 3 = 15 s. Its system answers, however busy a process is."""
+
+_CAUSE_LENGTH = 1000
+_PIECE_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Word:
+    """What was heard.
+
+    Attributes:
+        kind: "joined", which only rank 0 hears; "failed" and "left", as the rank said; "lost", where it said nothing;
+            "over", from this rank to its own thread.
+        rank: Of whom.
+        cause: Of a failure, on one line.
+    """
+
+    kind: Literal["joined", "failed", "left", "lost", "over"]
+    rank: int
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 listens.
+
+    Attributes:
+        hosts: Its names and numbers, of which a machine may know some only.
+        port: The same for all of them.
+        token: By which both sides know that they belong to one job.
+    """
+
+    hosts: tuple[str, ...]
+    port: int
+    token: str
+
+
+class Line:
+    """A rank's end of the line.
+
+    One thread listens (`words`, `send`, `close`); any other may `say` something, which that thread gets to hear.
+
+    Args:
+        rank: Of this process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._token = ""
+        self._listener: socket.socket | None = None
+        self._peers: dict[int, _Peer] = {}
+        self._strangers: list[_Peer] = []
+        self._said: queue.SimpleQueue[Word] = queue.SimpleQueue()
+        self._bell, self._rings = socket.socketpair()
+        self._rings.setblocking(False)
+        self._bell.setblocking(False)
+        _OPEN.add(self)
+
+    def listen(self) -> Address:
+        """Open rank 0's end.
+
+        Raises:
+            OSError: No port can be had.
+        """
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
+        self._listener.setblocking(False)
+        self._token = secrets.token_hex(16)
+        return Address(_hosts_here(), self._listener.getsockname()[1], self._token)
+
+    def join(self, address: Address) -> None:
+        """Connect another rank's end to rank 0's, whose thread has to be listening.
+
+        Raises:
+            OSError: It was not found at any of its addresses.
+        """
+        self._token = address.token
+        until = time.monotonic() + JOIN_S
+        reasons = []
+        for host in address.hosts:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                break
+            try:
+                self._peers[0] = _Peer(0, self._greeted(host, address.port, min(_TRY_S, left_s)))
+            except (OSError, ValueError) as error:
+                reasons.append(f"{host}: {error}")
+            else:
+                return
+        raise OSError(f"rank 0 listens on port {address.port} and was not reached; {'; '.join(reasons)}")
+
+    def _greeted(self, host: str, port: int, limit_s: float) -> socket.socket:
+        """Connect, and make sure that it is rank 0 who answers: on this machine the port may be anybody's."""
+        made = socket.create_connection((host, port), timeout=limit_s)
+        try:
+            made.sendall(_line_of(token=self._token, rank=self.rank))
+            answer = b""
+            while not answer.endswith(b"\n"):
+                piece = made.recv(1)  # no more than the answer: what follows is for `words`
+                if not piece:
+                    raise ConnectionResetError("another program listens there")
+                answer += piece
+            if not _is_token(json.loads(answer), self._token):
+                raise ValueError("another program listens there")
+        except BaseException:
+            made.close()
+            raise
+        _keep_alive(made)
+        return made
+
+    def say(self, word: Word) -> None:
+        """Let the listening thread hear this, from whichever thread."""
+        self._said.put(word)
+        with contextlib.suppress(OSError):  # full of rings, or closed: it hears, or nobody does
+            self._rings.send(b"!")
+
+    def words(self) -> list[Word]:
+        """Wait for words, this rank's own among them."""
+        while True:
+            found: list[Word] = []
+            for ready in self._ready():
+                if ready is self._bell:
+                    found += self._own_words()
+                elif ready is self._listener:
+                    self._accept()
+                elif (stranger := _of_socket(self._strangers, ready)) is not None:
+                    found += self._introduced(stranger)
+                elif (peer := _of_socket(self._peers.values(), ready)) is not None:
+                    found += self._heard_from(peer)
+            if found:
+                return found
+
+    def _ready(self) -> list[object]:
+        # Made anew each time, which is seldom: nothing that a forked process could share and change is kept.
+        with getattr(selectors, "PollSelector", selectors.DefaultSelector)() as selector:
+            ends = [peer.socket for peer in (*self._peers.values(), *self._strangers)]
+            for end in (self._bell, *([self._listener] if self._listener else []), *ends):
+                selector.register(end, selectors.EVENT_READ)
+            return [key.fileobj for key, _ in selector.select()]
+
+    def send(self, word: Word, *, only: int | None = None) -> None:
+        """Send a word to everybody at the other end, or to one rank; who is gone does not hear it."""
+        for peer in list(self._peers.values()):
+            if only in (None, peer.rank) and peer.rank != word.rank:
+                with contextlib.suppress(OSError):  # its end shows when it is listened to
+                    peer.socket.sendall(_line_of(**asdict(word)))
+
+    def close(self) -> None:
+        """Let go of all ends."""
+        _OPEN.discard(self)
+        for peer in (*self._peers.values(), *self._strangers):
+            with contextlib.suppress(OSError):
+                peer.socket.shutdown(socket.SHUT_WR)  # what was sent arrives before the end
+        self.drop()
+
+    def drop(self) -> None:
+        """Close the ends in this process, and leave them open in another that shares them."""
+        for peer in (*self._peers.values(), *self._strangers):
+            peer.socket.close()
+        for own in (self._bell, self._rings, self._listener):
+            if own is not None:
+                own.close()
+        self._peers, self._strangers = {}, []
+
+    def _own_words(self) -> list[Word]:
+        with contextlib.suppress(BlockingIOError):
+            self._bell.recv(_PIECE_BYTES)
+        found = []
+        while not self._said.empty():
+            found.append(self._said.get())
+        return found
+
+    def _accept(self) -> None:
+        assert self._listener is not None, "its socket was ready"
+        with contextlib.suppress(OSError):  # gone already
+            made, _ = self._listener.accept()
+            _keep_alive(made)
+            self._strangers.append(_Peer(-1, made))
+
+    def _introduced(self, stranger: _Peer) -> list[Word]:
+        lines, reason = stranger.read()
+        if not lines and reason is None:
+            return []
+        self._strangers.remove(stranger)
+        try:
+            told = json.loads(lines[0]) if lines else None
+            if isinstance(told, dict) and _is_token(told, self._token) and isinstance(told.get("rank"), int):
+                stranger.socket.sendall(_line_of(token=self._token))
+                stranger.rank = told["rank"]
+                self._peers[stranger.rank] = stranger
+                return [Word("joined", stranger.rank)]
+        except (OSError, ValueError):  # gone, or no JSON
+            pass
+        stranger.socket.close()
+        return []
+
+    def _heard_from(self, peer: _Peer) -> list[Word]:
+        lines, reason = peer.read()
+        words = [Word(**json.loads(line)) for line in lines]
+        peer.parted |= any(word.rank == peer.rank and word.kind in ("left", "failed") for word in words)
+        if reason is not None:
+            self._peers.pop(peer.rank)
+            peer.socket.close()
+            if not peer.parted:
+                words.append(Word("lost", peer.rank, reason))
+        return words
+
+
+class _Peer:
+    """Who is at the other end, and what of its next word has arrived."""
+
+    def __init__(self, rank: int, end: socket.socket) -> None:
+        self.rank = rank
+        self.socket = end
+        self.parted = False  # it said why it would go
+        self._arrived = b""
+
+    def read(self) -> tuple[list[bytes], str | None]:
+        """Return the lines that are whole, and how it ended, if it did."""
+        try:
+            piece = self.socket.recv(_PIECE_BYTES)
+            reason = None if piece else _ENDED
+        except OSError as error:
+            piece = b""
+            reason = _ENDED if error.errno == errno.ECONNRESET else f"{_UNREACHED} ({error.strerror})"
+        *lines, self._arrived = (self._arrived + piece).split(b"\n")
+        return lines, reason
+
+
+_ENDED = "it ended without a word: was it killed, or did its machine run out of memory?"
+_UNREACHED = "its machine does not answer: did it, or the network, go down?"
+
+
+def _of_socket(peers: Iterable[_Peer], end: object) -> _Peer | None:
+    return next((peer for peer in peers if peer.socket is end), None)
+
+
+def _line_of(**parts: object) -> bytes:
+    cause = parts.get("cause")
+    if isinstance(cause, str) and len(cause) > _CAUSE_LENGTH:
+        parts["cause"] = cause[:_CAUSE_LENGTH] + "..."
+    return json.dumps(parts).encode() + b"\n"
+
+
+def _is_token(told: object, token: str) -> bool:
+    given = told.get("token") if isinstance(told, dict) else None
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), token.encode())
+
+
+def _keep_alive(end: socket.socket) -> None:
+    """Let the system find out where a machine at the other end is gone, which closes nothing."""
+    end.settimeout(1.0)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _SILENT_AFTER_S),
+        ("TCP_KEEPINTVL", _SIGN_EVERY_S),
+        ("TCP_KEEPCNT", _SIGNS),
+        ("TCP_USER_TIMEOUT", 1000 * (_SILENT_AFTER_S + _SIGN_EVERY_S * _SIGNS)),
+    ):
+        if hasattr(socket, name):  # not every system has each
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _hosts_here() -> tuple[str, ...]:
+    """Return what this machine is called, the likeliest first; a rank beside this one finds it by the first."""
+    found = ["127.0.0.1", os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
+    for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # documentation's: no host
+        # Nothing is sent: the system tells by which of its addresses it would go out.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asked:
+            asked.connect((far, 9))
+            found.append(str(asked.getsockname()[0]))
+    return tuple(dict.fromkeys(host for host in found if host))
+
+
+_OPEN: weakref.WeakSet[Line] = weakref.WeakSet()
+
+
+def _drop_in_child() -> None:
+    """Keep a loader's workers from holding the line of a rank that was killed."""
+    for line in list(_OPEN):
+        line.drop()
+    _OPEN.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_in_child)
