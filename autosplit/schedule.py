@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -317,10 +318,11 @@ class OptimizerStep:
         num_ranks: The ranks whose gradients are averaged in the step's last backward.
 
     Attributes:
-        on_draw: Called before each micro-batch comes out, with whether it is the step's last; None for nothing.
+        on_draw: Called before each micro-batch comes out, with whether it is the step's last; returns whether the
+            ranks meet in its backward: in every one where they share the parameters out. None where in the last.
+        silenced: Around a backward that is run for the ranks to meet and counts for nothing: keeps what its loss gives
+            from the gradients.
         on_end: Called when the last micro-batch has had its backward; None for nothing.
-        meets_always: Whether the ranks meet in every backward, and not only in the step's last: so they do where they
-            share the parameters out, and have to bring them together first.
     """
 
     def __init__(
@@ -336,13 +338,14 @@ class OptimizerStep:
         self.num_samples = sum(sizes) if num_samples is None else num_samples
         self.num_ranks = num_ranks
         self.index = index
-        self.on_draw: Callable[[bool], None] | None = None
+        self.on_draw: Callable[[bool], bool] | None = None
+        self.silenced: Callable[[], AbstractContextManager[None]] = nullcontext
         self.on_end: Callable[[], None] | None = None
-        self.meets_always = False
         self._batches = iter(batches)
         self._drawn = 0
         self._backwards = 0
         self._iterated = False
+        self._meets = False
         self._loss: torch.Tensor | float = 0.0
 
     def __len__(self) -> int:
@@ -407,12 +410,13 @@ class OptimizerStep:
         _require_one_number(loss)
         # Counted before it runs: one that fails half-way has left gradients behind and can't be run again.
         self._backwards = self._drawn
-        if not weight and not self._meets_ranks:
+        if not weight and not (self._meets and self.num_ranks > 1):
             return
         weighted = loss * weight
         if weight:
             self._loss = self._loss + weighted.detach().reshape(())
-        (weighted if scaler is None else scaler.scale(weighted)).backward()
+        with nullcontext() if weight else self.silenced():
+            (weighted if scaler is None else scaler.scale(weighted)).backward()
 
     def check_finished(self) -> None:
         """Make sure that every micro-batch of the step had its backward; `steps` does so before it goes on.
@@ -427,10 +431,6 @@ class OptimizerStep:
                 "of them, or the gradient lacks a part; run the inner loop to its end"
             )
 
-    @property
-    def _meets_ranks(self) -> bool:
-        return self.num_ranks > 1 and (self.meets_always or self._drawn == len(self))
-
     def _draw(self) -> Iterator[Any]:
         accumulation = Accumulation(len(self))
         for _ in self.micro_batch_sizes:
@@ -442,9 +442,9 @@ class OptimizerStep:
                     f"{self.index}; expected as many as its sampler's schedule; pass the loader that owns the sampler"
                 )
             self._drawn += 1
-            if self.on_draw is not None:
-                self.on_draw(self._drawn == len(self))
-            with accumulation.running(is_last=self._drawn == len(self)):
+            is_last = self._drawn == len(self)
+            self._meets = is_last if self.on_draw is None else self.on_draw(is_last)
+            with accumulation.running(is_last=is_last):
                 yield batch
             del batch  # or this frame would hold it while the next is made
         self._check_backward()

@@ -39,9 +39,7 @@ def train(checkpoint: str, num_steps: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             if ctx.rank == 0 and step.index % 10 == 0:
-                print(
-                    f"step {step.index:3}: loss {step.loss:.3f} on rank 0, of {step.num_samples} samples on all ranks"
-                )
+                print(f"step {step.index:3}: loss {step.loss:.3f} on rank 0, {step.num_samples} samples on all ranks")
             if step.index + 1 == num_steps:
                 break
         ctx.save_checkpoint(checkpoint, **parts)

@@ -7,6 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -346,19 +347,45 @@ class Context:
                 self._synchronise(True)
                 for model in self._sharded:
                     begin_step(model)
-                step.on_draw = self._synchronise
-                step.meets_always = bool(self._sharded)
+                step.on_draw, step.silenced = self._synchronise, self._silenced
                 yield step
         finally:
             # A loop that is collected late must not touch the flag within one that began after it.
             if self._loop is loop:
                 self._synchronise(True)
 
-    def _synchronise(self, meets: bool) -> None:
+    def _synchronise(self, meets: bool) -> bool:
+        """Let gradients meet in what runs next, or not; tell whether the ranks do in any model's backward."""
+        met = meets
         for wrapped in self._wrapped:
-            wrapped.require_backward_grad_sync = meets
+            wrapped.require_backward_grad_sync = meets or _has_graph_to_learn(wrapped)
+            met = met or wrapped.require_backward_grad_sync
         for model in self._sharded:
             let_meet(model, meets)
+        # Parameters that are shared out come together in every forward and every backward.
+        return met or bool(self._sharded)
+
+    @contextmanager
+    def _silenced(self) -> Iterator[None]:
+        """Let a backward send zeros, whatever its loss is: the mean over no labels is 0/0, and 0 times that no zero."""
+        parameters = [p for wrapped in self._wrapped for p in wrapped.parameters() if p.requires_grad]
+        handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _has_graph_to_learn(wrapped: DistributedDataParallel) -> bool:
+    """Tell whether a model's very first backward is still to come, and has to be one in which gradients meet.
+
+    With static_graph, DDP learns the graph from the first backward, and takes for granted that it is one of these:
+    otherwise it breaks off ("expect_autograd_hooks_ INTERNAL ASSERT FAILED", torch 2.13), or, kept from that, sends no
+    gradient ever after and says nothing (PyTorch #143580, #187732). Gradients that meet once more than they had to add
+    up to the same: a mean over the ranks that all of them have is its own mean.
+    """
+    return wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued  # noqa: SLF001 - no other name
 
 
 def _draws_everything(loader: object) -> bool:

@@ -1,0 +1,93 @@
+"""Real processes that meet over gloo, for tests of what the ranks of a job do together.
+
+Starting processes costs seconds, so one job runs all the scenarios of a table, each in a group of its own, and every
+rank writes what each of them returned. A table stands at module level, because the processes import it by name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+
+def run_ranks(module: str, table: str, world_size: int, folder: Path, *, limit_s: float) -> list[dict[str, Any]]:
+    """Run the scenarios of a table in so many processes.
+
+    Args:
+        module: The test module that has the table.
+        table: Its name there: scenarios that take no arguments, by name.
+        world_size: How many processes.
+        folder: Where they write.
+        limit_s: After so long they are ended, and what they wrote counts.
+
+    Returns:
+        For each rank, what every scenario returned, or the traceback of the first that failed.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        context.Process(target=_run_rank, args=(rank, world_size, store.port, module, table, str(folder)))
+        for rank in range(world_size)
+    ]
+    deadline_s = time.monotonic() + limit_s
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+    finally:
+        for process in processes:
+            _end(process)
+    return [torch.load(path) if path.exists() else {} for path in (folder / f"{r}.pt" for r in range(world_size))]
+
+
+def found_by(ranks: list[dict[str, Any]], name: str) -> list[Any]:
+    """Return what each rank found in a scenario; a traceback of any of them is shown instead."""
+    if not all(name in found and not _has_failed(found[name]) for found in ranks):
+        tracebacks = [value for found in ranks for value in found.values() if _has_failed(value)]
+        assert not tracebacks, tracebacks[0]
+        pytest.fail(f"{name!r} did not end; the last that ended on each rank: {[[*found][-1:] for found in ranks]}")
+    return [found[name] for found in ranks]
+
+
+def _has_failed(value: object) -> bool:
+    return isinstance(value, str) and "Traceback" in value
+
+
+def _end(process: Any) -> None:
+    """End a rank, if it has not ended, with all that it started: the workers of a loader outlive it now and then."""
+    if process.pid is not None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def _run_rank(rank: int, world_size: int, port: int, module: str, table: str, folder: str) -> None:
+    os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    # As under torchrun: the ranks meet at one store, which the parent keeps for the whole job.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    __import__(module)
+    path = Path(folder) / f"{rank}.pt"
+    found = {}
+    for name, scenario in getattr(sys.modules[module], table).items():
+        try:
+            found[name] = scenario()
+        except Exception:  # noqa: BLE001 - the test that reads it shows it, whatever it is
+            found[name] = traceback.format_exc()
+        torch.save(found, path.with_suffix(".part"))  # each time: where a later one hangs, this is what there is
+        path.with_suffix(".part").replace(path)
+        if _has_failed(found[name]):
+            break  # the other ranks wait in vain: better they are ended than they go on out of step
