@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from autosplit import ddp
+from autosplit import Workload, ddp
 from autosplit.schedule import ScheduledBatchSampler
 
 BATCH_SIZES, EFFECTIVE_BATCH_SIZE = (2, 6), 16
@@ -33,6 +33,11 @@ def make_model() -> torch.nn.Module:
 
 def mean_loss(model: torch.nn.Module, indices: Any) -> torch.Tensor:
     return torch.nn.functional.mse_loss(model(INPUTS[indices]), TARGETS[indices])
+
+
+def workload() -> Workload:
+    """Return what is tuned for: the same model, as `autosplit tune` wants it."""
+    return Workload(make_model(), (INPUTS[:8], TARGETS[:8]), loss_fn=torch.nn.functional.mse_loss)
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:

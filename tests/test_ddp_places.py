@@ -15,8 +15,7 @@ from torch import distributed as dist
 
 from autosplit import ddp, profiles
 from autosplit.ddp.devices import Visible, backend_for, device_for
-from autosplit.ddp.place import Place, _agreed_round, place_here
-from autosplit.ddp.process import _explain_loopback
+from autosplit.ddp.place import Place, _agreed_round, explain_loopback, place_here
 from autosplit.devices import parse_devices
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan import Plan
@@ -151,10 +150,11 @@ class TestLoopback:
     """Gloo sought a rank at an address that is this machine's own; test_machines.py has the real thing."""
 
     @pytest.mark.parametrize("address", ["127.0.1.1", "::1"])
-    def test_of_another_machine_is_explained(self, address):
+    def test_of_another_machine_is_explained(self, address, monkeypatch):
+        monkeypatch.setattr("socket.gethostname", lambda: "this-one")
         error = RuntimeError(REFUSED.format(address))
         with pytest.raises(InputError, match=r"on this-one, was told to reach .* set GLOO_SOCKET_IFNAME") as caught:
-            _explain_loopback(error, Place(0, 4, 0, 2), "this-one")
+            explain_loopback(error, Place(0, 4, 0, 2))
         assert caught.value.__cause__ is error
         assert f"at {address}, where" in str(caught.value)
 
@@ -163,7 +163,7 @@ class TestLoopback:
         [("127.0.0.1", Place(0, 2, 0, 2)), ("10.0.0.127", Place(0, 2, 0, 1)), ("fe80::1", Place(0, 2, 0, 1))],
     )
     def test_of_this_one_is_where_ranks_of_this_one_are(self, address, place):
-        assert _explain_loopback(RuntimeError(REFUSED.format(address)), place, "this-one") is None
+        assert explain_loopback(RuntimeError(REFUSED.format(address)), place) is None
 
 
 CARDS = tuple(Visible(name, f"GPU-{number}") for number, name in enumerate(("A100", "L4", "A100", "L4")))

@@ -23,7 +23,7 @@ from autosplit.errors import AutosplitError, RankFailedError, from_user_code, on
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.trainee import ran_a_step
 
-__all__ = ["Failure", "Interrupts", "Peers"]
+__all__ = ["Failure", "Interrupts", "Peers", "has_waited"]
 
 T = TypeVar("T")
 
@@ -130,17 +130,11 @@ class Peers:
         """Return every rank's value, in the order of the ranks.
 
         Raises:
-            RankFailedError: A rank has gone.
+            RuntimeError: A rank has gone.
         """
         self.parted = False
         found: list[Any] = [None] * self.world_size
-        try:
-            dist.all_gather_object(found, value, group=self._group)
-        except RuntimeError as error:
-            raise RankFailedError(
-                f"rank {self.rank} stops: another rank has gone without a word ({one_line(error)}); expected all "
-                f"{self.world_size} until the end; see what that rank printed, or whether the system ended it"
-            ) from error
+        dist.all_gather_object(found, value, group=self._group)
         return found
 
     def told(self, value: T) -> T:
@@ -205,7 +199,7 @@ class Peers:
         try:
             value = run()
         except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever it is, the others wait to hear of it
-            own = error if _waited(error) else _named(error)
+            own = error if has_waited(error) else _named(error)
         failure = None if own is None else self.failure(own)
         return self.gathered(_Told(value, failure, self.interrupts.came)), own
 
@@ -227,11 +221,11 @@ class Peers:
             exit_code=error.exit_code if isinstance(error, AutosplitError) else 1,
             frames=getattr(error, "frames", ()) if known else (),
             lacks_memory=isinstance(error, OutOfMemoryError) and not isinstance(error, DoesNotFitError),
-            waited=_waited(error),
+            waited=has_waited(error),
         )
 
 
-def _waited(error: BaseException) -> bool:
+def has_waited(error: BaseException) -> bool:
     """Tell whether an error is that of a collective whose other end is not there."""
     return isinstance(error, RuntimeError) and bool(_WAITED.search(str(error)))
 

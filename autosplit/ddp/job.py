@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
-from autosplit.ddp.consensus import Interrupts, Peers
-from autosplit.ddp.place import Place, meeting_place, place_here
+from autosplit.ddp.consensus import Interrupts, Peers, has_waited
+from autosplit.ddp.faults import Watch, group_sockets, open_sockets
+from autosplit.ddp.place import Place, explain_loopback, meeting_place, place_here
 from autosplit.devices import Device
-from autosplit.errors import DeviceError, InputError
+from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
 from autosplit.profiles import machine_of
 from autosplit.request import Request
 
 __all__ = ["Job", "in_a_job", "joined"]
 
 T = TypeVar("T")
-
-MEETING_TIMEOUT_S = 300
-"""A rank that comes no sooner than so long after another was not started, or does something else."""
 
 
 @dataclass(frozen=True)
@@ -195,33 +192,58 @@ def _shares_card(devices: Sequence[Device]) -> bool:
 
 @contextmanager
 def _talking(place: Place) -> Iterator[Peers]:
-    """Make a gloo group for plain values, and end it; where there is a process group already, it stays."""
+    """Make a gloo group for plain values, and end it; where there is a process group already, it stays.
+
+    Raises:
+        InputError: Not all ranks came.
+        RankFailedError: One has gone in between.
+    """
     adopted = dist.is_initialized()
-    interrupts = Interrupts()
-    if adopted:
-        group = dist.new_group(backend="gloo")
-    else:
-        store = meeting_place(place)
-        _await_all(store, place)
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
-        group = dist.group.WORLD
+    before = open_sockets()
+    group = dist.new_group(backend="gloo") if adopted else _met(place)
+    watch = Watch(place.rank, place.world_size)
     try:
-        yield Peers(place.rank, place.world_size, group, interrupts)
+        watch.begin({} if adopted else group_sockets(before))
+        with _broken_off_named(place), watch.telling():
+            agreed = None
+            peers = Peers(place.rank, place.world_size, group, Interrupts())
+            try:
+                yield peers
+            except BaseException as error:
+                if not peers.parted:
+                    raise
+                agreed = error  # which all ranks raise: there is nothing left to tell
+        if agreed is not None:
+            raise agreed
     finally:
-        if adopted:
-            dist.destroy_process_group(group)
-        else:
-            dist.destroy_process_group()
+        with suppress(RuntimeError) if watch.failed else nullcontext():  # what failed is what has to be heard of
+            dist.destroy_process_group(group if adopted else None)
+        watch.end()
 
 
-def _await_all(store: Any, place: Place) -> None:
-    """Wait until every rank is here."""
-    store.set(f"here/{place.rank}", "yes")
-    for rank in range(place.world_size):
-        try:
-            store.wait([f"here/{rank}"], timedelta(seconds=MEETING_TIMEOUT_S))
-        except RuntimeError as error:
-            raise InputError(
-                f"rank {rank} of {place.world_size} did not come within {MEETING_TIMEOUT_S} s; expected all of them to "
-                "call autosplit.tune; call it on every rank, with the same arguments"
-            ) from error
+def _met(place: Place) -> Any:
+    """Wait until every rank is here, and make the process group."""
+    try:
+        store = meeting_place(place)
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+    except RuntimeError as error:
+        explain_loopback(error, place)
+        raise InputError(
+            f"rank {place.rank} of {place.world_size} does not meet the others ({one_line(error)}); expected all of "
+            "them to call autosplit.tune; call it on every rank, with the same arguments"
+        ) from error
+    return dist.group.WORLD
+
+
+@contextmanager
+def _broken_off_named(place: Place) -> Iterator[None]:
+    """Say what it means that a collective broke off, where nobody has heard of a rank that failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, AutosplitError) or not has_waited(error):
+            raise
+        raise RankFailedError(
+            f"rank {place.rank} stops: another rank has gone without a word ({one_line(error)}); expected all "
+            f"{place.world_size} until the end; see what that rank printed, or whether the system ended it"
+        ) from error

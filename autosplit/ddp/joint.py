@@ -47,6 +47,9 @@ INTERRUPTED_NOTE = "the search was interrupted: this is the best so far"
 LEAST_SEEN = 0.05
 """Of an all-reduce: the first bucket's share or so is hidden by nothing."""
 
+LEAST_CONTENTION = 0.1
+"""Where the all-reduce takes nearly all the time, a fit may find that computing takes none, which can't be."""
+
 _Order = Sequence[Sequence[int]] | Failure | None
 """What rank 0 says comes next: a step of these shares; that it failed; or nothing."""
 
@@ -459,7 +462,8 @@ class JointSession:
                 measured_s = sum(map(sum, splits)) / trial.samples_per_s
                 predicted_s = fitted.seconds(splits)
                 residuals.append(Residual(trial.split, trial.accumulation_steps, measured_s, predicted_s))
-        curves = tuple(TimeCurve(tuple((n, fitted.contention * s) for n, s in c.points)) for c in fitted.curves)
+        slower = max(LEAST_CONTENTION, fitted.contention)
+        curves = tuple(TimeCurve(tuple((n, slower * s) for n, s in curve.points)) for curve in fitted.curves)
         best = self._best_trial()
         assert best is not None, "there is a plan"
         busy_s = max(curve(share) for curve, share in zip(curves, best.split, strict=True))

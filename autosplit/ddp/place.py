@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
+import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import InputError
 
-__all__ = ["Place", "meeting_place", "place_here"]
+__all__ = ["Place", "explain_loopback", "meeting_place", "place_here"]
 
 _GROUPS = itertools.count()
 """Numbers the groups that this process made; every rank makes the same ones, so the numbers agree."""
@@ -172,3 +174,26 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
             store.set(f"{name}/{place.rank}", word)
         time.sleep(_LOOKED_EVERY_S)
     return name
+
+
+def explain_loopback(error: RuntimeError, place: Place) -> None:
+    """Raise what to do where gloo sought a rank of another machine on this one's loopback.
+
+    Gloo tells the others the address that its machine's own name has there, and Debian gives that one to loopback.
+
+    Args:
+        error: What making the process group raised.
+        place: Of this process.
+
+    Raises:
+        InputError: It was that.
+    """
+    found = re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))
+    if found is None or place.local_world_size == place.world_size:
+        return
+    raise InputError(
+        f"rank {place.rank} of {place.world_size}, on {socket.gethostname()}, was told to reach another rank at "
+        f"{found[1]}, where no other machine is; expected addresses on the network between the machines, but the name "
+        "of one means its loopback to itself (/etc/hosts); on each machine, set GLOO_SOCKET_IFNAME to its interface on "
+        "that network (`ip -br address` lists them)"
+    ) from error

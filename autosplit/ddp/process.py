@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,9 +14,9 @@ from torch import distributed as dist
 from autosplit.ddp.context import Context
 from autosplit.ddp.devices import backend_for, device_for
 from autosplit.ddp.faults import Watch, abort_group, group_sockets, open_sockets
-from autosplit.ddp.place import Place, meeting_place, place_here
+from autosplit.ddp.place import Place, explain_loopback, meeting_place, place_here
 from autosplit.ddp.plans import PLAN_VARIABLE, plan_for_job
-from autosplit.errors import InputError, PlanError
+from autosplit.errors import PlanError
 from autosplit.plan import Plan
 
 __all__ = ["setup"]
@@ -87,7 +85,7 @@ def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> It
         before = open_sockets()
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
     except RuntimeError as error:
-        _explain_loopback(error, place, socket.gethostname())
+        explain_loopback(error, place)
         raise
     try:
         yield group_sockets(before)
@@ -99,22 +97,6 @@ def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> It
                 dist.destroy_process_group()
         else:
             dist.destroy_process_group()
-
-
-def _explain_loopback(error: RuntimeError, place: Place, host: str) -> None:
-    """Raise what to do where gloo sought a rank of another machine on this one's loopback.
-
-    Gloo tells the others the address that its machine's own name has there, and Debian gives that one to loopback.
-    """
-    found = re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))
-    if found is None or place.local_world_size == place.world_size:
-        return
-    raise InputError(
-        f"rank {place.rank} of {place.world_size}, on {host}, was told to reach another rank at "
-        f"{found[1]}, where no other machine is; expected addresses on the network between the machines, but the name "
-        "of one means its loopback to itself (/etc/hosts); on each machine, set GLOO_SOCKET_IFNAME to its interface on "
-        "that network (`ip -br address` lists them)"
-    ) from error
 
 
 def _agree_on(plan: Plan, rank: int) -> None:
