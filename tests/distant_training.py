@@ -93,7 +93,7 @@ def train(checkpoint: str, *, dies: str | None, at: int) -> None:
             for step in ctx.steps(loader):
                 samples = []
                 for number, indices in enumerate(step):
-                    if dies and done == at and number == 1:
+                    if dies and done == at and number == len(step) // 2:
                         die(dies)
                     step.backward(mean_loss(model, indices))
                     samples += indices.tolist()

@@ -23,6 +23,8 @@ from distant_training import BATCH_SIZES, EFFECTIVE_BATCH_SIZE, EPOCHS, NUM_SAMP
 from machines import Machine, Machines, missing, network_of
 from test_ddp import make_plan
 
+from autosplit.plan import Plan
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LIMIT_S = 200
@@ -150,7 +152,47 @@ def test_each_has_its_own_name_network_and_cache(machines):
 
 # -------------------------------------------------------------------------------------------------------- tuning
 
-# (A search over both machines belongs here: its plan is what the jobs below train by.)
+BUDGETS = ("20KiB", "13KiB")
+"""Of the model's step: machine-b holds a few samples, machine-a all sixteen."""
+
+
+def start_tuning(machines: Machines, machine: Machine, meeting: str, budget: str) -> subprocess.Popen[str]:
+    """Start one machine's torchrun on a search of all; each names its own devices."""
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    workload = f"{Path(distant_training.__file__).absolute()}:workload"
+    asked = ["--effective-batch-size", str(EFFECTIVE_BATCH_SIZE), "--n-trials", "3", "--output", "plan.json"]
+    command = ["-m", "autosplit", "tune", workload, "--strategy", "ddp", "--devices", f"cpu:{budget}", *asked]
+    return machine.start(sys.executable, *torchrun, *MEETINGS[meeting](machines, machine), *command)
+
+
+def start_by_what_is_remembered(machines: Machines, machine: Machine, *death: str) -> subprocess.Popen[str]:
+    """Train without naming a plan: the machine remembers one that is usable there."""
+    options = ["--nnodes", "2", "--max-restarts", "1", *MEETINGS["static"](machines, machine)]
+    script = [str(Path(distant_training.__file__).absolute()), str(checkpoint_of(machines)), *death]
+    return machine.start(sys.executable, "-m", "autosplit", "launch", *options, *script)
+
+
+def test_two_machines_tune_together_then_train_and_go_on_after_one_was_killed(machines):
+    both = (machines.a, machines.b)
+    tuning = [start_tuning(machines, one, "static", budget) for one, budget in zip(both, BUDGETS, strict=True)]
+    assert codes(machines, tuning) == [0, 0], said(machines)
+    plan, copy = (Plan.load(machine.folder / "plan.json") for machine in both)
+    assert plan == copy
+    assert plan.ddp.measured
+    assert plan.effective_batch_size == EFFECTIVE_BATCH_SIZE
+    assert plan.machine["ranks_per_machine"] == [1, 1]
+    large, small = (rank.ceiling for rank in plan.ddp.ranks)
+    assert large.capacity_bytes > small.capacity_bytes
+    assert small.batch_size < large.batch_size == EFFECTIVE_BATCH_SIZE
+    assert all(1 <= rank.batch_size <= rank.ceiling.batch_size for rank in plan.ddp.ranks)
+    assert all(len(list((machine.folder / "cache" / "profiles").glob("*.json"))) == 1 for machine in both)
+
+    death = ("--dies", "worker", "--at", str(DIES_AT))
+    training = [start_by_what_is_remembered(machines, *pair) for pair in ((machines.a,), (machines.b, *death))]
+    assert codes(machines, training) == [0, 0], said(machines)
+    assert_went_on_from(machines, BEGUN, DIES_AT)
+    assert_trained_as_one_device(machines)
+
 
 # ------------------------------------------------------------------------------------------------------ training
 
