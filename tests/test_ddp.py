@@ -7,6 +7,7 @@ import itertools
 import os
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -250,6 +251,12 @@ class TestEffectiveBatch:
 # ------------------------------------------------------------------------------------------------------ one process
 
 
+def group_threads() -> list[str]:
+    """The threads of gloo's that run in this process, as the system names them."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No trace of torchrun."""
@@ -278,6 +285,47 @@ class TestOneProcess:
         with ddp.setup(make_plan((4,))) as ctx:
             names = list(vars(ctx.wrap(make_model())))
         assert names.index("process_group") > max(names.index("reducer"), names.index("logger"))
+
+    def test_nothing_of_the_group_outlives_it(self) -> None:
+        """Ranks died at the very end, now and then on a busy machine: "terminate called without an active exception".
+
+        The wrapped model, a global in most scripts, held the group, so that destroying it ended none of gloo's threads:
+        they ran on while the interpreter was taken down.
+        """
+        with ddp.setup(make_plan((4,))) as ctx:
+            model = ctx.wrap(make_model())
+            mean_loss(model, [0, 1]).backward()
+            group = weakref.ref(dist.group.WORLD)
+            assert group_threads()
+        assert group() is None
+        assert not group_threads()
+        assert model.module is not None
+
+    def test_a_wrapped_model_goes_on_as_what_it_wraps(self) -> None:
+        with ddp.setup(make_plan((4,))) as ctx:
+            plain = make_model()
+            model = ctx.wrap(plain)
+            expected = model(INPUTS).detach()
+            names = list(model.state_dict())
+        assert list(model.state_dict()) == names
+        assert model.module is plain
+        with torch.no_grad():
+            assert torch.equal(model(INPUTS), expected)
+        with pytest.raises(InputError, match=r"called for training, but autosplit\.ddp\.setup was left.*within it"):
+            model(INPUTS)
+        output = model.eval()(INPUTS)
+        assert torch.equal(output, expected)
+        output.sum().backward()  # of this rank alone, as its forward was
+
+    def test_a_group_of_the_users_stays_with_the_model(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            with ddp.setup(make_plan((4,))) as ctx:
+                model = ctx.wrap(make_model())
+            mean_loss(model, [0, 1]).backward()
+            assert model.process_group is dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
 
     def test_options_reach_ddp(self) -> None:
         with ddp.setup(make_plan((4,))) as ctx:

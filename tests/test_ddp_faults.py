@@ -170,6 +170,24 @@ def leaves_before_the_others(victim: int, fail: Callable[[], None]) -> None:
         time.sleep(3)
 
 
+def ends_well(victim: int, fail: Callable[[], None]) -> None:
+    """Leave with the model in hand, and look what still runs beside this thread."""
+    with ddp.setup(plan_here()) as ctx:
+        train(ctx, None)
+        kept = ctx.wrap(make_model())
+        within = native_threads()
+    left = native_threads()
+    assert kept.process_group is None
+    assert any("gloo" in name for name in within)
+    assert len(left) == 1, left
+    assert threading.enumerate() == [threading.main_thread()]
+
+
+def native_threads() -> list[str]:
+    """The threads of this process, Python's or not, as the system names them."""
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
 ERRORS: dict[str, Callable[[], None]] = {
     "raises": lambda: raised(ValueError("the reason\nand more of it")),
     "runs out of memory": lambda: raised(autosplit.OutOfMemoryError("cuda:1 ran out of memory")),
@@ -267,8 +285,12 @@ def assert_others_ended(found: list[Ended], victim: int, how: str, code: int = 1
         assert f"this rank {rank} stops" in ended.said, ended.said
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 class TestRaising:
-    @pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+    @pytest.mark.parametrize(("world_size", "victim"), [slow(2, 0), (2, 1), (3, 0), slow(3, 2)])
     @pytest.mark.parametrize("scenario", [in_a_step, before_a_checkpoint, in_a_step_of_a_foreign_loader])
     def test_ends_every_other_rank(self, tmp_path: Path, scenario: Any, world_size: int, victim: int) -> None:
         found = job(tmp_path, scenario, world_size, victim, "raises")
@@ -309,7 +331,7 @@ class TestRaising:
 
 
 class TestKilled:
-    @pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+    @pytest.mark.parametrize(("world_size", "victim"), [slow(2, 0), slow(2, 1), (3, 0), (3, 1), slow(3, 2)])
     def test_ends_every_other_rank(self, tmp_path: Path, world_size: int, victim: int) -> None:
         """Rank 0 has the store and the middle of the line."""
         found = job(tmp_path, in_a_step, world_size, victim, "is killed")
@@ -331,6 +353,11 @@ class TestNoFailure:
     def test_what_the_user_caught(self, tmp_path: Path, victim: int) -> None:
         found = job(tmp_path, caught, 2, victim, "raises")
         assert [(ended.code, "rank" in ended.said) for ended in found] == [(0, False)] * 2
+
+    def test_no_thread_outlives_setup(self, tmp_path: Path) -> None:
+        """Gloo's did, while the model was alive, and now and then took the process down at its very end."""
+        found = job(tmp_path, ends_well, 2, 0, "ends well")
+        assert [ended.code for ended in found] == [0, 0], found
 
     @pytest.mark.parametrize("victim", [0, 1, 2])
     def test_leaving_before_the_others(self, tmp_path: Path, victim: int) -> None:

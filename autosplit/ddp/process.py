@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,6 +33,14 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
     Started without either, it is a job of one process. The device is the very card that the plan means, whatever
     CUDA_VISIBLE_DEVICES says; the backend is nccl on GPUs, and gloo elsewhere or where two ranks share a card. A
     process group that is already there is used, and left as it is; one that is made here is destroyed on leaving.
+    Wrapped models then go on as what they wrap: `module`, `state_dict`, and forwards in `eval()` or without gradients.
+
+    A rank that leaves by an exception (a `sys.exit(0)` is none) tells the others, and one that is killed is missed by
+    them at once, one whose machine or network went down after 15 s. What they wait for is then broken off, and they
+    raise RankFailedError; a process that has not left within 10 s is ended, with the reason on stderr and exit code 1.
+    For that, ranks keep a connection to rank 0, on a port that the system chooses. It watches until rank 0 leaves.
+    A group that was there before is watched as well, but where it is gloo's, and the rank that failed lives on, what
+    the others wait for can't be broken off: they are ended.
 
     Args:
         profile: A plan, or the file that `Plan.save` wrote; None for the file that the environment variable
@@ -46,6 +55,10 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
         DeviceError: The plan is for simulated cards, or this rank's device is not there.
         InputError: What torchrun or Slurm should have set is missing or wrong: the rank, the number of ranks, or the
             address of rank 0. Or a machine knows itself by an address at which no other one reaches it.
+        RankFailedError: Another rank failed; on leaving.
+
+    Warns:
+        UnwatchedWarning: Rank 0 was not reached beside the process group.
     """
     place = place_here()
     plan, _ = plan_for_job(profile, place.world_size)
@@ -80,6 +93,7 @@ def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> It
     if dist.is_initialized():
         yield {}
         return
+    _import_without_group()
     try:
         store = meeting_place(place)
         before = open_sockets()
@@ -97,6 +111,14 @@ def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> It
                 dist.destroy_process_group()
         else:
             dist.destroy_process_group()
+
+
+def _import_without_group() -> None:
+    """Import what keeps the group that is there while it is imported, and its threads, until the process ends.
+
+    Its functions have the default group as a default argument, and DDP imports it with the first model (torch 2.13).
+    """
+    importlib.import_module("torch.distributed.nn.functional")
 
 
 def _agree_on(plan: Plan, rank: int) -> None:
