@@ -109,7 +109,8 @@ class RankSlice:
         Args:
             batch: The micro-batch of all ranks, not empty.
         """
-        sizes = proportional_split(len(batch), self.batch_sizes)
+        whole = len(batch) == self.batch_size
+        sizes = self.batch_sizes if whole else proportional_split(len(batch), self.batch_sizes)
         begin = sum(sizes[: self.rank])
         return batch[begin : begin + sizes[self.rank]] or batch[:1]
 
@@ -287,7 +288,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         order = self._order()
         for number, step in enumerate(self.schedule[start_step:], start_step):
             first = number * self.effective_batch_size
-            indices = [int(i) for i in order[first : first + step.num_samples]]
+            part = order[first : first + step.num_samples]
+            indices = part.tolist() if isinstance(part, torch.Tensor) else [*part]
             sizes = micro_batch_sizes(step.num_samples, self.batch_size)
             yield from map(self.rank_slice.part_of, _cut(indices, sizes))
 
@@ -346,7 +348,7 @@ class OptimizerStep:
         self._backwards = 0
         self._iterated = False
         self._meets = False
-        self._loss: torch.Tensor | float = 0.0
+        self._losses: list[torch.Tensor] = []
 
     def __len__(self) -> int:
         """Count the micro-batches of this step."""
@@ -386,7 +388,7 @@ class OptimizerStep:
         On a rank of a DDP job, the mean over this rank's own samples: the other ranks are not asked.
         """
         own = sum(self.micro_batch_sizes) * self.num_ranks
-        return float(self._loss) * (self.num_samples / own) if own else 0.0
+        return float(sum(loss.reshape(()) for loss in self._losses)) * (self.num_samples / own) if own else 0.0
 
     def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         """Weight the current micro-batch's mean loss and run its backward pass.
@@ -414,7 +416,7 @@ class OptimizerStep:
             return
         weighted = loss * weight
         if weight:
-            self._loss = self._loss + weighted.detach().reshape(())
+            self._losses.append(weighted.detach())  # added up by who reads them: few do, and each addition is a kernel
         with nullcontext() if weight else self.silenced():
             (weighted if scaler is None else scaler.scale(weighted)).backward()
 

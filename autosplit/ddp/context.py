@@ -358,8 +358,10 @@ class Context:
         """Let gradients meet in what runs next, or not; tell whether the ranks do in any model's backward."""
         met = meets
         for wrapped in self._wrapped:
-            wrapped.require_backward_grad_sync = meets or _has_graph_to_learn(wrapped)
-            met = met or wrapped.require_backward_grad_sync
+            wanted = meets or _has_graph_to_learn(wrapped)
+            if wrapped.require_backward_grad_sync != wanted:  # a module takes its time to set an attribute
+                wrapped.require_backward_grad_sync = wanted
+            met = met or wanted
         for model in self._sharded:
             let_meet(model, meets)
         # Parameters that are shared out come together in every forward and every backward.

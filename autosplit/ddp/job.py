@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from autosplit.ddp.consensus import Interrupts, Peers, has_waited
 from autosplit.ddp.faults import Watch, group_sockets, open_sockets
-from autosplit.ddp.place import Place, explain_loopback, meeting_place, place_here
+from autosplit.ddp.place import Place, explain_loopback, import_without_group, meeting_place, place_here
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
 from autosplit.profiles import machine_of
@@ -223,6 +223,7 @@ def _talking(place: Place) -> Iterator[Peers]:
 
 def _met(place: Place) -> Any:
     """Wait until every rank is here, and make the process group."""
+    import_without_group()
     try:
         store = meeting_place(place)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)

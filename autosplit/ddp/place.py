@@ -6,6 +6,7 @@ srun       PROCID    STEP_NUM_TASKS         LOCALID         -                  f
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
@@ -20,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import InputError
 
-__all__ = ["Place", "explain_loopback", "meeting_place", "place_here"]
+__all__ = ["Place", "explain_loopback", "import_without_group", "meeting_place", "place_here"]
 
 _GROUPS = itertools.count()
 """Numbers the groups that this process made; every rank makes the same ones, so the numbers agree."""
@@ -197,3 +198,11 @@ def explain_loopback(error: RuntimeError, place: Place) -> None:
         "of one means its loopback to itself (/etc/hosts); on each machine, set GLOO_SOCKET_IFNAME to its interface on "
         "that network (`ip -br address` lists them)"
     ) from error
+
+
+def import_without_group() -> None:
+    """Import what keeps the group that is there while it is imported, and its threads, until the process ends.
+
+    Its functions have the default group as a default argument, and DDP imports it with the first model (torch 2.13).
+    """
+    importlib.import_module("torch.distributed.nn.functional")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from torch import distributed as dist
 from autosplit.ddp.context import Context
 from autosplit.ddp.devices import backend_for, device_for
 from autosplit.ddp.faults import Watch, abort_group, group_sockets, open_sockets
-from autosplit.ddp.place import Place, explain_loopback, meeting_place, place_here
+from autosplit.ddp.place import Place, explain_loopback, import_without_group, meeting_place, place_here
 from autosplit.ddp.plans import PLAN_VARIABLE, plan_for_job
 from autosplit.errors import PlanError
 from autosplit.plan import Plan
@@ -93,7 +92,7 @@ def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> It
     if dist.is_initialized():
         yield {}
         return
-    _import_without_group()
+    import_without_group()
     try:
         store = meeting_place(place)
         before = open_sockets()
@@ -111,14 +110,6 @@ def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> It
                 dist.destroy_process_group()
         else:
             dist.destroy_process_group()
-
-
-def _import_without_group() -> None:
-    """Import what keeps the group that is there while it is imported, and its threads, until the process ends.
-
-    Its functions have the default group as a default argument, and DDP imports it with the first model (torch 2.13).
-    """
-    importlib.import_module("torch.distributed.nn.functional")
 
 
 def _agree_on(plan: Plan, rank: int) -> None:
