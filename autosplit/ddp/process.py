@@ -46,7 +46,8 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
             AUTOSPLIT_PROFILE names, or else the only remembered plan that this machine and this job can use.
 
     Yields:
-        The context: `device`, `wrap`, `batch_sampler`, `steps`, `save_checkpoint`, `load_checkpoint`.
+        The context: `device`, `wrap`, `shard`, `batch_sampler`, `steps`, `save_checkpoint`, `load_checkpoint`,
+        `save_sharded`, `load_sharded`.
 
     Raises:
         PlanError: There is no plan, it can't be read, it has no rank for each process, or the ranks have different
