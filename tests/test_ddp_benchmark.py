@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 

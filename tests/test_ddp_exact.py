@@ -26,6 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 from autosplit import ddp
 from autosplit.schedule import ScheduledBatchSampler
 
+pytestmark = pytest.mark.alone
+
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 NUM_SAMPLES = 203
 INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -38,6 +38,8 @@ from autosplit.trainee import training_copy
 from autosplit.tuning import TuningInterrupted
 from tests.test_ddp import make_plan
 
+pytestmark = pytest.mark.alone
+
 DEVICES = "cpu:400KiB,cpu:200KiB"
 LIMIT_S = 300
 

@@ -24,6 +24,8 @@ from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.staging import build, follow, isolated_runtime, runtime_for
 from autosplit.tuning import tune
 
+pytestmark = pytest.mark.alone
+
 CPU = parse_devices("cpu:1MiB")
 CAPACITIES = (CPU[0].capacity_bytes,)
 

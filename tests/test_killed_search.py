@@ -20,6 +20,8 @@ from autosplit.space import configuration_of
 sys.path.insert(0, {tests!r})
 from workloads import char_gpt
 
+pytestmark = pytest.mark.alone
+
 real = session.Session._evaluate
 
 def evaluate(self, number, configuration):

@@ -25,7 +25,7 @@ from test_ddp import make_plan
 
 from autosplit.plan import Plan
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.alone]
 
 LIMIT_S = 200
 """For what takes a quarter of a minute: it shows that nothing waits in vain, and the machine may be busy."""

@@ -31,6 +31,8 @@ from autosplit.trainee import fake_mode
 from autosplit.tuning import TuningInterrupted, tune
 from autosplit.workload import Workload
 
+pytestmark = pytest.mark.alone
+
 KIB, MIB = 2**10, 2**20
 
 
