@@ -359,8 +359,8 @@ def launch_command(
     plan: Annotated[
         _Text,
         typer.Option(
-            help="A file that a plan was saved to. Default: AUTOSPLIT_PROFILE, or the only plan remembered for this "
-            "machine."
+            help="A file that a plan was saved to, or the beginning of a profile's key. Default: AUTOSPLIT_PROFILE, or "
+            "the only plan remembered for this machine."
         ),
     ] = None,
     print_only: Annotated[bool, typer.Option("--print", help="Print the line instead of running it.")] = False,
@@ -402,7 +402,7 @@ def _tune(spec: str, keywords: dict[str, Any], *, as_json: bool, output: str | N
             unsaved = error
     if interrupted is not None:
         _failed(_interrupted_text(saved), EXIT_INTERRUPTED)
-    _print_plan(plan, _origin(spec, workload, keywords, saved), as_json=as_json)
+    _print_plan(plan, _origin(spec, plan, workload, keywords, saved), as_json=as_json)
     if unsaved is not None:
         raise unsaved  # only now: what took so long to find has been shown
     return 0 if interrupted is None else EXIT_INTERRUPTED
@@ -522,9 +522,10 @@ def _users_errors(spec: str) -> Iterator[None]:
         raise from_user_code(error, f"the code of {spec}") from error
 
 
-def _origin(spec: str, workload: object, keywords: Mapping[str, Any], saved: str | None) -> Origin:
+def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any], saved: str | None) -> Origin:
     """Say how this plan is had again: from its file, or by the same call, which its profile answers."""
     from autosplit.loading import split_spec
+    from autosplit.profiles import profile_holding
     from autosplit.report import Origin
 
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
@@ -535,12 +536,14 @@ def _origin(spec: str, workload: object, keywords: Mapping[str, Any], saved: str
     module = Path(place).stem if place.endswith(".py") else place
     same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
     arguments = "".join(f", {keyword}={_quoted(value)}" for keyword, value in same.items())
+    found = None if keywords.get("profile") == "off" else profile_holding(plan)
     remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
     return Origin(
         f"autosplit.tune({name}{'()' if callable(workload) else ''}{arguments})",
         (f"from {module} import {name}" + (f"  # {place}" if place.endswith(".py") else ""),),
         remark,
         command,
+        None if found is None else str(found),
     )
 
 
@@ -716,10 +719,13 @@ def _check(spec: str, *, as_json: bool, quiet: bool) -> int:
 def _launch(arguments: list[str], plan: str | None, *, print_only: bool) -> int:
     from autosplit.launching import launch_of
 
+    if plan is not None and not Path(plan).exists() and _is_key(plan):
+        plan = str(_profile(plan)[0])
     launch = launch_of(plan, arguments)
     if print_only:
         sys.stdout.write(launch.line() + "\n")
         return 0
+    sys.stderr.write(f"plan: {launch.told}\n")
     launch.run()
     raise AssertionError("this process is torchrun now")
 

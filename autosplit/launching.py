@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autosplit.ddp.plans import PLAN_VARIABLE, plan_for_job
+from autosplit.ddp.plans import PLAN_VARIABLE, described, plan_for_job
 from autosplit.errors import InputError, PlanError, RankFailedError
 from autosplit.plan import Plan
 
@@ -33,10 +33,12 @@ class Launch:
     Attributes:
         command: The program and its arguments.
         variables: For the environment.
+        told: Which plan it is, for the user.
     """
 
     command: tuple[str, ...]
     variables: Mapping[str, str]
+    told: str = ""
 
     def line(self) -> str:
         """Return it as a shell takes it."""
@@ -66,13 +68,14 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
     options = _options_of(arguments)
     plan, path = plan_for_job(profile)
     assert path is not None, "a plan that is not given as one has a file"
+    _refuse_other_count(plan, options)
     chosen: list[str] = []
     if not options.keys() & set(_COUNTS):
         chosen.append(f"--nproc-per-node={_processes_per_node(plan, options)}")
     if not options.keys() & {*_MEETINGS, _NODES}:
         chosen.append("--standalone")
     command = (sys.executable, "-m", "torch.distributed.run", *chosen, *arguments)
-    return Launch(command, {PLAN_VARIABLE: str(Path(path).absolute())})
+    return Launch(command, {PLAN_VARIABLE: str(Path(path).absolute())}, f"{described(plan)}, {path}")
 
 
 INTERRUPTED = 4
@@ -176,3 +179,15 @@ def _processes_per_node(plan: Plan, options: Mapping[str, str]) -> int:
             "--nproc-per-node yourself on each of them"
         )
     return count // int(nodes)
+
+
+def _refuse_other_count(plan: Plan, options: Mapping[str, str]) -> None:
+    """Refuse a number of processes that the plan has no ranks for; several machines may have unlike ones."""
+    given = next((options[name] for name in _COUNTS if name in options), "")
+    if not (given.isascii() and given.isdigit()) or options.get(_NODES, "1") != "1":
+        return
+    if int(given) != len(plan.ddp.ranks):
+        raise PlanError(
+            f"the plan has {len(plan.ddp.ranks)} ranks, and --nproc-per-node is {given}; expected a process for each "
+            "rank; leave the option out, or tune for as many devices"
+        )

@@ -14,7 +14,7 @@ import platform
 import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ __all__ = [
     "key_of",
     "machine_of",
     "memory_shortfall",
+    "profile_holding",
     "profiles",
     "profiles_folder",
     "store",
@@ -317,6 +318,13 @@ def profiles() -> tuple[tuple[Path, Plan | None], ...]:
     """Return all profiles of the cache, the newest first; None in place of a plan that can't be read."""
     dated = sorted(((_written_ns(path), path) for path in profiles_folder().glob("[!.]*.json")), reverse=True)
     return tuple((path, _read_or_none(path)) for _, path in dated)
+
+
+def profile_holding(plan: Plan) -> Path | None:
+    """Return the file in which a plan is remembered, if it is; notes, which tell how one came by it, do not count."""
+    return next(
+        (path for path, kept in profiles() if kept is not None and replace(kept, notes=plan.notes) == plan), None
+    )
 
 
 def usable_here() -> tuple[tuple[Path, Plan], ...]:

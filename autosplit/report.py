@@ -174,7 +174,7 @@ def _ranks_lines(origin: Origin) -> tuple[str, ...]:
         "    loader = DataLoader(dataset, batch_sampler=sampler)",
         "    for step in ctx.steps(loader):",
         "        for inputs, targets in step:",
-        "            step.backward(loss_fn(model(inputs), targets))",
+        "            step.backward(loss_fn(model(inputs.to(ctx.device)), targets.to(ctx.device)))",
         "        optimizer.step()",
         "        optimizer.zero_grad()",
     )

@@ -360,6 +360,18 @@ class TestOneProcess:
             ctx._doubt_batchnorms(model)
         assert [warning.category for warning in caught] == [BatchNormWarning] * warned
 
+    @pytest.mark.parametrize(
+        ("workload", "warned"),
+        [({"model": "Net", "parameters": 5}, True), ({"model": "Net", "parameters": 50}, False), ({}, False)],
+    )
+    def test_a_plan_for_another_model_is_told_of(self, workload: dict[str, Any], warned: bool) -> None:
+        """A newcomer's script ran by the example's plan, the only one that was remembered, and nothing said so."""
+        ctx = ddp.Context(make_plan((4,), workload=workload), 0, torch.device("cpu"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ctx._doubt_model(make_model())
+        assert [warning.category for warning in caught] == [ddp.OtherModelWarning] * warned
+
     def test_the_plan_from_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = make_plan((4,))
         plan.save(tmp_path / "plan.json")

@@ -202,7 +202,7 @@ SAYS = {
     "runs out of memory": "failed: OutOfMemoryError: cuda:1 ran out of memory (",
     "is interrupted": "failed: KeyboardInterrupt (",
     "exits": "failed: SystemExit: 3 (",
-    "is killed": "is gone: it ended without a word: was it killed, or did its machine run out of memory?;",
+    "is killed": "is gone: it ended without a word (killed, or out of its machine's memory, perhaps);",
 }
 
 

@@ -523,7 +523,8 @@ def test_torchrun_by_hand(tmp_path: Path) -> None:
     done = run_cli(tmp_path, *started, *OPTIONS[2:])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("DDP, measured") == 1
-    assert "python -m autosplit launch train.py" in done.stdout
+    ((path, _),) = profiles.profiles()
+    assert f"python -m autosplit launch --plan {path} train.py" in done.stdout
     refused = run_cli(tmp_path, *started, *OPTIONS[2:], "--strategy", "balanced")
     assert refused.returncode != 0
     assert "--strategy balanced in one of several processes: expected ddp" in refused.stderr

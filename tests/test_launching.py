@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from test_ddp import make_plan
 
+from autosplit import profiles
 from autosplit.cli import main
 from autosplit.errors import InputError, PlanError
 from autosplit.launching import launch_of
@@ -57,11 +58,24 @@ def test_without_a_script(plan_file, arguments):
     [
         (["--nnodes", "3", "train.py"], PlanError, "the plan has 2 ranks, and --nnodes is 3"),
         (["--nnodes=1:4", "train.py"], InputError, "--nnodes is '1:4'; expected a fixed number"),
+        (["--nproc-per-node", "3", "train.py"], PlanError, "the plan has 2 ranks, and --nproc-per-node is 3"),
     ],
 )
 def test_machines_that_do_not_go_with_the_plan(plan_file, arguments, error, says):
     with pytest.raises(error, match=says):
         launch_of(plan_file, arguments)
+
+
+def test_a_profiles_key_names_its_plan(capsys):
+    """`show` prints it, and a newcomer passed it on."""
+    key = "0" * 32
+    path = profiles.store(key, make_plan((2, 6)))
+    assert main(["launch", "--print", "--plan", key[:12], "train.py"]) == 0
+    assert capsys.readouterr().out.startswith(f"AUTOSPLIT_PROFILE={path} ")
+
+
+def test_the_plan_is_named_before_it_starts(plan_file):
+    assert launch_of(plan_file, ["train.py"]).told == f"a model, 2, 6 samples x 1, {plan_file}"
 
 
 def test_the_line_is_a_shells(plan_file, capsys):

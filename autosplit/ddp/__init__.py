@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from autosplit.ddp.context import BatchNormWarning, Context
+from autosplit.ddp.context import BatchNormWarning, Context, OtherModelWarning
 from autosplit.ddp.faults import UnwatchedWarning
 from autosplit.ddp.loops import LeftOverWarning
 from autosplit.ddp.process import setup
 from autosplit.errors import RankFailedError
 
-__all__ = ["BatchNormWarning", "Context", "LeftOverWarning", "RankFailedError", "UnwatchedWarning", "setup"]
+__all__ = [
+    "BatchNormWarning",
+    "Context",
+    "LeftOverWarning",
+    "OtherModelWarning",
+    "RankFailedError",
+    "UnwatchedWarning",
+    "setup",
+]

@@ -208,7 +208,10 @@ def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
         CheckpointError: It is missing, cut short, or holds more than plain values.
     """
     if not path.is_file():
-        raise CheckpointError(f"{str(path)!r} is no file; expected one that save_checkpoint or torch.save wrote")
+        folder = "; load_sharded reads folders" if path.is_dir() else ""
+        raise CheckpointError(
+            f"{str(path)!r} is no file; expected one that save_checkpoint or torch.save wrote{folder}"
+        )
     try:
         state = _mapped(path)
     except pickle.UnpicklingError as error:

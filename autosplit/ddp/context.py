@@ -24,11 +24,15 @@ from autosplit.plan import Plan, RankSettings
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
 from autosplit.split import accumulation_steps
 
-__all__ = ["BatchNormWarning", "Context"]
+__all__ = ["BatchNormWarning", "Context", "OtherModelWarning"]
 
 
 class BatchNormWarning(UserWarning):
     """A model's running statistics come from a rank that sees fewer samples than another."""
+
+
+class OtherModelWarning(UserWarning):
+    """A model is not the one that the plan was made for."""
 
 
 class Context:
@@ -83,8 +87,10 @@ class Context:
 
         Warns:
             BatchNormWarning: Running statistics are rank 0's alone, and rank 0 has not the largest share.
+            OtherModelWarning: The plan was made for a model of another size.
         """
         self._refuse_options(kwargs)
+        self._doubt_model(model)
         if sync_batchnorm:
             if self.device.type != "cuda":
                 raise InputError(
@@ -132,7 +138,9 @@ class Context:
 
         Warns:
             BatchNormWarning: Checkpoints have rank 0's running statistics, and rank 0 has not the largest share.
+            OtherModelWarning: The plan was made for a model of another size.
         """
+        self._doubt_model(model)
         self._doubt_batchnorms(model, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
         shard(model, device=self.device, layers=layers, options=kwargs)
         self._sharded.add(model)
@@ -146,6 +154,23 @@ class Context:
             raise InputError(
                 f"{', '.join(unknown)} is given; expected options that DistributedDataParallel of torch "
                 f"{torch.__version__} has: {', '.join(name for name in known if name != 'module')}; leave it out"
+            )
+
+    def _doubt_model(self, model: nn.Module) -> None:
+        """Warn, on rank 0, where a model has not as many parameters as the one that the plan was made for."""
+        known, name = self.plan.workload.get("parameters"), self.plan.workload.get("model")
+        if self.rank != 0 or not isinstance(known, int) or not isinstance(name, str) or ", " in name:
+            return  # of several models this may be any
+        parameters = list(model.parameters())
+        if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
+            return
+        count = sum(parameter.numel() for parameter in parameters)
+        if count != known:
+            warnings.warn(
+                f"the plan is for {name} of {known:,} parameters, and this {type(model).__name__} has {count:,}; its "
+                "batch sizes may not fit or may be slow; tune for this model, or pass its plan",
+                OtherModelWarning,
+                stacklevel=3,
             )
 
     def _doubt_batchnorms(

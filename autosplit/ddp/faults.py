@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,9 @@ __all__ = ["GRACE_S", "UnwatchedWarning", "Watch", "abort_group", "group_sockets
 
 GRACE_S = 10.0
 """A rank that was told of another's failure has so long to leave `setup`; then its process is ended."""
+
+_LET_FIRST_S = 2.0
+"""How long a rank that stops for another one's failure lets that one end before it."""
 
 _VERDICT_S = 5.0
 """A rank whose collective broke off waits so long to hear which other rank failed."""
@@ -110,6 +114,7 @@ class Watch:
         except BaseException as error:
             found = self._failure_behind(error)
             if found is not None:
+                self._let_it_go_first(found)
                 raise self._error_of(found) from error
             if _is_peaceful(error):
                 self._tell(Word("left", self._rank))
@@ -119,8 +124,14 @@ class Watch:
                     self._heard.wait(_VERDICT_S)  # before the group's end makes others ask who failed
             raise
         if self._failed is not None:
+            self._let_it_go_first(self._failed)
             raise self._error_of(self._failed)
         self._tell(Word("left", self._rank))
+
+    def _let_it_go_first(self, found: Word) -> None:
+        """Wait for the process of the rank that failed to end: torchrun takes the first that ends for the cause."""
+        if found.kind == "failed" and found.rank != self._rank:
+            time.sleep(_LET_FIRST_S)
 
     # What this rank says
 
@@ -147,12 +158,13 @@ class Watch:
         return RankFailedError(self._message(word), rank=word.rank, cause=word.cause)
 
     def _message(self, word: Word) -> str:
+        if word.cause.startswith("KeyboardInterrupt"):
+            others = "the other ranks were told" if word.rank == self._rank else f"this rank {self._rank} stops with it"
+            return f"rank {word.rank} was interrupted (Ctrl-C); {others}"
         says = f"rank {word.rank} {'failed' if word.kind == 'failed' else 'is gone'}: {word.cause}"
         if word.rank == self._rank:
             return f"{says}; the other ranks were told"
-        return (
-            f"{says}; this rank {self._rank} stops, since the ranks train together; mend that and start the job again"
-        )
+        return f"{says}; this rank {self._rank} stops, since the ranks train together; start the job again"
 
     # What it hears, in a thread of its own
 

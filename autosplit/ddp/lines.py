@@ -266,7 +266,7 @@ class _Peer:
         return lines, reason
 
 
-_ENDED = "it ended without a word: was it killed, or did its machine run out of memory?"
+_ENDED = "it ended without a word (killed, or out of its machine's memory, perhaps)"
 _UNREACHED = "its machine does not answer: did it, or the network, go down?"
 
 

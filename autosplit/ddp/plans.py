@@ -9,7 +9,7 @@ from autosplit import profiles
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan import Plan
 
-__all__ = ["PLAN_VARIABLE", "plan_for_job"]
+__all__ = ["PLAN_VARIABLE", "described", "plan_for_job"]
 
 PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
 
@@ -57,7 +57,7 @@ def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Pat
             f"{given}, and none that is remembered is for this machine{job}; expected a plan, or the file of one; pass "
             f"it, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote"
         )
-    listed = "; ".join(f"{path} ({_described(plan)})" for plan, path in usable[:_SHOWN])
+    listed = "; ".join(f"{path} ({described(plan)})" for plan, path in usable[:_SHOWN])
     more = f"; and {len(usable) - _SHOWN} more" if len(usable) > _SHOWN else ""
     raise PlanError(
         f"{given}, and {len(usable)} that are remembered are for this machine{job}: {listed}{more}; "
@@ -65,7 +65,8 @@ def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Pat
     )
 
 
-def _described(plan: Plan) -> str:
+def described(plan: Plan) -> str:
+    """Name a plan's model and sizes, in a few words."""
     sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
     return f"{plan.workload.get('model', 'a model')}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"
 
