@@ -26,6 +26,7 @@ import typer
 import typer.main
 
 from autosplit.errors import AutosplitError, InputError, PlanError, UserCodeError, from_user_code, user_frames
+from autosplit.outcome import end_with_parent, reported
 from autosplit.terminal import progress_bar, stdout_kept_clean
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ __all__ = ["main", "run"]
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 4
+TYPERS_INTERRUPTED = 130
+"""What typer returns where Ctrl-C comes while it parses."""
+
 
 Command = Callable[[], int]
 """A command with its arguments, parsed and not yet run: typer is to parse only, its handling of errors is not ours."""
@@ -66,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         parsed = typer.main.get_command(app).main(arguments, prog_name="autosplit", standalone_mode=False)
+        if parsed == TYPERS_INTERRUPTED:
+            raise KeyboardInterrupt
         return parsed() if callable(parsed) else int(parsed or 0)
     except typer.TyperException as error:
         return _failed(f"{error.format_message().rstrip('.')}; see autosplit {_help_for(arguments)}", EXIT_USAGE)
@@ -89,16 +95,7 @@ def run() -> NoReturn:
         code = EXIT_INTERRUPTED
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise SystemExit(_reported(code))
-
-
-def _reported(code: int) -> int:
-    """Return what to exit with; where this process is one of several that we started, they are told otherwise."""
-    if "AUTOSPLIT_OUTCOME" not in os.environ:
-        return code
-    from autosplit.launching import reported
-
-    return reported(code)
+    raise SystemExit(reported(code))
 
 
 def _speaks() -> bool:
@@ -373,7 +370,9 @@ def launch_command(
 
 
 def _tune(spec: str, keywords: dict[str, Any], *, as_json: bool, output: str | None) -> int:
+    end_with_parent()
     _check_before_running(keywords, output)
+    folder = Path.cwd()
     together, keywords = _in_a_job(keywords)
     if not together and keywords.get("strategy") == "ddp":
         count = _ranks_to_start(keywords.get("devices"))
@@ -395,6 +394,8 @@ def _tune(spec: str, keywords: dict[str, Any], *, as_json: bool, output: str | N
     saved = None if path is None else str(path)
     unsaved: PlanError | None = None
     if output is not None:
+        if Path.cwd() != folder:  # the workload's code went elsewhere
+            output = str(folder / output)
         try:
             plan.save(output)
             saved = output
@@ -479,6 +480,11 @@ def _check_before_running(keywords: Mapping[str, Any], output: str | None) -> No
     if output is not None and Path(output).is_dir():
         raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}")
     if output is not None and Path(output).exists():
+        if not Path(output).is_file():
+            raise InputError(
+                f"--output {output} is neither a new file nor a plan to replace; expected one of them; leave it out to "
+                "have the plan on stdout (--json)"
+            )
         from autosplit.plan import Plan
 
         try:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from autosplit.ddp.plans import PLAN_VARIABLE, described, plan_for_job
 from autosplit.errors import InputError, PlanError, RankFailedError
+from autosplit.outcome import OUTCOME_VARIABLE
 from autosplit.plan import Plan
 
-__all__ = ["Launch", "launch_of", "reported", "run_together"]
+__all__ = ["Launch", "launch_of", "run_together"]
 
 _COUNTS = ("nproc-per-node", "nproc_per_node")
 _NODES = "nnodes"
@@ -78,13 +79,6 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
     return Launch(command, {PLAN_VARIABLE: str(Path(path).absolute())}, f"{described(plan)}, {path}")
 
 
-INTERRUPTED = 4
-"""The exit code of a command that Ctrl-C ended."""
-
-OUTCOME_VARIABLE = "AUTOSPLIT_OUTCOME"
-"""Names the file in which rank 0 leaves its exit code for who started it: torchrun's is 1, whatever happened."""
-
-
 def run_together(arguments: Sequence[str], num_processes: int) -> int:
     """Run a command of autosplit's in several processes of this machine, by torchrun, from within this one.
 
@@ -97,22 +91,26 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
 
     Raises:
         RankFailedError: A process ended, and left no exit code.
+        KeyboardInterrupt: A signal came, before rank 0 had anything to say.
     """
-    # Loud about what the processes say themselves; what is worth a word comes as an error.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # loud about what the processes say themselves
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome"
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it would be loud about
         os.environ[OUTCOME_VARIABLE] = str(outcome)
         lost: ChildFailedError | None = None
+        signalled: SignalException | None = None
+        options = ["--standalone", f"--nproc-per-node={num_processes}", "--log-dir", folder]
         try:
-            torchrun(["--standalone", f"--nproc-per-node={num_processes}", "-m", "autosplit", *arguments])
-        except SignalException:
-            pass  # Ctrl-C: the processes had it, too, and have said what came of it
+            torchrun([*options, "-m", "autosplit", *arguments])
+        except SignalException as error:  # the processes had it, too
+            signalled = error
         except ChildFailedError as error:
             lost = error
         finally:
@@ -120,28 +118,19 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         text = outcome.read_text() if outcome.exists() else ""
     if text.isdigit():
         return int(text)
+    if signalled is not None:
+        raise KeyboardInterrupt
     if lost is None:
-        return INTERRUPTED
+        raise RankFailedError(
+            f"rank 0 of {num_processes} ended without a word; expected its plan; see what stands above, or whether the "
+            "workload's code ends the process"
+        )
     rank, failure = lost.get_first_failure()
     how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
     raise RankFailedError(
         f"rank {rank} of {num_processes} {how} without a word, and the others with it; expected all of them until the "
         "end; see what stands above, or whether the system ran out of memory (dmesg)"
     )
-
-
-def reported(exit_code: int) -> int:
-    """Leave an exit code for who started this process together with others; torchrun is told that all is well.
-
-    Returns:
-        What to exit with.
-    """
-    path = os.environ.get(OUTCOME_VARIABLE)
-    if not path:
-        return exit_code
-    if os.environ.get("RANK") == "0":
-        Path(path).write_text(str(exit_code))
-    return 0
 
 
 def _options_of(arguments: Sequence[str]) -> dict[str, str]:

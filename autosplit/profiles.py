@@ -357,7 +357,9 @@ def _wanted(machine: Mapping[str, Any]) -> list[Counter[tuple[str, ...]]]:
         return []
     devices = [run for run in machine["devices"] for _ in range(min(run["count"], MOST_DEVICES))]
     counts = machine.get("ranks_per_machine", [len(devices)])
-    if not isinstance(counts, list) or not all(isinstance(count, int) and count > 0 for count in counts):
+    if not isinstance(counts, list) or not all(
+        isinstance(count, int) and 0 < count <= MOST_DEVICES for count in counts
+    ):
         return []
     wanted, rest = [], iter(devices)
     for count in counts[:MOST_DEVICES]:

@@ -95,7 +95,7 @@ class Proposer:
         candidates = [c for c in candidates if not _hopeless(c, trials)]
         if not candidates:
             return None
-        if solver.space.effective_batch_sizes is None and answers[0] in candidates:
+        if solver.space.effective_batch_sizes is None and answers and answers[0] in candidates:
             smaller = answers[0].batch_size < best.batch_size
             if smaller:  # the knee, by the model: it would be the answer, although it is not the fastest
                 return answers[0]

@@ -140,7 +140,7 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
     origin = origin or _SAVED
     if plan.simulated:
         return (origin.command,)
-    if plan.region is None and len(plan.ddp.ranks) > 1:
+    if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
         return _ranks_lines(origin)
     return (
         "import autosplit",

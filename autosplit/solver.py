@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -176,8 +177,10 @@ class Solver:
         if not self.space.holds(configuration):
             return False
         least = self.space.region.least_share
-        if not self.step_time.leaves_out and min(self.split_of(configuration)) < least:
-            return False
+        if not self.step_time.leaves_out:
+            # A device without samples in a shorter last micro-step runs one, which is enough where one is.
+            splits = [self.split_of(configuration)] if least == 1 else list(self._counted(configuration))
+            return min(map(min, splits)) >= least
         return least == 1 or not any(0 < share < least for split in self._counted(configuration) for share in split)
 
     def fastest_of(self, batch_size: int, steps: int) -> Configuration | None:
@@ -211,11 +214,18 @@ class Solver:
         """Return the split over devices of these ceilings that ends first; None where they hold no such batch."""
         key = (batch_size, ceilings)
         if key not in self._splits:
-            try:
-                self._splits[key] = fastest_split(batch_size, self.step_time.curves, ceilings)
-            except InputError:
-                self._splits[key] = None
+            self._splits[key] = None
+            floors = self._floors(batch_size, ceilings)
+            with contextlib.suppress(InputError):
+                self._splits[key] = fastest_split(batch_size, self.step_time.curves, ceilings, floors)
         return self._splits[key]
+
+    def _floors(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the least share of each device, where all of them have to take part, and the batch is enough."""
+        if self.step_time.leaves_out:
+            return None
+        floors = tuple(min(self.space.region.least_share, ceiling) for ceiling in ceilings)
+        return floors if sum(floors) <= batch_size else None
 
     def answers(self) -> list[Configuration]:
         """Return the best configuration for each batch size worth a look, the best by the objective first."""

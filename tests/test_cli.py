@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -379,6 +380,32 @@ def test_an_output_that_cant_be_written_still_shows_the_plan(script, tuned, caps
     out, err = capsys.readouterr()
     assert Plan.from_json(out) == tuned.answer
     assert err.startswith("error: the plan can't be written to blocked/plan.json")
+
+
+def test_an_output_is_where_it_was_asked_for_though_the_workload_went_elsewhere(script, tuned, tmp_path):
+    here = Path.cwd()
+    (tmp_path / "elsewhere").mkdir()
+    moved = f"import os\nos.chdir({str(tmp_path / 'elsewhere')!r})\n"
+    try:
+        assert main(["tune", script(moved + WORKLOAD), "--output", "plan.json"]) == 0
+    finally:
+        os.chdir(here)
+    assert Plan.load("plan.json") == tuned.answer
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_output_that_is_no_file_is_not_read(script, fails):
+    """/dev/full gives zeros for ever: it was read until memory was full."""
+    assert "--output /dev/full is neither a new file nor a plan" in fails("tune", script(), "--output", "/dev/full")[0]
+
+
+def test_ctrl_c_while_arguments_are_read(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autosplit.cli._whole", interrupted)
+    assert main(["tune", "x.py", "--seed", "1"]) == 4
+    assert capsys.readouterr().err.startswith("error: interrupted before there was any plan")
 
 
 USER_ERRORS = {

@@ -22,7 +22,7 @@ from torch import nn
 
 import autosplit
 from autosplit import ddp, profiles
-from autosplit.cost import RankStepTime, StepTime, TimeCurve
+from autosplit.cost import MemoryFit, RankStepTime, Region, StepTime, TimeCurve
 from autosplit.ddp import job as jobs
 from autosplit.ddp import ranks as rank_steps
 from autosplit.ddp.consensus import Failure, Interrupts, Peers
@@ -32,8 +32,11 @@ from autosplit.devices import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, UserCodeError, WorkloadError
 from autosplit.oom import DoesNotFitError
 from autosplit.plan import DdpOptions, Plan
+from autosplit.proposals import Proposer
 from autosplit.request import checked_request
 from autosplit.runtime.cpu import CpuRuntime
+from autosplit.solver import Solver
+from autosplit.space import Space, Trial
 from autosplit.trainee import training_copy
 from autosplit.tuning import TuningInterrupted
 from tests.test_ddp import make_plan
@@ -490,6 +493,7 @@ def test_the_command_starts_the_ranks_itself(tmp_path: Path) -> None:
     [
         ("raise ValueError('mine')", 5, "error: rank 1 failed: the workload raised ValueError: mine; mend it"),
         ("os.kill(os.getpid(), 9)", 1, "error: rank 1 of 2 was ended by SIGKILL without a word, and the others"),
+        ("os._exit(0)", 1, "error: rank "),
     ],
 )
 def test_what_happens_to_a_rank_is_said_once_with_its_exit_code(
@@ -518,6 +522,46 @@ def test_errors_of_all_are_said_once(tmp_path: Path, arguments: list[str], code:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent was killed")
+def test_nothing_is_left_where_the_command_is_killed(tmp_path: Path) -> None:
+    """Its ranks went on without it; one that hung would have been there for ever."""
+    spring = "[open(f'{os.getpid()}.rank', 'w').close(), __import__('time').sleep(600)]"
+    (tmp_path / "work.py").write_text(FILE.format(spring=spring))
+    environment = {**os.environ, "SPRING": "1", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "autosplit", "tune", "work.py", *OPTIONS]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as started:
+        until = time.monotonic() + 100
+        while not (found := list(tmp_path.glob("*.rank"))):
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        started.kill()
+    while Path(f"/proc/{found[0].stem}").exists():
+        assert time.monotonic() < until, "the rank is still there"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_the_commands_own_exit_code_and_one_line(tmp_path: Path) -> None:
+    spring = "[open('reached', 'w').close(), __import__('time').sleep(0.5)]"
+    (tmp_path / "work.py").write_text(FILE.format(spring=spring))
+    environment = {**os.environ, "SPRING": "0", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "autosplit", "tune", "work.py", *OPTIONS[:-1], "24"]
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **streams) as started:
+        until = time.monotonic() + 100
+        while not (tmp_path / "reached").exists():
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        os.killpg(started.pid, signal.SIGINT)
+        _, said = started.communicate(timeout=100)
+    assert started.returncode == 4, said
+    assert len([line for line in said.splitlines() if line.startswith("error: interrupted")]) == 1, said
+    assert "Traceback" not in said
+    assert "death signal" not in said
+    assert not list(tmp_path.glob("torchelastic*"))
+
+
+@pytest.mark.slow
 def test_torchrun_by_hand(tmp_path: Path) -> None:
     started = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "autosplit", "tune", "work.py"]
     done = run_cli(tmp_path, *started, *OPTIONS[2:])
@@ -541,6 +585,40 @@ def test_a_ranks_time_counts_the_all_reduce_whoever_has_samples() -> None:
     # The rank without samples runs one that counts for nothing.
     assert time_s.seconds([(1, 0)]) == pytest.approx(3 + 2 + 0.5)
     assert StepTime(curves, (0.0, 3.0), (0.0, 0.0), 0.5, adds_up=False).seconds([(1, 0)]) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.6, 30.0])
+@pytest.mark.parametrize("effective", [None, (64, 64), (3, 3)])
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_slow_rank_takes_part_with_the_least_that_it_can(slower: float, effective: Any, least: int) -> None:
+    """With a flat curve the fastest split gave it nothing, which is refused: the search had no answers, and died."""
+    curves = tuple(TimeCurve(((1, factor * 1e-3), (64, factor * 1.5e-3))) for factor in (1.0, slower))
+    region = Region(MemoryFit(0, 0), 2**20, 64, (64,), 64, least)
+    solver = Solver(Space(region, effective, 4), RankStepTime(curves, (0.0, 0.0), (0.0, 0.0), 0.0, adds_up=False))
+    answers = solver.answers()
+    if effective == (3, 3) and least == 2:
+        assert not answers
+        return
+    assert answers
+    assert solver.first_trials()
+    for configuration in answers:
+        assert all(min(split) >= least for split in solver.splits_of(configuration)[:1])
+    share = solver.split_of(answers[0])[1]
+    assert share == least if slower == 30.0 else share >= least
+    failed = Trial(0, 1, 2, 1, (1, 1), failure="no")
+    assert Proposer(solver)([failed]).configuration is not None
+
+
+def test_a_search_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    curves = (TimeCurve(((1, 1e-3), (64, 1.5e-3))),) * 2
+    region = Region(MemoryFit(0, 0), 2**20, 64, (64,), 64)
+    solver = Solver(Space(region, None), RankStepTime(curves, (0.0, 0.0), (0.0, 0.0), 0.0, adds_up=False))
+    proposer = Proposer(solver)
+    trials = [
+        Trial(number, c.gpu0_bsz, c.batch_size, 1, solver.split_of(c), 10.0) for number, c in enumerate(proposer.first)
+    ]
+    monkeypatch.setattr(Solver, "answers", lambda _self: [])
+    proposer(trials)
 
 
 def test_it_is_refitted_to_steps_that_all_ranks_ran() -> None:

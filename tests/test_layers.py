@@ -104,6 +104,7 @@ ORDER = (
     "export",
     "integrations",
     "loading",
+    "outcome",
     "launching",
     "cli",
     "__main__",

@@ -65,9 +65,13 @@ class Job:
             InputError: It is another one on some rank.
         """
         everyones = self.peers.gathered(described)
-        for name in described:
-            _refuse_differing(f"{what}'s {name}", [one.get(name) for one in everyones])
-        return described
+
+        def compare() -> dict[str, Any]:
+            for name in described:
+                _refuse_differing(f"{what}'s {name}", [one.get(name) for one in everyones])
+            return described
+
+        return self.peers.each_run(compare)
 
     @property
     def is_first_of_machine(self) -> bool:

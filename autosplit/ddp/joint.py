@@ -315,6 +315,12 @@ class JointSession:
 
     def _space(self) -> Space:
         """Bound the search by what each rank holds."""
+        needed, asked = self.peers.world_size * self._least_batch(), self.request.largest_batch
+        if asked < needed:
+            raise DoesNotFitError(
+                f"{self.peers.world_size} ranks need a batch of at least {needed} samples, and at most {asked} were "
+                "asked for; expected as many; raise effective_batch_size or max_batch_size, or name fewer devices"
+            )
         ceilings = tuple(rank.ceiling.batch_size for rank in self.ranks)
         region = Region(
             primary=MemoryFit(0, 0),  # a rank's memory is its own: its ceiling says it all
@@ -369,8 +375,9 @@ class JointSession:
         steps = configuration.accumulation_steps
         trial = Trial(number, configuration.gpu0_bsz, configuration.batch_size, steps, splits[0])
         least = self._least_batch()
-        if any(0 < share < least for split in splits for share in split):
-            return replace(trial, failure=f"a share below {least}: BatchNorm needs {least} samples to train on")
+        if min(splits[0]) < least or (least > 1 and min(map(min, splits)) < least):
+            why = "DDP's ranks all take part" if least == 1 else f"BatchNorm needs {least} samples to train on"
+            return replace(trial, failure=f"a share below {least}: {why}")
         found = self._together(splits)
         if isinstance(found, Failure):
             return replace(trial, failure=f"rank {found.rank}: {found.message}")
@@ -438,9 +445,6 @@ class JointSession:
             for rank, share in zip(self.ranks, best.split, strict=True)
         )
         ddp = measured_ranks(ceilings, best, self.solver.space.effective_of(configuration_of(best)), self._options())
-        idle = [device.label for device, share in zip(self.request.devices, best.split, strict=True) if not share]
-        if idle:
-            notes = (*notes, f"{', '.join(idle)} gets no samples: all are faster without; leave it out of the job")
         return assembled(
             self.subject,
             replace(rank_answer(ddp, fit), even_samples_per_s=even_samples_per_s),
