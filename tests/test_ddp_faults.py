@@ -200,7 +200,7 @@ ERRORS: dict[str, Callable[[], None]] = {
 SAYS = {
     "raises": "failed: ValueError: the reason (",
     "runs out of memory": "failed: OutOfMemoryError: cuda:1 ran out of memory (",
-    "is interrupted": "failed: KeyboardInterrupt (",
+    "is interrupted": "was interrupted (Ctrl-C);",
     "exits": "failed: SystemExit: 3 (",
     "is killed": "is gone: it ended without a word (killed, or out of its machine's memory, perhaps);",
 }
