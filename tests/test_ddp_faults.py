@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import json
 import os
@@ -27,7 +29,7 @@ from torch.utils.data import DataLoader
 
 import autosplit
 from autosplit import ddp
-from autosplit.ddp import faults
+from autosplit.ddp import faults, lines
 from autosplit.ddp.lines import Address, Line, Word
 from autosplit.errors import RankFailedError
 
@@ -200,7 +202,7 @@ ERRORS: dict[str, Callable[[], None]] = {
 SAYS = {
     "raises": "failed: ValueError: the reason (",
     "runs out of memory": "failed: OutOfMemoryError: cuda:1 ran out of memory (",
-    "is interrupted": "failed: KeyboardInterrupt (",
+    "is interrupted": "was interrupted (Ctrl-C);",
     "exits": "failed: SystemExit: 3 (",
     "is killed": "is gone: it ended without a word (killed, or out of its machine's memory, perhaps);",
 }
@@ -434,6 +436,46 @@ def until(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
+@contextlib.contextmanager
+def telling_of(line: Line) -> Iterator[list[Word]]:
+    """Let a thread hear what is said within a block."""
+    thread, heard = listening(line)
+    try:
+        yield heard
+    finally:
+        line.say(Word("over", line.rank))
+        thread.join(SOON_S)
+    assert not thread.is_alive()
+
+
+def stranger_at(address: Address) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", address.port), timeout=SOON_S)
+
+
+def is_let_go(stranger: socket.socket) -> bool:
+    """Wait until the other end is closed, without an answer."""
+    try:
+        return stranger.recv(100) == b""
+    except ConnectionResetError:  # with something unread
+        return True
+
+
+class Full:
+    """A listener of a process that has as many files open as it may, the first time."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.asked = 0
+        self.fileno = listener.fileno
+        self.close = listener.close
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.asked += 1
+        if self.asked == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._listener.accept()
+
+
 class TestLine:
     def test_words_and_ends_arrive(self, hub: Any) -> None:
         line, address = hub
@@ -469,19 +511,145 @@ class TestLine:
         thread.join()
         assert heard == [Word("over", 0)]
 
-    def test_another_program_on_the_port_is_not_rank_0(self) -> None:
-        with closing(socket.create_server(("127.0.0.1", 0))) as server:
+    @pytest.mark.parametrize(
+        "said",
+        [
+            b"[" * 4000 + b"\n",
+            b"[" * 100000 + b"\n",
+            b"1" * 4000 + b"\n",
+            b'{"token": "\\ud800", "rank": 1}\n',
+            b"\x80\xff\n",
+            b"x" * 5000,  # no end of it in sight
+        ],
+        ids=["nested", "nested and long", "a long number", "half a character", "no text", "endless"],
+    )
+    def test_whatever_strangers_say_the_thread_goes_on(self, hub: Any, said: bytes) -> None:
+        line, address = hub
+        with telling_of(line) as heard, closing(stranger_at(address)) as stranger, closing(Line(1)) as other:
+            stranger.sendall(said)
+            assert is_let_go(stranger)
+            other.join(address)
+            until(lambda: bool(heard))
+            assert heard == [Word("joined", 1)]
 
-            def answer() -> None:
+    @pytest.mark.parametrize(
+        "said",
+        [
+            b"[" * 10000 + b"\n",
+            b"x" * 20000,
+            b'{"kind": "over", "rank": 0, "cause": ""}\n',
+            b'{"kind": "failed", "rank": 1, "cause": null}\n',
+            b'{"kind": "failed"}\n',
+            b"\n",
+        ],
+        ids=["nested", "endless", "over", "no cause", "half a word", "nothing"],
+    )
+    def test_a_rank_that_says_no_word_is_lost(self, hub: Any, said: bytes) -> None:
+        line, address = hub
+        with telling_of(line) as heard, closing(Line(1)) as garbled, closing(Line(2)) as other:
+            garbled.join(address)
+            garbled._peers[0].socket.sendall(said)
+            until(lambda: len(heard) == 2)
+            other.join(address)
+            until(lambda: len(heard) == 3)
+        assert [(word.kind, word.rank) for word in heard[:3]] == [("joined", 1), ("lost", 1), ("joined", 2)]
+        assert heard[1].cause.startswith("what it said is no word of a rank")
+
+    def test_the_longest_word_arrives(self, hub: Any) -> None:
+        line, address = hub
+        with telling_of(line) as heard, closing(Line(1)) as other:
+            other.join(address)
+            other.send(Word("failed", 1, "\U0001f642" * 2000))  # 12 bytes each
+            until(lambda: len(heard) == 2)
+        assert heard[1] == Word("failed", 1, "\U0001f642" * 1000 + "...")
+
+    def test_strangers_that_say_nothing_have_their_time(self, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lines, "_STRANGER_S", 0.2)
+        line, address = hub
+        with telling_of(line) as heard, closing(Line(1)) as other, closing(stranger_at(address)) as stranger:
+            other.join(address)
+            assert is_let_go(stranger)
+            assert list(line._peers) == [1], "a rank has no such time"
+            assert heard == [Word("joined", 1)]
+
+    def test_the_oldest_of_too_many_strangers_goes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lines, "_STRANGERS", 2)
+        monkeypatch.setattr(lines, "_STRANGER_S", LONG_S)
+        with closing(Line(0)) as line, closing(Line(1)) as other:
+            address = line.listen(world_size=2)
+            with telling_of(line) as heard:
+                strangers = [stranger_at(address) for _ in range(5)]
+                assert is_let_go(strangers[0])
+                until(lambda: len(line._strangers) == 4)
+                other.join(address)  # the sixth
+                assert is_let_go(strangers[1])
+                until(lambda: len(line._strangers) == 3)
+            for stranger in strangers:
+                stranger.close()
+        assert heard == [Word("joined", 1), Word("over", 0)]
+
+    def test_connections_that_cannot_be_accepted_do_not_keep_it_busy(
+        self, hub: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(lines, "_BACK_OFF_S", LONG_S)
+        line, address = hub
+        full = line._listener = Full(line._listener)
+        with telling_of(line) as heard, closing(stranger_at(address)):
+            until(lambda: full.asked == 1)
+            for rank in range(5):  # each lets it look again who is ready
+                line.say(Word("left", rank))
+                until(lambda: Word("left", rank) in heard)  # noqa: B023 - called at once
+            assert full.asked == 1
+
+    def test_connections_are_accepted_again_later(self, hub: Any) -> None:
+        line, address = hub
+        full = line._listener = Full(line._listener)
+        with telling_of(line) as heard, closing(Line(1)) as other:
+            other.join(address)
+            until(lambda: bool(heard))
+            assert heard == [Word("joined", 1)]
+        assert full.asked == 2
+
+    @pytest.mark.parametrize(
+        "answer",
+        [b'{"token": "another"}\n', b"", b"[" * 4000 + b"\n", b"x" * 5000],
+        ids=["another token", "nothing", "nested", "endless"],
+    )
+    def test_another_program_on_the_port_is_not_rank_0(self, answer: bytes) -> None:
+        with closing(socket.create_server(("127.0.0.1", 0))) as server:
+            done = threading.Event()
+
+            def serve() -> None:
                 made, _ = server.accept()
                 with closing(made):
                     made.recv(1000)
-                    made.sendall(b'{"token": "another"}\n')
+                    made.sendall(answer)
+                    if answer:
+                        done.wait(SOON_S)
 
-            thread = threading.Thread(target=answer)
+            thread = threading.Thread(target=serve)
             thread.start()
             with closing(Line(1)) as line, pytest.raises(OSError, match=r"127\.0\.0\.1: another program listens there"):
                 line.join(Address(("127.0.0.1",), server.getsockname()[1], "a token"))
+            done.set()
+            thread.join()
+
+    def test_another_program_that_answers_bit_by_bit_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lines, "_TRY_S", 0.3)
+        with closing(socket.create_server(("127.0.0.1", 0))) as server:
+            done = threading.Event()
+
+            def serve() -> None:
+                made, _ = server.accept()
+                with closing(made):
+                    while not done.wait(0.05):
+                        made.sendall(b"x")
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            with closing(Line(1)) as line, pytest.raises(OSError, match="timed out"):
+                line.join(Address(("127.0.0.1",), server.getsockname()[1], "a token"))
+            done.set()
             thread.join()
 
     def test_who_joins_late_hears_of_the_failure(self, hub: Any) -> None:

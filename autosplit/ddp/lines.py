@@ -41,6 +41,21 @@ _SILENT_AFTER_S, _SIGN_EVERY_S, _SIGNS = 6, 3, 3
 _CAUSE_LENGTH = 1000
 _PIECE_BYTES = 65536
 
+_GREETING_BYTES = 4096
+"""Whoever says more before it has shown the token is no rank."""
+
+_WORD_BYTES = 16384
+"""No word is longer: JSON has up to 12 bytes for a character of the cause."""
+
+_STRANGER_S = 5.0
+"""Who connected has so long to show the token; a rank gives up before that."""
+
+_STRANGERS = 64
+"""At least so many may be about to show it at once."""
+
+_BACK_OFF_S = 0.2
+"""After a connection that could not be accepted, which the system goes on to offer."""
+
 
 @dataclass(frozen=True)
 class Word:
@@ -87,15 +102,20 @@ class Line:
         self._token = ""
         self._listener: socket.socket | None = None
         self._peers: dict[int, _Peer] = {}
-        self._strangers: list[_Peer] = []
+        self._strangers: list[_Peer] = []  # the oldest first
+        self._strangers_at_once = _STRANGERS
+        self._accepts_from = 0.0
         self._said: queue.SimpleQueue[Word] = queue.SimpleQueue()
         self._bell, self._rings = socket.socketpair()
         self._rings.setblocking(False)
         self._bell.setblocking(False)
         _OPEN.add(self)
 
-    def listen(self) -> Address:
+    def listen(self, world_size: int = 1) -> Address:
         """Open rank 0's end.
+
+        Args:
+            world_size: How many ranks may come at once.
 
         Raises:
             OSError: No port can be had.
@@ -104,6 +124,7 @@ class Line:
         family = socket.AF_INET6 if both else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
         self._listener.setblocking(False)
+        self._strangers_at_once = max(_STRANGERS, 2 * world_size)
         self._token = secrets.token_hex(16)
         return Address(_hosts_here(), self._listener.getsockname()[1], self._token)
 
@@ -131,15 +152,17 @@ class Line:
     def _greeted(self, host: str, port: int, limit_s: float) -> socket.socket:
         """Connect, and make sure that it is rank 0 who answers: on this machine the port may be anybody's."""
         made = socket.create_connection((host, port), timeout=limit_s)
+        until = time.monotonic() + limit_s
         try:
             made.sendall(_line_of(token=self._token, rank=self.rank))
-            answer = b""
-            while not answer.endswith(b"\n"):
+            answer = bytearray()
+            while not answer.endswith(b"\n") and len(answer) < _GREETING_BYTES:
+                made.settimeout(max(until - time.monotonic(), 0.001))  # for all of it, and not for each piece
                 piece = made.recv(1)  # no more than the answer: what follows is for `words`
                 if not piece:
-                    raise ConnectionResetError("another program listens there")
+                    break
                 answer += piece
-            if not _is_token(json.loads(answer), self._token):
+            if not _is_token(_parsed(bytes(answer)), self._token):
                 raise ValueError("another program listens there")
         except BaseException:
             made.close()
@@ -157,6 +180,7 @@ class Line:
         """Wait for words, this rank's own among them."""
         while True:
             found: list[Word] = []
+            self._let_go_of_strangers()
             for ready in self._ready():
                 if ready is self._bell:
                     found += self._own_words()
@@ -173,9 +197,15 @@ class Line:
         # Made anew each time, which is seldom: nothing that a forked process could share and change is kept.
         with getattr(selectors, "PollSelector", selectors.DefaultSelector)() as selector:
             ends = [peer.socket for peer in (*self._peers.values(), *self._strangers)]
-            for end in (self._bell, *([self._listener] if self._listener else []), *ends):
+            wait_s = [stranger.since_s + _STRANGER_S - time.monotonic() for stranger in self._strangers[:1]]
+            backs_off_s = self._accepts_from - time.monotonic()
+            if self._listener is not None and backs_off_s > 0:
+                wait_s.append(backs_off_s)
+            elif self._listener is not None:
+                ends.append(self._listener)  # last: who can be introduced need not make room
+            for end in (self._bell, *ends):
                 selector.register(end, selectors.EVENT_READ)
-            return [key.fileobj for key, _ in selector.select()]
+            return [key.fileobj for key, _ in selector.select(max(min(wait_s), 0) if wait_s else None)]
 
     def send(self, word: Word, *, only: int | None = None) -> None:
         """Send a word to everybody at the other end, or to one rank; who is gone does not hear it."""
@@ -211,31 +241,49 @@ class Line:
 
     def _accept(self) -> None:
         assert self._listener is not None, "its socket was ready"
-        with contextlib.suppress(OSError):  # gone already
+        try:
             made, _ = self._listener.accept()
+        except OSError:  # gone already, or this process may open no more: then it is ready again at once
+            self._accepts_from = time.monotonic() + _BACK_OFF_S
+            return
+        try:
             _keep_alive(made)
-            self._strangers.append(_Peer(-1, made))
+        except OSError:  # gone already
+            made.close()
+            return
+        if len(self._strangers) >= self._strangers_at_once:
+            self._strangers.pop(0).socket.close()
+        self._strangers.append(_Peer(-1, made))
+
+    def _let_go_of_strangers(self) -> None:
+        now = time.monotonic()
+        while self._strangers and now >= self._strangers[0].since_s + _STRANGER_S:
+            self._strangers.pop(0).socket.close()
 
     def _introduced(self, stranger: _Peer) -> list[Word]:
-        lines, reason = stranger.read()
+        lines, reason = stranger.read(_GREETING_BYTES)
         if not lines and reason is None:
             return []
         self._strangers.remove(stranger)
-        try:
-            told = json.loads(lines[0]) if lines else None
-            if isinstance(told, dict) and _is_token(told, self._token) and isinstance(told.get("rank"), int):
+        told = _parsed(lines[0]) if lines else None
+        if isinstance(told, dict) and _is_token(told, self._token) and isinstance(told.get("rank"), int):
+            with contextlib.suppress(OSError):  # gone
                 stranger.socket.sendall(_line_of(token=self._token))
                 stranger.rank = told["rank"]
                 self._peers[stranger.rank] = stranger
                 return [Word("joined", stranger.rank)]
-        except (OSError, ValueError):  # gone, or no JSON
-            pass
         stranger.socket.close()
         return []
 
     def _heard_from(self, peer: _Peer) -> list[Word]:
-        lines, reason = peer.read()
-        words = [Word(**json.loads(line)) for line in lines]
+        lines, reason = peer.read(_WORD_BYTES)
+        words = []
+        for line in lines:
+            word = _word_of(line)
+            if word is None:
+                reason = _GARBLED
+                break
+            words.append(word)
         peer.parted |= any(word.rank == peer.rank and word.kind in ("left", "failed") for word in words)
         if reason is not None:
             self._peers.pop(peer.rank)
@@ -251,11 +299,12 @@ class _Peer:
     def __init__(self, rank: int, end: socket.socket) -> None:
         self.rank = rank
         self.socket = end
+        self.since_s = time.monotonic()
         self.parted = False  # it said why it would go
         self._arrived = b""
 
-    def read(self) -> tuple[list[bytes], str | None]:
-        """Return the lines that are whole, and how it ended, if it did."""
+    def read(self, limit_bytes: int) -> tuple[list[bytes], str | None]:
+        """Return the lines that are whole, and how it ended, if it did: a line over the limit is an end, too."""
         try:
             piece = self.socket.recv(_PIECE_BYTES)
             reason = None if piece else _ENDED
@@ -263,11 +312,16 @@ class _Peer:
             piece = b""
             reason = _ENDED if error.errno == errno.ECONNRESET else f"{_UNREACHED} ({error.strerror})"
         *lines, self._arrived = (self._arrived + piece).split(b"\n")
+        for number, line in enumerate((*lines, self._arrived)):
+            if len(line) > limit_bytes:
+                self._arrived = b""
+                return lines[:number], _GARBLED
         return lines, reason
 
 
 _ENDED = "it ended without a word (killed, or out of its machine's memory, perhaps)"
 _UNREACHED = "its machine does not answer: did it, or the network, go down?"
+_GARBLED = "what it said is no word of a rank (do all ranks run the same version of autosplit?)"
 
 
 def _of_socket(peers: Iterable[_Peer], end: object) -> _Peer | None:
@@ -281,9 +335,28 @@ def _line_of(**parts: object) -> bytes:
     return json.dumps(parts).encode() + b"\n"
 
 
+def _parsed(line: bytes) -> object:
+    """Return what a line says, whoever wrote it; None where it is no JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):  # the latter for too many brackets
+        return None
+
+
+def _word_of(line: bytes) -> Word | None:
+    told = _parsed(line)
+    if not isinstance(told, dict) or set(told) != {"kind", "rank", "cause"}:
+        return None
+    # No other kind comes from outside; "over" would end the thread.
+    known = told["kind"] in ("failed", "left", "lost")
+    whole = known and isinstance(told["rank"], int) and isinstance(told["cause"], str)
+    return Word(told["kind"], told["rank"], told["cause"]) if whole else None
+
+
 def _is_token(told: object, token: str) -> bool:
     given = told.get("token") if isinstance(told, dict) else None
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), token.encode())
+    # JSON can have half a surrogate pair, which has no bytes otherwise.
+    return isinstance(given, str) and hmac.compare_digest(given.encode(errors="surrogatepass"), token.encode())
 
 
 def _keep_alive(end: socket.socket) -> None:
