@@ -280,6 +280,22 @@ class TestBadParts:
         assert str(before) == str([part.state_dict() for part in parts.values()])
         train(ctx, parts, loader, most=1)
 
+    @pytest.mark.parametrize("bad", [5, {}, {"scale": 1.0}])
+    def test_of_a_scaler(self, ctx, tmp_path, bad):
+        parts, _ = begun(ctx)
+        enabled, disabled = (torch.amp.GradScaler("cpu", enabled=on) for on in (True, False))
+        with torch.no_grad():
+            next(parts["model"].parameters()).fill_(1)
+        torch.save({"model": parts["model"].state_dict(), "scaler": bad}, tmp_path / "last.pt")
+        parts, _ = begun(ctx)
+        before = weights(parts["model"])
+        with pytest.raises(CheckpointError, match="'scaler' is of no enabled GradScaler: it has no number as"):
+            ctx.load_checkpoint(tmp_path / "last.pt", model=parts["model"], scaler=enabled)
+        assert torch.equal(weights(parts["model"]), before)
+        ctx.load_checkpoint(tmp_path / "last.pt", model=parts["model"], scaler=disabled)
+        ctx.save_checkpoint(tmp_path / "last.pt", scaler=enabled)
+        ctx.load_checkpoint(tmp_path / "last.pt", scaler=enabled)
+
     def test_what_an_older_torch_lacked_is_loaded(self, ctx, tmp_path):
         def older(state: dict[str, Any]) -> None:
             for key in ("decoupled_weight_decay", "fused", "foreach", "maximize", "capturable", "differentiable"):

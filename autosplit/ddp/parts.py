@@ -72,6 +72,8 @@ def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
         _require_moments(name, part, state)
     elif isinstance(part, ScheduledBatchSampler):
         part.check_state_dict(state)
+    elif isinstance(part, torch.amp.GradScaler):
+        _require_scale(name, part, state)
     return state
 
 
@@ -195,6 +197,17 @@ def _wrong_moment(key: int | str, parameter: Tensor, kept: Any, *, known: bool) 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
+
+
+def _require_scale(name: str, scaler: torch.amp.GradScaler, state: Any) -> None:
+    if not scaler.is_enabled():
+        return  # it takes anything, and leaves it
+    wrong = [key for key in scaler.state_dict() if not isinstance(state, dict) or not _is_number(state.get(key))]
+    if wrong:
+        raise CheckpointError(
+            f"{name!r} is of no enabled GradScaler: it has no number as {wrong[0]}; expected {', '.join(wrong)}; leave "
+            f"{name}= out, or load the file that has them"
+        )
 
 
 # Tensors within states
