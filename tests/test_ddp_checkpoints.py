@@ -6,8 +6,9 @@ What the ranks of a job tell each other of them is in test_ddp.py, with its proc
 from __future__ import annotations
 
 import argparse
+import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,148 @@ class TestBadFiles:
             "another order of samples: seed 7 for 8",
             sampler=loader_of(ctx, shuffle=True, seed=8).batch_sampler,
         )
+
+
+def changed(ctx: ddp.Context, path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Write a checkpoint of another model after a step, with something in it changed."""
+    parts, loader = begun(ctx)
+    train(ctx, parts, loader, most=1)
+    ctx.save_checkpoint(path, **parts)
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+
+
+def moments(state: dict[str, Any], number: int = 0) -> dict[str, Any]:
+    return state["optimizer"]["state"][number]
+
+
+def group(state: dict[str, Any]) -> dict[str, Any]:
+    return state["optimizer"]["param_groups"][0]
+
+
+BAD_PARTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "weight None": (lambda s: s["model"].update({"0.weight": None}), "no such tensor at module.0.weight"),
+    "weight a number": (lambda s: s["model"].update({"2.bias": 5}), "no such tensor at module.2.bias"),
+    "weight sparse": (
+        lambda s: s["model"].update({"0.weight": s["model"]["0.weight"].to_sparse()}),
+        "no such tensor at module.0.weight",
+    ),
+    "weight complex": (
+        lambda s: s["model"].update({"0.weight": s["model"]["0.weight"] * 1j}),
+        "no such tensor at module.0.weight",
+    ),
+    "weight meta": (lambda s: s["model"].update({"0.weight": s["model"]["0.weight"].to("meta")}), "on the meta device"),
+    "no state": (lambda s: s["optimizer"].pop("state"), "its state is a NoneType"),
+    "state a list": (lambda s: s["optimizer"].update(state=[1]), "its state is a list"),
+    "state of another": (lambda s: s["optimizer"]["state"].update({9: {}}), "a state of parameter 9"),
+    "moments a list": (lambda s: s["optimizer"]["state"].update({1: [2]}), "the state of parameter 1 is a list"),
+    "shape": (lambda s: moments(s).update(exp_avg=torch.zeros(2, 2)), r"exp_avg of parameter 0 has the shape \(2, 2\)"),
+    "string": (lambda s: moments(s, 2).update(exp_avg_sq="x"), "exp_avg_sq of parameter 2 is a str"),
+    "sparse": (lambda s: moments(s).update(exp_avg=moments(s)["exp_avg"].to_sparse()), "exp_avg .* is sparse"),
+    "step": (lambda s: moments(s).update(step="1"), "step of parameter 0 is no number"),
+    "no lr": (lambda s: group(s).pop("lr"), "its group 0 lacks lr"),
+    "no betas": (lambda s: group(s).pop("betas"), "its group 0 lacks betas"),
+    "lr a string": (lambda s: group(s).update(lr="fast"), "its group 0 has a str as lr"),
+    "one beta": (lambda s: group(s).update(betas=(0.9,)), "its group 0 has a tuple as betas"),
+    "group a number": (lambda s: s["optimizer"].update(param_groups=[5]), r"its groups hold \[None\]"),
+    "params a string": (lambda s: group(s).update(params="abcd"), r"its groups hold \[None\]"),
+    "not a dict": (lambda s: s.update(optimizer=3), "its groups hold None"),
+}
+
+OPTIMIZERS = [
+    getattr(torch.optim, name)
+    for name in (
+        *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD", "Muon"),
+    )
+    if hasattr(torch.optim, name)
+]
+
+
+class TestBadParts:
+    @pytest.mark.parametrize("name", BAD_PARTS)
+    def test_are_refused_before_anything_changes(self, ctx, tmp_path, name):
+        """What load_state_dict finds when half of it is loaded, or the next step, is found first."""
+        change, match = BAD_PARTS[name]
+        changed(ctx, tmp_path / "last.pt", change)
+        parts, loader = begun(ctx)
+        before = copy.deepcopy([part.state_dict() for part in parts.values()])
+        with pytest.raises(CheckpointError, match=match) as caught:
+            ctx.load_checkpoint(tmp_path / "last.pt", **parts)
+        assert "nothing was changed on any rank" in str(caught.value)
+        assert str(before) == str([part.state_dict() for part in parts.values()])
+        train(ctx, parts, loader, most=1)
+
+    @pytest.mark.parametrize("bad", [5, {}, {"scale": 1.0}])
+    def test_of_a_scaler(self, ctx, tmp_path, bad):
+        parts, _ = begun(ctx)
+        enabled, disabled = (torch.amp.GradScaler("cpu", enabled=on) for on in (True, False))
+        with torch.no_grad():
+            next(parts["model"].parameters()).fill_(1)
+        torch.save({"model": parts["model"].state_dict(), "scaler": bad}, tmp_path / "last.pt")
+        parts, _ = begun(ctx)
+        before = weights(parts["model"])
+        with pytest.raises(CheckpointError, match="'scaler' is of no enabled GradScaler: it has no number as"):
+            ctx.load_checkpoint(tmp_path / "last.pt", model=parts["model"], scaler=enabled)
+        assert torch.equal(weights(parts["model"]), before)
+        ctx.load_checkpoint(tmp_path / "last.pt", model=parts["model"], scaler=disabled)
+        ctx.save_checkpoint(tmp_path / "last.pt", scaler=enabled)
+        ctx.load_checkpoint(tmp_path / "last.pt", scaler=enabled)
+
+    def test_what_an_older_torch_lacked_is_loaded(self, ctx, tmp_path):
+        def older(state: dict[str, Any]) -> None:
+            for key in ("decoupled_weight_decay", "fused", "foreach", "maximize", "capturable", "differentiable"):
+                group(state).pop(key, None)
+            for kept in state["optimizer"]["state"].values():
+                kept["step"] = int(kept["step"])
+
+        changed(ctx, tmp_path / "last.pt", older)
+        parts, loader = begun(ctx)
+        ctx.load_checkpoint(tmp_path / "last.pt", **parts)
+        assert len(train(ctx, parts, loader, most=1)) == 1
+
+    @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+    def test_what_an_optimizer_of_torch_writes_is_loaded(self, ctx, tmp_path, kind):
+        model = make_model()
+        tensors = [p for p in model.parameters() if p.dim() == 2 or kind.__name__ != "Muon"]
+        optimizer = kind(tensors, **({"momentum": 0.9} if kind in (torch.optim.SGD, torch.optim.RMSprop) else {}))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mean_loss(model, list(range(8)))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        ctx.save_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer)
+        optimizer.step(closure)
+        after = weights(model)
+        ctx.load_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer)
+        optimizer.step(closure)
+        assert torch.allclose(weights(model), after, rtol=1e-6), "torch loads some numbers in another precision"
+
+    def test_another_optimizer_may_keep_other_things_by_the_same_names(self, ctx, tmp_path):
+        class Projected(torch.optim.Optimizer):
+            def step(self, closure=None):
+                for parameter in self.param_groups[0]["params"]:
+                    self.state[parameter]["exp_avg"] = torch.ones(2)
+                self.state["all"] = {"seen": 3}
+
+        made = [Projected(make_model().parameters(), {"lr": 1}) for _ in range(2)]
+        made[0].step()
+        ctx.save_checkpoint(tmp_path / "last.pt", optimizer=made[0])
+        ctx.load_checkpoint(tmp_path / "last.pt", optimizer=made[1])
+        assert made[1].state["all"] == {"seen": 3}
+
+    def test_sgd_keeps_sparse_gradients(self, ctx, tmp_path):
+        layer = nn.Embedding(5, 3, sparse=True)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        layer(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        ctx.save_checkpoint(tmp_path / "last.pt", optimizer=optimizer)
+        ctx.load_checkpoint(tmp_path / "last.pt", optimizer=optimizer)
+        assert optimizer.state[layer.weight]["momentum_buffer"].is_sparse
 
 
 class TestWriting:

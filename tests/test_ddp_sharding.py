@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import traceback
@@ -15,6 +16,7 @@ import torch
 from test_ddp import INPUTS, NUM_SAMPLES, TARGETS, kept_labels, kept_loss, loader_of, make_plan, mean_loss
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit import ddp
@@ -827,6 +829,27 @@ def refused(ctx: ddp.Context, path: Path, parts: dict[str, Any], match: str) -> 
     assert not any(getattr(part, "samples_consumed", 0) for part in parts.values())
 
 
+def halved(tensor: Any) -> None:
+    tensor.chunks[0].sizes = torch.Size([3, 5])
+
+
+BAD_LISTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "none": (lambda tensor: tensor.chunks.clear(), "the parts of model.0.weight have 0 elements of 35"),
+    "half": (halved, "the parts of model.0.weight have 15 elements of 35"),
+    "larger": (lambda tensor: setattr(tensor, "size", torch.Size([9, 5])), "have 35 elements of 45"),
+    "smaller": (lambda tensor: setattr(tensor, "size", torch.Size([6, 5])), "goes beyond its size"),
+    "negative": (lambda tensor: setattr(tensor, "size", torch.Size([-7, 5])), "goes beyond its size"),
+    "twice": (lambda tensor: tensor.chunks.append(tensor.chunks[0]), "parts of model.0.weight overlap"),
+    "dimensions": (lambda tensor: setattr(tensor, "size", torch.Size([35])), "has 1 dimensions"),
+    "no size": (lambda tensor: setattr(tensor, "size", "abc"), "it holds a str in place of a Size"),
+    "dtype": (
+        lambda tensor: setattr(tensor.properties, "dtype", torch.int64),
+        r"has 'model.0.weight' as torch.int64 \(7, 5\); expected torch.float64 \(7, 5\)",
+    ),
+    "no dtype": (lambda tensor: setattr(tensor.properties, "dtype", None), "NoneType in place of a dtype"),
+}
+
+
 class TestBadFolders:
     FILES = ("checkpoint.pt", ".metadata", "__0_0.distcp")
 
@@ -894,6 +917,78 @@ class TestBadFolders:
         metadata.storage_data.pop(next(iter(metadata.storage_data)))
         file.write_bytes(pickle.dumps(metadata))
         refused(ctx, path, parts, "no list of tensors")
+
+    @pytest.mark.parametrize("name", BAD_LISTS)
+    def test_parts_that_are_not_the_whole_tensor(self, ctx, checkpoint, name):
+        """What no part covers would be whatever is in memory."""
+        path, parts = checkpoint
+        change, match = BAD_LISTS[name]
+        file = only(path, ".metadata")
+        metadata = pickle.loads(file.read_bytes())
+        change(metadata.state_dict_metadata["model.0.weight"])
+        file.write_bytes(pickle.dumps(metadata))
+        refused(ctx, path, parts, match)
+
+    def test_parts_may_lie_any_way_that_makes_the_whole(self):
+        from autosplit.ddp import metadata
+
+        def chunk(*bounds: tuple[int, int]) -> ChunkStorageMetadata:
+            return ChunkStorageMetadata(*(torch.Size(x) for x in zip(*bounds, strict=True)))
+
+        tiles = [chunk((0, 2), (0, 3)), chunk((0, 4), (3, 1)), chunk((2, 2), (0, 3)), chunk((4, 0), (0, 4))]
+        metadata._require_whole("a", (4, 4), tiles)
+        metadata._require_whole("a", (), [ChunkStorageMetadata(torch.Size(()), torch.Size(()))])
+        metadata._require_whole("a", (0, 3), [])
+        with pytest.raises(ValueError, match="parts of a overlap"):
+            metadata._require_whole("a", (4, 4), [*tiles[:2], chunk((1, 2), (0, 3))])
+        with pytest.raises(ValueError, match="the parts of a have 10 elements of 16"):
+            metadata._require_whole("a", (4, 4), tiles[:2])
+
+    @pytest.mark.parametrize(
+        ("record", "state"),
+        [
+            ("torch.distributed.checkpoint.metadata Metadata", {"__init__": 5}),
+            ("torch.distributed.checkpoint.metadata TensorProperties", {"__setstate__": 5}),
+            ("torch.serialization _get_layout", {"__code__": 5}),
+            ("collections OrderedDict", {"__init__": 5}),
+            ("torch Size", {"__new__": 5}),
+        ],
+    )
+    def test_nothing_of_the_process_is_changed(self, ctx, checkpoint, record, state):
+        """A pickle can set attributes of whatever it names, classes among them."""
+        path, parts = checkpoint
+        file = only(path, ".metadata")
+        content = file.read_bytes()
+        module, name = record.split()
+        (key,) = state
+        named = getattr(importlib.import_module(module), name)
+        before = getattr(named, key, None)
+        # The name, and the state (None, {key: 5}) for it.
+        file.write_bytes(f"c{module}\n{name}\n(N(V{key}\nI5\ndtb.".encode())
+        refused(ctx, path, parts, "no list of tensors")
+        assert getattr(named, key, None) == before
+        file.write_bytes(content)
+        ctx.load_sharded(path, **parts)
+
+    @pytest.mark.parametrize("key", ["tensors", "kinds"])
+    def test_a_tensor_without_a_name(self, ctx, checkpoint, key):
+        path, parts = checkpoint
+        state = torch.load(path / "checkpoint.pt", weights_only=True)
+        state[key].pop("model.0.weight")
+        torch.save(state, path / "checkpoint.pt")
+        refused(ctx, path, parts, "says no place or no dtype of 'model.0.weight'")
+        for either in ("tensors", "kinds"):
+            state[either].pop("model.0.weight", None)
+        torch.save(state, path / "checkpoint.pt")
+        refused(ctx, path, parts, "'model' is of another model: it has no such tensor at 0.weight")
+
+    @pytest.mark.parametrize("place", [[], ["model", "0.bias"]])
+    def test_a_tensor_in_the_place_of_another(self, ctx, checkpoint, place):
+        path, parts = checkpoint
+        state = torch.load(path / "checkpoint.pt", weights_only=True)
+        state["tensors"]["model.0.weight"] = place
+        torch.save(state, path / "checkpoint.pt")
+        refused(ctx, path, parts, "has two values for one place")
 
     def test_of_other_parts(self, ctx, checkpoint):
         path, parts = checkpoint

@@ -174,6 +174,11 @@ def _refuse_shards(state: Mapping[str, Any]) -> None:
 
 
 def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
+    if value.is_meta:
+        raise CheckpointError(
+            f"it holds a tensor {tuple(value.shape)} on the meta device, which has no values; expected none; save the "
+            "model once it is on a device"
+        )
     return value if own is None else part_of(value, own)
 
 

@@ -36,8 +36,8 @@ __all__ = ["load_sharded", "save_sharded"]
 
 _FILE = "checkpoint.pt"
 _FOLDER = re.compile(r"tensors-[0-9a-f]{8}")
-_KEYS = {"format", "folder", "values", "stated", "tensors"}
-_FORMAT = "autosplit sharded checkpoint 1"
+_KEYS = {"format", "folder", "values", "stated", "tensors", "kinds"}
+_FORMAT = "autosplit sharded checkpoint 2"
 
 
 def save_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> None:
@@ -132,15 +132,17 @@ def _taken_apart(states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
     """Part a state into what is said of it in one file, and its tensors, each under a name of its own."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, list[Any]] = {}
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
 
     def keep(place: tuple[Any, ...], tensor: Tensor) -> None:
         name = ".".join(map(str, place))
         while name in tensors:
             name += "_"
         tensors[name], places[name] = tensor.detach(), list(place)
+        kinds[name] = tensor.dtype, tuple(tensor.shape)
 
     values = with_tensors(states, keep)
-    return {"format": _FORMAT, "values": values, "tensors": places}, tensors
+    return {"format": _FORMAT, "values": values, "tensors": places, "kinds": kinds}, tensors
 
 
 def _written(folder: Path, tensors: dict[str, Tensor]) -> str | None:
@@ -186,10 +188,25 @@ def _opened(path: Path) -> tuple[dict[str, Any], Reader]:
         raise CheckpointError(f"{_FILE} in it is something else; expected a folder that this save_sharded wrote")
     folder = path / state["folder"]
     metadata = read_metadata(folder)
-    lacks = [name for name in state["tensors"] if name not in metadata.state_dict_metadata]
-    if lacks:
-        raise CheckpointError(f"{state['folder']} in it lacks the tensor {lacks[0]!r}; take an earlier checkpoint")
+    _require_tensors(state, metadata)
     return state, Reader(folder, metadata)
+
+
+def _require_tensors(state: Mapping[str, Any], metadata: Metadata) -> None:
+    """Make sure that both files speak of the same tensors."""
+    unsaid = sorted(state["tensors"].keys() ^ state["kinds"].keys())
+    if unsaid:
+        raise CheckpointError(f"{_FILE} in it says no place or no dtype of {unsaid[0]!r}; take an earlier checkpoint")
+    for name, kind in state["kinds"].items():
+        known: Any = metadata.state_dict_metadata.get(name)
+        if known is None:
+            raise CheckpointError(f"{state['folder']} in it lacks the tensor {name!r}; take an earlier checkpoint")
+        found = known.properties.dtype, tuple(known.size)
+        if found != kind:
+            raise CheckpointError(
+                f"{state['folder']} in it has {name!r} as {found[0]} {found[1]}; expected {kind[0]} {kind[1]}, as "
+                f"{_FILE} says; take an earlier checkpoint"
+            )
 
 
 def _put_together(state: Mapping[str, Any], metadata: Metadata) -> tuple[dict[str, Any], dict[int, str]]:
@@ -207,6 +224,8 @@ def _put_together(state: Mapping[str, Any], metadata: Metadata) -> tuple[dict[st
 def _put(held: Any, place: list[Any], tensor: Tensor) -> Any:
     """Put a tensor where it was taken from; tuples are made anew on the way."""
     if not place:
+        if held is not None:
+            raise CheckpointError(f"{_FILE} in it has two values for one place; take an earlier checkpoint")
         return tensor
     key, *inner = place
     if isinstance(held, tuple):
