@@ -487,9 +487,7 @@ def measured_at(backend: str, devices: tuple[str, ...], rounds: int) -> dict[str
     costs, gain = found["alike"], found["unlike"]
     said = "a step by a plan beyond the control, as a share of a step by hand ({}; its interval is beside it)"
     claims = [
-        claim(said.format(name), cost["cost"], COST_LIMIT)
-        for name, cost in costs.items()
-        if name not in WITHOUT_LIMIT
+        claim(said.format(name), cost["cost"], COST_LIMIT) for name, cost in costs.items() if name not in WITHOUT_LIMIT
     ]
     off = abs(gain["gain"] / gain["predicted"] - 1)
     claims.append(claim("the gain by unequal shares is off the predicted one, as a share of it", off, GAIN_ERROR))
