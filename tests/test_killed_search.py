@@ -13,14 +13,14 @@ from pathlib import Path
 import optuna
 import pytest
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = """
 import json, sys
 from autosplit import session, tune
 from autosplit.space import configuration_of
 sys.path.insert(0, {tests!r})
 from workloads import char_gpt
-
-pytestmark = pytest.mark.alone
 
 real = session.Session._evaluate
 
