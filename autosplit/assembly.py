@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autosplit.cost import Ceiling, Fit, Region, StepTime, TimeCurve
+from autosplit.cost import Ceiling, Fit, Region, Residual, StepTime, TimeCurve
 from autosplit.findings import Check
 from autosplit.plan import DdpOptions, DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.request import Request
-from autosplit.solver import RankSolver
-from autosplit.space import Trial
+from autosplit.solver import RankSolver, Solver
+from autosplit.space import Trial, configuration_of
 from autosplit.workload import Workload
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "lone_rank",
     "measured_ranks",
     "rank_answer",
+    "residuals_of",
     "solved_ranks",
     "why_no_ranks",
 ]
@@ -270,6 +272,23 @@ def _why_no_answer(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: in
     if least_batch > 1:
         needed += f", and in the shorter last forward each none or {least_batch} (BatchNorm)"
     return f"{needed}; ask for more by effective_batch_size or max_batch_size"
+
+
+def residuals_of(solver: Solver, step_time: StepTime, trials: Sequence[Trial]) -> tuple[Residual, ...]:
+    """Hold a fitted model against every trial that ran.
+
+    Args:
+        solver: Tells each trial's micro-steps.
+        step_time: Fitted to the trials.
+        trials: In order; failed ones are left out.
+    """
+    residuals = []
+    for trial in trials:
+        if trial.samples_per_s is not None:
+            splits = solver.splits_of(configuration_of(trial), trial.split)
+            measured_s = sum(map(sum, splits)) / trial.samples_per_s
+            residuals.append(Residual(trial.split, trial.accumulation_steps, measured_s, step_time.seconds(splits)))
+    return tuple(residuals)
 
 
 def rank_answer(ddp: DdpPlan, fit: Fit) -> Answer:

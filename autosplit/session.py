@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from autosplit.assembly import DDP_NOTE, Answer, Subject, assembled, lone_rank, rank_answer, solved_ranks
+from autosplit.assembly import DDP_NOTE, Answer, Subject, assembled, lone_rank, rank_answer, residuals_of, solved_ranks
 from autosplit.checks import checks_for
 from autosplit.compiling import has_compiled_parts
-from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Residual, Role, StepTime, TimeCurve
+from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Role, StepTime, TimeCurve
 from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line
 from autosplit.findings import Check
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
@@ -675,14 +675,8 @@ class Session:
         """Fit the model to the trials as well, and hold it against every one that ran."""
         assert self.solver is not None
         step_time = self.solver.refitted(self.trials).step_time
-        residuals = []
-        for trial in self.trials:
-            if trial.samples_per_s is not None:
-                splits = self.solver.splits_of(configuration_of(trial), trial.split)
-                measured_s = sum(map(sum, splits)) / trial.samples_per_s
-                predicted_s = step_time.seconds(splits)
-                residuals.append(Residual(trial.split, trial.accumulation_steps, measured_s, predicted_s))
-        return Fit(step_time, self._all_reduce_seconds(step_time), tuple(residuals))
+        residuals = residuals_of(self.solver, step_time, self.trials)
+        return Fit(step_time, self._all_reduce_seconds(step_time), residuals)
 
     def _assembled(self, answer: Answer, *notes: str) -> Plan:
         return assembled(

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.assembly import Subject, assembled, measured_ranks, rank_answer, why_no_ranks
+from autosplit.assembly import Subject, assembled, measured_ranks, rank_answer, residuals_of, why_no_ranks
 from autosplit.checks import checks_for
-from autosplit.cost import Ceiling, Fit, MemoryFit, RankStepTime, Region, Residual, StepTime, TimeCurve
+from autosplit.cost import Ceiling, Fit, MemoryFit, RankStepTime, Region, StepTime, TimeCurve
 from autosplit.ddp.consensus import Failure
 from autosplit.ddp.job import Job
 from autosplit.ddp.ranks import RankSteps
@@ -135,6 +135,7 @@ class JointSession:
         self.prober = Prober(runtime, followed.tracer, self.request.largest_batch, self._report, num_ranks=count)
         self.closing = closing
         self.steps: RankSteps | None = None
+        self._stopped = False  # all ranks know that Ctrl-C came
 
     def plan(self) -> Plan:
         """Measure, search, and put the plan together; the same one on every rank.
@@ -191,21 +192,23 @@ class JointSession:
         self.stage = "times"
         mine = found[self.peers.rank]
         times = self.peers.all_run(lambda: self._times(mine[0], mine[1]))
+        everyones = self.peers.all_run(lambda: self._own_findings(mine[0], times[self.peers.rank]))
+        said = self.peers.gathered(tuple(self.notes))
+        for rank, notes in enumerate(said[1:], 1):
+            self.notes += [f"rank {rank}: {note}" for note in notes if note not in said[0]]
+        return everyones
+
+    def _own_findings(self, ceiling: Ceiling, timed: tuple[TimedSize, ...]) -> Measured:
         counts = self.prober.counts
-        update_s = 0.0 if self._on_plain_cpu() else self.prober.update_seconds()
-        own = Measured(
-            mine[0],
-            times[self.peers.rank],
-            update_s,
-            self.prober.least_batch(),
+        return Measured(
+            ceiling,
+            timed,
+            0.0 if self._on_plain_cpu() else self.prober.update_seconds(),
+            self.prober.least_batch(),  # runs the user's code
             self.prober.tracer.leaves_unused(),
             counts.steps,
             counts.ooms,
         )
-        said = self.peers.gathered(tuple(self.notes))
-        for rank, notes in enumerate(said[1:], 1):
-            self.notes += [f"rank {rank}: {note}" for note in notes if note not in said[0]]
-        return self.peers.gathered(own)
 
     def _ceiling(self) -> tuple[Ceiling, tuple[TimedSize, ...]]:
         """Find this rank's ceiling; of a plain processor, which grows until it stops paying, its times as well."""
@@ -298,6 +301,8 @@ class JointSession:
                 self._search(self.solver)
                 even = self._even_rate()
             except KeyboardInterrupt:
+                if not self._stopped:
+                    raise  # a second one, at once: the others are not at the same place
                 best = self._best_trial()
                 return None if best is None else self._interrupted(best)
             best = self._best_trial()
@@ -305,7 +310,7 @@ class JointSession:
                 raise self._nothing_fits()
             plan = self._assembled(best, even)
         except BaseException as error:
-            if not self.peers.parted:  # the others wait to hear of it
+            if not self.peers.parted and not isinstance(error, KeyboardInterrupt):  # the others wait to hear of it
                 self._exchanged(self.peers.failure(error))
                 self.peers.part()
             raise
@@ -396,6 +401,7 @@ class JointSession:
             KeyboardInterrupt: Ctrl-C came, on any rank; nobody runs it.
         """
         if self._exchanged(splits) is None:
+            self._stopped = True
             raise KeyboardInterrupt
         return self._run(splits)
 
@@ -459,13 +465,6 @@ class JointSession:
         """Return the model as it was fitted to the trials, in the words in which `RankSolver` solves again."""
         assert self.solver is not None
         fitted = self.solver.refitted(self.trials).step_time
-        residuals = []
-        for trial in self.trials:
-            if trial.samples_per_s is not None:
-                splits = self.solver.splits_of(configuration_of(trial), trial.split)
-                measured_s = sum(map(sum, splits)) / trial.samples_per_s
-                predicted_s = fitted.seconds(splits)
-                residuals.append(Residual(trial.split, trial.accumulation_steps, measured_s, predicted_s))
         slower = max(LEAST_CONTENTION, fitted.contention)
         curves = tuple(TimeCurve(tuple((n, slower * s) for n, s in curve.points)) for curve in fitted.curves)
         best = self._best_trial()
@@ -473,7 +472,11 @@ class JointSession:
         busy_s = max(curve(share) for curve, share in zip(curves, best.split, strict=True))
         # As much as a backward hides, and what was seen: `overlapped_seconds` takes the first off again.
         reduce_s = BACKWARD_SHARE * busy_s + sum(fitted.copies_s)
-        return Fit(StepTime.bare(curves, fitted.update_s, adds_up=False), reduce_s, tuple(residuals))
+        return Fit(
+            StepTime.bare(curves, fitted.update_s, adds_up=False),
+            reduce_s,
+            residuals_of(self.solver, fitted, self.trials),
+        )
 
     # Progress
 
