@@ -77,6 +77,7 @@ def _run_rank(rank: int, world_size: int, port: int, module: str, table: str, fo
     os.setpgid(0, 0)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "AUTOSPLIT_CACHE_DIR": str(Path(folder) / "cache")}
     # As under torchrun: the ranks meet at one store, which the parent keeps for the whole job.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     __import__(module)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import found_by, run_ranks
+from test_ddp import make_plan
 from torch import distributed as dist
 from torch import nn
 
@@ -39,7 +40,6 @@ from autosplit.solver import Solver
 from autosplit.space import Space, Trial
 from autosplit.trainee import training_copy
 from autosplit.tuning import TuningInterrupted
-from tests.test_ddp import make_plan
 
 pytestmark = pytest.mark.alone
 
@@ -211,6 +211,16 @@ def interrupted() -> list[Any]:
     return ["not interrupted"]
 
 
+def on_processors_of_their_own() -> str:
+    """Tune without a budget, as on two machines."""
+    before = {name: os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    try:
+        return tune(workload(), "cpu", profile="off", n_trials=1, max_batch_size=64).to_json()
+    finally:
+        os.environ |= before
+
+
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "tuned": tuned,
     "without memory": without_memory,
@@ -232,61 +242,20 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 SLOW_SCENARIOS: dict[str, Callable[[], Any]] = {
     "adopted": adopted,
     "isolated": lambda: tune(workload(), profile="off", n_trials=1, isolate=True).to_json(),
-    "plain": lambda: tune(workload(), "cpu", profile="off", n_trials=1, max_batch_size=64).to_json(),
+    "plain": on_processors_of_their_own,
     "unused": lambda: tune(workload(Net(unused=True)), profile="off", n_trials=1).to_json(),
     "without memory in a timed step": without_memory_in_a_timed_step,
 }
 
 
-def run_rank(rank: int, port: int, folder: str, slow: bool) -> None:
-    """Run the scenarios as one of two ranks, and keep what each returned or raised."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ["AUTOSPLIT_CACHE_DIR"] = str(Path(folder) / "cache")
-    found: dict[str, Any] = {}
-    for name, scenario in (SLOW_SCENARIOS if slow else SCENARIOS).items():
-        if name == "plain":  # a processor of one's own, as on two machines
-            os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        try:
-            found[name] = scenario()
-        except BaseException:  # noqa: BLE001 - the test that reads it shows it, whatever it is
-            found[name] = traceback.format_exc()
-            break  # the other rank waits in vain: better it is ended than it goes on out of step
-        finally:
-            os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-            torch.save(found, Path(folder) / f"{rank}.pt")
-
-
-def run_ranks(folder: Path, *, slow: bool) -> list[dict[str, Any]]:
-    """What each of two real processes found in every scenario."""
-    context = torch.multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [context.Process(target=run_rank, args=(rank, store.port, str(folder), slow)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(LIMIT_S)
-    for process in processes:
-        process.kill()
-        process.join()
-    return [torch.load(path) if path.exists() else {} for path in (folder / f"{rank}.pt" for rank in range(2))]
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(tmp_path_factory.mktemp("ranks"), slow=False)
+    return run_ranks(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("ranks"), limit_s=LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def slow_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(tmp_path_factory.mktemp("slow_ranks"), slow=True)
-
-
-def found_by(ranks: list[dict[str, Any]], name: str) -> list[Any]:
-    failed = [value for found in ranks for value in found.values() if isinstance(value, str) and "Traceback" in value]
-    assert not failed, failed[0]
-    return [found[name] for found in ranks]
+    return run_ranks(__name__, "SLOW_SCENARIOS", 2, tmp_path_factory.mktemp("ranks"), limit_s=LIMIT_S)
 
 
 def plan_of(ranks: list[dict[str, Any]], name: str) -> Plan:
