@@ -179,6 +179,10 @@ def ends_well(victim: int, fail: Callable[[], None]) -> None:
         kept = ctx.wrap(make_model())
         within = native_threads()
     left = native_threads()
+    until = time.monotonic() + 20
+    while len(left) > 1 and time.monotonic() < until:  # the system drops a joined thread a moment after Python does
+        time.sleep(0.01)
+        left = native_threads()
     assert kept.process_group is None
     assert any("gloo" in name for name in within)
     assert len(left) == 1, left
