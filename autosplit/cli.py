@@ -1,4 +1,4 @@
-"""The command line: ``devices``, ``tune``, ``probe``, ``check``, ``show``, ``launch``.
+"""The command line: its flags and helps. What a command does is in `commands`, a module for each.
 
 It parses, calls, prints, and exits.
 
@@ -10,50 +10,50 @@ command that needs them: ``--help`` waits for none of them.
 from __future__ import annotations
 
 import functools
-import json
+import importlib
 import os
-import shlex
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.main
 
-from autosplit.errors import AutosplitError, InputError, PlanError, UserCodeError, from_user_code, user_frames
-from autosplit.outcome import end_with_parent, reported
-from autosplit.terminal import progress_bar, stdout_kept_clean
-
-if TYPE_CHECKING:
-    from autosplit.cost import Ceiling
-    from autosplit.devices import Device
-    from autosplit.loading import Loaded
-    from autosplit.oom import DoesNotFitError
-    from autosplit.plan import Plan
-    from autosplit.progress import Progress
-    from autosplit.report import Origin
+from autosplit.commands.saying import EXIT_INTERRUPTED, Manner, failed
+from autosplit.errors import AutosplitError, InputError, UserCodeError
+from autosplit.interrupts import leaves_at_the_second
+from autosplit.outcome import reported
+from autosplit.terminal import restored_terminal
 
 __all__ = ["main", "run"]
 
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 4
 TYPERS_INTERRUPTED = 130
 """What typer returns where Ctrl-C comes while it parses."""
-
 
 Command = Callable[[], int]
 """A command with its arguments, parsed and not yet run: typer is to parse only, its handling of errors is not ours."""
 
+
+def _example(*lines: str) -> str:
+    """Return the end of a command's help; the mark before it keeps a line to copy on one line."""
+    return "\b\n" + "\n".join([f"Example{'s' * (len(lines) > 1)}:", *(f"  {line}" for line in lines)])
+
+
 app = typer.Typer(
     name="autosplit",
     help="Find how much of the batch goes on which GPU, how big it may be, and how many accumulation steps to take.",
-    add_completion=False,
+    epilog="\b\n"
+    "Exit codes:\n"
+    "  0  done\n"
+    "  2  bad input\n"
+    "  3  does not fit\n"
+    "  4  interrupted; the best so far is shown and kept\n"
+    "  5  the workload's own code raised\n"
+    "Ctrl-C stops with the best so far, a second one at once.",
     rich_markup_mode=None,
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -74,13 +74,13 @@ def main(argv: list[str] | None = None) -> int:
             raise KeyboardInterrupt
         return parsed() if callable(parsed) else int(parsed or 0)
     except typer.TyperException as error:
-        return _failed(f"{error.format_message().rstrip('.')}; see autosplit {_help_for(arguments)}", EXIT_USAGE)
+        return failed(f"{error.format_message().rstrip('.')}; see autosplit {_help_for(arguments)}", EXIT_USAGE)
     except UserCodeError as error:
-        return _failed(str(error), error.exit_code, error.frames)
+        return failed(str(error), error.exit_code, error.frames)
     except AutosplitError as error:
-        return _failed(str(error), error.exit_code, getattr(error, "frames", ()))
+        return failed(str(error), error.exit_code, getattr(error, "frames", ()))
     except KeyboardInterrupt:
-        return _failed("interrupted before there was any plan; run it again", EXIT_INTERRUPTED)
+        return failed("interrupted before there was any plan; run it again", EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough; python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run this process's command line, and exit; a second Ctrl-C on the way out does not change the exit code."""
+    """Run this process's command line, and exit; a second Ctrl-C ends it at once, with the same exit code."""
+    leaves_at_the_second(_left)
     try:
         code = main()
     except KeyboardInterrupt:  # while the first was being told of
@@ -98,54 +99,51 @@ def run() -> NoReturn:
     raise SystemExit(reported(code))
 
 
-def _speaks() -> bool:
-    """Tell whether this process is the one of its machine that prints: of a job's ranks the first."""
-    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
-
-
-def _failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
-    """Say on one line what went wrong, with the user's own frames below."""
-    lines = [f"error: {' '.join(message.split())}", *(f"  {frame}" for frame in frames)]
-    if _speaks():
-        sys.stderr.write("".join(f"{line}\n" for line in lines))
-    return exit_code
+def _left() -> int:
+    """Leave a terminal as it was found, and return what to exit with."""
+    restored_terminal()
+    return reported(EXIT_INTERRUPTED)
 
 
 def _help_for(arguments: list[str]) -> str:
-    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    return f"{arguments[0]} --help" if arguments[0] in known else "--help"
+    """Return the help of the command that was meant, as far as it is one."""
+    known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    if arguments[0] not in known:
+        return "--help"
+    if (
+        arguments[0] == "profiles"
+        and arguments[1:2]
+        and arguments[1] in {c.name for c in profiles_app.registered_commands}
+    ):
+        return f"profiles {arguments[1]} --help"
+    return f"{arguments[0]} --help"
 
 
-# --------------------------------------------------------------------------------------------------------- commands
+def _to_run(body: str, manner: Manner, *arguments: Any, **keywords: Any) -> Command:
+    """Return a command: a function of a module of `commands`, which is imported when it runs."""
+    return functools.partial(_run, body, manner, arguments, keywords)
 
 
-@app.command("devices")
-def devices_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> Command:
-    """List the GPUs with their load."""
-    return functools.partial(_devices, as_json=as_json)
+def _run(body: str, manner: Manner, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
+    from autosplit.commands.log import logged
+
+    place, name = body.split(".")
+    with logged(manner):
+        exit_code: int = getattr(importlib.import_module(f"autosplit.commands.{place}"), name)(
+            *arguments, manner, **keywords
+        )
+    return exit_code
 
 
-def _devices(*, as_json: bool) -> int:
-    from autosplit.survey import survey_devices
-
-    # Both libraries talk while they start; the table is alone on stdout.
-    with stdout_kept_clean():
-        devices, notes = survey_devices()
-    if as_json:
-        import msgspec
-
-        _print_json(msgspec.json.format(msgspec.json.encode({"devices": devices, "notes": notes}), indent=2).decode())
-    else:
-        from autosplit.report import print_devices
-        from autosplit.terminal import console_for
-
-        print_devices(devices, notes, console_for(sys.stdout))
-    return 0
-
+# ---------------------------------------------------------------------------------------------- flags of all commands
 
 _Text = str | None
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, alone on stdout. Its keys are in docs/json.md.")]
+
+_Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors: no progress, no notes.")]
+
+_Verbose = Annotated[bool, typer.Option("--verbose", help="Log on stderr every step that is tried, and why.")]
 
 _Isolate = Annotated[
     bool | None,
@@ -157,7 +155,21 @@ _Isolate = Annotated[
 ]
 
 
-@app.command("tune")
+# --------------------------------------------------------------------------------------------------------- commands
+
+
+@app.command("devices", epilog=_example("autosplit devices --json"))
+def devices_command(as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False) -> Command:
+    """List the GPUs with their load."""
+    return _to_run("devices.devices", Manner(as_json, quiet, verbose))
+
+
+@app.command(
+    "tune",
+    epilog=_example(
+        "autosplit tune examples/char_gpt.py --devices sim:1xRTX3090+1xRTX2080Ti --effective-batch-size 1024"
+    ),
+)
 def tune_command(
     spec: Annotated[
         str,
@@ -214,8 +226,10 @@ def tune_command(
     ] = None,
     name: Annotated[_Text, typer.Option(metavar="NAME", help="Keeps plans for equal workloads apart.")] = None,
     seed: Annotated[_Text, typer.Option(metavar="N", help="Of the search. Default: 0.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, alone on stdout.")] = False,
     output: Annotated[_Text, typer.Option(metavar="PATH", help="Save the plan as JSON.")] = None,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
 ) -> Command:
     """Find the split, batch and steps of a workload."""
     given: dict[str, Any] = {
@@ -234,7 +248,7 @@ def tune_command(
         "seed": _whole("--seed", seed),
     }
     keywords = {keyword: value for keyword, value in given.items() if value is not None}
-    return functools.partial(_tune, spec, keywords, as_json=as_json, output=output)
+    return _to_run("tune.tune", Manner(as_json, quiet, verbose), spec, keywords, output=output)
 
 
 def _whole(flag: str, text: str | None) -> int | None:
@@ -267,7 +281,7 @@ def _seconds(flag: str, text: str | None) -> float | None:
         raise InputError(f"{flag} {text!r}: expected a number of seconds; write it as {flag} 60") from None
 
 
-@app.command("probe")
+@app.command("probe", epilog=_example("autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval"))
 def probe_command(
     spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
     devices: Annotated[
@@ -293,16 +307,12 @@ def probe_command(
         _Text, typer.Option(metavar="SECONDS", help="For all ceilings; past it no further step confirms one.")
     ] = None,
     isolate: _Isolate = None,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print JSON, alone on stdout: a Ceiling's attributes for each device and role, and notes."
-        ),
-    ] = False,
     plot: Annotated[
         _Text, typer.Option(metavar="PATH", help="Draw bytes against batch (.png, .pdf, .svg). Needs matplotlib.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Draw no progress.")] = False,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
 ) -> Command:
     """Find how many samples each device holds."""
     limit_s = _seconds("--time-limit-s", time_limit_s)
@@ -312,23 +322,22 @@ def probe_command(
         "exact": exact or None,
     }
     keywords = {keyword: value for keyword, value in given.items() if value is not None}
-    probing = _Probing(spec, devices, tuple(dict.fromkeys(role or ["rank"])), keywords, limit_s, isolate)
-    return functools.partial(_probe, probing, as_json=as_json, plot=plot, quiet=quiet)
+    asked = (spec, devices, tuple(dict.fromkeys(role or ["rank"])), keywords, limit_s, isolate)
+    return _to_run("probe.probe", Manner(as_json, quiet, verbose), asked, plot=plot)
 
 
-@app.command("check")
+@app.command("check", epilog=_example("autosplit check examples/char_gpt.py"))
 def check_command(
     spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, alone on stdout: a list of a Check's attributes.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Draw no progress.")] = False,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
 ) -> Command:
     """Tell what of the training changes with the split."""
-    return functools.partial(_check, spec, as_json=as_json, quiet=quiet)
+    return _to_run("check.check", Manner(as_json, quiet, verbose), spec)
 
 
-@app.command("show")
+@app.command("show", epilog=_example("autosplit show plan.json"))
 def show_command(
     which: Annotated[
         _Text,
@@ -338,16 +347,97 @@ def show_command(
             "and show the newest.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, alone on stdout.")] = False,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
 ) -> Command:
     """Show a saved plan, or those remembered."""
-    return functools.partial(_show, which, as_json=as_json)
+    return _to_run("show.show", Manner(as_json, quiet, verbose), which)
+
+
+# --------------------------------------------------------------------------------------------------------- profiles
+
+profiles_app = typer.Typer(
+    help="List, show and remove remembered plans.",
+    invoke_without_command=True,
+    epilog=_example("autosplit profiles", "autosplit profiles remove 3f2a"),
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(profiles_app, name="profiles")
+
+_Key = Annotated[_Text, typer.Argument(metavar="KEY", help="The beginning of a profile's key.", show_default=False)]
+
+
+@profiles_app.callback()
+def profiles_command(
+    context: typer.Context, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
+) -> Command | None:
+    """List, show and remove remembered plans; without a command, list them."""
+    manner = Manner(as_json, quiet, verbose)
+    if context.invoked_subcommand is None:
+        return _to_run("profiles.list_profiles", manner)
+    context.obj = manner
+    return None
+
+
+def _manner(context: typer.Context, as_json: bool, quiet: bool, verbose: bool) -> Manner:
+    """Put flags before a command of `profiles` and those behind it together."""
+    before: Manner = context.obj
+    return Manner(as_json or before.as_json, quiet or before.quiet, verbose or before.verbose)
+
+
+@profiles_app.command("list", epilog=_example("autosplit profiles list --json"))
+def profiles_list_command(
+    context: typer.Context, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
+) -> Command:
+    """List what is remembered, the newest first."""
+    return _to_run("profiles.list_profiles", _manner(context, as_json, quiet, verbose))
+
+
+@profiles_app.command("show", epilog=_example("autosplit profiles show 3f2a"))
+def profiles_show_command(
+    context: typer.Context, key: _Key = None, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
+) -> Command:
+    """Show a remembered plan; without a key, list them and show the newest."""
+    return _to_run("show.show_profile", _manner(context, as_json, quiet, verbose), key)
+
+
+@profiles_app.command("path", epilog=_example("autosplit profiles path", "autosplit profiles path 3f2a"))
+def profiles_path_command(
+    context: typer.Context, key: _Key = None, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
+) -> Command:
+    """Print the folder of the profiles, or the file of one."""
+    return _to_run("profiles.show_path", _manner(context, as_json, quiet, verbose), key)
+
+
+@profiles_app.command(
+    "remove", epilog=_example("autosplit profiles remove 3f2a 91c0", "autosplit profiles remove --all --yes")
+)
+def profiles_remove_command(
+    context: typer.Context,
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY", help="Beginnings of profiles' keys.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of them; on a terminal it asks first.")] = False,
+    confirmed: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Forget remembered plans, and say which; nothing outside the cache is ever removed."""
+    manner = _manner(context, as_json, quiet, verbose)
+    return _to_run("profiles.remove_profiles", manner, keys or [], everything=everything, confirmed=confirmed)
+
+
+# ----------------------------------------------------------------------------------------------------------- launch
 
 
 @app.command(
     "launch",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog="Example: autosplit launch --plan plan.json train.py --epochs 3",
+    epilog=_example("autosplit launch --plan plan.json --print train.py --epochs 3"),
 )
 def launch_command(
     arguments: Annotated[
@@ -361,448 +451,11 @@ def launch_command(
         ),
     ] = None,
     print_only: Annotated[bool, typer.Option("--print", help="Print the line instead of running it.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it as JSON instead of running it. Its keys are in docs/json.md.")
+    ] = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
 ) -> Command:
     """Start a training script by torchrun, with the plan's processes, and the plan for each of them."""
-    return functools.partial(_launch, arguments, plan, print_only=print_only)
-
-
-# ------------------------------------------------------------------------------------------------------------- tune
-
-
-def _tune(spec: str, keywords: dict[str, Any], *, as_json: bool, output: str | None) -> int:
-    end_with_parent()
-    _check_before_running(keywords, output)
-    folder = Path.cwd()
-    together, keywords = _in_a_job(keywords)
-    if not together and keywords.get("strategy") == "ddp":
-        count = _ranks_to_start(keywords.get("devices"))
-        if count > 1:
-            return _tune_by_torchrun(spec, keywords, count, as_json=as_json, output=output)
-    from autosplit.loading import load_workload, loaded_workload
-
-    with stdout_kept_clean():
-        # In a job it is loaded where all ranks hear of it if one can't.
-        workload: Any = functools.partial(loaded_workload, spec) if together else load_workload(spec)
-        called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
-        source: object = workload
-        if _isolates(keywords.get("isolate"), keywords.get("devices"), together=together):
-            source, called = workload if together else _sendable(spec, workload), {**called, "isolate": True}
-        plan, interrupted = _tuned(source, spec, called)
-        if together and not _speaks():
-            return 0 if interrupted is None else EXIT_INTERRUPTED
-    path: Path | None = getattr(interrupted, "path", None)
-    saved = None if path is None else str(path)
-    unsaved: PlanError | None = None
-    if output is not None:
-        if Path.cwd() != folder:  # the workload's code went elsewhere
-            output = str(folder / output)
-        try:
-            plan.save(output)
-            saved = output
-        except PlanError as error:
-            unsaved = error
-    if interrupted is not None:
-        _failed(_interrupted_text(saved), EXIT_INTERRUPTED)
-    _print_plan(plan, _origin(spec, plan, workload, keywords, saved), as_json=as_json)
-    if unsaved is not None:
-        raise unsaved  # only now: what took so long to find has been shown
-    return 0 if interrupted is None else EXIT_INTERRUPTED
-
-
-def _in_a_job(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Tell whether this process is one of several; these tune for DDP, whether that was asked for or not."""
-    if not any(os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
-        return False, keywords
-    from autosplit.ddp.job import in_a_job
-
-    if not in_a_job():
-        return False, keywords
-    if keywords.get("strategy", "auto") == "balanced":
-        raise InputError(
-            "--strategy balanced in one of several processes: expected ddp, a BalancedDataParallel has one process; "
-            "leave torchrun out"
-        )
-    return True, {**keywords, "strategy": "ddp"}
-
-
-def _ranks_to_start(devices: str | None) -> int:
-    """Return how many processes a DDP tuning needs: one for each device that is there; simulated ones need none."""
-    from autosplit.devices import parse_devices
-
-    found = parse_devices(devices)
-    return 1 if found[0].kind == "sim" else len(found)
-
-
-def _tune_by_torchrun(spec: str, keywords: dict[str, Any], count: int, *, as_json: bool, output: str | None) -> int:
-    """Tune by as many processes as there are devices, which print and save."""
-    from autosplit.launching import run_together
-
-    arguments = ["tune", spec, *_flags(keywords), *(["--json"] if as_json else [])]
-    return run_together([*arguments, *([] if output is None else ["--output", output])], count)
-
-
-def _isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, together: bool = False) -> bool:
-    """Tell whether real steps run in a process of their own: as asked, otherwise where memory is filled to the brim.
-
-    A rank on a budgeted processor is a process of its own already, and what is enforced there ends none.
-    """
-    if asked is not None:
-        return asked
-    from autosplit.devices import parse_devices
-
-    first = parse_devices(devices)[0]
-    return first.kind == "cuda" or (first.kind == "cpu" and first.budgeted and not together)
-
-
-def _sendable(spec: str, workload: object) -> Loaded:
-    """Return what another process can have: it loads the file again, since classes defined in it can't be sent."""
-    from autosplit.loading import Loaded
-    from autosplit.workload import Workload
-
-    if isinstance(workload, Loaded):
-        return workload
-    assert isinstance(workload, Workload)
-    return Loaded(spec, workload)
-
-
-def _interrupted_text(saved: str | None) -> str:
-    kept = f"saved as {saved}" if saved else "not saved (--output PATH saves it)"
-    return f"interrupted: the best plan so far is shown and {kept}; run it again to tune to the end"
-
-
-def _check_before_running(keywords: Mapping[str, Any], output: str | None) -> None:
-    """Refuse bad flags before the user's file runs, which may take long."""
-    from autosplit.devices import parse_devices, parse_reserve
-
-    if "devices" in keywords:
-        parse_devices(keywords["devices"])
-    parse_reserve(keywords.get("reserve"))
-    if output is not None and Path(output).is_dir():
-        raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}")
-    if output is not None and Path(output).exists():
-        if not Path(output).is_file():
-            raise InputError(
-                f"--output {output} is neither a new file nor a plan to replace; expected one of them; leave it out to "
-                "have the plan on stdout (--json)"
-            )
-        from autosplit.plan import Plan
-
-        try:
-            Plan.load(output)
-        except PlanError:
-            raise InputError(
-                f"--output {output} exists and is not a plan; expected a new file, or a plan to replace; "
-                "choose another name"
-            ) from None
-
-
-def _tuned(workload: object, spec: str, keywords: Mapping[str, Any]) -> tuple[Plan, KeyboardInterrupt | None]:
-    """Tune, with a bar on a terminal.
-
-    Returns:
-        The plan, and what interrupted the tuning if it is only the best so far.
-    """
-    from autosplit import tuning
-
-    try:
-        with _users_errors(spec), progress_bar() if _speaks() else nullcontext() as progress:
-            return tuning.tune(workload, **keywords, progress=progress), None
-    except KeyboardInterrupt as error:
-        # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
-        best: Plan | None = getattr(error, "plan", None)
-        if best is None:
-            raise
-        return best, error
-
-
-@contextmanager
-def _users_errors(spec: str) -> Iterator[None]:
-    """Show the user's own frames of what their code raises; what we raise passes."""
-    try:
-        yield
-    except AutosplitError:
-        raise
-    except (Exception, SystemExit) as error:
-        if not user_frames(error.__traceback__):
-            raise  # ours, and no one is helped by hiding where
-        raise from_user_code(error, f"the code of {spec}") from error
-
-
-def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any], saved: str | None) -> Origin:
-    """Say how this plan is had again: from its file, or by the same call, which its profile answers."""
-    from autosplit.loading import split_spec
-    from autosplit.profiles import profile_holding
-    from autosplit.report import Origin
-
-    elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
-    command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *_flags(elsewhere)])
-    if saved is not None:
-        return Origin(f"autosplit.Plan.load({_quoted(saved)})", command=command, path=saved)
-    place, name = split_spec(spec)
-    module = Path(place).stem if place.endswith(".py") else place
-    same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
-    arguments = "".join(f", {keyword}={_quoted(value)}" for keyword, value in same.items())
-    found = None if keywords.get("profile") == "off" else profile_holding(plan)
-    remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
-    return Origin(
-        f"autosplit.tune({name}{'()' if callable(workload) else ''}{arguments})",
-        (f"from {module} import {name}" + (f"  # {place}" if place.endswith(".py") else ""),),
-        remark,
-        command,
-        None if found is None else str(found),
-    )
-
-
-def _quoted(value: object) -> str:
-    """Write a value as Python, a string in the quotes that formatters like."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
-
-
-def _flags(keywords: Mapping[str, Any]) -> list[str]:
-    flags = []
-    for keyword, value in keywords.items():
-        flag = keyword.replace("_", "-")
-        flags.append(f"--no-{flag}" if value is False else f"--{flag}")
-        flags.extend([] if isinstance(value, bool) else [str(value)])
-    return flags
-
-
-# ------------------------------------------------------------------------------------------------------------ probe
-
-
-@dataclass
-class _Probing:
-    """What is probed, and what has come of it."""
-
-    spec: str
-    devices_spec: str | None
-    roles: tuple[str, ...]
-    keywords: dict[str, Any]
-    time_limit_s: float | None
-    isolate: bool | None
-    ceilings: list[Ceiling] = field(default_factory=list)
-    misfits: list[DoesNotFitError] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    simulated: bool = False
-
-
-def _probe(probing: _Probing, *, as_json: bool, plot: str | None, quiet: bool) -> int:
-    _check_before_probing(probing, plot)
-    interrupted = False
-    with stdout_kept_clean():
-        try:
-            with nullcontext() if quiet else progress_bar() as tell:
-                _find_ceilings(probing, tell)
-        except KeyboardInterrupt:
-            interrupted = True
-    for error in probing.misfits:
-        _failed(str(error), error.exit_code)
-    if interrupted:
-        text = "the ceilings found so far are shown" if probing.ceilings else "no ceiling was found yet"
-        _failed(f"interrupted: {text}; run it again for all of them", EXIT_INTERRUPTED)
-    if any(ceiling.batch_size for ceiling in probing.ceilings):
-        _print_ceilings(probing, as_json=as_json, plot=plot)
-    if interrupted:
-        return EXIT_INTERRUPTED
-    return probing.misfits[0].exit_code if probing.misfits else 0
-
-
-def _check_before_probing(probing: _Probing, plot: str | None) -> None:
-    """Refuse bad flags before the user's file runs, which may take long."""
-    from autosplit.cost import Role
-
-    _check_before_running({**probing.keywords, **_given(devices=probing.devices_spec)}, None)
-    for role in probing.roles:
-        if role not in get_args(Role):
-            raise InputError(f"--role {role!r}: expected one of {', '.join(get_args(Role))}; choose one of them")
-    if probing.time_limit_s is not None and not probing.time_limit_s > 0:
-        raise InputError(
-            f"--time-limit-s {probing.time_limit_s:g}: expected seconds, above 0; leave it out for no limit"
-        )
-    if plot is not None:
-        from autosplit.report import check_plot
-
-        check_plot(plot)
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _find_ceilings(probing: _Probing, tell: Callable[[Progress], None] | None) -> None:
-    """Find the ceiling of each device in each role, one after the other, into `probing`."""
-    from autosplit.devices import parse_devices
-    from autosplit.loading import load_workload
-    from autosplit.tuning import NO_GPU_NOTE
-
-    workload: Any = load_workload(probing.spec)
-    devices = parse_devices(probing.devices_spec)
-    probing.simulated = devices[0].kind == "sim"
-    if probing.devices_spec is None and devices[0].kind == "cpu":
-        probing.notes.append(NO_GPU_NOTE)
-    isolate = _isolates(probing.isolate, devices)
-    source = _sendable(probing.spec, workload) if isolate else workload
-    ends_s = None if probing.time_limit_s is None else time.monotonic() + probing.time_limit_s
-    pairs = [(device, role) for device in devices for role in probing.roles]
-    known: dict[tuple[Device, str], Ceiling] = {}
-    for done, (device, role) in enumerate(pairs):
-        _tell_ceiling(tell, probing.ceilings, f"{device.label}: ceiling as {role}", done / len(pairs))
-        # Cards that are not there are alike to the byte.
-        alike = (replace(device, index=0) if probing.simulated else device, role)
-        if alike not in known:
-            # Each gets its part of what is left of the time.
-            left_s = None if ends_s is None else max(0.001, (ends_s - time.monotonic()) / (len(pairs) - done))
-            known[alike] = _ceiling_of(probing, source, device, role, time_limit_s=left_s, isolate=isolate)
-        probing.ceilings.append(replace(known[alike], device=device.label))
-
-
-def _tell_ceiling(
-    tell: Callable[[Progress], None] | None, found: Sequence[Ceiling], message: str, fraction: float
-) -> None:
-    if tell is not None:
-        from autosplit.progress import Progress
-
-        steps, ooms = sum(ceiling.steps for ceiling in found), sum(ceiling.ooms for ceiling in found)
-        tell(Progress("ceilings", message, fraction, steps, ooms))
-
-
-def _ceiling_of(probing: _Probing, source: Any, device: Device, role: Any, **keywords: Any) -> Ceiling:
-    """Find one ceiling; where nothing fits it is 0, and why is kept."""
-    from autosplit import probe
-    from autosplit.cost import Ceiling
-    from autosplit.oom import DoesNotFitError
-
-    try:
-        with _users_errors(probing.spec):
-            return probe.find_ceiling(source, device, role=role, **probing.keywords, **keywords)
-    except DoesNotFitError as error:
-        probing.misfits.append(error)
-        return Ceiling(device.label, role, 0, "memory", 0, 0, error.requested_bytes, error.capacity_bytes)
-
-
-def _print_ceilings(probing: _Probing, *, as_json: bool, plot: str | None) -> None:
-    from autosplit.report import plot_ceilings, print_ceilings
-
-    notes = list(dict.fromkeys([*probing.notes, *(note for ceiling in probing.ceilings for note in ceiling.notes)]))
-    if as_json:
-        shown = [{**asdict(ceiling), "headroom_bytes": ceiling.headroom_bytes} for ceiling in probing.ceilings]
-        _print_json(json.dumps({"simulated": probing.simulated, "ceilings": shown, "notes": notes}, indent=2))
-    else:
-        from autosplit.terminal import console_for
-
-        print_ceilings(probing.ceilings, notes, console_for(sys.stdout), simulated=probing.simulated)
-    if plot is not None:  # last: where it can't be drawn, what took long to find is printed already
-        plot_ceilings(probing.ceilings, plot)
-
-
-# ------------------------------------------------------------------------------------------------------------ check
-
-
-def _check(spec: str, *, as_json: bool, quiet: bool) -> int:
-    from autosplit import checks
-    from autosplit.loading import load_workload
-    from autosplit.progress import Progress
-
-    with stdout_kept_clean():
-        workload = load_workload(spec)
-        with _users_errors(spec), nullcontext() if quiet else progress_bar() as tell:
-            if tell is not None:
-                tell(Progress("checks", "the gradient of the sample batch, whole and cut", 0.0))
-            found = checks.check(workload)
-    if as_json:
-        _print_json(json.dumps({"checks": [asdict(one) for one in found]}, indent=2))
-    else:
-        from autosplit.report import print_checks
-        from autosplit.terminal import console_for
-
-        print_checks(found, console_for(sys.stdout))
-    return 0
-
-
-# ------------------------------------------------------------------------------------------------------------- show
-
-
-def _launch(arguments: list[str], plan: str | None, *, print_only: bool) -> int:
-    from autosplit.launching import launch_of
-
-    if plan is not None and not Path(plan).exists() and _is_key(plan):
-        plan = str(_profile(plan)[0])
-    launch = launch_of(plan, arguments)
-    if print_only:
-        sys.stdout.write(launch.line() + "\n")
-        return 0
-    sys.stderr.write(f"plan: {launch.told}\n")
-    launch.run()
-    raise AssertionError("this process is torchrun now")
-
-
-def _show(which: str | None, *, as_json: bool) -> int:
-    from autosplit.plan import Plan
-    from autosplit.report import Origin
-
-    if which is not None and (Path(which).is_file() or not _is_key(which)):
-        path, plan = Path(which), Plan.load(which)
-    elif which is not None:
-        path, plan = _profile(which)
-    else:
-        newest = _newest(as_json=as_json)
-        if newest is None:
-            return 0
-        path, plan = newest
-    _print_plan(plan, Origin(f"autosplit.Plan.load({_quoted(str(path))})", path=str(path)), as_json=as_json)
-    return 0
-
-
-def _is_key(which: str) -> bool:
-    return all(character in "0123456789abcdef" for character in which)
-
-
-def _profile(key: str) -> tuple[Path, Plan]:
-    """Find the one profile whose key begins so."""
-    from autosplit.plan import Plan
-    from autosplit.profiles import profiles
-
-    paths = [path for path, _ in profiles()]
-    matches = [path for path in paths if path.stem.startswith(key)]
-    if len(matches) == 1:
-        return matches[0], Plan.load(matches[0])
-    found = ", ".join(path.stem[:12] for path in matches or paths[:5]) or "none"
-    raise InputError(
-        f"{key!r} is neither a file nor the beginning of one profile's key; expected one of them; "
-        f"{'these begin so' if matches else 'the newest keys are'}: {found}"
-    )
-
-
-def _newest(*, as_json: bool) -> tuple[Path, Plan] | None:
-    """List the profiles, and return the newest that can be read."""
-    from autosplit.profiles import profiles
-    from autosplit.report import print_profiles
-    from autosplit.terminal import console_for
-
-    found = profiles()
-    readable = [(path, plan) for path, plan in found if plan is not None]
-    if as_json and not readable:
-        raise InputError("no plan is remembered; expected one to print; make one with autosplit tune FILE")
-    if not as_json and found:
-        print_profiles(found, console_for(sys.stdout))
-    elif not as_json:
-        sys.stdout.write("no plan is remembered yet; autosplit tune FILE makes one\n")
-    return readable[0] if readable else None
-
-
-# ----------------------------------------------------------------------------------------------------------- output
-
-
-def _print_plan(plan: Plan, origin: Origin, *, as_json: bool) -> None:
-    if as_json:
-        _print_json(plan.to_json())
-        return
-    from autosplit.report import print_plan
-    from autosplit.terminal import console_for
-
-    print_plan(plan, console_for(sys.stdout), origin=origin)
-
-
-def _print_json(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    return _to_run("launch.launch", Manner(as_json, quiet, verbose), arguments, plan, print_only=print_only)

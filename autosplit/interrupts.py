@@ -1,14 +1,19 @@
-"""Ctrl-C waits for the end of what it would break: torch ends the process where one meets it inside fake tensors."""
+"""Ctrl-C: held where it would break something, since torch ends the process where one meets it inside fake tensors.
+
+And the second one of a process, which ends it at once, whatever it is in.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["held_interrupts"]
+__all__ = ["held_interrupts", "leaves_at_the_second"]
 
 
 @contextmanager
@@ -32,3 +37,37 @@ def held_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if came:
             signal.raise_signal(signal.SIGINT)
+
+
+def leaves_at_the_second(last: Callable[[], int]) -> None:
+    """Let the second Ctrl-C of this process end it at once, for good; the first is Python's, as ever.
+
+    Python runs handlers between two instructions of the main thread, which may be in a long one, or in a `finally`
+    that waits: a thread of its own hears of the signal all the same.
+
+    Args:
+        last: Called in that thread, before the end; it returns the exit code.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    hears, tells = socket.socketpair()
+    tells.setblocking(False)
+    signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+
+    def listen() -> None:
+        came = 0
+        while came < 2:
+            came += hears.recv(4096).count(signal.SIGINT)
+        os._exit(last())
+
+    def leave_alone() -> None:
+        signal.set_wakeup_fd(-1)  # a fork shares the socket: its signals are not ours
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=leave_alone)
+    _kept.append(tells)
+    threading.Thread(target=listen, name="autosplit-interrupts", daemon=True).start()
+
+
+_kept: list[socket.socket] = []
+"""Held open as long as the process."""

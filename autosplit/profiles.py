@@ -36,8 +36,11 @@ __all__ = [
     "machine_of",
     "memory_shortfall",
     "profile_holding",
+    "profile_paths",
     "profiles",
     "profiles_folder",
+    "read_profile",
+    "remove_profile",
     "store",
     "usable_here",
     "workload_of",
@@ -314,10 +317,52 @@ def store(key: str, plan: Plan) -> Path:
     return path
 
 
+def profile_paths() -> tuple[Path, ...]:
+    """Return the files of the cache that are profiles, or are called so, the newest first."""
+    dated = sorted(((_written_ns(path), path) for path in profiles_folder().glob("[!.]*.json")), reverse=True)
+    return tuple(path for _, path in dated)
+
+
+def read_profile(path: Path) -> Plan:
+    """Read a file of the cache, as hostile input.
+
+    Raises:
+        ProfileError: It is not there, or is no plan that this version can read.
+    """
+    try:
+        plan = _read(path)
+    except ProfileError:
+        raise
+    except PlanError as error:
+        raise ProfileError(str(error)) from error
+    if plan is None:
+        raise ProfileError(f"{path} is not there any more; expected a profile; autosplit profiles lists them")
+    return plan
+
+
+def remove_profile(path: Path) -> None:
+    """Remove a file of the cache: never anything else, and never what a link leads to.
+
+    Raises:
+        ProfileError: It is none, or can't be removed.
+    """
+    own = path.parent == profiles_folder() and path.suffix == ".json" and _KEY_CHARACTERS.issuperset(path.stem)
+    if not own:
+        raise ProfileError(f"{path} is not called as a profile is; expected 32 digits; remove it by hand")
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return  # by somebody else: it is gone
+    except OSError as error:
+        raise ProfileError(
+            f"{path} can't be removed ({error.strerror or error}); expected a file in a folder that may be written; "
+            "remove it by hand"
+        ) from error
+
+
 def profiles() -> tuple[tuple[Path, Plan | None], ...]:
     """Return all profiles of the cache, the newest first; None in place of a plan that can't be read."""
-    dated = sorted(((_written_ns(path), path) for path in profiles_folder().glob("[!.]*.json")), reverse=True)
-    return tuple((path, _read_or_none(path)) for _, path in dated)
+    return tuple((path, _read_or_none(path)) for path in profile_paths())
 
 
 def profile_holding(plan: Plan) -> Path | None:

@@ -11,7 +11,6 @@ import math
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,6 @@ __all__ = [
     "print_checks",
     "print_devices",
     "print_plan",
-    "print_profiles",
 ]
 
 _LIMITS = {"memory": " (memory)", "max_batch_size": " or more", "kernel": " (a kernel's limit)", "time": " (time)"}
@@ -301,7 +299,7 @@ def _ranks_text(ranks: Sequence[RankSettings]) -> str:
     return f"{who}: batch_size {first.batch_size}, accumulation_steps {first.accumulation_steps}"
 
 
-# ------------------------------------------------------------------------------------------------ devices, profiles
+# ---------------------------------------------------------------------------------------------------------- devices
 
 
 def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console: Console) -> None:
@@ -356,50 +354,6 @@ def _known(value: float | None, pattern: str) -> str:
 
 def _known_bytes(nbytes: int | None) -> str:
     return "?" if nbytes is None else _bytes_text(nbytes)
-
-
-def print_profiles(found: Sequence[tuple[Path, Plan | None]], console: Console) -> None:
-    """Print a line for each remembered plan.
-
-    Args:
-        found: The files with their plans, newest first; None for what can't be read.
-        console: Where to.
-    """
-    table = _table()
-    for heading in ("profile", "saved", "devices", "plan"):
-        table.add_column(heading, overflow="fold")
-    for path, plan in found:
-        _add_row(
-            table,
-            path.stem[:12],
-            _saved_text(path),
-            "?" if plan is None else _devices_text(plan),
-            "can't be read: tune again" if plan is None else _short_plan_text(plan),
-        )
-    _print(table, console)
-
-
-def _saved_text(path: Path) -> str:
-    try:
-        return datetime.fromtimestamp(path.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M")
-    except OSError:
-        return "?"
-
-
-def _devices_text(plan: Plan) -> str:
-    """Count neighbours that are alike: ``2x sim RTX3090``."""
-    kinds = itertools.groupby((device.kind, _short_name(device.name)) for device in plan.devices)
-    texts = []
-    for (kind, name), alike in kinds:
-        count = len(list(alike))
-        label = kind if kind == name else f"{kind} {name}"
-        texts.append(label if count == 1 else f"{count}x {label}")
-    return ", ".join(texts)
-
-
-def _short_plan_text(plan: Plan) -> str:
-    batch = f"split {_tuple_text(plan.split)}" if len(plan.split) > 1 else f"batch {plan.batch_size}"
-    return f"{batch}, {_count(plan.accumulation_steps, 'step')}, {rate_text(plan.samples_per_s)}"
 
 
 # --------------------------------------------------------------------------------------------------------- ceilings

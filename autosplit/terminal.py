@@ -18,26 +18,56 @@ if TYPE_CHECKING:
 
     from autosplit.tuning import Progress
 
-__all__ = ["PLAIN_WIDTH", "console_for", "progress_bar", "stdout_kept_clean"]
+__all__ = ["PLAIN_WIDTH", "console_for", "progress_bar", "restored_terminal", "stdout_kept_clean", "width_of"]
 
 PLAIN_WIDTH = 100
 """Columns where there is no terminal, unless ``COLUMNS`` says otherwise."""
+
+NARROW = 80
+"""Below so many columns the bar itself gives way to what is being done; its share is told in percent."""
+
+
+_DUMB = ("dumb", "unknown")
 
 
 def console_for(stream: TextIO) -> Console:
     """Return a console for a stream: on a terminal in colour and of its width, otherwise plain text.
 
+    Without a terminal no escape codes are written, unless ``FORCE_COLOR`` asks for colour; ``NO_COLOR`` goes before it,
+    and a ``TERM`` of ``dumb`` has none.
+
     Args:
-        stream: ``sys.stdout`` or ``sys.stderr``. Without a terminal no escape codes are written, whatever the
-            environment says, and lines are 100 columns wide unless ``COLUMNS`` is set.
+        stream: ``sys.stdout`` or ``sys.stderr``. Without a terminal lines are 100 columns wide unless ``COLUMNS`` is
+            set.
     """
     from rich.console import Console
 
     if stream.isatty():
-        return Console(file=stream, highlight=False)
+        # rich takes a dumb terminal for one of 80 columns.
+        width = width_of(stream) if os.environ.get("TERM") in _DUMB else None
+        return Console(file=stream, width=width, highlight=False)
+    if _colour_is_forced():
+        return Console(
+            file=stream, width=width_of(stream), force_terminal=True, color_system="standard", highlight=False
+        )
+    return Console(file=stream, width=width_of(stream), force_terminal=False, color_system=None, highlight=False)
+
+
+def _colour_is_forced() -> bool:
+    """Whether ``FORCE_COLOR`` (force-color.org) asks for colour in a pipe, and nothing speaks against it."""
+    forced = os.environ.get("FORCE_COLOR", "") not in {"", "0"}
+    return forced and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in _DUMB
+
+
+def width_of(stream: TextIO) -> int:
+    """Return how many columns a stream has: what ``COLUMNS`` says, what its terminal says, or `PLAIN_WIDTH`."""
     columns = os.environ.get("COLUMNS", "")
-    width = int(columns) if columns.isdecimal() and int(columns) > 0 else PLAIN_WIDTH
-    return Console(file=stream, width=width, force_terminal=False, color_system=None, highlight=False)
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    if stream.isatty():
+        with contextlib.suppress(OSError, ValueError):
+            return os.get_terminal_size(stream.fileno()).columns or PLAIN_WIDTH
+    return PLAIN_WIDTH
 
 
 @contextlib.contextmanager
@@ -65,9 +95,10 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
     from rich.progress import Progress as Bar
     from rich.table import Column
 
+    narrow = width_of(sys.stderr) < NARROW
     bar = Bar(
         TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"), markup=False),
-        BarColumn(bar_width=16),
+        TextColumn("{task.percentage:.0f} %", markup=False) if narrow else BarColumn(bar_width=16),
         TextColumn("{task.fields[counts]}", table_column=Column(no_wrap=True), markup=False),
         TimeElapsedColumn(),
         console=console_for(sys.stderr),
@@ -76,15 +107,24 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
     )
     task = bar.add_task("starting", total=1.0, counts="")
     with bar:
-        yield functools.partial(_advance, bar, task)
+        yield functools.partial(_advance, bar, task, narrow=narrow)
 
 
-def _advance(bar: Bar, task: Any, progress: Progress) -> None:
+def _advance(bar: Bar, task: Any, progress: Progress, *, narrow: bool) -> None:
     counts = f"{progress.steps} steps, {progress.ooms} OOM"
     if progress.best_samples_per_s is not None:
-        counts += f", best {_rate_text(progress.best_samples_per_s)}/s"
+        counts += f", {'' if narrow else 'best '}{_rate_text(progress.best_samples_per_s)}/s"
     bar.update(task, completed=progress.fraction, description=progress.message, counts=counts)
 
 
 def _rate_text(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def restored_terminal() -> None:
+    """Take away a bar that is being drawn on the terminal, from any thread and without anybody's help."""
+    if os.environ.get("TERM") in _DUMB:
+        return
+    with contextlib.suppress(OSError):
+        if os.isatty(2):
+            os.write(2, b"\r\x1b[2K\x1b[?25h")  # the line is cleared, the cursor comes back

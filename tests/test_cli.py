@@ -309,7 +309,7 @@ def test_what_does_not_fit_exits_with_3(script, tuned, fails):
 
 
 def test_our_own_bug_keeps_its_traceback(script, tuned, monkeypatch):
-    monkeypatch.setattr("autosplit.cli.user_frames", lambda trace: ())
+    monkeypatch.setattr("autosplit.commands.workloads.user_frames", lambda trace: ())
     tuned.answer = ZeroDivisionError("ours")
     with pytest.raises(ZeroDivisionError):
         main(["tune", script()])
@@ -635,7 +635,7 @@ def test_progress_is_told_unless_it_is_to_be_quiet(script, probed, monkeypatch, 
     def bar():
         yield told.append
 
-    monkeypatch.setattr("autosplit.cli.progress_bar", bar)
+    monkeypatch.setattr("autosplit.commands.saying.progress_bar", bar)
     assert main(["probe", script(), *TWO]) == 0
     assert [(progress.message, progress.fraction, progress.steps) for progress in told] == [
         ("cpu:0: ceiling as rank", 0.0, 0),

@@ -62,7 +62,6 @@ def test_without_a_terminal_there_is_no_bar(capsys):
 
 @pytest.mark.parametrize(("columns", "width"), [(None, 100), ("80", 80), ("x", 100), ("0", 100)])
 def test_plain_text_has_a_width_and_no_escape_codes(monkeypatch, columns, width):
-    monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
@@ -70,6 +69,46 @@ def test_plain_text_has_a_width_and_no_escape_codes(monkeypatch, columns, width)
     console.print("[bold red]word[/]")
     assert console.width == width
     assert console.file.getvalue() == "word\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"),
+    [
+        ({"FORCE_COLOR": "1"}, True),
+        ({"FORCE_COLOR": "0"}, False),
+        ({"FORCE_COLOR": ""}, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, False),
+    ],
+)
+def test_colour_in_a_pipe_is_only_what_was_asked_for(monkeypatch, variables, coloured):
+    for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    console = console_for(io.StringIO())
+    console.print("[yellow]word[/]")
+    assert console.width == 100
+    assert (console.file.getvalue() == "\x1b[33mword\x1b[0m\n") is coloured
+    assert ("\x1b" in console.file.getvalue()) is coloured
+
+
+def test_a_dumb_terminal_gets_no_codes_and_keeps_its_width(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "60")
+    console = console_for(terminal)
+    console.print("[yellow]word[/]")
+    assert console.width == 60
+    assert terminal.getvalue() == "word\n"
+    assert "\x1b" not in drawn_bar(terminal, Progress("search", "trial 3 of 24", 0.5))
+
+
+def test_a_narrow_bar_says_what_is_done(terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = drawn_bar(terminal, Progress("search", "trial 3 of 24", 0.5, steps=31, ooms=1, best_samples_per_s=1234.56))
+    assert "trial 3 of 24" in text
+    assert "50 %" in text
+    assert "31 steps, 1 OOM, 1,235/s" in text
 
 
 def test_a_terminal_has_its_own_width(terminal):

@@ -1,0 +1,195 @@
+"""What ``--json`` prints: a type for each command, from which docs/json.md is made, and against which it is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autosplit.cost import Ceiling
+from autosplit.findings import Check
+from autosplit.plan import Plan
+from autosplit.survey import DeviceReport
+
+__all__ = [
+    "ANSWERS",
+    "Ceilings",
+    "Checks",
+    "Devices",
+    "LaunchCommand",
+    "Place",
+    "ProbedCeiling",
+    "Profile",
+    "Profiles",
+    "Removed",
+]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The GPUs of this machine.
+
+    Attributes:
+        devices: One for each; empty where there is none.
+        notes: What there is to say of all of them, a sentence each.
+    """
+
+    devices: tuple[DeviceReport, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ProbedCeiling(Ceiling):
+    """A ceiling, with what it leaves.
+
+    Attributes:
+        headroom_bytes: What is left of the capacity at the ceiling; below 0 where not even one sample fits.
+    """
+
+    # A number beside the others in JSON, where the ceiling itself computes it.
+    headroom_bytes: int = 0  # type: ignore[assignment]  # a property there
+
+    @classmethod
+    def of(cls, ceiling: Ceiling) -> ProbedCeiling:
+        """Return a ceiling with its headroom."""
+        known: dict[str, Any] = {one.name: getattr(ceiling, one.name) for one in fields(ceiling)}
+        return cls(**known, headroom_bytes=ceiling.headroom_bytes)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The ceilings that were found.
+
+    Attributes:
+        simulated: They are of cards that are not here.
+        ceilings: One for each device and role, in the order in which they were asked for.
+        notes: What there is to say of them, a sentence each.
+    """
+
+    simulated: bool
+    ceilings: tuple[ProbedCeiling, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What changes when the batch is cut.
+
+    Attributes:
+        checks: One for each thing that was looked at.
+    """
+
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A file of the cache.
+
+    Attributes:
+        key: 32 hexadecimal digits; the beginning of them names it.
+        path: The file.
+        saved_at: When it was written, as ISO 8601 with the offset from UTC; None where that is unknown.
+        age_s: Seconds since then; None where that is unknown.
+        problem: Why it can't be read; None where it can. Then all that follows is empty.
+        name: By which plans of equal workloads are kept apart; None where none was given.
+        model: The model's class, or the function that makes it.
+        parameters: How many the model has; None where that is unknown.
+        devices: Labels, in order.
+        device_names: What their makers call them, in the same order.
+        request: What was asked for, by `tune`'s keywords; what was left out is not in it.
+        split: Samples per device in one forward.
+        batch_size: Samples per forward.
+        accumulation_steps: Forwards per optimizer step.
+        effective_batch_size: Samples per optimizer step.
+        samples_per_s: Throughput.
+        simulated: It is for cards that are not here.
+        complete: False where the search was interrupted and this is the best so far.
+    """
+
+    key: str
+    path: str
+    saved_at: str | None
+    age_s: float | None
+    problem: str | None = None
+    name: str | None = None
+    model: str | None = None
+    parameters: int | None = None
+    devices: tuple[str, ...] = ()
+    device_names: tuple[str, ...] = ()
+    request: Mapping[str, Any] | None = None
+    split: tuple[int, ...] = ()
+    batch_size: int | None = None
+    accumulation_steps: int | None = None
+    effective_batch_size: int | None = None
+    samples_per_s: float | None = None
+    simulated: bool | None = None
+    complete: bool | None = None
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """The cache.
+
+    Attributes:
+        folder: Where profiles are kept; it may not exist yet.
+        profiles: The newest first.
+    """
+
+    folder: str
+    profiles: tuple[Profile, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something is kept.
+
+    Attributes:
+        path: The folder of all profiles, or the file of the one that was named.
+    """
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What is no longer remembered.
+
+    Attributes:
+        folder: Where profiles are kept.
+        removed: The files that were removed.
+    """
+
+    folder: str
+    removed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LaunchCommand:
+    """What `launch` would run.
+
+    Attributes:
+        command: The program and its arguments.
+        environment: Variables that it gets in addition.
+        plan: Which plan it is, in words.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    plan: str
+
+
+ANSWERS: Mapping[str, type] = {
+    "devices": Devices,
+    "tune": Plan,
+    "probe": Ceilings,
+    "check": Checks,
+    "show": Plan,
+    "profiles": Profiles,
+    "profiles list": Profiles,
+    "profiles show": Plan,
+    "profiles path": Place,
+    "profiles remove": Removed,
+    "launch": LaunchCommand,
+}
+"""The type of what each command prints with ``--json``."""

@@ -1,0 +1,112 @@
+"""What a command says, and where: its answer on stdout, alone; errors, notes, progress and the log on stderr.
+
+``--quiet`` leaves errors of the latter, ``--verbose`` adds the log of every step tried (see `commands.log`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autosplit.errors import InputError
+from autosplit.terminal import progress_bar, width_of
+
+if TYPE_CHECKING:
+    from autosplit.plan import Plan
+    from autosplit.progress import Progress
+    from autosplit.report import Origin
+
+__all__ = ["EXIT_INTERRUPTED", "Manner", "failed", "note", "print_json", "print_plan", "progress", "speaks"]
+
+EXIT_INTERRUPTED = 4
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a command is to say what it has to say; every command has these flags.
+
+    Attributes:
+        as_json: The answer is JSON.
+        quiet: Nothing but the answer and errors.
+        verbose: The log of every step tried, and why.
+    """
+
+    as_json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        if self.quiet and self.verbose:
+            raise InputError("--quiet and --verbose are both given; expected one of them at most; leave one out")
+
+    def flags(self) -> list[str]:
+        """Return it as it was given on the command line."""
+        given = {"--json": self.as_json, "--quiet": self.quiet, "--verbose": self.verbose}
+        return [flag for flag, is_given in given.items() if is_given]
+
+
+def speaks() -> bool:
+    """Tell whether this process is the one of its machine that prints: of a job's ranks the first."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
+
+
+# ----------------------------------------------------------------------------------------------------------- stderr
+
+
+def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
+    """Say what went wrong, with the user's own frames below: on one line, which a terminal gets broken at words.
+
+    Returns:
+        The exit code, as it was given.
+    """
+    lines = [*_fitted(f"error: {' '.join(message.split())}"), *(f"  {frame}" for frame in frames)]
+    if speaks():
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+    return exit_code
+
+
+def note(message: str, manner: Manner) -> None:
+    """Say what is to be known beside the answer, unless it is to be quiet."""
+    if speaks() and not manner.quiet:
+        sys.stderr.write("".join(f"{line}\n" for line in _fitted(message)))
+
+
+def _fitted(line: str) -> list[str]:
+    """Break a line for the terminal that stderr is; paths, and what else is one word, stay whole to be copied."""
+    if not sys.stderr.isatty():
+        return [line]
+    width = max(20, width_of(sys.stderr))
+    return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def progress(manner: Manner) -> AbstractContextManager[Callable[[Progress], None] | None]:
+    """Draw a bar while something runs, where there is a terminal and it is not to be quiet."""
+    return progress_bar() if speaks() and not manner.quiet else nullcontext()
+
+
+# ----------------------------------------------------------------------------------------------------------- stdout
+
+
+def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
+    """Print a plan: for reading, or as JSON."""
+    if manner.as_json:
+        sys.stdout.write(plan.to_json() + "\n")
+        sys.stdout.flush()
+        return
+    from autosplit.report import print_plan as print_report
+    from autosplit.terminal import console_for
+
+    print_report(plan, console_for(sys.stdout), origin=origin)
+
+
+def print_json(answer: Any) -> None:
+    """Print an answer, one of `commands.answers` or a plan, as JSON with its attributes' names as keys."""
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,69 @@
+"""Finding a plan that is stored: by the file it was saved to, or by the beginning of a profile's key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autosplit.errors import InputError
+from autosplit.plan import Plan
+from autosplit.profiles import profile_paths, read_profile
+
+__all__ = ["KEY_DIGITS", "is_key", "newest_profile", "plan_file", "profile_path", "stored_plan"]
+
+KEY_DIGITS = 12
+"""So many of a key's 32 are shown: enough to tell profiles apart."""
+
+
+def is_key(which: str) -> bool:
+    """Tell whether a text may be the beginning of a profile's key."""
+    return bool(which) and all(character in "0123456789abcdef" for character in which)
+
+
+def stored_plan(which: str) -> tuple[Path, Plan]:
+    """Read a plan that somebody named.
+
+    Args:
+        which: A file that a plan was saved to, or the beginning of a profile's key.
+
+    Returns:
+        Its file, and the plan.
+
+    Raises:
+        InputError: Neither is there, or what is there is no plan.
+    """
+    path = plan_file(which)
+    return path, Plan.load(path) if str(path) == which else read_profile(path)
+
+
+def plan_file(which: str) -> Path:
+    """Return the file of a plan that somebody named; see `stored_plan`. A file goes before a key."""
+    if which and (Path(which).is_file() or not is_key(which)):
+        return Path(which)
+    return profile_path(which)
+
+
+def profile_path(key: str) -> Path:
+    """Find the one profile whose key begins so.
+
+    Raises:
+        InputError: None does, or several do.
+    """
+    paths = profile_paths()
+    matches = [path for path in paths if is_key(key) and path.stem.startswith(key)]
+    if len(matches) == 1:
+        return matches[0]
+    found = ", ".join(path.stem[:KEY_DIGITS] for path in matches or paths[:5]) or "none"
+    raise InputError(
+        f"{key!r} is neither a file nor the beginning of one profile's key; expected one of them; "
+        f"{'these begin so' if matches else 'the newest keys are'}: {found}"
+    )
+
+
+def newest_profile() -> tuple[Path, Plan] | None:
+    """Return the newest profile that can be read; None where there is none."""
+    for path in profile_paths():
+        try:
+            return path, read_profile(path)
+        except InputError:
+            continue
+    return None
