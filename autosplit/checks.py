@@ -7,6 +7,7 @@ gradient of the whole. Where it differs, the cause is looked for, and no advice 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,8 @@ from autosplit.watching import NormSeen, first_difference, freeze, printing, wat
 from autosplit.workload import Workload, modules_of
 
 __all__ = ["check", "checks_for"]
+
+_log = logging.getLogger(__name__)
 
 LEAST_SAMPLES = 4
 """Fewer can't be cut unevenly, and repeated samples would hide what differs between them."""
@@ -82,7 +85,10 @@ def check(workload: Any) -> tuple[Check, ...]:
     source = workload_source(workload, None, {})
     with kept_rng():
         built = _with_model(build(source, parse_devices("cpu")).workload)
-        return _Examination(built, _batch_of(built)).checks()
+        found = _Examination(built, _batch_of(built)).checks()
+    for one in found:
+        _log.info("%s", one)
+    return found
 
 
 def checks_for(

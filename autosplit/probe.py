@@ -7,6 +7,7 @@ simulated cards the trace is the truth. Nobody doubles until something breaks.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ import torch
 
 from autosplit.cost import Ceiling, Limit, MemoryFit, Role, TimeCurve, largest_fitting
 from autosplit.devices import Device, list_devices
-from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, from_user_code
+from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, from_user_code, one_line
 from autosplit.host import available_host_bytes
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, is_kernel_limit
 from autosplit.request import Request, checked_request
@@ -34,6 +35,8 @@ from autosplit.timings import TimedSize
 from autosplit.trainee import ran_a_step
 
 __all__ = ["Prober", "does_not_fit", "find_ceiling"]
+
+_log = logging.getLogger(__name__)
 
 SLOPE_TOLERANCE = 0.01
 """A traced slope that is off the real one by more is not trusted."""
@@ -173,11 +176,13 @@ class Prober:
             confirmed = batch_size > 0
         peak_bytes = seen.ran[batch_size] if confirmed else int(predicted(batch_size)) if batch_size else 0
         fixed_bytes, bytes_per_sample = self._line(predicted, batch_size, seen.known())
+        limit: Limit = seen.limit or ("max_batch_size" if batch_size >= self.max_batch_size else "memory")
+        self._log_ceiling(index, role, batch_size, limit, peak_bytes, confirmed=confirmed)
         return Ceiling(
             device=self.runtime.devices[index].label,
             role=role,
             batch_size=batch_size,
-            limited_by=seen.limit or ("max_batch_size" if batch_size >= self.max_batch_size else "memory"),
+            limited_by=limit,
             fixed_bytes=fixed_bytes,
             bytes_per_sample=bytes_per_sample,
             peak_bytes=peak_bytes,
@@ -186,6 +191,16 @@ class Prober:
             ooms=self.counts.ooms - before.ooms,
             confirmed=confirmed,
             points=seen.points(),
+        )
+
+    def _log_ceiling(
+        self, index: int, role: Role, batch_size: int, limit: Limit, peak_bytes: int, *, confirmed: bool
+    ) -> None:
+        _log.info(
+            "%s as %s: the ceiling is %d samples, limited by %s, %s: %s of %s",
+            *(self.runtime.devices[index].label, role, batch_size, limit),
+            "a step of it ran" if confirmed else "by traces",
+            *(size_text(peak_bytes), size_text(self.runtime.capacities_bytes[index])),
         )
 
     def _real_slope(
@@ -228,6 +243,7 @@ class Prober:
             before = self.tracer.runs
             with _naming(shape):
                 self._traced[shape] = traced_peaks(self.tracer, shape)
+            _log.debug("traced %s: %s", _shape_text(shape), _bytes_texts(self._traced[shape]))
             if not self.tracer.fake:  # followed with real tensors, a trace is a step
                 self._count(self.tracer.runs - before)
         return self._traced[shape]
@@ -389,11 +405,14 @@ class Prober:
         """
         if shape not in self._measured:
             try:
-                self._measured[shape] = self.runtime.measure(shape, budget_s=budget_s)
-            except OutOfMemoryError:
+                self._measured[shape] = timed = self.runtime.measure(shape, budget_s=budget_s)
+            except OutOfMemoryError as error:
+                _log.info("timed %s: out of memory (%s)", _shape_text(shape), error)
                 self._count(1, ooms=1)
                 raise
-            self._count(self._measured[shape].repeats)
+            told = timed.seconds, timed.error_s, timed.repeats
+            _log.info("timed %s: %.4g s, give or take %.2g, in %d of it", _shape_text(shape), *told)
+            self._count(timed.repeats)
         return self._measured[shape]
 
     def step(self, splits: tuple[tuple[int, ...], ...], *, budget_s: float, copies_s: float = 0.0) -> Measurement:
@@ -484,6 +503,7 @@ class Prober:
                 continue
             if peak_bytes > capacity_bytes:
                 limit = "memory"
+                _log.info("%d samples are not tried: they would hold %s", n, size_text(peak_bytes))
                 break
             self.report(f"{self.runtime.devices[0].label}: time of {n} samples")
             measured = self.measured(shape, budget_s=DOUBLING_BUDGET_S)
@@ -491,6 +511,7 @@ class Prober:
             enough = measured.seconds > LONGEST_STEP_S or _stops_paying(points) or self.out_of_time
             if n == self.max_batch_size or (enough and n >= needed):
                 limit = "max_batch_size" if n == self.max_batch_size else "time"
+                _log.info("no more than %d samples are tried: limited by %s", n, limit)
                 break
             n = min(2 * n, self.max_batch_size)
         if not points:
@@ -615,6 +636,9 @@ class Prober:
                 following = max(least, high // 2)  # the trace knows too little here; something small may still run
             if high - low <= 1 or following == low or self.out_of_time:
                 break
+            between = f"{low} ran" if low >= least else "none ran yet"
+            between += f", {high} did not" if high <= self.max_batch_size else ""
+            _log.info("%s as %s: next %d (%s)", self.runtime.devices[index].label, role, following, between)
             n = following
         found = low if low in seen.ran else 0
         self._equals[_kind_of(self.runtime, index, role, shape_of)] = index, found
@@ -684,6 +708,7 @@ class Prober:
             with _naming(shape):
                 seen.ran[n] = self.runtime.peaks(shape)[index]
         except OutOfMemoryError as error:
+            _log.info("ran %s: out of memory (%s)", _shape_text(shape), error)
             self.counts.ooms += 1
             seen.lost = seen.lost or isinstance(error, StepLostError)
             seen.failed[n] = self.runtime.capacities_bytes[index] + 1
@@ -691,8 +716,10 @@ class Prober:
         except RuntimeError as error:
             if not is_kernel_limit(error):
                 raise
+            _log.info("ran %s: too large for a kernel (%s)", _shape_text(shape), one_line(error))
             seen.limit = "kernel"
             return False
+        _log.info("ran %s: %s on %s", _shape_text(shape), size_text(seen.ran[n]), self.runtime.devices[index].label)
         return True
 
     def _steps_to_see(self, shape: StepShape) -> int:
@@ -708,6 +735,16 @@ class Prober:
         if not self.runtime.simulated:
             self.counts.steps += steps
             self.counts.ooms += ooms
+
+
+def _shape_text(shape: StepShape) -> str:
+    """Name a step in the log: ``(4, 0) x 2 as rank``."""
+    first, times = shape.splits[0], f" x {len(shape.splits)}" if len(shape.splits) > 1 else ""
+    return f"{first}{times} as {shape.arrangement}"
+
+
+def _bytes_texts(nbytes: tuple[int, ...]) -> str:
+    return ", ".join(map(size_text, nbytes))
 
 
 @contextmanager

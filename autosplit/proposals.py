@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autosplit.solver import Solver
 from autosplit.space import Configuration, Trial, best_trial, configuration_of
@@ -40,10 +40,12 @@ class Proposal:
     Attributes:
         configuration: To be tried; None where the model has nothing to say, and a sampler may choose.
         enough: Nothing more is to be expected.
+        why: In a few words, for the log.
     """
 
     configuration: Configuration | None = None
     enough: bool = False
+    why: str = field(default="", compare=False)
 
 
 class Proposer:
@@ -64,21 +66,25 @@ class Proposer:
         tried = {configuration_of(trial) for trial in trials}
         for configuration in self.first:
             if configuration not in tried:
-                return Proposal(configuration)
+                return Proposal(configuration, why="the solver's answer, and what is beside it")
         knee = self.solver.space.effective_batch_sizes is None
         best = best_trial(steadied(self.solver.refitted(trials), trials), knee=knee)
         if best is None:  # all failed: what is smaller may not
-            return Proposal(self._smaller(trials, tried), enough=len(trials) > len(self.first) + self.patience)
+            enough = len(trials) > len(self.first) + self.patience
+            return Proposal(self._smaller(trials, tried), enough, "none has run so far: a smaller one may")
         solver = self.solver.refitted(trials)
         top = max(trials, key=lambda trial: trial.samples_per_s or 0.0)
         noise = max(LEAST_GAIN, top.error_share)
         promised = self._promised(solver, trials, tried, best, top, noise)
         if promised is not None:
-            return Proposal(promised)
+            return Proposal(promised, why="the model, fitted to the trials, promises more")
         if error_of(solver, trials) <= noise:
-            return Proposal(enough=True)
+            return Proposal(enough=True, why="the model meets every trial, and promises nothing more")
         beside = self._beside(solver, tried, best, noise)
-        return Proposal(beside, enough=beside is None and _settled(trials, self.patience, noise))
+        enough = beside is None and _settled(trials, self.patience, noise)
+        return Proposal(
+            beside, enough, "the last trials brought nothing" if enough else "the model is off: next to the best"
+        )
 
     def _promised(
         self,

@@ -8,6 +8,7 @@ so that a search that was killed goes on where it was: its trials are not run ag
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import sys
 import threading
@@ -21,6 +22,8 @@ from autosplit.proposals import Proposal
 from autosplit.space import Configuration, Space, Trial
 
 __all__ = ["check_storage", "search"]
+
+_log = logging.getLogger(__name__)
 
 Evaluate = Callable[[int, Configuration], Trial]
 Propose = Callable[[Sequence[Trial]], Proposal]
@@ -75,9 +78,11 @@ def search(
     done, asked = _resumed(kept.study, space)
     for trial in done.values():
         on_trial(trial)
+        _log_trial(trial, "of the search that was cut off")
     while len(done) < n_trials and asked < (1 + MOST_REPEATS) * n_trials and not _over(deadline_s, done):
         proposal = propose(tuple(done.values()))
         if proposal.enough:
+            _log.info("the search ends after trial %d: %s", len(done), proposal.why)
             break
         sampler = _sampler(seed, asked)
         asked += 1
@@ -91,9 +96,20 @@ def search(
         kept.tell(asking, trial)
         if seen is None:
             done[configuration] = trial
+            _log_trial(trial, proposal.why if configuration == proposal.configuration else "drawn by Optuna's sampler")
             on_trial(trial)
     kept.end()
     return tuple(done.values())
+
+
+def _log_trial(trial: Trial, why: str) -> None:
+    """Say what a trial gave, and why it was made."""
+    if trial.samples_per_s is None:
+        gave = f"failed: {trial.failure}"
+    else:
+        gave = f"{trial.samples_per_s:,.4g} samples/s, give or take {trial.error_share:.1%}"
+    split, steps = trial.split, trial.accumulation_steps
+    _log.info("trial %d, split %s x %d (%s): %s", trial.number + 1, split, steps, why, gave)
 
 
 class _Kept:

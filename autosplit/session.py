@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,6 +31,8 @@ from autosplit.timings import TimedSize, curve_of, pooled
 from autosplit.workload import modules_of
 
 __all__ = ["Session", "most_steps"]
+
+_log = logging.getLogger(__name__)
 
 POINT_BUDGET_S = 0.5
 """Repeating one measured size stops after this long."""
@@ -121,6 +124,8 @@ class Session:
                 self.checks, notes = checks_for(self.subject.workload, self.rebuild)
         except AutosplitError as error:
             notes = (f"whether splitting changes the training was not checked: {error}",)
+        for found in self.checks:
+            _log.info("check: %s", found)
         self.notes += notes
 
     def _balanced_plan(self) -> Plan:
@@ -129,10 +134,13 @@ class Session:
         curves = self._curves(ranks)
         step_time = self._step_time(space, curves)
         self.solver = Solver(self._with_several(space, step_time), step_time)
+        most, steps = self.solver.space.region.largest_batch, self.solver.space.max_steps
+        _log.info("the search is of up to %d samples per forward and up to %d forwards per step", most, steps)
         self._search(self.solver.space)
         best = self._best_trial()
         if best is None:
             raise self._nothing_fits()
+        _log.info("the answer is trial %d", best.number + 1)
         self._doubt_the_times()
         even = self._even_rate(best)
         ceilings = self._final_ceilings(best)

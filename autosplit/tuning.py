@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from autosplit.ddp.job import Job
 
 __all__ = ["Progress", "TuningInterrupted", "tune"]
+
+_log = logging.getLogger(__name__)
 
 
 NO_GPU_NOTE = (
@@ -278,6 +281,7 @@ def _tuned(asked: _Asked, source: Source) -> Plan:
         machine, described = profiles.machine_of(request.devices), profiles.workload_of(built.workload)
         key = profiles.key_of(machine, described, request.facts(asked.reserve), request.name)
         remembered, notes = _remembered(request, key, machine, described)
+        _log.info("profile %s: %s", key, "remembered" if remembered else "; ".join(notes) or "not used or not there")
         if remembered is not None:
             return remembered
         isolated = _isolated(request, source, closing) if asked.isolate else None

@@ -47,7 +47,7 @@ class ProbedCeiling(Ceiling):
     """
 
     # A number beside the others in JSON, where the ceiling itself computes it.
-    headroom_bytes: int = 0  # type: ignore[assignment]  # a property there
+    headroom_bytes: int = 0
 
     @classmethod
     def of(cls, ceiling: Ceiling) -> ProbedCeiling:

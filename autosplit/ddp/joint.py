@@ -6,6 +6,7 @@ rank 0                                search:         proposes, learns          
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ from autosplit.timings import TimedSize, curve_of, pooled
 from autosplit.workload import Workload, modules_of
 
 __all__ = ["JointSession", "refuse_waiting"]
+
+_log = logging.getLogger(__name__)
 
 TOGETHER_NOTE = "strategy 'ddp': every throughput is that of steps which {} ranks ran together"
 
@@ -271,6 +274,7 @@ class JointSession:
         """Run a step of these shares with all ranks."""
         assert self.steps is not None, "it is made before"
         sizes = tuple(split[self.peers.rank] for split in splits)
+        _log.info("all ranks step together: %s samples on rank %d", sizes, self.peers.rank)
         return self.steps.measured(sizes, budget_s=TRIAL_BUDGET_S)
 
     # Ranks above 0
