@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run() -> NoReturn:
     """Run this process's command line, and exit; a second Ctrl-C ends it at once, with the same exit code."""
-    leaves_at_the_second(_left)
+    # torchrun passes on what its processes may have had themselves.
+    leaves_at_the_second(_left, apart_s=1.0 if os.environ.get("RANK") else 0.0)
     try:
         code = main()
     except KeyboardInterrupt:  # while the first was being told of
@@ -101,8 +102,9 @@ def run() -> NoReturn:
 
 def _left() -> int:
     """Leave a terminal as it was found, and return what to exit with."""
+    exit_code = reported(EXIT_INTERRUPTED)
     restored_terminal()
-    return reported(EXIT_INTERRUPTED)
+    return exit_code
 
 
 def _help_for(arguments: list[str]) -> str:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,11 +36,11 @@ def held_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
-            signal.raise_signal(signal.SIGINT)
+        if came:  # not by a signal: that would be counted as another Ctrl-C
+            handler(came[0], None)
 
 
-def leaves_at_the_second(last: Callable[[], int]) -> None:
+def leaves_at_the_second(last: Callable[[], int], *, apart_s: float = 0.0) -> None:
     """Let the second Ctrl-C of this process end it at once, for good; the first is Python's, as ever.
 
     Python runs handlers between two instructions of the main thread, which may be in a long one, or in a `finally`
@@ -47,6 +48,7 @@ def leaves_at_the_second(last: Callable[[], int]) -> None:
 
     Args:
         last: Called in that thread, before the end; it returns the exit code.
+        apart_s: Signals that come closer together than this are of one key.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -55,9 +57,11 @@ def leaves_at_the_second(last: Callable[[], int]) -> None:
     signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
 
     def listen() -> None:
-        came = 0
-        while came < 2:
-            came += hears.recv(4096).count(signal.SIGINT)
+        came_s: list[float] = []
+        while len(came_s) < 2:
+            for number in hears.recv(4096):
+                if number == signal.SIGINT and (not came_s or time.monotonic() - came_s[-1] >= apart_s):
+                    came_s.append(time.monotonic())
         os._exit(last())
 
     def leave_alone() -> None:

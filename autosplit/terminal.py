@@ -9,12 +9,13 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
+    from rich.progress import Task
 
     from autosplit.tuning import Progress
 
@@ -26,6 +27,8 @@ PLAIN_WIDTH = 100
 NARROW = 80
 """Below so many columns the bar itself gives way to what is being done; its share is told in percent."""
 
+KEYS_SHOWN = 4
+"""Columns that a bar leaves free: a terminal writes ``^C`` there, in two lines that no one would clear otherwise."""
 
 _DUMB = ("dumb", "unknown")
 
@@ -43,9 +46,10 @@ def console_for(stream: TextIO) -> Console:
     from rich.console import Console
 
     if stream.isatty():
-        # rich takes a dumb terminal for one of 80 columns.
-        width = width_of(stream) if os.environ.get("TERM") in _DUMB else None
-        return Console(file=stream, width=width, highlight=False)
+        if os.environ.get("TERM") in _DUMB:
+            # rich takes it for one of 80 columns, unless it is told both.
+            return Console(file=stream, width=width_of(stream), height=25, highlight=False)
+        return Console(file=stream, highlight=False)
     if _colour_is_forced():
         return Console(
             file=stream, width=width_of(stream), force_terminal=True, color_system="standard", highlight=False
@@ -93,15 +97,22 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
         return
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
-    from rich.table import Column
+    from rich.table import Column, Table
 
-    narrow = width_of(sys.stderr) < NARROW
-    bar = Bar(
+    console, narrow = console_for(sys.stderr), width_of(sys.stderr) < NARROW
+
+    class Narrower(Bar):
+        def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
+            table = super().make_tasks_table(tasks)
+            table.width = max(1, console.width - KEYS_SHOWN)
+            return table
+
+    bar = Narrower(
         TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"), markup=False),
         TextColumn("{task.percentage:.0f} %", markup=False) if narrow else BarColumn(bar_width=16),
         TextColumn("{task.fields[counts]}", table_column=Column(no_wrap=True), markup=False),
         TimeElapsedColumn(),
-        console=console_for(sys.stderr),
+        console=console,
         transient=True,
         expand=True,
     )
@@ -122,9 +133,14 @@ def _rate_text(per_s: float) -> str:
 
 
 def restored_terminal() -> None:
-    """Take away a bar that is being drawn on the terminal, from any thread and without anybody's help."""
+    """Take away a bar that is being drawn on the terminal, for good: nothing is written to stderr after this.
+
+    From any thread, at the end of a process of which nothing else is asked.
+    """
     if os.environ.get("TERM") in _DUMB:
         return
     with contextlib.suppress(OSError):
         if os.isatty(2):
-            os.write(2, b"\r\x1b[2K\x1b[?25h")  # the line is cleared, the cursor comes back
+            kept = os.dup(2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # who draws the bar would draw it once more
+            os.write(kept, b"\r\x1b[2K\x1b[?25h")  # the line is cleared, the cursor comes back

@@ -11,7 +11,7 @@ from rich.console import Console
 from autosplit.cost import MemoryFit, Region
 from autosplit.findings import Check
 from autosplit.plan import DdpPlan, Plan
-from autosplit.report import Origin, paste_lines, print_devices, print_plan, print_profiles
+from autosplit.report import Origin, paste_lines, print_devices, print_plan
 from autosplit.survey import DeviceReport
 
 
@@ -337,23 +337,3 @@ def test_without_a_gpu_one_line_names_cpu_and_sim():
     (line,) = printed_devices([]).splitlines()
     assert "--devices cpu" in line
     assert "--devices sim:" in line
-
-
-# Profiles
-
-
-def test_profiles_have_a_line_each(tmp_path):
-    console = Console(file=io.StringIO(), width=100, color_system=None)
-    saved = tmp_path / "abcdef0123456789.json"
-    made_plan().save(saved)
-    found = [
-        (saved, made_plan((100, 156))),
-        (tmp_path / "11.json", made_plan((256,), kind="cpu")),
-        (tmp_path / "22.json", None),
-    ]
-    print_profiles(found, console)
-    text = console.file.getvalue()
-    assert "2x cuda RTX 3090" in row_of(text, "abcdef012345 ")
-    assert "split (100, 156), 2 steps, 10,234 samples/s" in text
-    assert re.search(r" cpu +batch 256, 2 steps, ", row_of(text, "11"))
-    assert "can't be read: tune again" in row_of(text, "22")

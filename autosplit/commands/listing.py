@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["print_profiles"]
 
+LEAST_FOR_NOTES = 30
+"""Columns in which a long note is still legible; with fewer there is no table."""
+
 _UNITS = ((60.0, "s"), (60.0, "min"), (24.0, "h"), (365.0, "d"))
 _EVERYWHERE = ("key", "model", "devices", "plan", "age")
 """Columns that stand there whether anything is in them or not."""
@@ -39,11 +42,16 @@ def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> 
     shown = [name for name in rows[0] if name in _EVERYWHERE or any(row[name] for row in rows)]
     table = _table()
     for name in shown:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name != "notes")
     for row in rows:
         _add_row(table, *(row[name] for name in shown))
-    fits = console.measure(table).maximum <= console.width
-    _print(table if fits else _blocks(rows), console)
+    needed = sum(3 + max(len(name), *(_least_width(name, row[name]) for row in rows)) for name in shown)
+    _print(table if needed <= console.width else _blocks(rows), console)
+
+
+def _least_width(name: str, text: str) -> int:
+    """Return how many columns a cell needs: only notes may be broken."""
+    return min(len(text), LEAST_FOR_NOTES) if name == "notes" else len(text)
 
 
 def _blocks(rows: Sequence[dict[str, str]]) -> RenderableType:

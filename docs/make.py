@@ -1,0 +1,141 @@
+"""Writes docs/json.md and docs/json-schema.json from the types of what `--json` prints: python docs/make.py.
+
+A key's meaning is what its class says of it under "Attributes"; a test asserts that both files are as this makes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from autosplit.commands.answers import ANSWERS
+from autosplit.plan import SCHEMA_VERSION, Plan
+
+FOLDER = Path(__file__).parent
+
+INTRODUCTION = f"""# What `--json` prints
+
+Made from the code by `python docs/make.py`; `json-schema.json` beside it says the same to programs, as JSON Schema.
+
+Every command takes `--json` and prints one JSON value, alone on stdout; progress, notes and errors go to stderr, and
+the exit code is the same as without it. Where there is no answer, nothing is printed on stdout.
+
+Units stand in the names: `_bytes` are bytes, `_s` seconds, `samples_per_s` samples per second, `_percent` percent, `_c`
+degrees Celsius, `_w` watts; a share is a number from 0 to 1. Sizes without a unit are samples. What could not be told
+is `null`. New keys may come with any version; a plan's `schema_version` (now {SCHEMA_VERSION}) changes where a key
+goes away or means something else, and a plan of another version is refused when it is read.
+
+`tune` and `show` print what `--output` and `Plan.save` write, which `Plan.load` reads.
+"""
+
+_SIMPLE = {int: "integer", float: "number", str: "string", bool: "true or false", type(None): "null", Any: "any value"}
+
+
+def page() -> str:
+    """Return docs/json.md."""
+    parts = [INTRODUCTION, "## By command\n", "| command | prints |", "| --- | --- |"]
+    parts += [f"| `autosplit {command}` | {_type_text(answer)} |" for command, answer in ANSWERS.items()]
+    for one in _classes():
+        parts.append(f"\n## {one.__name__}\n\n{_first_sentence(one)}\n")
+        parts += ["| key | type | what it is |", "| --- | --- | --- |"]
+        hints, said = typing.get_type_hints(one), described(one)
+        parts += [
+            f"| `{field.name}` | {_type_text(hints[field.name])} | {_in_a_cell(said[field.name])} |"
+            for field in fields(one)
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def schema() -> dict[str, Any]:
+    """Return docs/json-schema.json: a schema for each command, with definitions in common."""
+    roots = list(dict.fromkeys(ANSWERS.values()))
+    schemas, definitions = msgspec.json.schema_components(roots, ref_template="#/$defs/{name}")
+    by_type = dict(zip(roots, schemas, strict=True))
+    for one in _classes():
+        definition, said = definitions[one.__name__], described(one)
+        definition["description"] = _first_sentence(one)
+        for name, properties in definition["properties"].items():
+            properties["description"] = said[name]
+    made = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "What autosplit's commands print with --json",
+        "commands": {command: by_type[answer] for command, answer in ANSWERS.items()},
+        "$defs": definitions,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(made))  # as it is read again
+    return plain
+
+
+def described(one: type) -> dict[str, str]:
+    """Return what a dataclass says of its fields, and what those that it stands on say of theirs."""
+    found: dict[str, str] = {}
+    for base in reversed(one.__mro__):
+        document = inspect.cleandoc(base.__dict__.get("__doc__") or "")
+        section = re.search(r"^Attributes:\n((?: +.*\n?|\n)+)", document, re.MULTILINE)
+        if section:
+            entries = re.findall(r"^ {4}(\w+): ((?:.*\n?)(?: {8}.*\n?)*)", section[1], re.MULTILINE)
+            found.update({name: " ".join(text.split()) for name, text in entries})
+    return found
+
+
+def _classes() -> list[type]:
+    """List the dataclasses that are printed, each after the first that holds it."""
+    found: list[type] = []
+
+    def add(hint: Any) -> None:
+        parts = list(typing.get_args(hint))
+        if is_dataclass(hint) and isinstance(hint, type) and hint not in found:
+            found.append(hint)
+            parts = list(typing.get_type_hints(hint).values())
+        for part in parts:
+            add(part)
+
+    for answer in ANSWERS.values():
+        add(answer)
+    return found
+
+
+def _type_text(hint: Any) -> str:
+    if hint in _SIMPLE:
+        return _SIMPLE[hint]
+    if is_dataclass(hint) and isinstance(hint, type):
+        return f"[{hint.__name__}](#{hint.__name__.lower()})"
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(f'`"{part}"`' for part in parts)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_type_text, parts))
+    if origin is tuple:
+        same = len(parts) == 2 and parts[1] is ...
+        return f"list of {_type_text(parts[0])}" if same else f"list of ({', '.join(map(_type_text, parts))})"
+    if origin in (dict, Mapping):
+        return "object" if parts[1] is Any else f"object of {_type_text(parts[1])}"
+    raise TypeError(f"no words for {hint}")
+
+
+def _first_sentence(one: type) -> str:
+    return inspect.cleandoc(one.__doc__ or "").split("\n\n", maxsplit=1)[0].replace("\n", " ").replace("``", "`")
+
+
+def _in_a_cell(text: str) -> str:
+    return re.sub(r"\bNone\b", "`null`", text.replace("``", "`").replace("|", "\\|"))
+
+
+def main() -> None:
+    """Write both files."""
+    assert Plan in ANSWERS.values(), "what tune prints"
+    (FOLDER / "json.md").write_text(page(), encoding="utf-8")
+    (FOLDER / "json-schema.json").write_text(json.dumps(schema(), indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

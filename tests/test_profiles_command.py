@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from handmade import made_plan
+from rich.console import Console
+
+from autosplit.cli import main
+from autosplit.commands.answers import Profile
+from autosplit.commands.listing import print_profiles
+from autosplit.profiles import profile_paths, profiles_folder, store
+
+AB, CD = "ab" * 16, "cd" * 16
+WORKLOAD = {"model": "train.Net", "parameters": 7_250_000_000}
+REQUEST = {
+    "devices": ["cuda:0"],
+    "strategy": "auto",
+    "reserve": None,
+    "effective_batch_size": [256, 512],
+    "name": "x y",
+}
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """Two profiles, the older named, and one that can't be read."""
+    monkeypatch.setenv("COLUMNS", "200")
+    paths = {
+        AB: store(AB, made_plan((100, 156), workload=WORKLOAD, request=REQUEST, complete=False)),
+        CD: store(CD, made_plan((300,), kind="sim")),
+        "ef": profiles_folder() / f"{'ef' * 16}.json",
+    }
+    paths["ef"].write_text("{}")
+    for age_s, path in zip((3 * 3600, 90, 10), paths.values(), strict=True):
+        os.utime(path, (path.stat().st_mtime - age_s,) * 2)
+    return paths
+
+
+def listed(capsys, *words):
+    assert main(["profiles", *words]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+@pytest.mark.parametrize("words", [(), ("list",)])
+def test_a_line_for_each_the_newest_first(stored, capsys, words):
+    heading, _, *lines = [line for line in listed(capsys, *words).splitlines() if line]
+    unbroken = [line for line in lines if not line.startswith("   ")]
+    assert heading.split() == ["key", "name", "model", "devices", "asked", "for", "plan", "age", "notes"]
+    assert [line.split()[0] for line in unbroken] == ["efefefefefef", "cdcdcdcdcdcd", "abababababab"]
+    unreadable, simulated, named = unbroken
+    assert "can't be read: it is not a plan" in unreadable
+    assert simulated.split()[-3:] == ["2", "min", "simulated"]
+    for said in (
+        "x y",
+        "Net, 7.25 billion parameters",
+        "2x cuda RTX 3090",
+        "effective_batch_size 256:512   ",
+        "split (100, 156), 2 steps, 10,234 samples/s",
+        "3 h     incomplete",
+    ):
+        assert said in named
+
+
+def test_where_it_is_narrow_each_has_some_lines(stored, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = listed(capsys)
+    assert max(map(len, text.splitlines())) <= 60
+    blocks = text.split("\n\n")
+    assert [block.splitlines()[0] for block in blocks] == ["efefefefefef", "cdcdcdcdcdcd", "abababababab"]
+    assert "  model      Net, 7.25 billion parameters" in blocks[2].splitlines()
+
+
+def test_nothing_is_remembered(capsys):
+    out = listed(capsys).replace("\n", " ")
+    assert out == f"no plan is remembered in {profiles_folder()}; autosplit tune FILE makes one "
+    assert json.loads(listed(capsys, "--json")) == {"folder": str(profiles_folder()), "profiles": []}
+
+
+def test_as_json(stored, capsys):
+    unreadable, simulated, named = json.loads(listed(capsys, "list", "--json"))["profiles"]
+    assert named["request"] == {name: REQUEST[name] for name in ("devices", "strategy", "effective_batch_size")}
+    assert (named["name"], named["model"], named["split"]) == ("x y", "train.Net", [100, 156])
+    assert (named["complete"], simulated["simulated"]) == (False, True)
+    assert unreadable["problem"].startswith("it is not a plan")
+    assert unreadable["split"] == []
+
+
+def test_flags_may_stand_before_the_command(stored, capsys):
+    assert listed(capsys, "--json", "path") == listed(capsys, "path", "--json")
+
+
+def test_brackets_in_a_name_stay_brackets():
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    print_profiles([Profile(AB, "x", None, None, name="[red]a", model="m")], Path("x"), console)
+    assert "[red]a" in console.file.getvalue()
+
+
+def test_its_place(stored, capsys):
+    assert listed(capsys, "path") == f"{profiles_folder()}\n"
+    assert listed(capsys, "path", "ab") == f"{stored[AB]}\n"
+
+
+def test_show_is_of_profiles_alone(stored, capsys, monkeypatch, tmp_path):
+    assert f'Plan.load("{stored[AB]}")' in listed(capsys, "show", "abab")
+    monkeypatch.chdir(tmp_path)
+    made_plan((300,)).save("cdcd")
+    assert json.loads(listed(capsys, "show", "cdcd", "--json"))["simulated"] is True
+
+
+def test_remove_says_what(stored, capsys):
+    assert listed(capsys, "remove", "cd", "ef", "cdcd") == f"removed {stored[CD]}\nremoved {stored['ef']}\n"
+    assert profile_paths() == (stored[AB],)
+
+
+def test_nothing_is_removed_unless_all_are_found(stored, capsys):
+    assert main(["profiles", "remove", "ab", "12"]) == 2
+    assert "'12' is neither a file nor the beginning of one" in capsys.readouterr().err
+    assert len(profile_paths()) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "neither a key nor --all is given; expected one of them"),
+        (["ab", "--all"], "keys and --all are both given"),
+        (["--all"], "--all would remove 3 profiles in"),
+        (["../../secret"], "'../../secret' is neither a file nor the beginning"),
+        ([""], "'' is neither a file nor the beginning"),
+    ],
+)
+def test_what_is_not_removed(stored, capsys, words, said):
+    assert main(["profiles", "remove", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert len(profile_paths()) == 3
+
+
+def test_all_are_removed_where_nobody_is_to_be_asked(stored, capsys):
+    removed = json.loads(listed(capsys, "remove", "--all", "--yes", "--json"))["removed"]
+    assert set(removed) == set(map(str, stored.values()))
+    assert profile_paths() == ()
+    assert listed(capsys, "remove", "--all") == f"nothing to remove in {profiles_folder()}\n"
+
+
+def test_nothing_outside_the_cache_is_removed(stored, capsys, tmp_path):
+    """Neither what a link leads to, nor a folder, nor a file of another name."""
+    outside = tmp_path / "mine.json"
+    outside.write_text("mine")
+    link, folder, other = (
+        profiles_folder() / name for name in (f"{'12' * 16}.json", f"{'34' * 16}.json", "notes.json")
+    )
+    link.symlink_to(outside)
+    folder.mkdir()
+    (folder / "inside").write_text("mine")
+    other.write_text("mine")
+    assert main(["profiles", "remove", "--all", "--yes"]) == 2
+    out, err = capsys.readouterr()
+    assert f"removed {link}\n" in out
+    assert "can't be removed" in err or "is not called as a profile is" in err
+    assert set(profile_paths()) == {folder, other}
+    assert outside.read_text() == "mine"
+    assert (folder / "inside").exists()
