@@ -27,6 +27,7 @@ import typer.main
 
 from autosplit.errors import AutosplitError, InputError, PlanError, UserCodeError, from_user_code, user_frames
 from autosplit.outcome import end_with_parent, reported
+from autosplit.printed import printable, printable_json, without_passwords
 from autosplit.terminal import progress_bar, stdout_kept_clean
 
 if TYPE_CHECKING:
@@ -105,10 +106,14 @@ def _speaks() -> bool:
 
 def _failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
     """Say on one line what went wrong, with the user's own frames below."""
-    lines = [f"error: {' '.join(message.split())}", *(f"  {frame}" for frame in frames)]
+    lines = [f"error: {_harmless(' '.join(message.split()))}", *(f"  {_harmless(frame)}" for frame in frames)]
     if _speaks():
         sys.stderr.write("".join(f"{line}\n" for line in lines))
     return exit_code
+
+
+def _harmless(text: str) -> str:
+    return printable(without_passwords(text))
 
 
 def _help_for(arguments: list[str]) -> str:
@@ -534,6 +539,8 @@ def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any]
     from autosplit.profiles import profile_holding
     from autosplit.report import Origin
 
+    if "storage" in keywords:  # these lines are shown, and copied
+        keywords = {**keywords, "storage": without_passwords(str(keywords["storage"]))}
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
     command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *_flags(elsewhere)])
     if saved is not None:
@@ -749,6 +756,10 @@ def _show(which: str | None, *, as_json: bool) -> int:
         if newest is None:
             return 0
         path, plan = newest
+    if as_json:  # it is made to be shared
+        from autosplit.sharing import shareable
+
+        plan = shareable(plan)
     _print_plan(plan, Origin(f"autosplit.Plan.load({_quoted(str(path))})", path=str(path)), as_json=as_json)
     return 0
 
@@ -804,5 +815,5 @@ def _print_plan(plan: Plan, origin: Origin, *, as_json: bool) -> None:
 
 
 def _print_json(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(printable_json(text) + "\n")
     sys.stdout.flush()

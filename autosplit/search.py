@@ -8,7 +8,6 @@ so that a search that was killed goes on where it was: its trials are not run ag
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autosplit.errors import InputError
+from autosplit.printed import without_passwords
 from autosplit.proposals import Proposal
 from autosplit.space import Configuration, Space, Trial
 
@@ -172,7 +172,8 @@ def _unusable(storage: str | None, error: Exception) -> InputError:
     while told.__cause__ is not None:
         told = told.__cause__
     reason = (str(told).strip().splitlines() or [type(told).__name__])[0]
-    shown = re.sub(r"://([^/@]*?):[^/]*@", r"://\1:***@", str(storage))
+    shown = without_passwords(str(storage))
+    reason = without_passwords(reason.replace(str(storage), shown))
     return InputError(
         f"storage is {shown!r} ({reason[:200]}); expected a URL that Optuna opens and may write to, such as "
         "'sqlite:///study.db'; correct it, or leave it out"
