@@ -1,8 +1,8 @@
 """Text of others on its way to a terminal: nothing in it may act on the terminal, and no password may stand in it.
 
 Device names, notes, file names and what a user's code raises come from files and machines that nobody vouches for. An
-escape sequence in one of them could move the cursor, rewrite what stands above, or set a window's title; a bidirectional
-override shows a text as another one.
+escape sequence in one of them could move the cursor, rewrite what stands above, or set a window's title; a
+bidirectional override shows a text as another one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _TAIL = 500
 
 _USERINFO = re.compile(r"://([^\s/?#:@'\"]*):([^\s'\"]*)@")
 _SECRET_OPTION = re.compile(
-    r"([?&;][\w.-]*(?:pass|pwd|secret|token|credential|api_?key|access_?key)[\w.-]*=)[^&;\s'\"]+", re.I
+    r"([?&;][\w.-]*(?:pass|pwd|secret|token|credential|api_?key|access_?key)[\w.-]*=)[^&;\s'\"]+", re.IGNORECASE
 )
 
 
 def printable(text: object, *, longest: int | None = LONGEST) -> str:
-    """Make a text harmless: one line, of characters that only show themselves.
+    r"""Make a text harmless: one line, of characters that only show themselves.
 
     Control characters (of C0 and C1, so that no escape sequence is left), line ends, bidirectional and other invisible
-    format characters, lone surrogates and odd blanks are written as Python would write them: ``\\x1b``, ``\\u202e``.
+    format characters, lone surrogates and odd blanks are written as Python would write them: ``\x1b``, ``\u202e``.
     Marks of rich are no concern here: what draws uses `rich.text.Text`, in which brackets are brackets.
 
     Args:

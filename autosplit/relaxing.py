@@ -24,8 +24,8 @@ NO_LIMIT_BYTES = 2**60
 MOST_WORK = 20_000
 """What takes more (numbers of forwards to look at, times the largest of them) is not solved: it would take seconds."""
 
-MOST_COMBINED = 1024
-"""Numbers of forwards times the square of the devices, beyond which it would take minutes."""
+MOST_COMBINED = 256
+"""Numbers of forwards times the square of the devices: for more it is not solved, which would take many seconds."""
 
 MORE_FORWARDS = 3
 """Than the fewest are looked at: each costs a copy and brings nothing but memory."""

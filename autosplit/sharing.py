@@ -1,7 +1,7 @@
 """What of a plan is made to be shared: its numbers, and nothing that tells whose they are.
 
-A report and `show --json` end in chats and issues. UUIDs of cards, process ids, paths (which hold home folders and users'
-names) and URLs that may hold credentials are left out there; the saved plan keeps them.
+A report and `show --json` end in chats and issues. UUIDs of cards, process ids, paths (which hold home folders and the
+names of users) and URLs that may hold credentials are left out there; the saved plan keeps them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ __all__ = ["shareable", "without_private"]
 
 # A blank belongs to a path only where another slash follows: what comes after a path's end is prose. Lengths are
 # bounded, so that no text takes long.
-_PART = r"[^\s'\"`<>|:;,()\[\]{}/\\]{1,255}"
+_LETTER = r"[^\s'\"`<>|:;,()\[\]{}/\\]"
+_PART = rf"{_LETTER}{{1,255}}"
 _INNER = rf"{_PART}(?:[ ]{_PART}){{0,8}}[/\\]+"
 _PATH = rf"(?:{_INNER}){{0,64}}(?:{_PART})?"
 
@@ -27,13 +28,17 @@ _PRIVATE = re.compile(
         |\b[0-9a-f]{{8}}-(?:[0-9a-f]{{4}}-){{3}}[0-9a-f]{{12}}\b)
     |(?P<pid>\b(?:pid|process\ id|process)[\s=:\#]{{1,3}}\d{{2,}}\b)
     |(?P<path>
-        (?<![\w./~\\])(?:/+|~[\w.-]{{0,64}}[/\\]+)(?=[^\s/]){_PATH}
+        (?:(?<![\w/~])|(?=/+(?:home|users)/))(?:/+|~[\w.-]{{0,64}}[/\\]+)(?={_LETTER}){_PATH}
         |(?<!\w)[a-z]:[\\/]+{_PATH}
         |(?<![\w\\])\\\\{_PATH}
         |(?<!\w)(?:\.\.[/\\])+{_PATH})
     """,
     re.IGNORECASE | re.VERBOSE,
 )
+
+
+_MOST_PASSES = 4
+"""What was left out may show that what stands next to it is a path."""
 
 
 def shareable(plan: Plan) -> Plan:
@@ -61,7 +66,11 @@ def without_private(text: str, known: tuple[str, ...] = ()) -> str:
     """
     for one in known:
         text = text.replace(one, "[uuid]")
-    return _PRIVATE.sub(_stand_in, text)
+    for _ in range(_MOST_PASSES):
+        left, text = text, _PRIVATE.sub(_stand_in, text)
+        if left == text:
+            break
+    return text
 
 
 def _stand_in(match: re.Match[str]) -> str:

@@ -512,7 +512,7 @@ class TestHostileFiles:
         text = PLAN.to_json().encode()
         at = data.draw(st.integers(0, len(text)))
         end = data.draw(st.integers(at, min(len(text), at + 30)))
-        path = put(text[:at] + data.draw(st.binary(max_size=6)) + text[end:])
+        put(text[:at] + data.draw(st.binary(max_size=6)) + text[end:])
         found = search_for()
         if found.plan is None:
             (note,) = found.notes
