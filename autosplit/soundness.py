@@ -6,7 +6,6 @@ explanation, the report, a wrapper, a rank) takes for granted what is asked here
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -117,7 +116,7 @@ def _huge_number(value: object, name: str) -> str | None:
     elif isinstance(value, tuple):
         parts = [(item, name) for item in value]
     else:
-        too_much = isinstance(value, (int, float)) and not (math.isfinite(value) and abs(value) < LARGEST)
+        too_much = isinstance(value, (int, float)) and not abs(value) < LARGEST
         return f"{name} is {value!r:.40}" if too_much else None
     return next((said for said in (_huge_number(item, called) for item, called in parts) if said is not None), None)
 
