@@ -179,7 +179,7 @@ class Region:
             return -1
         if self.primary.bytes_per_share <= 0:
             return self.primary_ceiling
-        return min(self.primary_ceiling, int(left / self.primary.bytes_per_share))
+        return int(min(self.primary_ceiling, left / self.primary.bytes_per_share))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ __all__ = [
     "DeviceError",
     "InputError",
     "PlanError",
+    "PlanVersionError",
     "ProfileError",
     "RankFailedError",
     "UserCodeError",
@@ -48,6 +49,18 @@ class WorkloadError(InputError):
 
 class PlanError(InputError):
     """A plan that cannot be read, or cannot be used here."""
+
+
+class PlanVersionError(PlanError):
+    """A plan of a schema version that this autosplit does not read.
+
+    Attributes:
+        version: The file's.
+    """
+
+    def __init__(self, message: str, version: int) -> None:
+        super().__init__(message)
+        self.version = version
 
 
 class ProfileError(PlanError):

@@ -39,6 +39,12 @@ GIB = 2**30
 FASTER = 2.0
 """What a faster device would bring is told of one so many times as fast; of a larger step, so many times as large."""
 
+MOST_CURVES = 200_000
+"""Forwards of a plan times its devices: of more, a step's time is not predicted, which would take seconds."""
+
+MOST_KINDS = 8
+"""Of so many kinds of devices each is looked at by itself."""
+
 What = Literal["memory", "max_batch_size", "effective_batch_size", "device", "copies", "gather", "contention", "update"]
 """What bounds a plan."""
 
@@ -287,7 +293,8 @@ def explanation_of(plan: Solved) -> Explanation:
 
 
 def _problem(plan: Solved) -> Problem | None:
-    if plan.fit is None or plan.effective_batch_size > MOST_WORK * sum(plan.split):
+    forwards = plan.effective_batch_size / sum(plan.split)
+    if plan.fit is None or forwards > MOST_WORK or forwards * len(plan.devices) > MOST_CURVES:
         return None
     return Problem.of(
         plan.fit,
@@ -353,7 +360,7 @@ def _kinds(plan: Solved) -> list[int]:
     found: dict[tuple[bool, str, int, int], int] = {}
     for index, device in enumerate(plan.devices):
         found.setdefault((index == 0, device.name, device.capacity_bytes, device.ceiling.batch_size), index)
-    return list(found.values())
+    return list(found.values())[:MOST_KINDS]
 
 
 def _even(plan: Solved, problem: Problem | None, predicted: float | None) -> Alternative | None:

@@ -15,6 +15,7 @@ from autosplit.ddp.plans import PLAN_VARIABLE, described, plan_for_job
 from autosplit.errors import InputError, PlanError, RankFailedError
 from autosplit.outcome import OUTCOME_VARIABLE
 from autosplit.plan import Plan
+from autosplit.printed import printable
 
 __all__ = ["Launch", "launch_of", "run_together"]
 
@@ -44,7 +45,7 @@ class Launch:
     def line(self) -> str:
         """Return it as a shell takes it."""
         set_before = (f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
-        return " ".join((*set_before, shlex.join(self.command)))
+        return printable(" ".join((*set_before, shlex.join(self.command))), longest=None)
 
     def run(self) -> None:
         """Become that process: signals and the exit code are torchrun's."""
@@ -76,7 +77,7 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
     if not options.keys() & {*_MEETINGS, _NODES}:
         chosen.append("--standalone")
     command = (sys.executable, "-m", "torch.distributed.run", *chosen, *arguments)
-    return Launch(command, {PLAN_VARIABLE: str(Path(path).absolute())}, f"{described(plan)}, {path}")
+    return Launch(command, {PLAN_VARIABLE: str(Path(path).absolute())}, printable(f"{described(plan)}, {path}"))
 
 
 def run_together(arguments: Sequence[str], num_processes: int) -> int:

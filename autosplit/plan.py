@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -15,8 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from autosplit.cost import Ceiling, Fit, Region
-from autosplit.errors import DeviceError, PlanError
+from autosplit.errors import DeviceError, PlanError, PlanVersionError
+from autosplit.files import read_bounded, replace_file
 from autosplit.findings import Check
+from autosplit.printed import printable
+from autosplit.soundness import unsound_part
 from autosplit.space import Trial
 from autosplit.split import accumulation_steps
 
@@ -28,10 +30,13 @@ if TYPE_CHECKING:
     from autosplit.runtime.tracking import Tracker
     from autosplit.schedule import OptimizerStep, ScheduledBatchSampler
 
-__all__ = ["SCHEMA_VERSION", "DdpOptions", "DdpPlan", "Plan", "PlanDevice", "RankSettings"]
+__all__ = ["MAX_FILE_BYTES", "SCHEMA_VERSION", "DdpOptions", "DdpPlan", "Plan", "PlanDevice", "RankSettings"]
 
 SCHEMA_VERSION = 1
 """Of the JSON; a file of another version is refused."""
+
+MAX_FILE_BYTES = 16 * 2**20
+"""A plan is some dozens of KiB: what is larger than this is none, and is not read."""
 
 
 @dataclass(frozen=True)
@@ -323,16 +328,9 @@ class Plan:
             PlanError: It can't be written there.
         """
         target = Path(path)
-        # Not by `tempfile`, which makes files that only their owner reads: plans are handed to others.
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                temporary.write_text(self.to_json() + "\n", encoding="utf-8")
-                temporary.replace(target)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+            replace_file(target, self.to_json() + "\n", mode=0o666)  # as any file: plans are handed to others
         except OSError as error:
             raise PlanError(
                 f"the plan can't be written to {target} ({error.strerror or error}); expected a file that may be "
@@ -350,10 +348,11 @@ class Plan:
             PlanError: There is none, or it is not a plan that this version can read.
         """
         try:
-            text = Path(path).read_bytes()
-        except OSError as error:
+            text = read_bounded(path, MAX_FILE_BYTES, follow_links=True)
+        except (OSError, ValueError) as error:  # a name with a null character is no OSError
+            reason = getattr(error, "strerror", None) or error
             raise PlanError(
-                f"the plan {os.fspath(path)} can't be read ({error.strerror}); expected a file that Plan.save wrote; "
+                f"the plan {os.fspath(path)} can't be read ({reason}); expected a file that Plan.save wrote; "
                 "check the path"
             ) from error
         return cls.from_json(text, source=os.fspath(path))
@@ -372,14 +371,20 @@ class Plan:
         try:
             version = msgspec.json.decode(text, type=_Versioned).schema_version
             if version != SCHEMA_VERSION:
-                raise PlanError(
-                    f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version"
+                raise PlanVersionError(
+                    f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version",
+                    version,
                 )
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            plan = msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise PlanError(
-                f"{source} is not a plan ({error}); expected one that Plan.save wrote; tune again"
+                f"{source} is not a plan ({printable(error, longest=300)}); expected one that Plan.save wrote; "
+                "tune again"
             ) from None
+        unsound = unsound_part(plan)
+        if unsound is not None:
+            raise PlanError(f"{source} is not a sound plan: {unsound}; tune again")
+        return plan
 
     # Down to the wrappers
 

@@ -2,7 +2,8 @@
 
 A key is a digest of three things: the kind of machine, the workload, and what was asked for. The first two stand in
 the plan as well, so that a file is taken only for what it was made for. A file of the cache is read as hostile input:
-whatever is wrong with it is named in a note, and the plan is made anew.
+whatever is wrong with it is named in a note, it is moved aside, and the plan is made anew. What is merely of another
+machine, or of another version of autosplit, stays where it is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import itertools
 import json
 import os
 import platform
-import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -20,9 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.devices import Device, parse_devices
-from autosplit.errors import PlanError, ProfileError
+from autosplit.errors import PlanError, PlanVersionError, ProfileError
+from autosplit.files import (
+    OWNER_ONLY,
+    UnfitFileError,
+    make_private_folder,
+    moved_aside,
+    read_bounded,
+    replace_file,
+)
 from autosplit.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
-from autosplit.plan import SCHEMA_VERSION, Plan
+from autosplit.plan import MAX_FILE_BYTES, SCHEMA_VERSION, Plan
 from autosplit.sizes import size_text
 
 if TYPE_CHECKING:
@@ -46,14 +54,17 @@ __all__ = [
     "workload_of",
 ]
 
-MAX_FILE_BYTES = 16 * 2**20
-"""A plan is some dozens of KiB: what is larger than this is none, and is not read."""
-
 MOST_DEVICES = 2**16
 """Of a plan; a file that says more is not believed."""
 
 LOCK_TIMEOUT_S = 10.0
 """Writing takes milliseconds: whoever holds the lock for longer than this hangs."""
+
+BAD_SUFFIX = ".bad"
+"""Of what stood in a profile's place and was none; the last one is kept, for whoever wonders."""
+
+NEWER_SUFFIX = ".newer"
+"""Of a profile that a later version of autosplit wrote, once this one needs its place."""
 
 _GIB = 2**30
 _KEY_CHARACTERS = frozenset("0123456789abcdef")
@@ -228,33 +239,85 @@ def find(key: str, *, machine: Mapping[str, Any], workload: Mapping[str, Any]) -
         The plan, or none and why a file that is there can't be used. It raises nothing for what a file holds.
     """
     path = _path_of(key)
-    try:
-        plan = _read(path)
-        if plan is not None:
-            _refuse_foreign(plan, machine, workload)
-    except PlanError as error:
+    plan, error = _judged(path, machine, workload)
+    if isinstance(error, _SpoiledError):
+        plan, error = _moved_if_still_spoiled(path, machine, workload, error)
+    if error is not None:
         return Found(None, path, (f"the profile {path} is ignored: {error}",))
     return Found(plan, path)
 
 
-def _read(path: Path) -> Plan | None:
-    """Read a profile; None where there is no file."""
-    # Neither a link is followed nor a pipe waited for: both may be put where a file is expected.
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+class _SpoiledError(ProfileError):
+    """What is in a profile's place is no plan, so that nobody loses anything if it is moved out of the way."""
+
+
+def _judged(
+    path: Path, machine: Mapping[str, Any], workload: Mapping[str, Any]
+) -> tuple[Plan | None, ProfileError | None]:
+    """Read a profile; if it can't be used here, say why."""
     try:
-        if path.is_symlink():
-            raise ProfileError("it is a link; expected a file; remove it")
-        with os.fdopen(os.open(path, flags), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ProfileError("it is no file; expected one that autosplit wrote; remove it")
-            content = file.read(MAX_FILE_BYTES + 1)
+        plan = _read(path)
+        if plan is not None:
+            _refuse_foreign(plan, machine, workload)
+    except ProfileError as error:
+        return None, error
+    return plan, None
+
+
+def _moved_if_still_spoiled(
+    path: Path, machine: Mapping[str, Any], workload: Mapping[str, Any], error: ProfileError
+) -> tuple[Plan | None, ProfileError | None]:
+    """Move a spoiled profile aside, unless somebody has replaced it by now; where that fails, say so."""
+    try:
+        with _locked(path):
+            plan, now = _judged(path, machine, workload)
+            if not isinstance(now, _SpoiledError):
+                return plan, now
+            aside = moved_aside(path, BAD_SUFFIX)
+    except (OSError, NotImplementedError, ProfileError) as failure:
+        reason = getattr(failure, "strerror", None) or failure
+        return None, ProfileError(f"{error}; it can't be moved aside ({reason}): remove it")
+    return None, ProfileError(f"{now}; it is moved aside as {aside.name}")
+
+
+def _read(path: Path) -> Plan | None:
+    """Read a profile; None where there is no file.
+
+    Raises:
+        ProfileError: It can't be read now, or by this version; a `_SpoiledError` if it never can.
+    """
+    _refuse_linked_folder(path.parent)
+    try:
+        content = read_bounded(path, MAX_FILE_BYTES, follow_links=False)
     except FileNotFoundError:
         return None
+    except UnfitFileError as error:
+        raise _SpoiledError(f"{error}; expected a file that autosplit wrote") from error
     except OSError as error:
         raise ProfileError(f"it can't be read ({error.strerror or error}); expected a file; remove it") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ProfileError(f"it is larger than {size_text(MAX_FILE_BYTES)}; expected a plan; remove it")
-    return Plan.from_json(content, source="it")
+    try:
+        return Plan.from_json(content, source="it")
+    except PlanVersionError as error:
+        if error.version < 1:
+            raise _SpoiledError(str(error)) from error
+        raise ProfileError(str(error)) from error
+    except PlanError as error:
+        raise _SpoiledError(str(error)) from error
+
+
+def _refuse_linked_folder(folder: Path) -> None:
+    if os.path.islink(folder):  # noqa: PTH114 - is_symlink raises where it may not look
+        raise ProfileError(
+            f"{folder} is a link; expected a folder, which does not lead out of the cache; remove it, or set "
+            "AUTOSPLIT_CACHE_DIR to where it leads"
+        )
+
+
+def _locked(path: Path) -> Any:
+    """Return the lock of a profile's file, to be held by `with`."""
+    import filelock  # not needed for reading, and slow to import
+
+    return filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S, mode=OWNER_ONLY)
 
 
 def _refuse_foreign(plan: Plan, machine: Mapping[str, Any], workload: Mapping[str, Any]) -> None:
@@ -271,7 +334,7 @@ def _refuse_foreign(plan: Plan, machine: Mapping[str, Any], workload: Mapping[st
             )
     expected = [(run["kind"], run["name"]) for run in machine["devices"] for _ in range(run["count"])]
     if [(device.kind, device.name) for device in plan.devices] != expected:
-        raise ProfileError("its devices are not those of its machine; expected the same ones; remove it")
+        raise _SpoiledError("its devices are not those of its machine; expected the same ones")
 
 
 def _same(stored: Any, given: Any) -> bool:
@@ -300,26 +363,40 @@ def store(key: str, plan: Plan) -> Path:
     lock = path.with_suffix(".lock")
     advice = "set AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(lock, timeout=LOCK_TIMEOUT_S):
-            plan.save(path)
+        _refuse_linked_folder(path.parent)
+        make_private_folder(path.parent)
+        with _locked(path):
+            _spare_newer(path)
+            replace_file(path, plan.to_json() + "\n", mode=OWNER_ONLY)
     except filelock.Timeout:
         raise ProfileError(
             f"{lock} has been held for {LOCK_TIMEOUT_S:g} s; expected it to be free within that; "
             "end the process that hangs, and tune again"
         ) from None
-    except (OSError, PlanError) as error:
-        cause = error.__cause__ or error
-        reason = getattr(cause, "strerror", None) or cause
+    except OSError as error:
+        reason = error.strerror or error
         raise ProfileError(f"{path} can't be written ({reason}); expected a folder to write to; {advice}") from error
     except NotImplementedError as error:  # the file system has no locks
         raise ProfileError(f"{lock} can't be locked ({error}); expected a file system with locks; {advice}") from error
     return path
 
 
+def _spare_newer(path: Path) -> None:
+    """Move a profile of a later version out of the way, which that version may want back."""
+    try:
+        _read(path)
+    except ProfileError as error:
+        cause = error.__cause__
+        if isinstance(cause, PlanVersionError) and cause.version > SCHEMA_VERSION:
+            moved_aside(path, NEWER_SUFFIX)
+
+
 def profile_paths() -> tuple[Path, ...]:
     """Return the files of the cache that are profiles, or are called so, the newest first."""
-    dated = sorted(((_written_ns(path), path) for path in profiles_folder().glob("[!.]*.json")), reverse=True)
+    folder = profiles_folder()
+    if os.path.islink(folder):  # noqa: PTH114 - as above
+        return ()
+    dated = sorted(((_written_ns(path), path) for path in folder.glob("[!.]*.json")), reverse=True)
     return tuple(path for _, path in dated)
 
 

@@ -24,6 +24,9 @@ NO_LIMIT_BYTES = 2**60
 MOST_WORK = 20_000
 """What takes more (numbers of forwards to look at, times the largest of them) is not solved: it would take seconds."""
 
+MOST_COMBINED = 256
+"""Numbers of forwards times the square of the devices: for more it is not solved, which would take many seconds."""
+
 MORE_FORWARDS = 3
 """Than the fewest are looked at: each costs a copy and brings nothing but memory."""
 
@@ -260,12 +263,14 @@ class Problem:
 
     def _most_forwards(self) -> int | None:
         """Return the most forwards per optimizer step that are looked at; None where that would take too long."""
+        most_counts = MOST_COMBINED // len(self.ceilings) ** 2
         if self.effective_batch_sizes is None or not self.accumulates:
-            return 1
+            return 1 if most_counts >= 1 else None
         largest = min(self.most_samples, sum(self.caps)) if self.region is None else self.region.largest_batch
         fewest, most = (accumulation_steps(size, max(1, largest)) for size in self.effective_batch_sizes)
         most += MORE_FORWARDS
-        return most if (most - fewest + 1) * most <= MOST_WORK else None
+        counts = most - fewest + 1
+        return most if counts * most <= MOST_WORK and counts <= most_counts else None
 
     def _with_step_time(self, step_time: StepTime) -> Problem:
         return replace(self, fit=replace(self.fit, step_time=step_time))

@@ -1,6 +1,7 @@
 """A plan for reading: the terminal table with the three numbers, the gain and the lines to paste; GPUs and ceilings.
 
-Only here bytes become GiB and seconds ms. Everything is built from `Text`, so that brackets in a name stay brackets.
+Only here bytes become GiB and seconds ms. Everything is built from `Text`, so that brackets in a name stay brackets,
+and what others wrote passes `printed.printable`, so that it shows itself and does nothing else.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from autosplit.errors import InputError
 from autosplit.explaining import Explanation, rate_text
 from autosplit.findings import Check, error_text
 from autosplit.plan import Plan, PlanDevice, RankSettings
+from autosplit.printed import printable
 from autosplit.sizes import size_text
-from autosplit.split import even_split, micro_batch_sizes
+from autosplit.split import even_split
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
@@ -121,7 +123,9 @@ def plan_report(plan: Plan, *, origin: Origin | None = None) -> Group:
             parts.extend([Text(f"\n{heading}", "bold"), _bullets(body)])
     heading = "on the machine that has the cards" if plan.simulated else "to use it"
     parts.append(Text(f"\n{heading}\n", "bold"))
-    parts.extend(Text(line, no_wrap=True, overflow="ignore") for line in paste_lines(plan, origin))
+    parts.extend(
+        Text(printable(line, longest=None), no_wrap=True, overflow="ignore") for line in paste_lines(plan, origin)
+    )
     return Group(*parts)
 
 
@@ -229,7 +233,7 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
 
 def _short_step_text(plan: Plan) -> str:
     """Say so where the last micro-step is smaller."""
-    last = micro_batch_sizes(plan.effective_batch_size, plan.batch_size)[-1]
+    last = plan.effective_batch_size - (plan.accumulation_steps - 1) * plan.batch_size
     return "" if last == plan.batch_size else f" (the last of {_samples_text(last)})"
 
 
@@ -556,10 +560,10 @@ def _table() -> Table:
 
 
 def _add_row(table: Table, *cells: str) -> None:
-    """Add cells as they are: a name with brackets is no markup."""
+    """Add cells as they are: a name with brackets is no markup, and none acts on the terminal."""
     from rich.text import Text
 
-    table.add_row(*(Text(cell) for cell in cells))
+    table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autosplit.errors import InputError
+from autosplit.printed import without_passwords
 from autosplit.proposals import Proposal
 from autosplit.space import Configuration, Space, Trial
 
@@ -188,7 +188,8 @@ def _unusable(storage: str | None, error: Exception) -> InputError:
     while told.__cause__ is not None:
         told = told.__cause__
     reason = (str(told).strip().splitlines() or [type(told).__name__])[0]
-    shown = re.sub(r"://([^/@]*?):[^/]*@", r"://\1:***@", str(storage))
+    shown = without_passwords(str(storage))
+    reason = without_passwords(reason.replace(str(storage), shown))
     return InputError(
         f"storage is {shown!r} ({reason[:200]}); expected a URL that Optuna opens and may write to, such as "
         "'sqlite:///study.db'; correct it, or leave it out"

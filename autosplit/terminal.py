@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
+from autosplit.printed import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
@@ -125,7 +127,7 @@ def _advance(bar: Bar, task: Any, progress: Progress, *, narrow: bool) -> None:
     counts = f"{progress.steps} steps, {progress.ooms} OOM"
     if progress.best_samples_per_s is not None:
         counts += f", {'' if narrow else 'best '}{_rate_text(progress.best_samples_per_s)}/s"
-    bar.update(task, completed=progress.fraction, description=progress.message, counts=counts)
+    bar.update(task, completed=progress.fraction, description=printable(progress.message), counts=counts)
 
 
 def _rate_text(per_s: float) -> str:

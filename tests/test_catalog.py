@@ -107,3 +107,72 @@ def test_neither_torch_nor_nvml_is_loaded():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class TestCardsOfOnesOwn:
+    CARD = (
+        "[cards.My-Card]\nmemory_gib = 12.5\ntflops = { float32 = 10, float16 = 20, float64 = 0.5 }\n"
+        'memory_gb_per_s = 500\nlink = "pcie4"\ncompute_capability = "8.9"\nsource = "measured here"\n'
+    )
+
+    def given(self, monkeypatch, tmp_path, content: str | bytes) -> None:
+        path = tmp_path / "cards.toml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        monkeypatch.setenv("AUTOSPLIT_GPUS", str(path))
+
+    def test_are_added(self, monkeypatch, tmp_path):
+        self.given(monkeypatch, tmp_path, self.CARD)
+        card = find_card("mycard")
+        assert (card.name, card.memory_bytes, card.launch_s) == ("My-Card", 25 * GIB // 2, 5e-6)
+        assert card.link_bytes_per_s == find_card("RTX3090").link_bytes_per_s
+        assert len(gpu_catalog()) == len(CARD_NAMES) + 1
+
+    def test_take_the_place_of_a_known_one(self, monkeypatch, tmp_path):
+        self.given(monkeypatch, tmp_path, self.CARD.replace("My-Card", "rtx-3090") + "[links]\npcie4 = 1e9\n")
+        assert (find_card("RTX 3090").memory_bytes, find_card("RTX3090").link_bytes_per_s) == (25 * GIB // 2, 1e9)
+        assert len(gpu_catalog()) == len(CARD_NAMES)
+        monkeypatch.delenv("AUTOSPLIT_GPUS")
+        assert find_card("RTX3090").memory_bytes == 24 * GIB
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (CARD[:60], ""),
+            (CARD.replace("12.5", "-1"), "> 0"),
+            (CARD.replace("12.5", "nan"), "> 0"),
+            (CARD.replace("12.5", "inf"), "<= "),
+            (CARD.replace("12.5", "1e30"), "<= "),
+            (CARD.replace("12.5", "9" * 5000), ""),
+            (CARD.replace("12.5", "2026-01-01"), "Expected `float`"),
+            (CARD.replace("12.5", "'12'"), "Expected `float`"),
+            (CARD.replace("12.5", "12.5\nmemory_gb = 3"), "memory_gb"),
+            (CARD.replace("float32 = 10,", ""), "no tflops of float32"),
+            (CARD.replace("float32", "float31"), "float31"),
+            (CARD.replace("pcie4", "pci\\u001b[2J"), "has the link 'pci\\x1b[2J'"),
+            (CARD.replace("8.9", "eight"), "matching regex"),
+            (CARD.replace("My-Card", '"../x"'), "matching regex"),
+            (CARD.replace("My-Card", '"A\\n"'), "matching regex"),
+            (CARD.replace("My-Card", '"2xA"'), "matching regex"),
+            (CARD + CARD.replace("My-Card", "MY_CARD"), "two cards have names that differ only"),
+            (CARD + CARD, ""),
+            ("cards = 3", "Expected `object`"),
+            ("run = 'rm'", "run"),
+            ("a = " + "[" * 100_000, ""),
+            (b"\xff\xfe", "utf-8"),
+            (b" " * (2**20 + 1), "larger than 1 MiB"),
+        ],
+    )
+    def test_are_refused_by_name(self, monkeypatch, tmp_path, content, reason):
+        self.given(monkeypatch, tmp_path, content)
+        with pytest.raises(DeviceError, match=re.escape(reason) or None) as caught:
+            gpu_catalog()
+        assert str(caught.value).startswith(f"the cards of AUTOSPLIT_GPUS, {tmp_path}/cards.toml, can't be used (")
+        assert "expected a file of the form" in str(caught.value)
+        assert str(caught.value).isprintable()
+
+    @pytest.mark.parametrize("place", ["missing", "folder", "device"])
+    def test_what_is_no_file_is_named(self, monkeypatch, tmp_path, place):
+        path = {"missing": tmp_path / "nowhere", "folder": tmp_path, "device": "/dev/zero"}[place]
+        monkeypatch.setenv("AUTOSPLIT_GPUS", str(path))
+        with pytest.raises(DeviceError, match="can't be used"):
+            gpu_catalog()

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1] / "autosplit"
 # own name is its __init__, which stands below its modules.
 ORDER = (
     "errors",
+    "printed",
     "split",
     "oom",
     "rng",
@@ -29,6 +30,7 @@ ORDER = (
     "drawing",
     "states",
     "sizes",
+    "files",
     "host",
     "catalog",
     "devices",
@@ -74,7 +76,9 @@ ORDER = (
     "schedule",
     "relaxing",
     "explaining",
+    "soundness",
     "plan",
+    "sharing",
     "fingerprint",
     "profiles",
     "progress",
@@ -125,12 +129,16 @@ ORDER = (
 )
 WITHOUT_TORCH = (
     "errors",
+    "printed",
+    "files",
     "split",
     "cost",
     "findings",
     "space",
     "solver",
+    "soundness",
     "plan",
+    "sharing",
     "profiles",
     "report",
     "export",

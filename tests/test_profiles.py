@@ -377,7 +377,6 @@ class TestHostileFiles:
         [
             (b"", "is not a plan"),
             (PLAN.to_json()[:400], "is not a plan"),
-            (PLAN.to_json().replace('"schema_version": 1', '"schema_version": 2'), "schema_version 2"),
             (PLAN.to_json().replace("12.5", "NaN"), "is not a plan"),
             (PLAN.to_json().replace("12.5", "1e999"), "is not a plan"),
             (PLAN.to_json().replace('"gpu0_bsz": 2', '"gpu0_bsz": "2"'), "is not a plan"),
@@ -387,10 +386,63 @@ class TestHostileFiles:
             (b" " * (16 * MIB + 1), "larger than 16"),
         ],
     )
-    def test_are_named_and_ignored(self, content, reason):
+    def test_are_named_and_moved_aside(self, content, reason):
         path = put(content)
-        assert reason in ignored(path)
         assert profiles.profiles() == ((path, None),)
+        note = ignored(path)
+        assert reason in note
+        assert note.endswith(f"it is moved aside as {KEY}.bad")
+        bad = path.with_suffix(".bad")
+        assert bad.read_bytes() == (content if isinstance(content, bytes) else content.encode())
+        assert search_for() == profiles.Found(None, path, ())
+        store(KEY, PLAN)
+        assert search_for().plan == PLAN
+
+    def test_the_last_one_is_kept(self):
+        for content in ("first", "second"):
+            ignored(put(content))
+        assert [path.read_text() for path in profiles.profiles_folder().glob("*.bad")] == ["second"]
+
+    def test_of_a_later_version_stays_and_is_spared(self):
+        content = PLAN.to_json().replace('"schema_version": 1', '"schema_version": 2')
+        path = put(content)
+        assert "schema_version 2" in ignored(path)
+        assert path.read_text() == content
+        store(KEY, PLAN)
+        assert search_for().plan == PLAN
+        assert path.with_suffix(".newer").read_text() == content
+
+    def test_one_that_was_replaced_meanwhile_is_used(self, monkeypatch):
+        path = put("{")
+        locked = profiles._locked
+
+        def replacing(path):
+            PLAN.save(path)
+            return locked(path)
+
+        monkeypatch.setattr(profiles, "_locked", replacing)
+        assert search_for() == profiles.Found(PLAN, path, ())
+        assert not path.with_suffix(".bad").exists()
+
+    @pytest.mark.parametrize("reason", ["held", "denied"])
+    def test_what_can_not_be_moved_is_said(self, monkeypatch, reason):
+        import filelock
+
+        path = put("{")
+        if reason == "held":
+            monkeypatch.setattr(profiles, "LOCK_TIMEOUT_S", 0.05)
+            with filelock.FileLock(path.with_suffix(".lock")):
+                note = ignored(path)
+        else:
+
+            def denied(*_: object) -> None:
+                raise PermissionError(13, "Permission denied")
+
+            monkeypatch.setattr(profiles, "moved_aside", denied)
+            note = ignored(path)
+            assert "(Permission denied)" in note
+        assert "can't be moved aside" in note
+        assert path.read_text() == "{"
 
     def test_a_deep_machine_is_ignored(self):
         deep = PLAN.to_json().replace('"torch": "2.13"', '"torch": ' + "[" * 900 + "]" * 900)
@@ -399,18 +451,53 @@ class TestHostileFiles:
     def test_a_folder_is_ignored(self, cache_dir):
         path = cache_dir / "profiles" / f"{KEY}.json"
         path.mkdir(parents=True)
-        ignored(path)
+        (path / "own.txt").write_text("mine")
         assert profiles.profiles() == ((path, None),)
+        assert "it is no file" in ignored(path)
+        assert (path.with_suffix(".bad") / "own.txt").read_text() == "mine"
 
     def test_a_link_is_ignored(self, cache_dir, tmp_path):
         PLAN.save(tmp_path / "elsewhere.json")
         path = put(b"")
         path.unlink()
         path.symlink_to(tmp_path / "elsewhere.json")
+        content = (tmp_path / "elsewhere.json").read_bytes()
+        path.with_suffix(".bad").write_text("an older one")
         assert "it is a link" in ignored(path)
+        assert path.with_suffix(".bad").is_symlink()
+        path.symlink_to(tmp_path / "nowhere.json")
         store(KEY, PLAN)
         assert not path.is_symlink()
         assert search_for().plan == PLAN
+        assert (tmp_path / "elsewhere.json").read_bytes() == content
+        assert not (tmp_path / "nowhere.json").exists()
+
+    def test_a_folder_of_profiles_that_is_a_link_is_not_entered(self, cache_dir, tmp_path):
+        elsewhere = tmp_path / "elsewhere"
+        PLAN.save(elsewhere / f"{KEY}.json")
+        cache_dir.mkdir()
+        (cache_dir / "profiles").symlink_to(elsewhere)
+        assert "is a link; expected a folder" in ignored(cache_dir / "profiles" / f"{KEY}.json")
+        assert profiles.profiles() == ()
+        with pytest.raises(ProfileError, match="is a link; expected a folder"):
+            store(KEY, PLAN)
+        assert [path.name for path in elsewhere.iterdir()] == [f"{KEY}.json"]
+
+    def test_a_lock_that_is_a_link_is_not_followed(self, tmp_path):
+        path = put(PLAN.to_json())
+        own = tmp_path / "own.txt"
+        own.write_text("mine")
+        path.with_suffix(".lock").symlink_to(own)
+        with pytest.raises(ProfileError, match="can't be written"):
+            store(KEY, PLAN)
+        assert own.read_text() == "mine"
+
+    def test_files_are_their_owners_alone(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(tmp_path / "new" / "cache"))
+        path = store(KEY, PLAN)
+        assert {found.stat().st_mode & 0o777 for found in path.parent.iterdir()} == {0o600}
+        folders = (path.parent, path.parent.parent, path.parent.parent.parent)
+        assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
 
     @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
     def test_a_pipe_is_not_waited_for(self):
@@ -425,10 +512,11 @@ class TestHostileFiles:
         text = PLAN.to_json().encode()
         at = data.draw(st.integers(0, len(text)))
         end = data.draw(st.integers(at, min(len(text), at + 30)))
-        path = put(text[:at] + data.draw(st.binary(max_size=6)) + text[end:])
+        put(text[:at] + data.draw(st.binary(max_size=6)) + text[end:])
         found = search_for()
         if found.plan is None:
-            ignored(path)
+            (note,) = found.notes
+            assert note.endswith(".bad") or "schema_version" in note or "another" in note
         else:
             assert found.plan.machine == MACHINE
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from autosplit.commands.saying import Manner
+from autosplit.printed import printable, without_passwords
 
 __all__ = ["logged"]
 
@@ -28,7 +29,7 @@ class _Lines(logging.Handler):
         self._began_s = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = self._whose + " ".join(record.getMessage().split())
+        said = self._whose + printable(without_passwords(" ".join(record.getMessage().split())))
         if record.levelno < logging.WARNING:
             said = f"{time.monotonic() - self._began_s:7.2f} s  {said}"
         # To what stderr is now: a bar that is being drawn has put something there that keeps out of its way.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError
+from autosplit.printed import printable, printable_json, without_passwords
 from autosplit.terminal import progress_bar, width_of
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
     Returns:
         The exit code, as it was given.
     """
-    lines = [*_fitted(f"error: {' '.join(message.split())}"), *(f"  {frame}" for frame in frames)]
+    lines = [*_fitted(f"error: {_harmless(' '.join(message.split()))}"), *(f"  {_harmless(frame)}" for frame in frames)]
     if speaks():
         sys.stderr.write("".join(f"{line}\n" for line in lines))
     return exit_code
@@ -73,7 +74,11 @@ def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
 def note(message: str, manner: Manner) -> None:
     """Say what is to be known beside the answer, unless it is to be quiet."""
     if speaks() and not manner.quiet:
-        sys.stderr.write("".join(f"{line}\n" for line in _fitted(message)))
+        sys.stderr.write("".join(f"{line}\n" for line in _fitted(_harmless(message))))
+
+
+def _harmless(text: str) -> str:
+    return printable(without_passwords(text))
 
 
 def _fitted(line: str) -> list[str]:
@@ -95,7 +100,7 @@ def progress(manner: Manner) -> AbstractContextManager[Callable[[Progress], None
 def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
     """Print a plan: for reading, or as JSON."""
     if manner.as_json:
-        sys.stdout.write(plan.to_json() + "\n")
+        sys.stdout.write(printable_json(plan.to_json()) + "\n")
         sys.stdout.flush()
         return
     from autosplit.report import print_plan as print_report
@@ -108,5 +113,6 @@ def print_json(answer: Any) -> None:
     """Print an answer, one of `commands.answers` or a plan, as JSON with its attributes' names as keys."""
     import msgspec
 
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
+    text = msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()
+    sys.stdout.write(printable_json(text) + "\n")
     sys.stdout.flush()

@@ -12,6 +12,7 @@ from autosplit.commands.workloads import quoted
 from autosplit.errors import InputError
 from autosplit.plan import Plan
 from autosplit.profiles import profile_paths, read_profile
+from autosplit.sharing import shareable
 
 __all__ = ["show", "show_profile"]
 
@@ -41,6 +42,8 @@ def show_profile(key: str | None, manner: Manner) -> int:
 def _print(path: Path, plan: Plan, manner: Manner) -> None:
     from autosplit.report import Origin
 
+    if manner.as_json:  # it is made to be shared
+        plan = shareable(plan)
     print_plan(plan, Origin(f"autosplit.Plan.load({quoted(str(path))})", path=str(path)), manner)
 
 

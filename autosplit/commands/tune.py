@@ -13,6 +13,7 @@ from autosplit.commands.saying import EXIT_INTERRUPTED, Manner, failed, print_pl
 from autosplit.commands.workloads import check_before_running, isolates, quoted, sendable, users_errors
 from autosplit.errors import InputError, PlanError
 from autosplit.outcome import end_with_parent
+from autosplit.printed import without_passwords
 from autosplit.terminal import stdout_kept_clean
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any]
     from autosplit.profiles import profile_holding
     from autosplit.report import Origin
 
+    if "storage" in keywords:  # these lines are shown, and copied
+        keywords = {**keywords, "storage": without_passwords(str(keywords["storage"]))}
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
     command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *_flags(elsewhere)])
     if saved is not None:

@@ -23,6 +23,7 @@ from torch import distributed as dist
 
 from autosplit.ddp.lines import Line, Word
 from autosplit.errors import AutosplitError, RankFailedError, one_line, user_frames
+from autosplit.printed import printable
 
 __all__ = ["GRACE_S", "UnwatchedWarning", "Watch", "abort_group", "group_sockets", "open_sockets"]
 
@@ -248,7 +249,7 @@ def _is_broken_off(error: BaseException) -> bool:
 
 def _print(text: str) -> None:
     with contextlib.suppress(Exception):  # closed, or none: what matters is that the rank ends
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(f"{printable(text)}\n")
         sys.stderr.flush()
 
 

@@ -1,0 +1,70 @@
+"""Text of others on its way to a terminal: nothing in it may act on the terminal, and no password may stand in it.
+
+Device names, notes, file names and what a user's code raises come from files and machines that nobody vouches for. An
+escape sequence in one of them could move the cursor, rewrite what stands above, or set a window's title; a
+bidirectional override shows a text as another one.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["LONGEST", "printable", "printable_json", "without_passwords"]
+
+LONGEST = 4000
+"""Characters of one text that are shown; of a longer one the middle is left out."""
+
+_TAIL = 500
+
+_USERINFO = re.compile(r"://([^\s/?#:@'\"]*):([^\s'\"]*)@")
+_SECRET_OPTION = re.compile(
+    r"([?&;][\w.-]*(?:pass|pwd|secret|token|credential|api_?key|access_?key)[\w.-]*=)[^&;\s'\"]+", re.IGNORECASE
+)
+
+
+def printable(text: object, *, longest: int | None = LONGEST) -> str:
+    r"""Make a text harmless: one line, of characters that only show themselves.
+
+    Control characters (of C0 and C1, so that no escape sequence is left), line ends, bidirectional and other invisible
+    format characters, lone surrogates and odd blanks are written as Python would write them: ``\x1b``, ``\u202e``.
+    Marks of rich are no concern here: what draws uses `rich.text.Text`, in which brackets are brackets.
+
+    Args:
+        text: Anything; its `str` is shown.
+        longest: Characters shown at most; None for all.
+    """
+    whole = str(text)
+    if longest is not None and len(whole) > longest:
+        whole = f"{whole[: longest - _TAIL]}...{whole[-_TAIL:]}"
+    return whole if whole.isprintable() else "".join(map(_shown_as, whole))
+
+
+def _shown_as(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+
+
+def printable_json(text: str) -> str:
+    r"""Return the same JSON without a character that a terminal would act on: each is written as ``\uXXXX``.
+
+    Args:
+        text: JSON, in which such characters can only stand inside strings; line ends between values stay.
+    """
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character == "\n" else _json_escape(character) for character in text
+    )
+
+
+def _json_escape(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
+
+
+def without_passwords(text: str) -> str:
+    """Mask the passwords of URLs: after the user's name, and in options such as ``?password=``.
+
+    Args:
+        text: A URL, or a text with some in it.
+    """
+    return _SECRET_OPTION.sub(r"\1***", _USERINFO.sub(r"://\1:***@", text))

@@ -1,0 +1,94 @@
+"""What of a plan is made to be shared: its numbers, and nothing that tells whose they are.
+
+A report and `show --json` end in chats and issues. UUIDs of cards, process ids, paths (which hold home folders and the
+names of users) and URLs that may hold credentials are left out there; the saved plan keeps them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from autosplit.plan import Plan
+
+__all__ = ["shareable", "without_private"]
+
+# A blank belongs to a path only where another slash follows: what comes after a path's end is prose. Lengths are
+# bounded, so that no text takes long.
+_LETTER = r"[^\s'\"`<>|:;,()\[\]{}/\\]"
+_PART = rf"{_LETTER}{{1,255}}"
+_INNER = rf"{_PART}(?:[ ]{_PART}){{0,8}}[/\\]+"
+_PATH = rf"(?:{_INNER}){{0,64}}(?:{_PART})?"
+
+_PRIVATE = re.compile(
+    rf"""
+    (?P<url>\b[a-z][a-z0-9+.-]{{1,30}}:/{{2,4}}(?:[^\s'"<>]|[ ](?=[^\s'"<>:;,()]{{1,255}}/)){{1,2000}})
+    |(?P<uuid>\b(?:MIG-)?(?:GPU|MIG)-[0-9a-f][0-9a-f-]{{3,}}(?:/\d+/\d+)?(?!\w)
+        |\b[0-9a-f]{{8}}-(?:[0-9a-f]{{4}}-){{3}}[0-9a-f]{{12}}\b)
+    |(?P<pid>\b(?:pid|process\ id|process)[\s=:\#]{{1,3}}\d{{2,}}\b)
+    |(?P<path>
+        (?:(?<![\w/~])|(?=/+(?:home|users)/))(?:/+|~[\w.-]{{0,64}}[/\\]+)(?={_LETTER}){_PATH}
+        |(?<!\w)[a-z]:[\\/]+{_PATH}
+        |(?<![\w\\])\\\\{_PATH}
+        |(?<!\w)(?:\.\.[/\\])+{_PATH})
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+_MOST_PASSES = 4
+"""What was left out may show that what stands next to it is a path."""
+
+
+def shareable(plan: Plan) -> Plan:
+    """Return the same plan without what tells where and by whom it was made.
+
+    Args:
+        plan: It stays as it is.
+
+    Returns:
+        A plan with the same numbers. Devices have no `uuid`; in every text UUIDs, process ids, paths and URLs are
+        replaced by ``[uuid]``, ``[process]``, ``[path]`` and ``[url]``. Addresses of web pages stay.
+    """
+    devices = tuple(replace(device, uuid=None) for device in plan.devices)
+    known = tuple({device.uuid for device in plan.devices if device.uuid})
+    shared: Plan = _shared(replace(plan, devices=devices), known)
+    return shared
+
+
+def without_private(text: str, known: tuple[str, ...] = ()) -> str:
+    """Return a text without UUIDs, process ids, paths and URLs.
+
+    Args:
+        text: Any.
+        known: UUIDs that are left out, of whatever form.
+    """
+    for one in known:
+        text = text.replace(one, "[uuid]")
+    for _ in range(_MOST_PASSES):
+        left, text = text, _PRIVATE.sub(_stand_in, text)
+        if left == text:
+            break
+    return text
+
+
+def _stand_in(match: re.Match[str]) -> str:
+    kind = match.lastgroup
+    if kind == "url":
+        url = match[0]
+        is_page = url.lower().startswith(("https://", "http://")) and not set(url) & set("@?#")
+        return url if is_page else "[url]"
+    return {"uuid": "[uuid]", "pid": "[process]", "path": "[path]"}[str(kind)]
+
+
+def _shared(value: Any, known: tuple[str, ...]) -> Any:
+    if isinstance(value, str):
+        return without_private(value, known)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_shared(item, known) for item in value)
+    if isinstance(value, dict):
+        return {_shared(key, known): _shared(item, known) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{part.name: _shared(getattr(value, part.name), known) for part in fields(value)})
+    return value

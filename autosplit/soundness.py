@@ -1,0 +1,133 @@
+"""Whether a plan that was read from a file agrees with itself: what types and single fields can't say.
+
+A plan that is made here is so by the way it is made. One from a file may be anybody's, and whatever works with it (its
+explanation, the report, a wrapper, a rank) takes for granted what is asked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+__all__ = ["DEEPEST", "LARGEST", "MOST_DEVICES", "unsound_part"]
+
+MOST_DEVICES = 4096
+"""Of a plan: over all machines of a job."""
+
+MOST_FORWARDS = 2**20
+"""Of an optimizer step."""
+
+LARGEST = 2**62
+"""No number of a plan is so large: it is 4 EiB, or as many samples."""
+
+DEEPEST = 32
+"""Levels of what describes the machine and the workload; ours have about five."""
+
+_MOST_DIMS = 64
+"""torch has no tensor of more."""
+
+
+def unsound_part(plan: Any) -> str | None:
+    """Say what of a plan contradicts the rest of it, or can't be.
+
+    Args:
+        plan: A `plan.Plan`, whose fields are of the right types.
+
+    Returns:
+        What it is and what was expected; None where all is sound.
+    """
+    return next(_unsound(plan), None)
+
+
+def _unsound(plan: Any) -> Iterator[str]:
+    count = len(plan.devices)
+    if count > MOST_DEVICES:
+        yield f"it has {count} devices; expected at most {MOST_DEVICES}"
+        return
+    for name in ("machine", "workload"):
+        if _is_deeper(getattr(plan, name), DEEPEST):
+            yield f"{name} is nested over {DEEPEST} levels deep; expected a description"
+            return
+    huge = _huge_number(plan, "the plan")
+    if huge is not None:
+        yield f"{huge}; expected less than 2^62"
+        return
+    yield from _unsound_devices(plan)
+    yield from _unsound_ranks(plan, count)
+    yield from _unsound_measurements(plan, count)
+    if plan.accumulation_steps > MOST_FORWARDS:
+        yield f"accumulation_steps is {plan.accumulation_steps}; expected at most {MOST_FORWARDS}"
+    if plan.batch_dim >= _MOST_DIMS:
+        yield f"batch_dim is {plan.batch_dim}; expected less than {_MOST_DIMS}"
+
+
+def _unsound_devices(plan: Any) -> Iterator[str]:
+    kinds = {device.kind for device in plan.devices}
+    if "sim" in kinds and len(kinds) > 1:
+        yield f"its devices are {' and '.join(sorted(kinds))}; expected simulated ones, or real ones"
+    for device, share in zip(plan.devices, plan.split, strict=True):
+        if device.share != share:
+            yield f"a device's share is {device.share}; expected that of the split, {share}"
+        if device.capacity_bytes > device.memory_bytes:
+            yield f"a device's capacity is {device.capacity_bytes} bytes; expected at most its {device.memory_bytes}"
+    if plan.even_samples_per_s == 0:
+        yield "even_samples_per_s is 0; expected more, or none"
+
+
+def _unsound_ranks(plan: Any, count: int) -> Iterator[str]:
+    ranks = plan.ddp.ranks
+    if not ranks:
+        return
+    if not plan.ddp.samples_per_s > 0:
+        yield f"ddp.samples_per_s is {plan.ddp.samples_per_s}; expected more than 0, with ranks"
+    if not any(rank.batch_size for rank in ranks):
+        yield "no rank has samples; expected some"
+    for rank in ranks:
+        if rank.accumulation_steps < 1:
+            yield f"a rank has {rank.accumulation_steps} accumulation_steps; expected 1 or more"
+        # A single rank runs what the search found, without DDP's buckets that its ceiling was found with.
+        if count > 1 and rank.batch_size > rank.ceiling.batch_size:
+            yield f"a rank has {rank.batch_size} samples; expected at most its ceiling, {rank.ceiling.batch_size}"
+
+
+def _unsound_measurements(plan: Any, count: int) -> Iterator[str]:
+    for trial in plan.trials:
+        if len(trial.split) != count or len(trial.peak_bytes) not in (0, count):
+            yield f"a trial has {len(trial.split)} shares and {len(trial.peak_bytes)} peaks; expected {count} of each"
+        if sum(trial.split) != trial.batch_size:
+            yield f"a trial's batch_size is {trial.batch_size}; expected its split's sum, {sum(trial.split)}"
+        if (trial.samples_per_s is None) == (trial.failure is None) or trial.samples_per_s == 0:
+            yield "a trial has neither a throughput nor a failure, or both; expected one of them"
+    if plan.fit is None:
+        return
+    times = plan.fit.step_time
+    lengths = {len(times.curves), len(times.copies_s), len(times.gather_s_per_sample)}
+    if lengths != {count}:
+        yield f"fit has {sorted(lengths)} entries; expected {count}, one for each device"
+    if any(len(residual.split) != count for residual in plan.fit.residuals):
+        yield f"a residual is of another number of devices; expected {count}"
+
+
+def _huge_number(value: object, name: str) -> str | None:
+    """Name the first number that no plan has: its digits would fill the screen, and no float holds it."""
+    if is_dataclass(value):
+        parts = [(getattr(value, part.name), part.name) for part in fields(value) if part.type != "dict[str, Any]"]
+    elif isinstance(value, tuple):
+        parts = [(item, name) for item in value]
+    else:
+        too_much = isinstance(value, (int, float)) and not abs(value) < LARGEST
+        return f"{name} is {value!r:.40}" if too_much else None
+    return next((said for said in (_huge_number(item, called) for item, called in parts) if said is not None), None)
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Tell whether dicts and lists are nested deeper; without recursion, which is what too deep ones are to break."""
+    waiting = [(value, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        if isinstance(node, (dict, list)):
+            if depth >= levels:
+                return True
+            waiting.extend((item, depth + 1) for item in (node.values() if isinstance(node, dict) else node))
+    return False

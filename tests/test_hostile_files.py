@@ -1,0 +1,353 @@
+"""Profiles that anybody may have written: none ends in a traceback, a hang, a half-used plan or a file elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from handmade import GIB, made_plan
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_printed import assert_harmless
+from workloads import mlp
+
+from autosplit import profiles, tune
+from autosplit.cli import main
+from autosplit.cost import Fit, MemoryFit, Region, Residual, StepTime, TimeCurve
+from autosplit.errors import PlanError
+from autosplit.findings import Check
+from autosplit.plan import Plan
+
+KEY = "0123456789abcdef"
+MACHINE = {"devices": [{"kind": "sim", "name": "RTX3090", "count": 2}], "torch": "2.13", "cuda": None}
+WORKLOAD = {"model": "Net", "parameters": 1000, "loss_fn": None}
+
+
+def full_plan() -> Plan:
+    """A plan in which every part of the JSON stands."""
+    curves = tuple(TimeCurve(((1, 0.01), (50, 0.03), (200, 0.1 + 0.01 * i))) for i in range(2))
+    step_time = StepTime(curves, (0.0, 0.002), (0.0, 1e-5), 0.001, adds_up=False)
+    residual = Residual((3, 4), 1, 0.05, 0.051)
+    # Small, so that explaining it takes milliseconds.
+    region = Region(MemoryFit(float(GIB), 2.0**26, 2.0**20), 24 * GIB, 3, (4,), 7)
+    return made_plan(
+        (3, 4),
+        kind="sim",
+        effective=7,
+        fit=Fit(step_time, 0.001, (residual,)),
+        region=region,
+        effective_batch_sizes=(7, 7),
+        max_batch_size=600,
+        sample_batch_size=64,
+        checks=(Check("gradient", 0.5, None, depends=True, advice="freeze it"),),
+        machine=MACHINE,
+        workload=WORKLOAD,
+        notes=("a sentence — with “Unicode”",),
+    )
+
+
+PLAN = full_plan()
+TEXT = PLAN.to_json()
+PLAIN = PLAN.to_dict()
+
+
+# What may stand in a profile's place
+
+RAW_PREFIX = "@raw "
+RAW = ("NaN", "Infinity", "-Infinity", "1e400", "9" * 5000, "9" * 400, "1e-400", "[" * 50 + "]" * 50, "0x10", "'a'")
+"""What `json.dumps` would not write."""
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([-1, 0, 1, 2, 7, 2**31, 2**53, 2**62 - 1, 2**62, 2**63, 2**64, 10**18, -(2**63)]),
+    st.sampled_from([-1.0, -0.0, 0.5, 5e-324, 1e-300, 1e18, 1e300, 1.7e308]),
+    st.sampled_from(["", "x", "cpu", "sim", "memory", "\x1b[2J\x9b\u202e", "/etc/passwd", "../../../x", "A" * 5000]),
+    st.sampled_from([[], {}, [[]], [1, 2], [0, 256], [256], {"a": {"b": []}}, [1, 2, 3], ["a"]]),
+    st.sampled_from([RAW_PREFIX + text for text in RAW]),
+)
+
+
+@st.composite
+def truncated(draw) -> bytes:
+    content = TEXT.encode()
+    return content[: draw(st.integers(0, len(content)))]
+
+
+@st.composite
+def flipped(draw) -> bytes:
+    content = bytearray(TEXT.encode())
+    for _ in range(draw(st.integers(1, 3))):
+        content[draw(st.integers(0, len(content) - 1))] ^= 1 << draw(st.integers(0, 7))
+    return bytes(content)
+
+
+@st.composite
+def changed(draw) -> bytes:
+    """Put other values into a plan, or take some out: at any depth, and at times the same number everywhere."""
+    plain: Any = json.loads(TEXT)
+    for _ in range(draw(st.integers(1, 3))):
+        node, key = plain, draw(st.sampled_from(sorted(plain)))
+        while isinstance(node[key], (dict, list)) and node[key] and draw(st.integers(0, 3)):
+            node = node[key]
+            key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        how = draw(st.integers(0, 5))
+        if how == 0:
+            del node[key]
+        elif how == 1 and isinstance(node, list):
+            node.extend([node[key]] * draw(st.sampled_from([1, 3, 200])))
+        elif how == 2 and isinstance(node[key], (int, float)):
+            node[key] = node[key] * draw(st.sampled_from([-1, 2, 0.5, 10**6, 10**12, 1e-9]))
+        else:
+            node[key] = draw(VALUES)
+    text = json.dumps(plain)
+    for raw in RAW:
+        text = text.replace(json.dumps(RAW_PREFIX + raw), raw)
+    return text.encode()
+
+
+@st.composite
+def grown(draw) -> bytes:
+    """Agree with itself, at sizes that nobody has: what is checked field by field passes."""
+    factor = draw(st.sampled_from([1, 2, 1000, 10**6, 10**9, 10**12, 10**15]))
+    devices = draw(st.sampled_from([1, 2, 3, 40, 300]))
+    forwards = draw(st.sampled_from([1, 2, 100, 10**5, 10**12]))
+    share = 10 * factor
+    plan = made_plan((share,) * devices, kind="sim", effective=share * devices * forwards)
+    slope = draw(st.sampled_from([1e-300, 1e-9, 1e-3, 1e9, 1e300]))
+    curves = tuple(TimeCurve(((1, slope), (2, slope * (2 + i)))) for i in range(devices))
+    times = StepTime(curves, (0.0,) * devices, (0.0,) * devices, draw(st.sampled_from([0.0, 1e300])), adds_up=False)
+    plane = MemoryFit(0.0, draw(st.sampled_from([0.0, 5e-324, 1.0, 1e300])), draw(st.sampled_from([0.0, 1e300])))
+    ceilings = plan.ceilings
+    region = Region(plane, 2**61, ceilings[0], ceilings[1:], sum(ceilings))
+    sizes = draw(st.sampled_from([None, (1, 10**17), (plan.effective_batch_size,) * 2]))
+    if sizes is not None and not sizes[0] <= plan.effective_batch_size <= sizes[1]:
+        sizes = None
+    ranks = tuple(replace(rank, batch_size=share, accumulation_steps=forwards) for rank in plan.ddp.ranks)
+    plan = replace(
+        plan,
+        fit=Fit(times, draw(st.sampled_from([0.0, 1e300]))),
+        region=draw(st.sampled_from([None, region])),
+        effective_batch_sizes=sizes,
+        trials=(),
+        ddp=replace(plan.ddp, ranks=ranks, samples_per_s=draw(st.sampled_from([5e-324, 1.0, 1e300]))),
+        samples_per_s=draw(st.sampled_from([5e-324, 1.0, 1e300])),
+        even_samples_per_s=draw(st.sampled_from([None, 5e-324, 1e300])),
+    )
+    return plan.to_json().encode()
+
+
+def versioned(version: object) -> bytes:
+    return json.dumps({**PLAIN, "schema_version": version}).encode()
+
+
+def nested(levels: int, opening: str = "[", closing: str = "]") -> bytes:
+    return TEXT.replace('"model": "Net"', f'"model": {opening * levels}1{closing * levels}').encode()
+
+
+OTHERS = st.sampled_from(
+    [
+        b"",
+        b"null",
+        b"\x00" * 100,
+        b"\xef\xbb\xbf" + TEXT.encode(),
+        TEXT.encode("utf-16"),
+        TEXT.encode().replace("“".encode(), b"\xff"),
+        TEXT.replace("a sentence", "\\ud800").encode(),
+        TEXT.replace('"gpu0_bsz": 3', '"gpu0_bsz": 7, "gpu0_bsz": 3').encode(),
+        TEXT.replace('"gpu0_bsz": 3', '"gpu0_bsz": 3, "gpu0_bsz": 7').encode(),
+        b"[" * 100_000,
+        b'{"schema_version": 1, "machine": ' + b'{"a":' * 100_000,
+        *(nested(levels) for levels in (20, 40, 900, 5000)),
+        *(nested(levels, '{"a":', "}") for levels in (20, 40, 900)),
+        *(versioned(version) for version in (-1, 0, 2, 99, 2**40, 2**70, "1", None, 1.5, True, [1])),
+        b" " * (profiles.MAX_FILE_BYTES + 1),
+        TEXT.encode() + b" " * 10_000,
+        TEXT.encode() * 2,
+    ]
+)
+PLACES = ("link", "dangling link", "link to a device", "link to a folder", "folder", "full folder", "pipe", "socket")
+CASES = st.one_of(truncated(), flipped(), changed(), changed(), changed(), OTHERS, st.sampled_from(PLACES))
+
+
+def put(case: bytes | str, path: Path, outside: Path) -> None:
+    """Lay a case where the profile would be."""
+    if isinstance(case, bytes):
+        path.write_bytes(case)
+    elif case.endswith("folder") and not case.startswith("link"):
+        path.mkdir()
+        if case == "full folder":
+            (path / "own.txt").write_text("mine")
+    elif case == "pipe":
+        os.mkfifo(path)
+    elif case == "socket":
+        here = Path.cwd()
+        os.chdir(path.parent)  # a socket's path may have 100 characters
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path.name)
+        os.chdir(here)
+    else:
+        targets = {"link": "plan.json", "dangling link": "nowhere", "link to a folder": "."}
+        path.symlink_to("/dev/zero" if case == "link to a device" else outside / targets[case])
+
+
+# What must come of each
+
+
+def shown(*arguments: str) -> tuple[int, str]:
+    """Run a command line, and check that what it prints is harmless."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(list(arguments))
+    assert_harmless(out.getvalue())
+    assert_harmless(err.getvalue())
+    assert "Traceback" not in err.getvalue()
+    return code, out.getvalue()
+
+
+def is_whole(plan: Plan) -> bool:
+    """Tell whether a plan that was accepted can be worked with: its own JSON is a plan, and all of it is explained."""
+    again = Plan.from_json(plan.to_json())
+    return again == plan and sum(plan.split) == plan.batch_size and bool(str(plan.explain()))
+
+
+def looked_through(case: bytes | str, folder: Path, *, shows: bool) -> None:
+    """Let `find`, and perhaps `show`, meet a case, in a folder of its own with something beside the cache."""
+    outside = folder / "outside"
+    outside.mkdir()
+    PLAN.save(outside / "plan.json")
+    before = {path.name: path.read_bytes() for path in outside.iterdir()}
+    path = folder / "cache" / "profiles" / f"{KEY}.json"
+    path.parent.mkdir(parents=True)
+    put(case, path, outside)
+    try:
+        named = Plan.load(path)  # as the user's own, by its name
+    except PlanError as error:
+        assert_harmless(str(error), lines=False)
+        named = None
+    if shows:
+        code, out = shown("show", str(path))
+        assert (code, bool(out)) == ((0, True) if named is not None else (2, False))
+        code, out = shown("show", KEY, "--json")
+        assert (code, bool(out)) == ((0, True) if named is not None else (2, False))
+        assert named is None or is_whole(named)
+    found = profiles.find(KEY, machine=MACHINE, workload=WORKLOAD)
+    if found.plan is None:
+        (note,) = found.notes
+        assert note.startswith(f"the profile {path} is ignored: it")
+        assert "\n" not in note
+        bad = path.with_suffix(".bad")
+        assert os.path.lexists(bad) != os.path.lexists(path)
+        assert os.path.lexists(bad) == note.endswith(f"; it is moved aside as {KEY}.bad")
+        assert (
+            os.path.lexists(bad) or "it is for another" in note or "it is for real" in note or "schema_version" in note
+        )
+        assert profiles.find(KEY, machine=MACHINE, workload=WORKLOAD).plan is None
+    else:
+        assert found.plan == named
+        assert (found.plan.machine, found.plan.workload) == (MACHINE, WORKLOAD)
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == before
+    assert {one.name for one in folder.iterdir()} == {"outside", "cache"}
+    assert {one.suffix for one in path.parent.iterdir()} <= {".json", ".bad", ".lock"}
+
+
+def each(case: bytes | str, monkeypatch: pytest.MonkeyPatch, *, shows: bool = True) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="autosplit-"))
+    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(folder / "cache"))
+    try:
+        looked_through(case, folder, shows=shows)
+    finally:
+        shutil.rmtree(folder)
+
+
+def examples(count: int) -> settings:
+    return settings(max_examples=count, suppress_health_check=list(HealthCheck))
+
+
+posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes, sockets and devices with names here")
+sometimes = st.sampled_from([False] * 7 + [True])
+
+
+@posix
+@examples(500)
+@given(case=CASES, shows=sometimes)
+def test_nothing_comes_of_a_hostile_profile(case, shows, monkeypatch):
+    each(case, monkeypatch, shows=shows)
+
+
+@posix
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@examples(10_000)
+@given(case=CASES, shows=sometimes)
+def test_nothing_comes_of_many(case, shows, monkeypatch):
+    each(case, monkeypatch, shows=shows)
+
+
+@posix
+@examples(10)
+@given(case=grown())
+def test_nothing_comes_of_sizes_that_nobody_has(case, monkeypatch):
+    each(case, monkeypatch)
+
+
+@posix
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@examples(150)
+@given(case=grown())
+def test_nothing_comes_of_many_such_sizes(case, monkeypatch):
+    each(case, monkeypatch)
+
+
+@posix
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_no_file(place, monkeypatch):
+    each(place, monkeypatch)
+
+
+def test_cut_off_at_every_byte():
+    content = TEXT.encode()
+    for length in range(len(content)):
+        with pytest.raises(PlanError, match=r"is not a plan|sound"):
+            Plan.from_json(content[:length])
+
+
+def test_the_base_of_all_this_is_found(cache_dir, monkeypatch):
+    profiles.store(KEY, PLAN)
+    assert profiles.find(KEY, machine=MACHINE, workload=WORKLOAD).plan == PLAN
+    assert is_whole(PLAN)
+
+
+# From one end to the other
+
+
+@pytest.mark.parametrize("case", ["cut off", "link"])
+def test_a_spoiled_profile_is_tuned_for_again(case, tmp_path):
+    first = tune(mlp(), devices="sim:1xRTX3090", max_batch_size=64)
+    (path,) = (path for path, _ in profiles.profiles())
+    if case == "link":
+        path.rename(tmp_path / "own.json")
+        path.symlink_to(tmp_path / "own.json")
+    else:
+        path.write_bytes(path.read_bytes()[:1000])
+    again = tune(mlp(), devices="sim:1xRTX3090", max_batch_size=64)
+    reason = "it is a link" if case == "link" else "it is not a plan"
+    (note,) = (note for note in again.notes if "is ignored" in note)
+    assert reason in note
+    assert note.endswith(f"it is moved aside as {path.stem}.bad")
+    assert replace(again, notes=first.notes) == first
+    assert os.path.lexists(path.with_suffix(".bad"))
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+    third = tune(mlp(), devices="sim:1xRTX3090", max_batch_size=64)
+    assert third.notes[0].startswith(f"from the profile {path}")

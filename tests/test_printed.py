@@ -1,0 +1,178 @@
+"""What is printed shows itself and does nothing: no escape sequence, no override, no second line, no password."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from handmade import made_plan
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from autosplit import tuning
+from autosplit.cli import main
+from autosplit.findings import Check
+from autosplit.printed import LONGEST, printable, printable_json, without_passwords
+from autosplit.progress import Progress
+from autosplit.report import Origin, print_checks, print_devices, print_plan
+from autosplit.survey import DeviceReport
+from autosplit.terminal import progress_bar
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp\u2066\r\nerror: done\x00\x7f\u2028\ud800[bold red]x[/]"
+"""A title, a cleared screen, C1's CSI, a bidirectional override, line ends of three kinds, a lone surrogate, markup."""
+
+
+def assert_harmless(text: str, *, lines: bool = True) -> None:
+    shown = text.replace("\n", "") if lines else text
+    assert shown.isprintable(), [character for character in shown if not character.isprintable()]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 3090"),
+        ("ein Gerät — “größer” 卡", "ein Gerät — “größer” 卡"),
+        ("a\x1b[31mb", r"a\x1b[31mb"),
+        ("a\x9b31mb", r"a\x9b31mb"),
+        ("one\r\ntwo", r"one\r\ntwo"),
+        ("ab\u202edc", r"ab\u202edc"),
+        ("\ud800", r"\ud800"),
+        ("[bold]", "[bold]"),
+        (ValueError("x\ty"), r"x\ty"),
+        ("\U000e0041", r"\U000e0041"),
+    ],
+)
+def test_a_text_shows_itself(text, shown):
+    assert printable(text) == shown
+
+
+@given(st.text())
+def test_any_text_is_harmless(text):
+    assert_harmless(printable(text), lines=False)
+    assert printable(printable(text)) == printable(text)
+
+
+def test_of_a_long_text_both_ends_are_shown():
+    shown = printable("a" * 10**6 + "z")
+    assert len(shown) == LONGEST + 3
+    assert shown.startswith("aaa")
+    assert shown.endswith("aaz")
+    assert printable("a" * 10**5, longest=None) == "a" * 10**5
+
+
+@given(st.dictionaries(st.text(), st.text() | st.integers()))
+def test_json_means_the_same_and_is_harmless(value):
+    text = printable_json(json.dumps(value, indent=2, ensure_ascii=False))
+    assert json.loads(text) == value
+    assert_harmless(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("mysql://ann:secret@host/db", "mysql://ann:***@host/db"),
+        ("postgresql+psycopg2://ann:s/e:c@ret@host:5432/db", "postgresql+psycopg2://ann:***@host:5432/db"),
+        ("redis://:secret@host", "redis://:***@host"),
+        ("(at 'mysql://ann:secret@host/db')", "(at 'mysql://ann:***@host/db')"),
+        ("mysql://host/db?user=ann&password=secret&x=1", "mysql://host/db?user=ann&password=***&x=1"),
+        ("mysql://host/db?ssl_key_password=a;auth_token=b", "mysql://host/db?ssl_key_password=***;auth_token=***"),
+        ("sqlite:///study.db", "sqlite:///study.db"),
+        ("https://host:8080/page, a@b", "https://host:8080/page, a@b"),
+    ],
+)
+def test_passwords_are_masked(text, shown):
+    assert without_passwords(text) == shown
+    assert without_passwords(shown) == shown
+
+
+# Who prints
+
+
+def printed(draw) -> str:
+    stream = io.StringIO()
+    draw(Console(file=stream, width=120, force_terminal=False, color_system=None, highlight=False))
+    return stream.getvalue()
+
+
+def test_a_plans_report():
+    plan = made_plan((100, 156), notes=(HOSTILE,))
+    devices = tuple(replace(device, name=HOSTILE, label=HOSTILE) for device in plan.devices)
+    checks = (hostile_check(),)
+    ranks = tuple(replace(rank, device=HOSTILE) for rank in plan.ddp.ranks)
+    hostile = replace(plan, devices=devices, checks=checks, ddp=replace(plan.ddp, ranks=ranks))
+    origin = Origin(f'autosplit.Plan.load("{HOSTILE}")', (HOSTILE,), HOSTILE, HOSTILE, HOSTILE)
+    out = printed(lambda console: print_plan(hostile, console, origin=origin))
+    assert_harmless(out)
+    assert "[bold red]x[/]" in out
+    assert r"\x1b[2J" in out
+
+
+def hostile_check() -> Check:
+    return Check(HOSTILE, 0.5, None, depends=True, advice=HOSTILE, remark=HOSTILE)
+
+
+def test_cards_and_checks():
+    hidden = DeviceReport(None, None, HOSTILE, *(None,) * 6, uuid=HOSTILE, visible=False, notes=(HOSTILE,))
+    assert_harmless(printed(lambda console: print_devices([hidden], [HOSTILE], console)))
+    assert_harmless(printed(lambda console: print_checks([hostile_check()], console)))
+
+
+def test_a_progress_line(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", "dumb")
+    with progress_bar() as tell:
+        assert tell is not None
+        tell(Progress("search", "trial \x1b]0;owned\x07", 0.5))
+    assert "\x1b]0;owned" not in stream.getvalue()
+
+
+class TestCommands:
+    def test_show_and_its_json(self, tmp_path, capsys):
+        text = HOSTILE.replace("\ud800", "")
+        plan = replace(made_plan((100, 156)), notes=(text,), workload={"model": text})
+        plan.save(tmp_path / "plan.json")
+        assert main(["show", str(tmp_path / "plan.json")]) == 0
+        assert_harmless(capsys.readouterr().out)
+        assert main(["show", "--json", str(tmp_path / "plan.json")]) == 0
+        out = capsys.readouterr().out
+        assert_harmless(out)
+        assert json.loads(out)["notes"] == [text]
+
+    def test_an_error_that_names_a_file(self, tmp_path, capsys):
+        assert main(["show", str(tmp_path / "a\x1b[2Jb\u202e.json")]) == 2
+        assert_harmless(capsys.readouterr().err)
+
+    def test_what_the_users_code_raises(self, tmp_path, capsys):
+        path = tmp_path / "train.py"
+        path.write_text("raise RuntimeError('mysql://ann:secret@host \\x1b[2J\\x9b')  # \x9b mysql://ann:secret@host\n")
+        assert main(["tune", str(path)]) == 5
+        err = capsys.readouterr().err
+        assert_harmless(err)
+        assert "mysql://ann:***@host" in err
+        assert "secret" not in err
+
+    def test_the_line_of_launch(self, tmp_path, capsys):
+        path = tmp_path / "plan.json"
+        made_plan((100, 156), kind="cpu", workload={"model": HOSTILE.replace("\ud800", "")}).save(path)
+        assert main(["launch", "--plan", str(path), "--print", "train\x1b[2J.py"]) == 0
+        assert_harmless(capsys.readouterr().out)
+
+    def test_a_storage_in_the_lines_to_copy(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(tuning, "tune", lambda workload, **keywords: made_plan((100, 156), kind="sim"))
+        path = tmp_path / "train.py"
+        path.write_text(
+            "import autosplit, torch\nworkload = autosplit.Workload(torch.nn.Linear(3, 1), torch.zeros(4, 3))"
+        )
+        url = "mysql://ann:secret@host/db"
+        assert main(["tune", str(path), "--devices", "sim:2xRTX3090", "--storage", url]) == 0
+        out, err = capsys.readouterr()
+        assert "mysql://ann:***@host/db" in out
+        assert "secret" not in out + err

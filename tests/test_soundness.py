@@ -1,0 +1,98 @@
+"""A plan that was read agrees with itself, and holds nothing that what works with it would choke on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from handmade import made_plan
+
+from autosplit.cost import Fit, Residual, StepTime, TimeCurve
+from autosplit.errors import PlanError
+from autosplit.plan import Plan
+from autosplit.soundness import DEEPEST, LARGEST, MOST_DEVICES, MOST_FORWARDS, unsound_part
+from autosplit.space import Trial
+
+CURVES = (TimeCurve(((1, 0.1), (2, 0.2))),) * 2
+TIMES = StepTime(CURVES, (0.0, 0.1), (0.0, 0.1), 0.1, adds_up=False)
+PLAN = made_plan((100, 156), fit=Fit(TIMES, 0.1, (Residual((100, 156), 2, 0.1, 0.1),)))
+
+
+def nested(levels: int) -> dict[str, object]:
+    inner: object = 1
+    for _ in range(levels):
+        inner = [inner]
+    return {"a": inner}
+
+
+def with_device(**changes) -> Plan:
+    return replace(PLAN, devices=(replace(PLAN.devices[0], **changes), *PLAN.devices[1:]))
+
+
+def with_rank(**changes) -> Plan:
+    return replace(PLAN, ddp=replace(PLAN.ddp, ranks=(replace(PLAN.ddp.ranks[0], **changes), *PLAN.ddp.ranks[1:])))
+
+
+def with_times(**changes) -> Plan:
+    return replace(PLAN, fit=replace(PLAN.fit, step_time=replace(TIMES, **changes)))
+
+
+def test_a_sound_plan():
+    assert unsound_part(PLAN) is None
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (with_device(share=7), "a device's share is 7; expected that of the split, 100"),
+        (with_device(memory_bytes=10), "a device's capacity is .*; expected at most its 10"),
+        (with_device(peak_bytes=LARGEST), r"peak_bytes is 4611686018427387904; expected less than 2\^62"),
+        (with_device(busy_s=1e300), r"busy_s is 1e\+300"),
+        (replace(PLAN, real_steps=10**400), "real_steps is 1000000000"),
+        (replace(PLAN, even_samples_per_s=0.0), "even_samples_per_s is 0"),
+        (replace(PLAN, batch_dim=64), "batch_dim is 64"),
+        (replace(PLAN, machine=nested(DEEPEST)), "machine is nested over"),
+        (replace(PLAN, workload=nested(100_000)), "workload is nested over"),
+        (replace(PLAN, ddp=replace(PLAN.ddp, samples_per_s=0.0)), "ddp.samples_per_s is 0.0"),
+        (with_rank(accumulation_steps=0), "a rank has 0 accumulation_steps"),
+        (with_rank(batch_size=201), "a rank has 201 samples; expected at most its ceiling, 200"),
+        (
+            replace(PLAN, ddp=replace(PLAN.ddp, ranks=tuple(replace(r, batch_size=0) for r in PLAN.ddp.ranks))),
+            "no rank",
+        ),
+        (replace(PLAN, trials=(Trial(0, 1, 2, 1, (2,), 1.0),)), "a trial has 1 shares and 0 peaks; expected 2 of each"),
+        (replace(PLAN, trials=(Trial(0, 1, 2, 1, (1, 1), 1.0, 0.0, (5,)),)), "a trial has 2 shares and 1 peaks"),
+        (replace(PLAN, trials=(Trial(0, 1, 9, 1, (1, 1), 1.0),)), "batch_size is 9; expected its split's sum, 2"),
+        (replace(PLAN, trials=(Trial(0, 1, 2, 1, (1, 1)),)), "neither a throughput nor a failure"),
+        (replace(PLAN, trials=(Trial(0, 1, 2, 1, (1, 1), 0.0),)), "neither a throughput nor a failure"),
+        (with_times(copies_s=(0.0,)), r"fit has \[1, 2\] entries; expected 2"),
+        (with_times(gather_s_per_sample=(0.0,) * 3), r"fit has \[2, 3\] entries; expected 2"),
+        (replace(PLAN, fit=Fit(TIMES, 0.1, (Residual((1,), 1, 0.1, 0.1),))), "a residual is of another number"),
+        (made_plan((1, 1), effective=4 * MOST_FORWARDS), "accumulation_steps is 2097152"),
+        (made_plan((1,) * (MOST_DEVICES + 1)), f"it has {MOST_DEVICES + 1} devices"),
+    ],
+)
+def test_an_unsound_plan_is_refused(plan, message):
+    with pytest.raises(PlanError, match=message) as caught:
+        refuse(plan)
+    assert "expected" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def refuse(plan: Plan) -> None:
+    """Read a plan again; what no reader of JSON takes is looked at as it is."""
+    try:
+        text = plan.to_json()
+        json.loads(text)
+    except (RecursionError, ValueError, OverflowError):
+        raise PlanError(f"{unsound_part(plan)}") from None
+    Plan.from_json(text)
+
+
+def test_simulated_and_real_devices_do_not_mix():
+    plan = made_plan((100, 156), kind="sim")
+    mixed = replace(plan, devices=(plan.devices[0], replace(plan.devices[1], kind="cuda")))
+    with pytest.raises(PlanError, match="its devices are cuda and sim"):
+        Plan.from_json(mixed.to_json())
