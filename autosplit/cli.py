@@ -1,4 +1,4 @@
-"""The command line: ``devices``, ``tune``, ``probe``, ``check``, ``show``, ``launch``.
+"""The command line: ``devices``, ``tune``, ``probe``, ``check``, ``show``, ``export``, ``launch``.
 
 It parses, calls, prints, and exits.
 
@@ -342,6 +342,33 @@ def show_command(
 ) -> Command:
     """Show a saved plan, or those remembered."""
     return functools.partial(_show, which, as_json=as_json)
+
+
+@app.command("export", epilog="Example: autosplit export plan.json --to transformers")
+def export_command(
+    which: Annotated[
+        _Text,
+        typer.Argument(
+            metavar="[PLAN]",
+            help="A file that a plan was saved to, or the beginning of a profile's key. Default: the newest profile.",
+        ),
+    ] = None,
+    to: Annotated[
+        _Text,
+        typer.Option(
+            metavar="transformers|accelerate|lightning|torchrun|env|json",
+            help="Whose settings. The first three give all ranks one batch size: the nearest even plan is computed.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the settings, what they lose and the notes as JSON, alone on stdout.")
+    ] = False,
+    output: Annotated[
+        _Text, typer.Option("--output", "-o", metavar="PATH", help="Save what would be printed to a file.")
+    ] = None,
+) -> Command:
+    """Turn a plan into another tool's settings."""
+    return functools.partial(_export, which, to, as_json=as_json, output=output)
 
 
 @app.command(
@@ -734,6 +761,23 @@ def _launch(arguments: list[str], plan: str | None, *, print_only: bool) -> int:
     sys.stderr.write(f"plan: {launch.told}\n")
     launch.run()
     raise AssertionError("this process is torchrun now")
+
+
+def _export(which: str | None, to: str | None, *, as_json: bool, output: str | None) -> int:
+    from autosplit.commands.export import check_before_exporting, export
+    from autosplit.plan import Plan
+
+    to = check_before_exporting(to, output)
+    if which is None:
+        newest = _newest(as_json=True)
+        assert newest is not None, "without any it raises"
+        path, plan = newest
+        sys.stderr.write(f"plan: {path}\n")
+    elif Path(which).is_file() or not _is_key(which):
+        path, plan = Path(which), Plan.load(which)
+    else:
+        path, plan = _profile(which)
+    return export(path, plan, to, as_json=as_json, output=output)
 
 
 def _show(which: str | None, *, as_json: bool) -> int:
