@@ -73,7 +73,7 @@ class EvenProblem:
         """Return the even ranks nearest to what is wanted; None where some rank can't hold its share.
 
         Of those that the model promises `WITHIN_REACH` of the best to, the ones whose optimizer step is within what
-        will do, then nearest to what is wanted, then the fastest, then those with the smallest batch.
+        will do, then nearest to what is wanted, then the fastest, then those with the fewest forwards.
         """
         found = self._looked_at()
         if not found:
@@ -172,7 +172,7 @@ class EvenProblem:
     def _preference(self, even: EvenRanks) -> tuple[bool, int, float, int, int]:
         step, wanted = even.effective_batch_size, self.effective_batch_size
         least, most = self.effective_batch_sizes or (0, math.inf)
-        rate = even.samples_per_s or 0.0
+        rate = float(f"{even.samples_per_s or 0.0:.6g}")  # what differs by rounding only is as fast
         return not least <= step <= most, abs(step - wanted), -rate, even.accumulation_steps, even.batch_size
 
     def _seconds_per_sample(self, rank: int) -> float:

@@ -268,8 +268,8 @@ def _lost(plan: Plan, ranks: _Ranks, even: EvenRanks) -> tuple[float | None, str
         own = problem(tuple(device.ceiling for device in plan.devices), plan.region)
         name = f"plan.wrap(model), BalancedDataParallel with {_tuple_text(plan.split)}"
         rates.append((own.rate(plan.split, plan.effective_batch_size), name))
-    best = max(rates)
-    return 1 - even.samples_per_s / best[0], best[1]
+    rate, name = max(rates, key=lambda pair: float(f"{pair[0]:.6g}"))  # of equal ones DDP, which the tools run
+    return 1 - even.samples_per_s / rate, name
 
 
 # -------------------------------------------------------------------------------------------------------------- notes
