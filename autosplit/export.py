@@ -365,6 +365,12 @@ def _training_notes(plan: Plan, even: EvenRanks, tool: _Tool) -> list[str]:
         more = ", or all ranks' with sync_batchnorm=True" if tool is _LIGHTNING and even.num_ranks > 1 else ""
         others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
         notes.append(f"{norms[0]}{others} sees the {even.batch_size} samples of one rank's forward{more}")
+    if plan.precision != "none" and tool is not _LIGHTNING:
+        who = ", by which it trains," if tool is _TRANSFORMERS else ""
+        notes.append(
+            f"with {plan.precision} {_ACCELERATE.called}{who} copies the model's outputs to float32, and the "
+            "plan's memory does not count that: tune with a reserve if they are large"
+        )
     if plan.workload.get("step") is not None:
         notes.append(f"the workload's own step= is not known to {tool.called}: write it there")
     if plan.devices[0].kind == "cpu" and plan.devices[0].budgeted:

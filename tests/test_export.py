@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from handmade import GIB, made_ceiling, made_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plans import make_plan as budgeted_plan
 from test_explaining import solved_plan
 
@@ -239,6 +241,37 @@ def test_batch_norms_see_a_rank():
 def test_a_batch_norm_is_not_given_a_single_sample():
     plan = ranked(replace(uneven_plan(7), region=None, checks=(NORM,)), (4, 3), (200, 40), 1, 7)
     assert plan.export("transformers").even.batch_size >= 2
+
+
+def test_outputs_that_are_copied_to_float32_are_named():
+    plan = replace(even_plan(), precision="bf16")
+    assert plan.export("transformers").notes[0].startswith("with bf16 accelerate, by which it trains, copies the model")
+    assert plan.export("accelerate").notes[0].startswith("with bf16 accelerate copies the model's outputs to float32")
+    assert plan.export("lightning").notes == ()
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30), st.sampled_from([1.0, 3.0])), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.integers(0, 20),
+    st.sampled_from(TOOLS),
+)
+def test_exact_or_within_every_ceiling(ranks, steps, short, to):
+    """Whatever the ranks, the tool's numbers are the plan's own or ones that every device holds."""
+    sizes, room, paces = zip(*ranks, strict=True)
+    ceilings = tuple(size + more for size, more in zip(sizes, room, strict=True))
+    effective = max(sum(sizes) * (steps - 1) + 1, sum(sizes) * steps - short)
+    plan = solved_plan(sizes, paces, ceilings, effective=effective)
+    plan = ranked(plan, sizes, ceilings, steps, effective)
+    found = plan.export(to)
+    batch_size, forwards = numbers(found)
+    assert batch_size <= min(ceilings)
+    assert (batch_size, forwards) == (found.even.batch_size, found.even.accumulation_steps)
+    same = batch_size * forwards * len(sizes) == effective
+    assert not found.exact or (set(sizes) == {batch_size} and forwards == steps and same)
+    assert found.exact == (len(set(sizes)) == 1 and sizes[0] * len(sizes) * steps == effective)
+    assert found.exact or same or f", where the plan has {effective}" in found.notes[0]
 
 
 def test_a_step_of_the_workloads_own_is_named():
