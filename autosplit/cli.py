@@ -433,6 +433,36 @@ def profiles_remove_command(
     return _to_run("profiles.remove_profiles", manner, keys or [], everything=everything, confirmed=confirmed)
 
 
+# ----------------------------------------------------------------------------------------------------------- export
+
+
+@app.command("export", epilog=_example("autosplit export plan.json --to transformers"))
+def export_command(
+    which: Annotated[
+        _Text,
+        typer.Argument(
+            metavar="[PLAN]",
+            help="A file that a plan was saved to, or the beginning of a profile's key. Default: the newest profile.",
+        ),
+    ] = None,
+    to: Annotated[
+        _Text,
+        typer.Option(
+            metavar="transformers|accelerate|lightning|torchrun|env|json",
+            help="Whose settings. The first three give all ranks one batch size: the nearest even plan is computed.",
+        ),
+    ] = None,
+    output: Annotated[
+        _Text, typer.Option("--output", "-o", metavar="PATH", help="Save what would be printed to a file.")
+    ] = None,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Turn a plan into another tool's settings."""
+    return _to_run("export.export", Manner(as_json, quiet, verbose), which, to, output=output)
+
+
 # ----------------------------------------------------------------------------------------------------------- launch
 
 

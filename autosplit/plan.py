@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from autosplit.balanced import BalancedDataParallel
     from autosplit.explaining import Explanation
+    from autosplit.export import Export
     from autosplit.runtime.tracking import Tracker
     from autosplit.schedule import OptimizerStep, ScheduledBatchSampler
 
@@ -305,6 +306,31 @@ class Plan:
                 simulated=self.simulated,
             )
         )
+
+    def export(self, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
+        """Turn the plan into the settings of another tool.
+
+            print(plan.export("transformers"))
+            arguments = TrainingArguments(**plan.export("transformers").settings["TrainingArguments"])
+
+        transformers, accelerate and Lightning give all ranks one batch size: the nearest even plan is computed for
+        them, and its notes say what is lost.
+
+        Args:
+            to: ``"transformers"``, ``"accelerate"``, ``"lightning"``, ``"torchrun"``, ``"env"`` or ``"json"``.
+            path: The plan's file, which ``"torchrun"`` and ``"env"`` name. Default: the profile that holds the plan.
+
+        Returns:
+            `settings`, `text`, `exact` and `notes`; `str()` of it is the text to paste.
+
+        Raises:
+            InputError: There is no such format.
+            PlanError: The tool runs DDP, and the plan has no ranks.
+            DeviceError: ``"torchrun"`` for simulated cards.
+        """
+        from autosplit.export import export
+
+        return export(self, to, path=path)
 
     # JSON
 

@@ -16,6 +16,7 @@ __all__ = [
     "Ceilings",
     "Checks",
     "Devices",
+    "Exported",
     "LaunchCommand",
     "Place",
     "ProbedCeiling",
@@ -179,6 +180,28 @@ class LaunchCommand:
     plan: str
 
 
+@dataclass(frozen=True)
+class Exported:
+    """Another tool's settings for a plan.
+
+    Attributes:
+        to: The tool or the format.
+        exact: The tool trains with them as the plan says.
+        lost_share: Of the plan's samples per second, how much is lost by what the tool can't express, as predicted;
+            None where that is unknown.
+        notes: What the tool can't express, a sentence each.
+        settings: By the tool's own names.
+        text: To paste.
+    """
+
+    to: str
+    exact: bool
+    lost_share: float | None
+    notes: tuple[str, ...]
+    settings: Mapping[str, Any]
+    text: str
+
+
 ANSWERS: Mapping[str, type] = {
     "devices": Devices,
     "tune": Plan,
@@ -190,6 +213,7 @@ ANSWERS: Mapping[str, type] = {
     "profiles show": Plan,
     "profiles path": Place,
     "profiles remove": Removed,
+    "export": Exported,
     "launch": LaunchCommand,
 }
 """The type of what each command prints with ``--json``."""

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from autosplit.progress import Progress
     from autosplit.report import Origin
 
-__all__ = ["EXIT_INTERRUPTED", "Manner", "failed", "note", "print_json", "print_plan", "progress", "speaks"]
+__all__ = [
+    "EXIT_INTERRUPTED",
+    "Manner",
+    "failed",
+    "json_text",
+    "note",
+    "print_json",
+    "print_plan",
+    "progress",
+    "speaks",
+]
 
 EXIT_INTERRUPTED = 4
 
@@ -111,8 +121,12 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
 
 def print_json(answer: Any) -> None:
     """Print an answer, one of `commands.answers` or a plan, as JSON with its attributes' names as keys."""
+    sys.stdout.write(json_text(answer) + "\n")
+    sys.stdout.flush()
+
+
+def json_text(answer: Any) -> str:
+    """Return an answer as `print_json` prints it."""
     import msgspec
 
-    text = msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()
-    sys.stdout.write(printable_json(text) + "\n")
-    sys.stdout.flush()
+    return printable_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())

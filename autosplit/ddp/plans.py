@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 
 from autosplit import profiles
-from autosplit.errors import DeviceError, PlanError
+from autosplit.errors import PlanError
 from autosplit.plan import Plan
+from autosplit.torchrun import PLAN_VARIABLE, refuse_unfit
 
 __all__ = ["PLAN_VARIABLE", "described", "plan_for_job"]
-
-PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
 
 _SHOWN = 5
 """Of several plans that could be meant, so many are listed."""
@@ -40,7 +39,7 @@ def plan_for_job(
     else:
         given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
         plan, path = (Plan.load(given), Path(given)) if given else _remembered_plan(profile, world_size)
-    _refuse_unfit(plan)
+    refuse_unfit(plan)
     return plan, path
 
 
@@ -69,24 +68,3 @@ def described(plan: Plan) -> str:
     """Name a plan's model and sizes, in a few words."""
     sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
     return f"{plan.workload.get('model', 'a model')}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"
-
-
-def _refuse_unfit(plan: Plan) -> None:
-    """Refuse a plan that no job can be started with."""
-    if plan.simulated:
-        names = ", ".join(sorted({device.name for device in plan.devices}))
-        raise DeviceError(
-            f"the plan is for simulated cards ({names}); expected real devices to train on; tune on the machine that "
-            "has them"
-        )
-    if not plan.ddp.ranks:
-        raise PlanError(
-            f"the plan has no DDP ranks: {plan.ddp.reason or 'it gives no reason'}; expected one for each device; "
-            "tune for devices that each hold a rank, or use plan.wrap"
-        )
-    forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})
-    if len(forwards) > 1 or forwards[0] < 1:
-        raise PlanError(
-            f"the plan's ranks have {forwards} accumulation steps; expected one number, 1 or more, for all of them; "
-            "tune again"
-        )

@@ -1,0 +1,62 @@
+"""``autosplit export``: a plan as another tool's settings."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from autosplit.commands.answers import Exported
+from autosplit.commands.saying import Manner, json_text, note
+from autosplit.commands.stored import newest_profile, stored_plan
+from autosplit.errors import InputError
+from autosplit.plan import Plan
+
+__all__ = ["export"]
+
+
+def export(which: str | None, to: str | None, manner: Manner, *, output: str | None) -> int:
+    """Print a plan's settings, or save them.
+
+    Args:
+        which: The plan's file or the beginning of its key; None for the newest profile.
+        to: The format.
+        manner: How; as JSON it is all there is to know of the settings, in place of the text to paste.
+        output: The file for what would be printed; None for stdout.
+    """
+    to = _checked(to, output)
+    path, plan = _newest(manner) if which is None else stored_plan(which)
+    found = plan.export(to, path=path)
+    text = found.text
+    if manner.as_json:
+        settings: Any = found.settings
+        text = json_text(Exported(to, found.exact, found.lost_share, tuple(found.notes), settings, found.text))
+    if output is not None:
+        found.save(output, text)
+    if not manner.as_json and (output is not None or not found.tells_notes):
+        for one in found.notes:
+            note(f"note: {one}", manner)
+    if output is None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _checked(to: str | None, output: str | None) -> str:
+    """Refuse bad flags before a plan is looked for, and return the format."""
+    from autosplit.export import FORMATS
+
+    if to not in FORMATS:
+        given = "--to is missing" if to is None else f"--to {to!r}"
+        raise InputError(f"{given}: expected one of {', '.join(FORMATS)}; write it as --to {FORMATS[0]}")
+    if output is not None and Path(output).is_dir():
+        raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'settings'}")
+    return to
+
+
+def _newest(manner: Manner) -> tuple[Path, Plan]:
+    found = newest_profile()
+    if found is None:
+        raise InputError("no plan is remembered; expected one to export; make one with autosplit tune FILE")
+    note(f"plan: {found[0]}", manner)
+    return found
