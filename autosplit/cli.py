@@ -1,4 +1,4 @@
-"""The command line: ``devices``, ``tune``, ``probe``, ``check``, ``show``, ``launch``.
+"""The command line: ``devices``, ``tune``, ``compare``, ``probe``, ``check``, ``show``, ``launch``.
 
 It parses, calls, prints, and exits.
 
@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 import typer
 import typer.main
 
-from autosplit.errors import AutosplitError, InputError, PlanError, UserCodeError, from_user_code, user_frames
+from autosplit.errors import AutosplitError, InputError, PlanError, UserCodeError, from_user_code, shown, user_frames
 from autosplit.outcome import end_with_parent, reported
 from autosplit.terminal import progress_bar, stdout_kept_clean
 
 if TYPE_CHECKING:
+    from autosplit.comparing import Comparison
     from autosplit.cost import Ceiling
     from autosplit.devices import Device
     from autosplit.loading import Loaded
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["main", "run"]
 
 EXIT_USAGE = 2
+EXIT_MISFIT = 3
 EXIT_INTERRUPTED = 4
 TYPERS_INTERRUPTED = 130
 """What typer returns where Ctrl-C comes while it parses."""
@@ -168,7 +170,7 @@ def tune_command(
         ),
     ],
     devices: Annotated[
-        _Text,
+        list[str] | None,
         typer.Option(
             metavar="SPEC",
             help="cuda, cuda:0,2, cpu, cpu:2GiB,cpu:1GiB or sim:2xA100-40GB+1xRTX3090. Default: every visible GPU; "
@@ -219,7 +221,7 @@ def tune_command(
 ) -> Command:
     """Find the split, batch and steps of a workload."""
     given: dict[str, Any] = {
-        "devices": devices,
+        "devices": _one_machine(spec, devices),
         "strategy": strategy,
         "precision": precision,
         "effective_batch_size": _whole_or_range("--effective-batch-size", effective_batch_size),
@@ -235,6 +237,17 @@ def tune_command(
     }
     keywords = {keyword: value for keyword, value in given.items() if value is not None}
     return functools.partial(_tune, spec, keywords, as_json=as_json, output=output)
+
+
+def _one_machine(spec: str, devices: Sequence[str] | None) -> str | None:
+    """Return the one device spec that a plan is for; several machines are another command's."""
+    if devices is not None and len(devices) > 1:
+        several = shlex.join(word for one in devices for word in ("--devices", one))
+        raise InputError(
+            f"--devices is given {len(devices)} times; expected it once, for one plan; to see several machines side by "
+            f"side run autosplit compare {shlex.quote(spec)} {several}"
+        )
+    return devices[0] if devices else None
 
 
 def _whole(flag: str, text: str | None) -> int | None:
@@ -265,6 +278,70 @@ def _seconds(flag: str, text: str | None) -> float | None:
         return float(text)
     except ValueError:
         raise InputError(f"{flag} {text!r}: expected a number of seconds; write it as {flag} 60") from None
+
+
+@app.command(
+    "compare",
+    epilog="Example: autosplit compare train.py --devices sim:2xL4 --devices sim:A100-40GB --price 2xL4=1.2",
+)
+def compare_command(
+    spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
+    devices: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SPEC", help="A machine: sim:2xL4 is predicted, cuda measured. Give it for each machine."),
+    ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SPEC=MONEY", help="For an hour of a machine, as 2xL4=1.2. Give it for each machine."),
+    ] = None,
+    strategy: Annotated[_Text, typer.Option(metavar="auto|balanced|ddp", help="As for tune.")] = None,
+    precision: Annotated[_Text, typer.Option(metavar="none|bf16|fp16", help="As for tune.")] = None,
+    effective_batch_size: Annotated[_Text, typer.Option(metavar="N|LEAST:MOST", help="As for tune.")] = None,
+    max_batch_size: Annotated[_Text, typer.Option(metavar="N", help="As for tune.")] = None,
+    reserve: Annotated[_Text, typer.Option(metavar="SIZE|SHARE", help="As for tune.")] = None,
+    n_trials: Annotated[_Text, typer.Option(metavar="N", help="For each machine. Default: 24.")] = None,
+    time_limit_s: Annotated[_Text, typer.Option(metavar="SECONDS", help="For all machines together.")] = None,
+    storage: Annotated[_Text, typer.Option(metavar="URL", help="As for tune.")] = None,
+    isolate: _Isolate = None,
+    profile: Annotated[_Text, typer.Option(metavar="auto|refresh|off", help="As for tune.")] = None,
+    name: Annotated[_Text, typer.Option(metavar="NAME", help="As for tune.")] = None,
+    seed: Annotated[_Text, typer.Option(metavar="N", help="As for tune.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, alone on stdout: a Comparison's to_dict().")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Draw no progress.")] = False,
+) -> Command:
+    """Tune for several machines, and show what each would cost."""
+    keywords = _given(
+        strategy=strategy,
+        precision=precision,
+        effective_batch_size=_whole_or_range("--effective-batch-size", effective_batch_size),
+        max_batch_size=_whole("--max-batch-size", max_batch_size),
+        reserve=reserve,
+        n_trials=_whole("--n-trials", n_trials),
+        time_limit_s=_seconds("--time-limit-s", time_limit_s),
+        storage=storage,
+        isolate=isolate,
+        profile=profile,
+        name=name,
+        seed=_whole("--seed", seed),
+    )
+    prices = [_price_given(text) for text in price or ()]
+    return functools.partial(_compare, spec, devices or [], prices, keywords, as_json=as_json, quiet=quiet)
+
+
+def _price_given(text: str) -> tuple[str, float]:
+    machine, equals, money = text.rpartition("=")
+    try:
+        amount = float(money)
+    except ValueError:
+        amount = None
+    if not equals or not machine.strip() or amount is None:
+        raise InputError(
+            f"--price {shown(text)}: expected a machine and money for an hour, a number without a currency; write it "
+            "as --price 2xL4=1.2"
+        )
+    return machine, amount
 
 
 @app.command("probe")
@@ -565,6 +642,75 @@ def _flags(keywords: Mapping[str, Any]) -> list[str]:
         flags.append(f"--no-{flag}" if value is False else f"--{flag}")
         flags.extend([] if isinstance(value, bool) else [str(value)])
     return flags
+
+
+# ---------------------------------------------------------------------------------------------------------- compare
+
+
+def _compare(
+    spec: str,
+    devices: Sequence[str],
+    prices: Sequence[tuple[str, float]],
+    keywords: Mapping[str, Any],
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    from autosplit import comparing
+
+    end_with_parent()
+    if _in_a_job({})[0]:
+        raise InputError(
+            "autosplit compare in one of several processes: expected one, machines come one after the other; leave "
+            "torchrun out"
+        )
+    machines = comparing.asked_machines(devices, prices, keywords)
+    limits = {keyword: value for keyword, value in keywords.items() if keyword == "time_limit_s"}
+    called = {keyword: value for keyword, value in keywords.items() if keyword not in limits}
+    interrupted = False
+    with stdout_kept_clean():
+        tune_one = _tuner(spec, called)
+        try:
+            with nullcontext() if quiet else progress_bar() as tell:
+                comparison = comparing.compared(machines, tune_one, **limits, progress=tell)
+        except comparing.ComparisonInterrupted as interrupt:
+            if interrupt.comparison is None:
+                raise
+            comparison, interrupted = interrupt.comparison, True
+    if interrupted:
+        _failed("interrupted: the machines that are done are shown; run it again for all of them", EXIT_INTERRUPTED)
+    _print_comparison(comparison, as_json=as_json)
+    if interrupted:
+        return EXIT_INTERRUPTED
+    if comparison.best is None:
+        return _failed(f"the workload fits none of {len(machines)} machines; see above what each lacks", EXIT_MISFIT)
+    return 0
+
+
+def _tuner(spec: str, keywords: Mapping[str, Any]) -> Callable[[Any, Mapping[str, Any]], Plan]:
+    """Load a workload, and return what tunes it for a machine as the command `tune` does."""
+    from autosplit import tuning
+    from autosplit.loading import load_workload
+
+    workload: Any = load_workload(spec)
+
+    def tune_one(devices: str, timed: Mapping[str, Any]) -> Plan:
+        isolates = _isolates(keywords.get("isolate"), devices)
+        called: dict[str, Any] = {**keywords, **timed, "isolate": isolates}
+        with _users_errors(spec):
+            return tuning.tune(_sendable(spec, workload) if isolates else workload, devices=devices, **called)
+
+    return tune_one
+
+
+def _print_comparison(comparison: Comparison, *, as_json: bool) -> None:
+    if as_json:
+        _print_json(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
+        return
+    from autosplit.report import print_comparison
+    from autosplit.terminal import console_for
+
+    print_comparison(comparison, console_for(sys.stdout))
 
 
 # ------------------------------------------------------------------------------------------------------------ probe
