@@ -285,7 +285,7 @@ def asked_machines(
 
 
 def _name_of(spec: Any, devices: tuple[Device, ...]) -> str:
-    return spec.strip() if isinstance(spec, str) else ", ".join(device.label for device in devices)
+    return " ".join(spec.split()) if isinstance(spec, str) else ", ".join(device.label for device in devices)
 
 
 def _identity(devices: Sequence[Device]) -> tuple[Any, ...]:

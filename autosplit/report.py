@@ -582,12 +582,14 @@ def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
 
 
 def _machine_plan_texts(machine: ComparedMachine, *, with_precision: bool) -> list[str]:
-    """``(12, 24) = 36`` and ``3 steps``: the split with its batch, and the accumulation steps; or what is too small."""
+    """Say ``(12, 24) = 36`` and ``3 steps``, the split with its batch and the accumulation steps; or what is short."""
     plan, misfit = machine.plan, machine.misfit
     if plan is not None:
-        split = f"({_runs_text(plan.split)}) = " if len(plan.split) > 1 else ""
+        batch = f"batch {plan.batch_size}"
+        if len(plan.split) > 1:
+            batch = f"({_runs_text(plan.split)}) = {plan.batch_size}"
         steps = _count(plan.accumulation_steps, "step")
-        return [f"{split}{plan.batch_size}", f"{steps}, {plan.precision}" if with_precision else steps]
+        return [batch, f"{steps}, {plan.precision}" if with_precision else steps]
     assert misfit is not None, machine
     if misfit.device is None or not misfit.needed_bytes:
         return [f"does not fit: {misfit.reason}"]

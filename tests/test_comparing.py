@@ -67,6 +67,10 @@ def test_a_price_finds_its_machine_with_or_without_sim(name):
     assert [machine.price_per_hour for machine in machines] == [None, 1.2]
 
 
+def test_a_name_stays_on_its_line():
+    assert asked_machines([" sim:2x\n\tL4 "])[0].name == "sim:2x L4"
+
+
 def test_a_processor_has_a_price_too():
     machines = asked_machines(
         ["cpu:1GiB,cpu:2GiB", "cpu", "sim:L4@8GiB"], {"cpu": 0, "cpu:1GiB,cpu:2GiB": 3, "L4@8GiB": 1}
@@ -114,7 +118,7 @@ def test_bad_prices_name_what_was_given(prices, said):
     ],
 )
 def test_bad_machines_are_refused(devices, error, said):
-    with pytest.raises(error) as raised:  # noqa: PT011  # the message is compared below
+    with pytest.raises(error) as raised:
         asked_machines(devices)
     assert said in str(raised.value)
 
@@ -338,7 +342,7 @@ def test_the_table_is_sorted_marked_and_says_what_it_does_not_know():
     assert [row[-1] for row in rows] == ["measured", "predicted", "predicted", "predicted"]
     text = " ".join(" ".join(lines).split())
     assert "(12, 7x35) = 257, 2 steps 31,234" in text
-    assert "64, 8 steps 20,000 6 GiB 1.90 0.0264 predicted" in text
+    assert "batch 64, 8 steps 20,000 6 GiB 1.90 0.0264 predicted" in text
     assert "does not fit: sim:0 needs 31 GiB, has 16 GiB" in text
     assert "samples/s" in text
     assert "real ones yet" in text or "of those predicted" in text

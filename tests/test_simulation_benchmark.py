@@ -66,9 +66,11 @@ def test_ratios_are_summed_up_by_their_distance_from_one(bench):
     assert bench.spread([]) == {"count": 0}
 
 
+@pytest.mark.slow
 def test_a_run_without_a_gpu_compares_memory_and_can_be_recorded_only_in_full(bench, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(bench, "PRECISIONS", ("none",))
+    monkeypatch.setattr(bench, "QUICK_CEILING_BYTES", 2**19)
     output = tmp_path / "simulation.json"
     assert bench.main(["--only", "mlp", "--output", str(output)]) == 0
     figures = json.loads(output.read_text(encoding="utf-8"))
