@@ -423,7 +423,8 @@ def compared(
         except KeyboardInterrupt as interrupt:
             best: Plan | None = getattr(interrupt, "plan", None)
             if best is not None:
-                done.append(_planned(machine, best))
+                # Whole for the precisions that were tuned for before, as it may be, it is not what was asked for.
+                done.append(_planned(machine, replace(best, complete=False)))
             left = [one.name for one in machines[len(done) :]]
             raise ComparisonInterrupted(_comparison(done, machines, left) if done else None) from None
     return _comparison(done, machines, [])

@@ -217,8 +217,9 @@ def test_an_interrupt_shows_those_that_are_done():
     assert (found.not_compared, found.complete) == (("sim:2xL4", "sim:T4"), False)
 
 
-def test_an_interrupted_search_is_shown_as_the_best_so_far():
-    best = planned(5.0, complete=False)
+@pytest.mark.parametrize("complete", [False, True])
+def test_an_interrupted_search_is_shown_as_the_best_so_far(complete):
+    best = planned(5.0, complete=complete)  # complete for one of several precisions
     with pytest.raises(ComparisonInterrupted) as raised:
         comparison_of({"sim:2xL4": tuning.TuningInterrupted(best, None), "sim:T4": misfit()})
     found = raised.value.comparison
