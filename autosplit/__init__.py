@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from autosplit.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.balanced import data_parallel as data_parallel
     from autosplit.checks import check as check
+    from autosplit.comparing import compare as compare
     from autosplit.devices import list_devices as list_devices
     from autosplit.devices import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
@@ -28,6 +29,7 @@ _HOMES = {
     "Plan": "plan",
     "Workload": "workload",
     "check": "checks",
+    "compare": "comparing",
     "data_parallel": "balanced",
     "find_ceiling": "probe",
     "list_devices": "devices",

@@ -12,16 +12,17 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.main
 
 from autosplit.commands.saying import EXIT_INTERRUPTED, Manner, failed
-from autosplit.errors import AutosplitError, InputError, UserCodeError
+from autosplit.errors import AutosplitError, InputError, UserCodeError, shown
 from autosplit.interrupts import leaves_at_the_second
 from autosplit.outcome import reported
 from autosplit.terminal import restored_terminal
@@ -182,7 +183,7 @@ def tune_command(
         ),
     ],
     devices: Annotated[
-        _Text,
+        list[str] | None,
         typer.Option(
             metavar="SPEC",
             help="cuda, cuda:0,2, cpu, cpu:2GiB,cpu:1GiB or sim:2xA100-40GB+1xRTX3090. Default: every visible GPU; "
@@ -235,7 +236,7 @@ def tune_command(
 ) -> Command:
     """Find the split, batch and steps of a workload."""
     given: dict[str, Any] = {
-        "devices": devices,
+        "devices": _one_machine(spec, devices),
         "strategy": strategy,
         "precision": precision,
         "effective_batch_size": _whole_or_range("--effective-batch-size", effective_batch_size),
@@ -251,6 +252,17 @@ def tune_command(
     }
     keywords = {keyword: value for keyword, value in given.items() if value is not None}
     return _to_run("tune.tune", Manner(as_json, quiet, verbose), spec, keywords, output=output)
+
+
+def _one_machine(spec: str, devices: Sequence[str] | None) -> str | None:
+    """Return the one device spec that a plan is for; several machines are another command's."""
+    if devices is not None and len(devices) > 1:
+        several = shlex.join(word for one in devices for word in ("--devices", one))
+        raise InputError(
+            f"--devices is given {len(devices)} times; expected it once, for one plan; to see several machines side by "
+            f"side run autosplit compare {shlex.quote(spec)} {several}"
+        )
+    return devices[0] if devices else None
 
 
 def _whole(flag: str, text: str | None) -> int | None:
@@ -281,6 +293,72 @@ def _seconds(flag: str, text: str | None) -> float | None:
         return float(text)
     except ValueError:
         raise InputError(f"{flag} {text!r}: expected a number of seconds; write it as {flag} 60") from None
+
+
+@app.command(
+    "compare",
+    epilog=_example(
+        "autosplit compare examples/char_gpt.py --devices sim:2xL4 --devices sim:A100-40GB --price 2xL4=1.2"
+    ),
+)
+def compare_command(
+    spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
+    devices: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SPEC", help="A machine: sim:2xL4 is predicted, cuda measured. Give it for each machine."),
+    ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SPEC=MONEY", help="For an hour of a machine, as 2xL4=1.2. Give it for each machine."),
+    ] = None,
+    strategy: Annotated[_Text, typer.Option(metavar="auto|balanced|ddp", help="As for tune.")] = None,
+    precision: Annotated[_Text, typer.Option(metavar="none|bf16|fp16", help="As for tune.")] = None,
+    effective_batch_size: Annotated[_Text, typer.Option(metavar="N|LEAST:MOST", help="As for tune.")] = None,
+    max_batch_size: Annotated[_Text, typer.Option(metavar="N", help="As for tune.")] = None,
+    reserve: Annotated[_Text, typer.Option(metavar="SIZE|SHARE", help="As for tune.")] = None,
+    n_trials: Annotated[_Text, typer.Option(metavar="N", help="For each machine. Default: 24.")] = None,
+    time_limit_s: Annotated[_Text, typer.Option(metavar="SECONDS", help="For all machines together.")] = None,
+    storage: Annotated[_Text, typer.Option(metavar="URL", help="As for tune.")] = None,
+    isolate: _Isolate = None,
+    profile: Annotated[_Text, typer.Option(metavar="auto|refresh|off", help="As for tune.")] = None,
+    name: Annotated[_Text, typer.Option(metavar="NAME", help="As for tune.")] = None,
+    seed: Annotated[_Text, typer.Option(metavar="N", help="As for tune.")] = None,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Tune for several machines, and show what each would cost."""
+    given = {
+        "strategy": strategy,
+        "precision": precision,
+        "effective_batch_size": _whole_or_range("--effective-batch-size", effective_batch_size),
+        "max_batch_size": _whole("--max-batch-size", max_batch_size),
+        "reserve": reserve,
+        "n_trials": _whole("--n-trials", n_trials),
+        "time_limit_s": _seconds("--time-limit-s", time_limit_s),
+        "storage": storage,
+        "isolate": isolate,
+        "profile": profile,
+        "name": name,
+        "seed": _whole("--seed", seed),
+    }
+    keywords = {keyword: value for keyword, value in given.items() if value is not None}
+    prices = [_price_given(text) for text in price or ()]
+    return _to_run("compare.compare", Manner(as_json, quiet, verbose), spec, devices or [], prices, keywords)
+
+
+def _price_given(text: str) -> tuple[str, float]:
+    machine, equals, money = text.rpartition("=")
+    try:
+        amount = float(money)
+    except ValueError:
+        amount = None
+    if not equals or not machine.strip() or amount is None:
+        raise InputError(
+            f"--price {shown(text)}: expected a machine and money for an hour, a number without a currency; write it "
+            "as --price 2xL4=1.2"
+        )
+    return machine, amount
 
 
 @app.command("probe", epilog=_example("autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval"))

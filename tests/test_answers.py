@@ -79,6 +79,7 @@ def stand_ins(monkeypatch, tmp_path):
 LINES = {
     "devices": "devices",
     "tune": "tune train.py --devices sim:2xRTX3090",
+    "compare": "compare train.py --devices sim:2xRTX3090 --devices sim:L4 --price L4=0.8",
     "probe": "probe train.py --devices cpu:1MiB",
     "check": "check train.py",
     "show": "show plan.json",
@@ -87,6 +88,7 @@ LINES = {
     "profiles show": "profiles show abab",
     "profiles path": "profiles path abab",
     "profiles remove": "profiles remove abab",
+    "export": "export plan.json --to torchrun",
     "launch": "launch --plan plan.json",
 }
 

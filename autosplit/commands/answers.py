@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from autosplit.comparing import Misfit
 from autosplit.cost import Ceiling
 from autosplit.findings import Check
+from autosplit.measured_errors import MeasuredError
 from autosplit.plan import Plan
 from autosplit.survey import DeviceReport
 
@@ -15,6 +17,9 @@ __all__ = [
     "ANSWERS",
     "Ceilings",
     "Checks",
+    "Compared",
+    "ComparedMachine",
+    "ComparedPlan",
     "Devices",
     "Exported",
     "LaunchCommand",
@@ -181,6 +186,81 @@ class LaunchCommand:
 
 
 @dataclass(frozen=True)
+class ComparedPlan:
+    """The numbers of a plan; `tune` with the same devices has all of it.
+
+    Attributes:
+        split: Samples per device in one forward.
+        gpu0_bsz: The first of them.
+        batch_size: Samples per forward.
+        accumulation_steps: Forwards per optimizer step.
+        effective_batch_size: Samples per optimizer step.
+        precision: What was the fastest of those asked for.
+    """
+
+    split: tuple[int, ...]
+    gpu0_bsz: int
+    batch_size: int
+    accumulation_steps: int
+    effective_batch_size: int
+    precision: str
+
+
+@dataclass(frozen=True)
+class ComparedMachine:
+    """A machine with its plan and its price.
+
+    Attributes:
+        devices: Its device spec, as it was given.
+        plan: The plan; None where the workload does not fit.
+        misfit: Why it does not; None where it does.
+        predicted: The samples/s are computed and not measured.
+        complete: False where the search was interrupted and this is the best so far.
+        samples_per_s: Throughput of the plan; None where there is none.
+        ddp_samples_per_s: That of DDP; None where there is no answer for it.
+        headroom_bytes: What is left of the capacity on the device that is closest to it.
+        headroom_device: That device.
+        price_per_hour: Money for an hour, in whatever currency it was given; None where it was not.
+        cost_per_million_samples: In the same currency; None without a price or a plan.
+    """
+
+    devices: str
+    plan: ComparedPlan | None
+    misfit: Misfit | None
+    predicted: bool
+    complete: bool
+    samples_per_s: float | None
+    ddp_samples_per_s: float | None
+    headroom_bytes: int | None
+    headroom_device: str | None
+    price_per_hour: float | None
+    cost_per_million_samples: float | None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The same workload on several machines.
+
+    Attributes:
+        schema_version: Of a plan's JSON.
+        sorted_by: What the order of the machines goes by.
+        complete: False where Ctrl-C left machines out.
+        machines: The best first; those that the workload does not fit come last.
+        not_compared: Machines that were left out because of Ctrl-C.
+        errors: How far predictions were off where the project measured it; empty where nothing here is simulated.
+        notes: What there is to say of them, a sentence each.
+    """
+
+    schema_version: int
+    sorted_by: str
+    complete: bool
+    machines: tuple[ComparedMachine, ...]
+    not_compared: tuple[str, ...]
+    errors: tuple[MeasuredError, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Exported:
     """Another tool's settings for a plan.
 
@@ -205,6 +285,7 @@ class Exported:
 ANSWERS: Mapping[str, type] = {
     "devices": Devices,
     "tune": Plan,
+    "compare": Compared,
     "probe": Ceilings,
     "check": Checks,
     "show": Plan,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.commands.saying import EXIT_INTERRUPTED, Manner, failed, print_plan, progress, speaks
-from autosplit.commands.workloads import check_before_running, isolates, quoted, sendable, users_errors
+from autosplit.commands.workloads import check_before_running, isolates, one_of_several, quoted, sendable, users_errors
 from autosplit.errors import InputError, PlanError
 from autosplit.outcome import end_with_parent
 from autosplit.printed import without_passwords
@@ -66,11 +65,7 @@ def tune(spec: str, keywords: dict[str, Any], manner: Manner, *, output: str | N
 
 def _in_a_job(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
     """Tell whether this process is one of several; these tune for DDP, whether that was asked for or not."""
-    if not any(os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
-        return False, keywords
-    from autosplit.ddp.job import in_a_job
-
-    if not in_a_job():
+    if not one_of_several():
         return False, keywords
     if keywords.get("strategy", "auto") == "balanced":
         raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from autosplit.devices import Device
     from autosplit.loading import Loaded
 
-__all__ = ["check_before_running", "isolates", "quoted", "sendable", "users_errors"]
+__all__ = ["check_before_running", "isolates", "one_of_several", "quoted", "sendable", "users_errors"]
 
 
 def check_before_running(keywords: Mapping[str, Any], output: str | None) -> None:
@@ -41,6 +42,15 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
                 f"--output {output} exists and is not a plan; expected a new file, or a plan to replace; "
                 "choose another name"
             ) from None
+
+
+def one_of_several() -> bool:
+    """Tell whether this process is one of a job's several, without importing torch where it can't be."""
+    if not any(os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
+        return False
+    from autosplit.ddp.job import in_a_job
+
+    return in_a_job()
 
 
 def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, together: bool = False) -> bool:

@@ -1,0 +1,484 @@
+"""How far the simulator is off a real card: predicted against measured step times, peaks and ceilings.
+
+    python benchmarks/simulation.py [--quick] [--only NAME ...] [--card NAME] [--time-limit-s 420] [--output FILE]
+    python benchmarks/simulation.py --record [FILE]
+
+The same optimizer step (forward, loss, backward, update, the batch copied from the host) runs on `cuda:0` and on
+`sim:` with the row of that very card. A ratio is predicted / measured: above 1, the simulator promised samples/s that
+the card did not give, or feared for memory that it did not take. The card's peak is what its allocator reserved, which
+counts against its ceiling; what it had handed out is beside it.
+
+What one card can't tell is how far transfers between cards are off. Without a GPU there is no time to compare: steps
+run on the processor, and only what they hold is held against its prediction.
+
+`--record` takes the summary of a file written earlier into `autosplit/runtime/measured_errors.json`, which
+`autosplit.compare` quotes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from balanced import SmallGPT, token_loss
+from startup import processor
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit.catalog import find_card
+from autosplit.cost import largest_fitting
+from autosplit.devices import Device, parse_devices
+from autosplit.errors import DeviceError
+from autosplit.oom import OutOfMemoryError
+from autosplit.probe import find_ceiling
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.cuda import CudaRuntime
+from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.simulated import SimulatedRuntime
+from autosplit.runtime.tracing import Tracer, make_tracer
+from autosplit.trainee import training_copy
+from autosplit.workload import Workload
+
+RECORDED = Path(__file__).parents[1] / "autosplit" / "runtime" / "measured_errors.json"
+RESULTS = Path(__file__).parent / "results" / "simulation.json"
+
+BUDGET_S = 1.0
+"""Repeating one step stops after this long."""
+CEILING_BYTES = 4 * 2**30
+"""What a card may hold when its ceiling is looked for: a search in all of a large one would take minutes."""
+QUICK_CEILING_BYTES = 16 * 2**20
+MOST = 65536
+"""No ceiling above it is looked for."""
+STAND_IN = "A100-80GB"
+"""The card whose memory is simulated where there is none; its time is not told."""
+
+
+# What is trained
+
+
+class Bottleneck(nn.Module):
+    """The block of ResNet-50: three convolutions, and what came in added again."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.body = nn.Sequential(
+            *normed(nn.Conv2d(inputs, width, 1, bias=False)),
+            nn.ReLU(inplace=True),
+            *normed(nn.Conv2d(width, width, 3, stride, 1, bias=False)),
+            nn.ReLU(inplace=True),
+            *normed(nn.Conv2d(width, outputs, 1, bias=False)),
+        )
+        same = stride == 1 and inputs == outputs
+        self.beside = nn.Identity() if same else nn.Sequential(*normed(nn.Conv2d(inputs, outputs, 1, stride)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
+        return F.relu(self.body(x) + self.beside(x))
+
+
+def normed(conv: nn.Conv2d) -> tuple[nn.Module, nn.Module]:
+    """Return a convolution and its BatchNorm."""
+    return conv, nn.BatchNorm2d(conv.out_channels)
+
+
+def resnet(depths: tuple[int, ...], width: int, side: int, precision: str) -> Workload:
+    """Return a ResNet of bottlenecks on images; ``(3, 4, 6, 3)`` with width 64 is ResNet-50."""
+    layers: list[nn.Module] = [*normed(nn.Conv2d(3, width, 7, 2, 3, bias=False)), nn.ReLU(inplace=True)]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    inputs = width
+    for stage, depth in enumerate(depths):
+        for block in range(depth):
+            layers.append(Bottleneck(inputs, width * 2**stage, 2 if stage and not block else 1))
+            inputs = 4 * width * 2**stage
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 100))
+    batch = (torch.randn(4, 3, side, side), torch.randint(0, 100, (4,)))
+    momentum = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+    return Workload(model, batch, loss_fn=F.cross_entropy, optimizer=momentum, precision=precision)
+
+
+def gpt(width: int, depth: int, length: int, vocabulary: int, precision: str) -> Workload:
+    """Return a GPT on random tokens."""
+    tokens = torch.randint(0, vocabulary, (4, length))
+    model = SmallGPT(width, depth, length, vocabulary)
+    batch = (tokens, tokens.roll(-1, 1))
+    return Workload(model, batch, loss_fn=token_loss, optimizer=torch.optim.AdamW, precision=precision)
+
+
+def mlp(width: int, depth: int, precision: str) -> Workload:
+    """Return a deep MLP: little but matrix products."""
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(width, 100))
+    batch = (torch.randn(4, width), torch.randint(0, 100, (4,)))
+    adamw = torch.optim.AdamW
+    return Workload(model, batch, loss_fn=F.cross_entropy, optimizer=adamw, precision=precision)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, and a class for its last output."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(width, width, 2, batch_first=True), nn.Linear(width, 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = self.head(self.layer(x)[0][:, -1])
+        return logits
+
+
+def lstm(width: int, length: int, precision: str) -> Workload:
+    """Return an LSTM on random sequences."""
+    batch = (torch.randn(4, length, width), torch.randint(0, 100, (4,)))
+    adamw = torch.optim.AdamW
+    return Workload(Recurrent(width), batch, loss_fn=F.cross_entropy, optimizer=adamw, precision=precision)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model, and the batches that it is run with.
+
+    Attributes:
+        make: Builds the workload in a precision.
+        sizes: Samples of the steps.
+    """
+
+    make: Callable[[str], Workload]
+    sizes: tuple[int, ...]
+
+
+KINDS = {
+    "gpt": Kind(partial(gpt, 768, 12, 512, 32768), (4, 16, 64)),  # 137 million parameters
+    "small gpt": Kind(partial(gpt, 256, 4, 128, 4096), (16, 128, 1024)),  # launches count
+    "resnet50": Kind(partial(resnet, (3, 4, 6, 3), 64, 224), (16, 64, 256)),
+    "mlp": Kind(partial(mlp, 4096, 8), (256, 2048, 16384)),
+    "lstm": Kind(partial(lstm, 1024, 64), (16, 64, 256)),
+}
+
+QUICK_KINDS = {
+    "gpt": Kind(partial(gpt, 32, 2, 16, 64), (2, 8)),
+    "resnet": Kind(partial(resnet, (1, 1), 8, 32), (2, 8)),
+    "mlp": Kind(partial(mlp, 64, 2), (2, 8)),
+}
+
+PRECISIONS = ("none", "bf16")
+
+
+# Predicted and measured
+
+
+class Place:
+    """Where steps really run, and the simulated card that they are predicted for.
+
+    Args:
+        name: The card in the catalogue; None for the processor, of whose time nothing is predicted.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.real: Device = parse_devices("cuda:0" if name else "cpu:64GiB")[0]
+        self.card: Device = parse_devices(f"sim:{name or STAND_IN}")[0]
+        self.timed = name is not None
+
+    @contextmanager
+    def runtime(self, workload: Workload) -> Iterator[CudaRuntime | CpuRuntime]:
+        """Make the runtime that really runs steps, and free what it holds in the end."""
+        devices, capacities_bytes = (self.real,), (self.real.capacity_bytes,)
+        if not self.timed:
+            trainee = training_copy(workload, device=torch.device("cpu"))
+            try:
+                yield CpuRuntime(devices, capacities_bytes, trainee)
+            finally:
+                trainee.restore()
+            return
+        runtime = CudaRuntime(devices, capacities_bytes, workload)
+        try:
+            yield runtime
+        finally:
+            runtime.close()
+
+    def simulated(self, tracer: Tracer) -> SimulatedRuntime:
+        """Make the runtime that predicts steps; what the card holds refuses nothing."""
+        return SimulatedRuntime((self.card,), (2**62,), tracer)
+
+
+def shape_of(samples: int) -> StepShape:
+    """Return the step: one forward and an update, on one device."""
+    return StepShape(((samples,),))
+
+
+def compared(place: Place, workload: Workload, sizes: tuple[int, ...]) -> tuple[Tracer, list[dict[str, Any]]]:
+    """Run each size really, and predict it.
+
+    Returns:
+        What predicted them, and a row for each size.
+    """
+    begun_s = time.perf_counter()
+    tracer, why_real = make_tracer(workload, like_gpu=place.timed)
+    simulated = place.simulated(tracer)
+    predicted = {size: simulated.measure(shape_of(size)) for size in sizes}
+    traced_s = time.perf_counter() - begun_s
+    rows = []
+    with place.runtime(workload) as runtime:
+        for size in sizes:
+            row: dict[str, Any] = {"batch_size": size, "predicted_bytes": predicted[size].peak_bytes[0]}
+            try:
+                row |= measured_step(place, runtime, size)
+            except OutOfMemoryError as error:
+                rows.append({**row, "failed": str(error)})
+                continue
+            row["bytes_ratio"] = round(row["predicted_bytes"] / row["measured_bytes"], 4)
+            if place.timed:
+                row["predicted_s"] = round(predicted[size].seconds, 7)
+                row["samples_per_s_ratio"] = round(row["measured_s"] / predicted[size].seconds, 4)
+            rows.append(row)
+    rows[0]["tracing_s"] = round(traced_s, 2)
+    if why_real is not None:
+        rows[0]["traced_with_real_tensors"] = why_real
+    return tracer, rows
+
+
+def measured_step(place: Place, runtime: CudaRuntime | CpuRuntime, size: int) -> dict[str, Any]:
+    """Run a step for its time and its peak."""
+    if not place.timed:
+        return {"measured_bytes": runtime.peaks(shape_of(size))[0]}
+    measured = runtime.measure(shape_of(size), budget_s=BUDGET_S)
+    return {
+        "measured_bytes": measured.peak_bytes[0],  # reserved by the allocator
+        "measured_allocated_bytes": torch.cuda.max_memory_allocated(place.real.index),
+        "measured_s": round(measured.seconds, 7),
+        "measured_s_error": round(measured.error_s / measured.seconds, 4),
+        "repeats": measured.repeats,
+    }
+
+
+def ceilings(place: Place, workload: Workload, tracer: Tracer, within_bytes: int) -> dict[str, Any]:
+    """Find the largest batch within some memory really, and by traces alone."""
+
+    def peak_bytes(samples: int) -> int:
+        return place.simulated(tracer).peaks(shape_of(samples))[0]
+
+    if place.timed:
+        # What is free now: kernels that were loaded meanwhile have taken some of it.
+        reserve = parse_devices("cuda:0")[0].capacity_bytes - within_bytes
+        found = find_ceiling(workload, "cuda:0", role="primary", reserve=reserve, max_batch_size=MOST)
+    else:
+        found = find_ceiling(workload, f"cpu:{within_bytes}B", role="primary", max_batch_size=MOST)
+    within_bytes, start = found.capacity_bytes, workload.sample_batch_size
+    row: dict[str, Any] = {"within_bytes": within_bytes}
+    row["predicted"] = largest_fitting(peak_bytes, within_bytes, least=0, most=MOST, start=start)
+    row |= {"measured": found.batch_size, "limited_by": found.limited_by, "ooms": found.ooms}
+    row["ratio"] = round(row["predicted"] / found.batch_size, 4) if found.batch_size else None
+    return row
+
+
+def measured_case(place: Place, kind: Kind, precision: str, within_bytes: int) -> dict[str, Any]:
+    """Compare one model in one precision: what went wrong is a line of it, and not the end."""
+    torch.manual_seed(0)
+    try:
+        workload = kind.make(precision)
+        tracer, steps = compared(place, workload, kind.sizes)
+        case: dict[str, Any] = {"steps": steps}
+        case["parameters"] = sum(p.numel() for p in workload.model.parameters())
+        case["ceiling"] = ceilings(place, workload, tracer, within_bytes)
+        tracer.trainee.restore()
+    except Exception as error:  # noqa: BLE001  # the other cases are worth having
+        case = {"failed": f"{type(error).__name__}: {error}"}
+    gc.collect()
+    if place.timed:
+        torch.cuda.empty_cache()
+    return case
+
+
+# What is made of it
+
+
+def spread(ratios: list[float]) -> dict[str, Any]:
+    """Sum ratios of predicted to measured up: where they lie, and how far they are from 1."""
+    if not ratios:
+        return {"count": 0}
+    errors = [abs(ratio - 1) for ratio in ratios]
+    return {
+        "count": len(ratios),
+        "median_ratio": round(statistics.median(ratios), 4),
+        "least_ratio": round(min(ratios), 4),
+        "most_ratio": round(max(ratios), 4),
+        "median_error": round(statistics.median(errors), 4),
+        "worst_error": round(max(errors), 4),
+    }
+
+
+def summed_up(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the spread of each figure that was compared, over all cases."""
+    steps = [row for case in cases.values() for row in case.get("steps", ())]
+    found = [case["ceiling"]["ratio"] for case in cases.values() if case.get("ceiling", {}).get("ratio")]
+    return {
+        "samples_per_s": spread([row["samples_per_s_ratio"] for row in steps if "samples_per_s_ratio" in row]),
+        "memory": spread([row["bytes_ratio"] for row in steps if "bytes_ratio" in row]),
+        "ceiling": spread(found),
+        "failed": [name for name, case in cases.items() if "failed" in case],
+    }
+
+
+def card_of(name: str) -> str:
+    """Return the catalogue's name for what CUDA calls a card: ``NVIDIA H100 80GB HBM3`` is ``H100-80GB``.
+
+    Raises:
+        DeviceError: It is not in the catalogue, under either.
+    """
+    try:
+        return find_card(name).name
+    except DeviceError:
+        # The memory's kind and the socket are in CUDA's names, and in the catalogue's only where they tell cards apart.
+        return find_card(re.sub(r"[ -](HBM\w*|SXM\d?|PCIE)(?=[ -]|$)", "", name, flags=re.IGNORECASE)).name
+
+
+def measured(kinds: dict[str, Kind], card: str | None, limit_s: float, output: Path, *, quick: bool) -> dict[str, Any]:
+    """Measure everything that there is time for; the file is written after each case."""
+    begun_s = time.perf_counter()
+    place = Place(card)
+    figures: dict[str, Any] = {
+        "ratios": "predicted / measured",
+        "card": card,
+        "device": torch.cuda.get_device_name(0) if card else processor(),
+        "kind": "cuda" if card else "cpu",
+        "quick": quick,
+        "summary": {},
+        "cases": {},
+        "left_out_for_time": [],
+    }
+    if card is None:
+        figures["no_times"] = f"torch {torch.__version__} sees no GPU: only memory is compared, on the processor"
+    else:
+        warmed_up()
+    for name, precision in ((name, precision) for precision in PRECISIONS for name in kinds):
+        label = f"{name}, {precision}"
+        if time.perf_counter() - begun_s > limit_s:
+            figures["left_out_for_time"].append(label)
+            continue
+        within_bytes = QUICK_CEILING_BYTES if quick else CEILING_BYTES
+        case_s = time.perf_counter()
+        case = measured_case(place, kinds[name], precision, within_bytes)
+        case["seconds"] = round(time.perf_counter() - case_s, 1)
+        figures["cases"][label] = case
+        print(f"{label}: {line_of(case)}", flush=True)
+        figures["summary"] = summed_up(figures["cases"])
+        written(output, figures, begun_s)
+    return written(output, figures, begun_s)
+
+
+def warmed_up() -> None:
+    """Keep the card busy until its clocks are up."""
+    square = torch.randn(4096, 4096, device="cuda:0")
+    end_s = time.perf_counter() + 2.0
+    while time.perf_counter() < end_s:
+        square @ square
+        torch.cuda.synchronize()
+
+
+def written(output: Path, figures: dict[str, Any], begun_s: float) -> dict[str, Any]:
+    """Write the figures, with the machine, the versions and the date."""
+    names = ["torch"] if not torch.version.cuda else ["torch", "cuda"]
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    whole = {
+        **figures,
+        "wall_s": round(time.perf_counter() - begun_s, 1),
+        "machine": {"processor": processor(), "cpus": os.cpu_count(), "system": platform.system()},
+        "versions": {"python": platform.python_version(), **{name: versions[name] for name in names}},
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    return whole
+
+
+def line_of(case: dict[str, Any]) -> str:
+    """Say in a line how a case went."""
+    if "failed" in case:
+        return f"failed: {case['failed']}"
+    parts = []
+    for row in case["steps"]:
+        if "failed" in row:
+            parts.append(f"{row['batch_size']}: out of memory")
+            continue
+        rate = f"samples/s x{row['samples_per_s_ratio']:.2f}, " if "samples_per_s_ratio" in row else ""
+        parts.append(f"{row['batch_size']}: {rate}bytes x{row['bytes_ratio']:.3f}")
+    found = case["ceiling"]
+    return "; ".join([*parts, f"ceiling {found['predicted']} for {found['measured']}"]) + f" ({case['seconds']} s)"
+
+
+# What the package quotes
+
+
+def entries_of(figures: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    """Return what the package is to say of a run: an entry for each figure that was compared."""
+    entries = []
+    for what in ("samples_per_s", "memory", "ceiling"):
+        found = figures["summary"].get(what, {"count": 0})
+        if found["count"]:
+            about = {"what": what, "kind": figures["kind"], "device": figures["device"], "card": figures["card"]}
+            entries.append({**about, "source": source, "date": figures["date"], **found})
+    return entries
+
+
+def record(path: Path, recorded: Path = RECORDED) -> list[dict[str, Any]]:
+    """Take the summary of a run into the package's file; an earlier one of the same device gives way.
+
+    Args:
+        path: What a run has written.
+        recorded: The package's file.
+
+    Returns:
+        The new entries.
+    """
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    assert not figures["quick"], f"{path} is of a quick run, whose models are too small to go by; run it in full"
+    entries = entries_of(figures, f"benchmarks/results/{path.name}")
+    whole = json.loads(recorded.read_text(encoding="utf-8"))
+    new = {(entry["what"], entry["device"]) for entry in entries}
+    kept = [entry for entry in whole["measured"] if (entry["what"], entry["device"]) not in new]
+    whole["measured"] = [*kept, *entries]
+    recorded.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return entries
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, write the figures, and print their summary; or record those of an earlier run."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=[*KINDS, *QUICK_KINDS], metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="tiny models: tells that it runs")
+    parser.add_argument("--card", help="the catalogue's name of cuda:0. Default: by what CUDA calls it")
+    parser.add_argument("--time-limit-s", type=float, default=420.0, help="no case begins after this long")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--record", nargs="?", type=Path, const=RESULTS, metavar="FILE")
+    arguments = parser.parse_args(argv)
+    if arguments.record is not None:
+        for entry in record(arguments.record):
+            print(json.dumps(entry))
+        return 0
+    card = None
+    if torch.cuda.is_available():
+        card = card_of(arguments.card or torch.cuda.get_device_name(0))
+    quick = arguments.quick or card is None  # the large ones would take a processor hours
+    kinds = QUICK_KINDS if quick else KINDS
+    chosen = {name: kind for name, kind in kinds.items() if name in (arguments.only or kinds)}
+    figures = measured(chosen, card, arguments.time_limit_s, arguments.output, quick=quick)
+    print(json.dumps({name: figures[name] for name in ("card", "device", "summary", "left_out_for_time", "wall_s")}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
