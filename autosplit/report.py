@@ -27,6 +27,7 @@ from autosplit.split import even_split
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
     from rich.table import Table
+    from rich.text import Text
 
     from autosplit.comparing import ComparedMachine, Comparison
     from autosplit.survey import DeviceReport
@@ -515,6 +516,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
+    from rich.text import Text
+
     priced = comparison.sorted_by == "cost_per_million_samples"
     several = len({one.plan.precision for one in comparison.machines if one.plan is not None}) > 1
     table = _table()
@@ -533,7 +536,8 @@ def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
         prices = [_money_text(machine.price_per_hour)] if priced else []
         numbers = [_machine_rate_text(machine), _headroom_text(machine)]
         if narrow:
-            _add_row(table, "\n  ".join([machine.devices, *plan[:-1], f"{plan[-1]} ({how})"]), *numbers, *costs)
+            lines = [machine.devices, *plan[:-1], f"{plan[-1]} ({how})"]
+            _add_row(table, Text("\n  ".join(map(printable, lines))), *numbers, *costs)
         else:
             _add_row(table, machine.devices, ", ".join(plan), *numbers, *prices, *costs, how)
     return table
@@ -648,11 +652,11 @@ def _table() -> Table:
     return Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
 
 
-def _add_row(table: Table, *cells: str) -> None:
+def _add_row(table: Table, *cells: str | Text) -> None:
     """Add cells as they are: a name with brackets is no markup, and none acts on the terminal."""
     from rich.text import Text
 
-    table.add_row(*(Text(printable(cell)) for cell in cells))
+    table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
