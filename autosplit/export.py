@@ -22,7 +22,6 @@ from autosplit.errors import InputError, PlanError, shown
 from autosplit.even_ranks import EvenProblem, EvenRanks
 from autosplit.explaining import BINDING_SHARE, rate_text
 from autosplit.plan import Plan
-from autosplit.profiles import profile_holding
 from autosplit.relaxing import MOST_WORK, Problem
 from autosplit.sharing import shareable
 from autosplit.torchrun import PLAN_VARIABLE, command_for, refuse_without_ranks
@@ -344,8 +343,9 @@ def _fewer_notes(plan: Plan, problem: EvenProblem, even: EvenRanks, tool: _Tool)
     out = ", ".join(label for index, label in enumerate(labels) if index not in kept)
     said = (
         f"one number for all lets the slowest set the pace: without {out} {tool.called} is {gain:.2f} times as fast, "
-        f"{better.batch_size} on each of {len(kept)} in {_forwards(better.accumulation_steps)}, "
-        f"predicted {rate_text(better.samples_per_s)}; tune for {', '.join(labels[index] for index in kept)} alone"
+        f"{better.batch_size} on each of {len(kept)} in {_forwards(better.accumulation_steps)} for a "
+        f"step of {better.effective_batch_size}, predicted {rate_text(better.samples_per_s)}; tune for "
+        f"{', '.join(labels[index] for index in kept)} alone"
     )
     return [said]
 
@@ -655,6 +655,8 @@ def _file_of(plan: Plan, path: str | os.PathLike[str] | None) -> tuple[Path, lis
     """Return the plan's file, and what to do where it has none."""
     if path is not None:
         return Path(path), []
+    from autosplit.profiles import profile_holding  # what knows its file does not wait for it
+
     kept = profile_holding(plan)
     if kept is not None:
         return kept, []
