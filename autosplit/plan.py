@@ -166,6 +166,8 @@ class Plan:
         complete: False where the search was interrupted and this is the best so far.
         machine: The kind of machine it holds for.
         workload: The fingerprint of the workload it holds for.
+        request: What was asked for, as far as it makes another plan, with the ``name`` it is kept apart by; empty in
+            older files.
         notes: What was assumed or could not be done, a sentence each.
         real_steps: Training steps that were run to find it.
         real_ooms: How many of them ran out of memory.
@@ -197,6 +199,7 @@ class Plan:
     complete: bool = True
     machine: dict[str, Any] = field(default_factory=dict)
     workload: dict[str, Any] = field(default_factory=dict)
+    request: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     real_steps: int = 0
     real_ooms: int = 0

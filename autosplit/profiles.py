@@ -7,20 +7,21 @@ whatever is wrong with it is named in a note, and the plan is made anew.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import platform
 import stat
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.devices import Device, parse_devices
-from autosplit.errors import PlanError, ProfileError
+from autosplit.errors import PlanError, ProfileError, shown
 from autosplit.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
 from autosplit.plan import SCHEMA_VERSION, Plan
 from autosplit.sizes import size_text
@@ -35,10 +36,12 @@ __all__ = [
     "key_of",
     "machine_of",
     "memory_shortfall",
+    "newest",
     "profile_holding",
     "profiles",
     "profiles_folder",
     "store",
+    "turn_path",
     "usable_here",
     "workload_of",
 ]
@@ -64,11 +67,13 @@ class Found:
         plan: The plan; None where there is none that can be used.
         path: Where it is, or would be.
         notes: Why a file that is there was ignored, a sentence each.
+        unreadable: The system did not let it be read.
     """
 
     plan: Plan | None
     path: Path
     notes: tuple[str, ...] = ()
+    unreadable: bool = False
 
 
 # ---------------------------------------------------------------------------------------------------------- keys
@@ -198,13 +203,26 @@ def key_of(
 
 
 def profiles_folder() -> Path:
-    """Return where profiles are kept: `AUTOSPLIT_CACHE_DIR`, otherwise the user's cache directory; it may not exist."""
+    """Return where profiles are kept: `AUTOSPLIT_CACHE_DIR`, otherwise the user's cache directory; it may not exist.
+
+    Raises:
+        ProfileError: Nobody knows where: the home directory is unknown.
+    """
     given = os.environ.get("AUTOSPLIT_CACHE_DIR")
     if given:
-        return Path(given).expanduser() / "profiles"
-    import platformdirs
+        folder = os.path.expanduser(given)  # noqa: PTH111  # pathlib's raises where a home is unknown
+        if not folder.startswith("~"):
+            return Path(folder).absolute() / "profiles"
+    else:
+        import platformdirs
 
-    return Path(platformdirs.user_cache_dir("autosplit", appauthor=False)) / "profiles"
+        found = Path(platformdirs.user_cache_dir("autosplit", appauthor=False))
+        if found.is_absolute():  # "~/.cache" is what is left of it without a home
+            return found / "profiles"
+    raise ProfileError(
+        f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown; expected a folder for profiles; set "
+        "AUTOSPLIT_CACHE_DIR to one, or HOME"
+    )
 
 
 def _path_of(key: str) -> Path:
@@ -213,24 +231,43 @@ def _path_of(key: str) -> Path:
     return profiles_folder() / f"{key}.json"
 
 
-def find(key: str, *, machine: Mapping[str, Any], workload: Mapping[str, Any]) -> Found:
+def turn_path(key: str) -> Path:
+    """Return the file by whose lock processes take turns at tuning for a key.
+
+    Args:
+        key: By `key_of`.
+
+    Raises:
+        ProfileError: As by `profiles_folder`.
+    """
+    return _path_of(key).with_suffix(".tuning.lock")
+
+
+def find(
+    key: str, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None = None
+) -> Found:
     """Look for the plan of a key.
 
     Args:
         key: By `key_of`.
         machine: What the plan must be for.
         workload: What the plan must be for.
+        request: What must have been asked for, with the name; older files do not tell.
 
     Returns:
         The plan, or none and why a file that is there can't be used. It raises nothing for what a file holds.
     """
-    path = _path_of(key)
+    try:
+        path = _path_of(key)
+    except ProfileError as error:
+        return Found(None, Path(f"{key}.json"), (f"no profile is looked for: {error}",), unreadable=True)
     try:
         plan = _read(path)
         if plan is not None:
-            _refuse_foreign(plan, machine, workload)
+            _refuse_foreign(plan, machine, workload, request)
     except PlanError as error:
-        return Found(None, path, (f"the profile {path} is ignored: {error}",))
+        by_system = isinstance(error.__cause__, OSError)
+        return Found(None, path, (f"the profile {path} is ignored: {error}",), unreadable=by_system)
     return Found(plan, path)
 
 
@@ -245,7 +282,7 @@ def _read(path: Path) -> Plan | None:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ProfileError("it is no file; expected one that autosplit wrote; remove it")
             content = file.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # nothing is there, nor in a file at the folder's place
         return None
     except OSError as error:
         raise ProfileError(f"it can't be read ({error.strerror or error}); expected a file; remove it") from error
@@ -254,12 +291,17 @@ def _read(path: Path) -> Plan | None:
     return Plan.from_json(content, source="it")
 
 
-def _refuse_foreign(plan: Plan, machine: Mapping[str, Any], workload: Mapping[str, Any]) -> None:
+def _refuse_foreign(
+    plan: Plan, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None
+) -> None:
     simulated = any(run["kind"] == "sim" for run in machine["devices"])
     if plan.simulated != simulated:
         which = ("real", "simulated")
         raise ProfileError(f"it is for {which[plan.simulated]} devices; expected {which[simulated]} ones; remove it")
-    for what, stored, given in (("machine", plan.machine, machine), ("workload", plan.workload, workload)):
+    pairs = [("machine", plan.machine, machine), ("workload", plan.workload, workload)]
+    if plan.request and request is not None:
+        pairs.append(("request", plan.request, dict(request)))
+    for what, stored, given in pairs:
         differing = sorted(name for name in {*stored, *given} if not _same(stored.get(name), given.get(name)))
         if differing:
             raise ProfileError(
@@ -295,10 +337,12 @@ def store(key: str, plan: Plan) -> Path:
 
     path = _path_of(key)
     lock = path.with_suffix(".lock")
+    # No lock that is a file's mere presence: it would outlive a process that is killed.
     advice = "set AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(lock, timeout=LOCK_TIMEOUT_S):
+        with filelock.FileLock(lock, timeout=LOCK_TIMEOUT_S, fallback_to_soft=False):
+            _sweep(path)
             plan.save(path)
     except filelock.Timeout:
         raise ProfileError(
@@ -312,6 +356,27 @@ def store(key: str, plan: Plan) -> Path:
     except NotImplementedError as error:  # the file system has no locks
         raise ProfileError(f"{lock} can't be locked ({error}); expected a file system with locks; {advice}") from error
     return path
+
+
+def _sweep(path: Path) -> None:
+    """Remove what writers of a profile that were killed have left behind: whoever has the lock is the only one."""
+    for left_over in path.parent.glob(f".{path.name}.*"):
+        with contextlib.suppress(OSError):
+            left_over.unlink()
+
+
+def newest(most: int) -> Iterator[tuple[Path, Plan | None]]:
+    """Yield so many profiles of the cache, the newest first, and none where there is no cache.
+
+    Args:
+        most: How many.
+    """
+    try:
+        paths = sorted(((_written_ns(path), path) for path in profiles_folder().glob("[!.]*.json")), reverse=True)
+    except (OSError, ProfileError):
+        return
+    for _, path in paths[:most]:
+        yield path, _read_or_none(path)
 
 
 def profiles() -> tuple[tuple[Path, Plan | None], ...]:
@@ -422,13 +487,16 @@ def differing_facts(plan: Plan, devices: Sequence[Device]) -> tuple[str, ...]:
         devices: The devices that are here, in the plan's order.
 
     Returns:
-        A sentence for each difference; none where the machine is the very one.
+        A clause for each difference, without what names a card; none where the machine is the very one.
     """
     assert len(plan.devices) == len(devices), (plan.devices, devices)
-    said: dict[str, None] = {}  # a driver is the same for all devices, and said once
-    for planned, device in zip(plan.devices, devices, strict=True):
-        if planned.uuid != device.uuid:
-            said[f"{device.label} is {device.uuid or 'unknown'}, the plan's was {planned.uuid or 'unknown'}"] = None
-        if planned.driver != device.driver:
-            said[f"the driver is {device.driver or 'unknown'}, the plan's was {planned.driver or 'unknown'}"] = None
+    pairs = list(zip(plan.devices, devices, strict=True))
+    others = [device.label for planned, device in pairs if planned.uuid != device.uuid]
+    said = [f"tuned on other cards of this kind ({', '.join(others)})"] if others else []
+    drivers = {(planned.driver, device.driver) for planned, device in pairs if planned.driver != device.driver}
+    said += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
     return tuple(said)
+
+
+def _driver_text(driver: str | None) -> str:
+    return "unknown" if driver is None else driver if driver.isprintable() and len(driver) <= 40 else shown(driver)
