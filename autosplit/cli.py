@@ -390,6 +390,7 @@ def _tune(spec: str, keywords: dict[str, Any], *, as_json: bool, output: str | N
         plan, interrupted = _tuned(source, spec, called)
         if together and not _speaks():
             return 0 if interrupted is None else EXIT_INTERRUPTED
+        _warn_if_not_remembered(plan)
     path: Path | None = getattr(interrupted, "path", None)
     saved = None if path is None else str(path)
     unsaved: PlanError | None = None
@@ -506,13 +507,29 @@ def _tuned(workload: object, spec: str, keywords: Mapping[str, Any]) -> tuple[Pl
 
     try:
         with _users_errors(spec), progress_bar() if _speaks() else nullcontext() as progress:
-            return tuning.tune(workload, **keywords, progress=progress), None
+            return tuning.tune(workload, **keywords, progress=progress or _say_if_waiting), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
         best: Plan | None = getattr(error, "plan", None)
         if best is None:
             raise
         return best, error
+
+
+def _say_if_waiting(progress: Progress) -> None:
+    """Say what is waited for where there is no bar to say it: it may last for minutes."""
+    if progress.stage == "waiting" and _speaks():
+        sys.stderr.write(f"{progress.message}; --profile off waits for nobody\n")
+        sys.stderr.flush()
+
+
+def _warn_if_not_remembered(plan: Plan) -> None:
+    """Say on stderr that a plan could not be kept: whoever pipes the answer away does not see its notes."""
+    from autosplit.recalling import NOT_REMEMBERED
+
+    for note in plan.notes:
+        if note.startswith(NOT_REMEMBERED):
+            sys.stderr.write(f"warning: {note}\n")
 
 
 @contextmanager
