@@ -216,9 +216,10 @@ def profiles_folder() -> Path:
     else:
         import platformdirs
 
-        found = Path(platformdirs.user_cache_dir("autosplit", appauthor=False))
-        if found.is_absolute():  # "~/.cache" is what is left of it without a home
-            return found / "profiles"
+        with contextlib.suppress(RuntimeError):  # newer ones raise it without a home; of older ones "~/.cache" is left
+            found = Path(platformdirs.user_cache_dir("autosplit", appauthor=False))
+            if found.is_absolute():
+                return found / "profiles"
     raise ProfileError(
         f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown; expected a folder for profiles; set "
         "AUTOSPLIT_CACHE_DIR to one, or HOME"

