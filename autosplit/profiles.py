@@ -388,9 +388,11 @@ def profiles() -> tuple[tuple[Path, Plan | None], ...]:
 
 def profile_holding(plan: Plan) -> Path | None:
     """Return the file in which a plan is remembered, if it is; notes, which tell how one came by it, do not count."""
-    return next(
-        (path for path, kept in profiles() if kept is not None and replace(kept, notes=plan.notes) == plan), None
-    )
+    try:
+        found = profiles()
+    except (OSError, ProfileError):  # a cache of no use holds nothing
+        return None
+    return next((path for path, kept in found if kept is not None and replace(kept, notes=plan.notes) == plan), None)
 
 
 def usable_here() -> tuple[tuple[Path, Plan], ...]:

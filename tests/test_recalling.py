@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from autosplit.resolving import Lack, solved_again
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.tuning import tune
+from autosplit.waiting import Turn, WaitingWarning
 from autosplit.workload import Workload
 
 MIB = 2**20
@@ -336,6 +338,31 @@ def test_a_name_that_can_not_be_shown_is_refused(name, cache_dir):
     assert not cache_dir.exists()
 
 
+# -------------------------------------------------------------------------------------------------------------- waits
+
+
+def test_whoever_hears_of_no_progress_is_warned_of_a_wait(cache_dir, monkeypatch):
+    path, begun, end = cache_dir / "held.lock", threading.Event(), threading.Event()
+    monkeypatch.setattr(profiles, "turn_path", lambda _key: path)
+
+    def hold() -> None:
+        with Turn(path, limit_s=9.0, tell=str) as turn:
+            turn.wait()
+            begun.set()
+            end.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    begun.wait(60)
+    tune(bias(), **SIM, profile="off")
+    threading.Timer(0.5, end.set).start()
+    with pytest.warns(WaitingWarning, match="has been tuning the same since .*; profile='off' waits for nobody"):
+        plan = tune(bias(), **SIM, time_limit_s=60)
+    holder.join()
+    assert plan.notes[0].startswith("waited ")
+    assert not any("waited" in note for note in kept_plan().notes)
+
+
 # ------------------------------------------------------------------------------------------------- caches of no use
 
 
@@ -467,7 +494,8 @@ def test_without_locks_a_plan_is_found_but_not_kept(monkeypatch, cache_dir):
     assert not list(cache_dir.rglob("*.json"))
 
 
-def test_the_command_line_says_it_in_one_line(cache_dir, tmp_path, capsys):
+def test_the_command_line_says_it_in_one_line(cache_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(cache_dir))
     cache_dir.write_text("a file where a folder should be")
     script = tmp_path / "script.py"
     script.write_text(
@@ -480,6 +508,11 @@ def test_the_command_line_says_it_in_one_line(cache_dir, tmp_path, capsys):
     (line,) = err.splitlines()
     assert line.startswith(f"warning: {NOT_REMEMBERED}{cache_dir / 'profiles'}")
     assert Plan.from_json(out).batch_size > 0
+    of_an_unknown_user(cache_dir)
+    assert main(arguments[:-1]) == 0
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert "the home directory is unknown" in line
 
 
 def test_what_a_killed_writer_left_behind_is_removed_by_the_next(cache_dir):
