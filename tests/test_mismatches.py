@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import make_plan
 
@@ -162,6 +162,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.sampled_from(sorted({*MACHINE, *WORKLOAD, *REQUEST})), JSON), st.lists(JSON, max_size=2))
 def test_whatever_a_file_holds_one_printable_line_comes_of_it(parts, devices):
     plan = replace(
