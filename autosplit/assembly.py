@@ -41,12 +41,14 @@ class Subject:
         workload: What is trained.
         machine: The kind of machine, by `profiles.machine_of`.
         described: The workload, by `profiles.workload_of`.
+        asked: What of the request is part of the profile's key, with its name.
     """
 
     request: Request
     workload: Workload
     machine: dict[str, Any]
     described: dict[str, Any]
+    asked: dict[str, Any]
 
     @property
     def may_accumulate(self) -> bool:
@@ -138,6 +140,7 @@ def assembled(
         loss_reduction=workload.loss_reduction,
         machine=subject.machine,
         workload=subject.described,
+        request=subject.asked,
         notes=notes,
         real_steps=real_steps,
         real_ooms=real_ooms,

@@ -445,6 +445,17 @@ class Prober:
             error_s = timed.error_s * seconds / timed.seconds
         return replace(timed, seconds=seconds, error_s=error_s, peak_bytes=timed.peak_bytes or peaks)
 
+    def confirmed_peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a step for its memory alone, or trace it where memory is never filled.
+
+        Raises:
+            OutOfMemoryError: A device would hold more than it may.
+        """
+        if self.runtime.devices[0].kind == "cuda":
+            self._count(self._steps_to_see(shape))
+            return self.runtime.peaks(shape)
+        return self._peaks_of(shape)
+
     def _peaks_of(self, shape: StepShape) -> tuple[int, ...]:
         """Return the peaks of a real step: of a run where that is bounded, traced where memory is never filled."""
         devices = self.runtime.devices

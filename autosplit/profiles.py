@@ -8,19 +8,20 @@ machine, or of another version of autosplit, stays where it is.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.devices import Device, parse_devices
-from autosplit.errors import PlanError, PlanVersionError, ProfileError
+from autosplit.errors import PlanError, PlanVersionError, ProfileError, shown
 from autosplit.files import (
     OWNER_ONLY,
     UnfitFileError,
@@ -43,6 +44,7 @@ __all__ = [
     "key_of",
     "machine_of",
     "memory_shortfall",
+    "newest",
     "profile_holding",
     "profile_paths",
     "profiles",
@@ -50,6 +52,7 @@ __all__ = [
     "read_profile",
     "remove_profile",
     "store",
+    "turn_path",
     "usable_here",
     "workload_of",
 ]
@@ -78,11 +81,13 @@ class Found:
         plan: The plan; None where there is none that can be used.
         path: Where it is, or would be.
         notes: Why a file that is there was ignored, a sentence each.
+        unreadable: The system did not let it be read.
     """
 
     plan: Plan | None
     path: Path
     notes: tuple[str, ...] = ()
+    unreadable: bool = False
 
 
 # ---------------------------------------------------------------------------------------------------------- keys
@@ -212,13 +217,27 @@ def key_of(
 
 
 def profiles_folder() -> Path:
-    """Return where profiles are kept: `AUTOSPLIT_CACHE_DIR`, otherwise the user's cache directory; it may not exist."""
+    """Return where profiles are kept: `AUTOSPLIT_CACHE_DIR`, otherwise the user's cache directory; it may not exist.
+
+    Raises:
+        ProfileError: Nobody knows where: the home directory is unknown.
+    """
     given = os.environ.get("AUTOSPLIT_CACHE_DIR")
     if given:
-        return Path(given).expanduser() / "profiles"
-    import platformdirs
+        folder = os.path.expanduser(given)  # noqa: PTH111  # pathlib's raises where a home is unknown
+        if not folder.startswith("~"):
+            return Path(folder).absolute() / "profiles"
+    else:
+        import platformdirs
 
-    return Path(platformdirs.user_cache_dir("autosplit", appauthor=False)) / "profiles"
+        with contextlib.suppress(RuntimeError):  # newer ones raise it without a home; of older ones "~/.cache" is left
+            found = Path(platformdirs.user_cache_dir("autosplit", appauthor=False))
+            if found.is_absolute():
+                return found / "profiles"
+    raise ProfileError(
+        f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown; expected a folder for profiles; set "
+        "AUTOSPLIT_CACHE_DIR to one, or HOME"
+    )
 
 
 def _path_of(key: str) -> Path:
@@ -227,23 +246,42 @@ def _path_of(key: str) -> Path:
     return profiles_folder() / f"{key}.json"
 
 
-def find(key: str, *, machine: Mapping[str, Any], workload: Mapping[str, Any]) -> Found:
+def turn_path(key: str) -> Path:
+    """Return the file by whose lock processes take turns at tuning for a key.
+
+    Args:
+        key: By `key_of`.
+
+    Raises:
+        ProfileError: As by `profiles_folder`.
+    """
+    return _path_of(key).with_suffix(".tuning.lock")
+
+
+def find(
+    key: str, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None = None
+) -> Found:
     """Look for the plan of a key.
 
     Args:
         key: By `key_of`.
         machine: What the plan must be for.
         workload: What the plan must be for.
+        request: What must have been asked for, with the name; older files do not tell.
 
     Returns:
         The plan, or none and why a file that is there can't be used. It raises nothing for what a file holds.
     """
-    path = _path_of(key)
-    plan, error = _judged(path, machine, workload)
+    try:
+        path = _path_of(key)
+    except ProfileError as error:
+        return Found(None, Path(f"{key}.json"), (f"no profile is looked for: {error}",), unreadable=True)
+    plan, error = _judged(path, machine, workload, request)
     if isinstance(error, _SpoiledError):
-        plan, error = _moved_if_still_spoiled(path, machine, workload, error)
+        plan, error = _moved_if_still_spoiled(path, machine, workload, request, error)
     if error is not None:
-        return Found(None, path, (f"the profile {path} is ignored: {error}",))
+        by_system = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, UnfitFileError)
+        return Found(None, path, (f"the profile {path} is ignored: {error}",), unreadable=by_system)
     return Found(plan, path)
 
 
@@ -252,25 +290,29 @@ class _SpoiledError(ProfileError):
 
 
 def _judged(
-    path: Path, machine: Mapping[str, Any], workload: Mapping[str, Any]
+    path: Path, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None
 ) -> tuple[Plan | None, ProfileError | None]:
     """Read a profile; if it can't be used here, say why."""
     try:
         plan = _read(path)
         if plan is not None:
-            _refuse_foreign(plan, machine, workload)
+            _refuse_foreign(plan, machine, workload, request)
     except ProfileError as error:
         return None, error
     return plan, None
 
 
 def _moved_if_still_spoiled(
-    path: Path, machine: Mapping[str, Any], workload: Mapping[str, Any], error: ProfileError
+    path: Path,
+    machine: Mapping[str, Any],
+    workload: Mapping[str, Any],
+    request: Mapping[str, Any] | None,
+    error: ProfileError,
 ) -> tuple[Plan | None, ProfileError | None]:
     """Move a spoiled profile aside, unless somebody has replaced it by now; where that fails, say so."""
     try:
         with _locked(path):
-            plan, now = _judged(path, machine, workload)
+            plan, now = _judged(path, machine, workload, request)
             if not isinstance(now, _SpoiledError):
                 return plan, now
             aside = moved_aside(path, BAD_SUFFIX)
@@ -289,7 +331,7 @@ def _read(path: Path) -> Plan | None:
     _refuse_linked_folder(path.parent)
     try:
         content = read_bounded(path, MAX_FILE_BYTES, follow_links=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # nothing is there, nor in a file at the folder's place
         return None
     except UnfitFileError as error:
         raise _SpoiledError(f"{error}; expected a file that autosplit wrote") from error
@@ -317,15 +359,20 @@ def _locked(path: Path) -> Any:
     """Return the lock of a profile's file, to be held by `with`."""
     import filelock  # not needed for reading, and slow to import
 
-    return filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S, mode=OWNER_ONLY)
+    return filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S, mode=OWNER_ONLY, fallback_to_soft=False)
 
 
-def _refuse_foreign(plan: Plan, machine: Mapping[str, Any], workload: Mapping[str, Any]) -> None:
+def _refuse_foreign(
+    plan: Plan, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None
+) -> None:
     simulated = any(run["kind"] == "sim" for run in machine["devices"])
     if plan.simulated != simulated:
         which = ("real", "simulated")
         raise ProfileError(f"it is for {which[plan.simulated]} devices; expected {which[simulated]} ones; remove it")
-    for what, stored, given in (("machine", plan.machine, machine), ("workload", plan.workload, workload)):
+    pairs = [("machine", plan.machine, machine), ("workload", plan.workload, workload)]
+    if plan.request and request is not None:
+        pairs.append(("request", plan.request, dict(request)))
+    for what, stored, given in pairs:
         differing = sorted(name for name in {*stored, *given} if not _same(stored.get(name), given.get(name)))
         if differing:
             raise ProfileError(
@@ -361,11 +408,13 @@ def store(key: str, plan: Plan) -> Path:
 
     path = _path_of(key)
     lock = path.with_suffix(".lock")
+    # No lock that is a file's mere presence: it would outlive a process that is killed.
     advice = "set AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'"
     try:
         _refuse_linked_folder(path.parent)
         make_private_folder(path.parent)
         with _locked(path):
+            _sweep(path)
             _spare_newer(path)
             replace_file(path, plan.to_json() + "\n", mode=OWNER_ONLY)
     except filelock.Timeout:
@@ -379,6 +428,13 @@ def store(key: str, plan: Plan) -> Path:
     except NotImplementedError as error:  # the file system has no locks
         raise ProfileError(f"{lock} can't be locked ({error}); expected a file system with locks; {advice}") from error
     return path
+
+
+def _sweep(path: Path) -> None:
+    """Remove what writers of a profile that were killed have left behind: whoever has the lock is the only one."""
+    for left_over in path.parent.glob(f".{path.name}.*"):
+        with contextlib.suppress(OSError):
+            left_over.unlink()
 
 
 def _spare_newer(path: Path) -> None:
@@ -437,6 +493,20 @@ def remove_profile(path: Path) -> None:
         ) from error
 
 
+def newest(most: int) -> Iterator[tuple[Path, Plan | None]]:
+    """Yield so many profiles of the cache, the newest first, and none where there is no cache.
+
+    Args:
+        most: How many.
+    """
+    try:
+        paths = profile_paths()
+    except (OSError, ProfileError):
+        return
+    for path in paths[:most]:
+        yield path, _read_or_none(path)
+
+
 def profiles() -> tuple[tuple[Path, Plan | None], ...]:
     """Return all profiles of the cache, the newest first; None in place of a plan that can't be read."""
     return tuple((path, _read_or_none(path)) for path in profile_paths())
@@ -444,9 +514,11 @@ def profiles() -> tuple[tuple[Path, Plan | None], ...]:
 
 def profile_holding(plan: Plan) -> Path | None:
     """Return the file in which a plan is remembered, if it is; notes, which tell how one came by it, do not count."""
-    return next(
-        (path for path, kept in profiles() if kept is not None and replace(kept, notes=plan.notes) == plan), None
-    )
+    try:
+        found = profiles()
+    except (OSError, ProfileError):  # a cache of no use holds nothing
+        return None
+    return next((path for path, kept in found if kept is not None and replace(kept, notes=plan.notes) == plan), None)
 
 
 def usable_here() -> tuple[tuple[Path, Plan], ...]:
@@ -544,13 +616,16 @@ def differing_facts(plan: Plan, devices: Sequence[Device]) -> tuple[str, ...]:
         devices: The devices that are here, in the plan's order.
 
     Returns:
-        A sentence for each difference; none where the machine is the very one.
+        A clause for each difference, without what names a card; none where the machine is the very one.
     """
     assert len(plan.devices) == len(devices), (plan.devices, devices)
-    said: dict[str, None] = {}  # a driver is the same for all devices, and said once
-    for planned, device in zip(plan.devices, devices, strict=True):
-        if planned.uuid != device.uuid:
-            said[f"{device.label} is {device.uuid or 'unknown'}, the plan's was {planned.uuid or 'unknown'}"] = None
-        if planned.driver != device.driver:
-            said[f"the driver is {device.driver or 'unknown'}, the plan's was {planned.driver or 'unknown'}"] = None
+    pairs = list(zip(plan.devices, devices, strict=True))
+    others = [device.label for planned, device in pairs if planned.uuid != device.uuid]
+    said = [f"tuned on other cards of this kind ({', '.join(others)})"] if others else []
+    drivers = {(planned.driver, device.driver) for planned, device in pairs if planned.driver != device.driver}
+    said += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
     return tuple(said)
+
+
+def _driver_text(driver: str | None) -> str:
+    return "unknown" if driver is None else driver if driver.isprintable() and len(driver) <= 40 else shown(driver)

@@ -15,7 +15,7 @@ class Progress:
     """Where a tuning stands.
 
     Attributes:
-        stage: ``"checks"``, ``"ceilings"``, ``"times"``, ``"search"`` or ``"done"``.
+        stage: ``"waiting"`` for another process, ``"checks"``, ``"ceilings"``, ``"times"``, ``"search"`` or ``"done"``.
         message: What is being done, in a few words.
         fraction: Of the whole, 0 to 1, as far as it can be told.
         steps: Real training steps so far.

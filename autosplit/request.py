@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autosplit.devices import Device, parse_devices, reserve_bytes
-from autosplit.errors import InputError
+from autosplit.errors import InputError, shown
 from autosplit.split import whole_number
 
 __all__ = ["LARGEST_LOOKED_AT", "PROFILES", "STRATEGIES", "Request", "checked_request", "effective_range"]
@@ -17,6 +17,9 @@ LARGEST_LOOKED_AT = 65536
 
 MOST_SAMPLES = 2**31 - 1
 """Of any batch: no kernel counts further."""
+
+LONGEST_NAME = 64
+"""Characters of a profile's name."""
 
 STRATEGIES = ("auto", "balanced", "ddp")
 PROFILES = ("auto", "refresh", "off")
@@ -79,6 +82,15 @@ class Request:
         """The fewest samples that an optimizer step may have; 1 where nothing was asked for."""
         return 1 if self.effective_batch_sizes is None else self.effective_batch_sizes[0]
 
+    @property
+    def remaining_s(self) -> float | None:
+        """What is left of the time limit; None for no limit."""
+        return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
+
+    def with_more_time(self, seconds: float) -> Request:
+        """Return the same request with a later deadline, for time that was not its own."""
+        return self if self.deadline_s is None else replace(self, deadline_s=self.deadline_s + seconds)
+
     def with_share_of_time(self, parts: int) -> Request:
         """Return the same request with its part of the time that is left, the rest being for `parts` - 1 others."""
         if self.deadline_s is None or parts == 1:
@@ -135,6 +147,7 @@ def checked_request(
         raise InputError(
             f"storage is {storage!r}; expected an Optuna URL, such as 'sqlite:///study.db'; pass one, or leave it out"
         )
+    _check_name(name)
     found = parse_devices(devices)
     reserved = tuple(reserve_bytes(reserve, device) for device in found)
     return Request(
@@ -186,6 +199,18 @@ def _bounded(name: str, samples: int) -> int:
     if samples > MOST_SAMPLES:
         raise InputError(f"{name} is {samples}; expected at most {MOST_SAMPLES}; ask for fewer")
     return samples
+
+
+def _check_name(name: object) -> None:
+    """Refuse a name that can't be shown on one line, in a list, for what it is."""
+    if name is None:
+        return
+    fine = isinstance(name, str) and name.isprintable() and name == name.strip() and 0 < len(name) <= LONGEST_NAME
+    if not fine:
+        raise InputError(
+            f"name is {shown(name)}; expected 1 to {LONGEST_NAME} printable characters on one line, with no space at "
+            "either end; choose another, or leave it out"
+        )
 
 
 def _is_number(value: object) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +15,21 @@ from torch import Tensor
 
 from autosplit import profiles
 from autosplit.assembly import Subject
-from autosplit.errors import AutosplitError, ProfileError, from_user_code
-from autosplit.oom import DoesNotFitError
+from autosplit.confirming import Confirmer
+from autosplit.errors import AutosplitError, from_user_code, one_line
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import Plan
 from autosplit.precisions import native_ones, precision_list
 from autosplit.progress import Progress
+from autosplit.recalling import Recalled, Wanted
 from autosplit.request import Request, checked_request
+from autosplit.resolving import solved_again
 from autosplit.rng import kept_rng
 from autosplit.runtime.isolated import IsolatedRuntime
 from autosplit.session import Session
-from autosplit.staging import Source, build, follow, isolated_runtime, workload_source
+from autosplit.staging import Followed, Source, build, follow, isolated_runtime, workload_source
 from autosplit.trainee import ran_a_step
+from autosplit.waiting import Turn, WaitingWarning
 
 if TYPE_CHECKING:
     from autosplit.ddp.job import Job
@@ -37,6 +43,11 @@ NO_GPU_NOTE = (
     "no GPU is visible, so this is for the processor; devices='sim:2xRTX3090' (--devices) plans for GPUs elsewhere"
 )
 """Said where no devices were named and there is no GPU."""
+
+REFRESH_HINT = "--profile refresh (profile='refresh') tunes anew"
+
+JOB_SLICE_S = 0.5
+"""So often the ranks of a job that waits hear of each other: Ctrl-C reaches all, and no collective times out."""
 
 
 class TuningInterrupted(KeyboardInterrupt):
@@ -109,14 +120,18 @@ def tune(
         max_batch_size: The most samples per forward.
         reserve: Kept free on every device: bytes, ``"1GiB"``, or a share (``0.05``, ``"5%"``). Default: 5 % on GPUs.
         n_trials: Trials of the search, at most.
-        time_limit_s: No trial begins after this long; with `isolate`, a step that hangs is ended, too.
+        time_limit_s: No trial begins after this long, a wait for another process not counted; with `isolate`, a step
+            that hangs is ended, too.
         storage: An Optuna storage URL that keeps the study.
         isolate: Run real steps in a process of its own: what ends or hangs it (a crash in a kernel, the system's
             out-of-memory killer) costs one step, counts as a lack of memory and is told in the notes. The workload
             must be picklable, and is built there once more. On ``sim:`` nothing runs, so that nothing is isolated.
         profile: ``"auto"`` uses a remembered plan for this kind of machine and this workload, and remembers a new one;
-            ``"refresh"`` tunes anew; ``"off"`` neither reads nor writes.
-        name: Keeps plans for otherwise equal workloads apart.
+            ``"refresh"`` tunes anew; ``"off"`` neither reads nor writes. On other cards of the same kind, or with
+            another driver, one step confirms it; where less memory is free than it takes, it is solved again from its
+            fits. While another process tunes the same thing, this one waits for its plan, up to half an hour (with a
+            time limit twice that, and at least a minute), and then tunes by itself; ``"off"`` waits for nobody.
+        name: Keeps plans for otherwise equal workloads apart: up to 64 characters on one line.
         seed: Of the search.
         progress: Called with a `Progress` now and then.
 
@@ -129,6 +144,9 @@ def tune(
         UserCodeError: The workload's own code raised on its own sample.
         RankFailedError: In a job, what another rank raised.
         TuningInterrupted: Ctrl-C; it carries the best plan so far.
+
+    Warns:
+        WaitingWarning: Another process tunes the same thing, and no `progress` was given to hear of it.
     """
     request = checked_request(
         devices=devices,
@@ -157,7 +175,7 @@ def tune(
         def make(one: str | None) -> Source:
             return workload_source(model_or_workload, sample_batch, {**described, "precision": one})
 
-        asked = _Asked(request, reserve, progress or _quiet, isolate, job)
+        asked = _Asked(request, reserve, progress or _quiet, isolate, job, heard=progress is not None)
         return _fastest_of(precisions, make, asked, notes)
 
 
@@ -171,6 +189,9 @@ class _Asked:
         progress: Told how far it is.
         isolate: Real steps run in a process of their own.
         job: The ranks that tune together; None where this process does it alone.
+        heard: Somebody hears of the progress.
+        ignoring: What the nearest remembered plan must not differ in alone: several of it are tuned for.
+        waits: Seconds spent waiting for other processes so far, which the time limit does not count.
     """
 
     request: Request
@@ -178,6 +199,14 @@ class _Asked:
     progress: Callable[[Progress], None]
     isolate: bool
     job: Job | None
+    heard: bool = False
+    ignoring: tuple[str, ...] = ()
+    waits: list[float] = field(default_factory=list)
+
+    def waited(self, seconds: float) -> Request:
+        """Return the request with as much more time as was spent waiting."""
+        self.waits.append(seconds)
+        return self.request.with_more_time(seconds)
 
 
 @contextmanager
@@ -202,10 +231,11 @@ def _fastest_of(
     plans: list[Plan] = []
     misfits: list[DoesNotFitError] = []
     for number, one in enumerate(precisions):
-        timed = asked.request.with_share_of_time(len(precisions) - number)
+        timed = asked.request.with_more_time(sum(asked.waits)).with_share_of_time(len(precisions) - number)
         told = _part_of(asked.progress, number, len(precisions), one)
         try:
-            plans.append(_tune_source(replace(asked, request=timed, progress=told), make(one)))
+            ignoring = ("precision",) if len(precisions) > 1 else ()
+            plans.append(_tune_source(replace(asked, request=timed, progress=told, ignoring=ignoring), make(one)))
         except TuningInterrupted as interrupted:
             if not plans:
                 raise
@@ -275,29 +305,34 @@ def _tune_source(asked: _Asked, source: Source) -> Plan:
 
 
 def _tuned(asked: _Asked, source: Source) -> Plan:
-    request = asked.request
     with kept_rng(), ExitStack() as closing:
-        built = build(source, request.devices)
-        machine, described = profiles.machine_of(request.devices), profiles.workload_of(built.workload)
-        key = profiles.key_of(machine, described, request.facts(asked.reserve), request.name)
-        remembered, notes = _remembered(request, key, machine, described)
-        _log.info("profile %s: %s", key, "remembered" if remembered else "; ".join(notes) or "not used or not there")
-        if remembered is not None:
-            return remembered
+        built = build(source, asked.request.devices)
+        machine, described = profiles.machine_of(asked.request.devices), profiles.workload_of(built.workload)
+        wanted = Wanted(asked.request, machine, described, asked.request.facts(asked.reserve))
+        turn = closing.enter_context(wanted.turn(_waiting_told(asked)))
+        found, waited = _recalled(wanted, turn, lambda run: run())
+        _log.info("profile %s: %s", wanted.key, "remembered" if found.plan else "; ".join(found.notes) or "not there")
+        if found.holds:
+            return found.told(f"{found.origin}: nothing was run; {REFRESH_HINT}", *waited.notes)
+        request = asked.waited(waited.seconds)
         isolated = _isolated(request, source, closing) if asked.isolate else None
         followed = follow(built, request.devices, closing, isolated)
-        if request.defaulted and request.kind == "cpu":
-            notes = (*notes, NO_GPU_NOTE)
-        subject = Subject(request, followed.workload, machine, described)
-        study_name = _study_name(request, key)
+        if found.plan is not None:
+            plan, found = _tried_again(replace(wanted, request=request), found, followed)
+            if plan is not None:
+                return _with_losses(plan, isolated)
+        said = (*waited.notes, *found.notes, *(() if found.notes else wanted.nearest(asked.ignoring)))
+        notes = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
+        subject = Subject(request, followed.workload, machine, described, wanted.asked)
+        study_name = _study_name(request, wanted.key)
         session = Session(subject, followed, asked.progress, closing, notes=notes, study_name=study_name)
+        kept = partial(_kept, wanted, said=said, unreadable=found.unreadable, trouble=waited.trouble)
         try:
             plan = session.plan()
         except KeyboardInterrupt:
             best = session.best_so_far()
-            best = None if best is None else _with_losses(best, isolated)
-            raise TuningInterrupted(best, None if best is None else _stored(request, key, best)[1]) from None
-        return _stored(request, key, _with_losses(plan, isolated))[0]
+            raise TuningInterrupted(*((None, None) if best is None else kept(_with_losses(best, isolated)))) from None
+        return kept(_with_losses(plan, isolated))[0]
 
 
 def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
@@ -309,26 +344,187 @@ def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
     with kept_rng(), ExitStack() as closing:
         built = job.peers.each_run(lambda: build(source, own.devices))
         described = job.agreed("the workload", profiles.workload_of(built.workload))
-        key = profiles.key_of(job.machine, described, whole.facts(asked.reserve), whole.name)
-        remembered, notes = job.told(lambda: _remembered(whole, key, job.machine, described, measured=True))
-        if remembered is not None:
-            return remembered
+        wanted = Wanted(whole, job.machine, described, whole.facts(asked.reserve), measured=True)
+        first = job.place.rank == 0
+        turn = closing.enter_context(wanted.turn(_waiting_told(asked))) if first else None
+        found, waited = _recalled(wanted, turn, job.told, slice_s=JOB_SLICE_S)
+        if found.holds:
+            return found.told(f"{found.origin}: nothing was run; {REFRESH_HINT}", *waited.notes)
+        own, whole = own.with_more_time(waited.seconds), whole.with_more_time(waited.seconds)
+        asked.waited(waited.seconds)
         job.peers.each_run(lambda: refuse_waiting(built.workload))
         probing = closing.enter_context(ExitStack())
         isolated = _isolated(own, source, probing) if asked.isolate else None
         followed = job.peers.each_run(lambda: follow(built, own.devices, closing, isolated))
-        subject = Subject(whole, followed.workload, job.machine, described)
-        tell = asked.progress if job.place.rank == 0 else _quiet
-        study_name = _study_name(whole, key)
-        session = JointSession(job, subject, followed, tell, closing, probing, notes=notes, study_name=study_name)
+        if found.plan is not None:
+            plan, found = _tried_again_together(replace(wanted, request=whole), found, own, followed, job)
+            if plan is not None:
+                return plan
+        nearest = job.told(lambda: () if found.notes else wanted.nearest(asked.ignoring))
+        subject = Subject(whole, followed.workload, job.machine, described, wanted.asked)
+        tell = asked.progress if first else _quiet
+        study_name = _study_name(whole, wanted.key)
+        session = JointSession(job, subject, followed, tell, closing, probing, notes=(), study_name=study_name)
         plan = session.plan()
-        path: Path | None = None
+        said, path = (*waited.notes, *found.notes, *nearest), None
         if job.is_first_of_machine:
-            plan, path = _stored(whole, key, plan)
+            plan, path = _kept(wanted, plan, said=said, unreadable=found.unreadable, trouble=waited.trouble)
+        else:
+            plan = _with_notes(plan, *said)
         if not plan.complete:
             job.peers.part()
             raise TuningInterrupted(plan, path)
         return plan
+
+
+# ------------------------------------------------------------------------------------------------ what is remembered
+
+
+@dataclass(frozen=True)
+class _Waited:
+    """What came of waiting for another process that tunes the same thing.
+
+    Attributes:
+        seconds: How long it took.
+        notes: What is to be said of it.
+        trouble: Why nobody could be waited for; None where somebody could.
+    """
+
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    trouble: str | None = None
+
+
+def _recalled(
+    wanted: Wanted, turn: Turn | None, run: Callable[[Callable[[], Any]], Any], slice_s: float = float("inf")
+) -> tuple[Recalled, _Waited]:
+    """Look for a plan; where there is none that holds, wait for the turn to tune, and look again.
+
+    Args:
+        wanted: What the plan is wanted for.
+        turn: Of the process that looks; None in others of its job.
+        run: Runs something on the process that looks, and returns what it made of it on all of them.
+        slice_s: After so long of waiting they hear of each other, so that Ctrl-C reaches all.
+    """
+    found: Recalled = run(wanted.recalled)
+    if found.holds or wanted.request.profile == "off":
+        return found, _Waited()
+
+    def wait() -> bool:
+        assert turn is not None, "run runs it where there is one"
+        return turn.wait(slice_s)
+
+    def waited() -> _Waited:
+        assert turn is not None, "run runs it where there is one"
+        return _Waited(turn.waited_s, turn.notes, turn.trouble)
+
+    while not run(wait):
+        pass
+    # Also where nobody was waited for: another may have ended between the first look and the lock.
+    return run(wanted.recalled), run(waited)
+
+
+def _waiting_told(asked: _Asked) -> Callable[[str], None]:
+    """Return what tells of a wait: the progress that was asked for, else a warning; it may last for minutes."""
+
+    def tell(message: str) -> None:
+        if not asked.heard:
+            warnings.warn(f"{message}; profile='off' waits for nobody", WaitingWarning, stacklevel=2)
+        asked.progress(Progress("waiting", message, 0.0))
+
+    return tell
+
+
+def _tried_again(wanted: Wanted, found: Recalled, followed: Followed) -> tuple[Plan | None, Recalled]:
+    """Hold a remembered plan against this machine by one step; solve it again where memory is short.
+
+    Returns:
+        The plan; or None, and what is to be said of what is tuned anew.
+    """
+    assert found.plan is not None
+    try:
+        with ExitStack() as closing:
+            confirmer = Confirmer(wanted.request, followed, closing)
+            if found.short is None:
+                confirmer.run(found.plan)
+                return _confirmed(wanted, found), found
+            again = confirmer.solved_again(found.plan)
+    except OutOfMemoryError as error:
+        return None, _given_up(found, f"one step of it ran out of memory ({one_line(error)})")
+    if again is None:
+        return None, _given_up(found, "its fits have no answer to that")
+    return _makeshift(wanted, found, again), found
+
+
+def _tried_again_together(
+    wanted: Wanted, found: Recalled, own: Request, followed: Followed, job: Job
+) -> tuple[Plan | None, Recalled]:
+    """Do as `_tried_again` with all ranks of a job: each runs its part of a step on its own device, by itself."""
+    from autosplit.ddp.consensus import Failure
+
+    with ExitStack() as closing:
+        confirmer = job.peers.each_run(lambda: Confirmer(own, followed, closing))
+        plan = found.plan
+        assert plan is not None
+        if found.short is not None:
+            lacks = job.peers.all_run(lambda: confirmer.lack(wanted.request))
+            plan = solved_again(plan, lacks[0])
+            if plan is None:
+                return None, _given_up(found, "its fits have no answer to that")
+        failed = job.peers.all_try(lambda: confirmer.run_rank(plan, job.place.rank))
+    if isinstance(failed, Failure):
+        return None, _given_up(found, f"one step of it ran out of memory (rank {failed.rank}: {failed.message})")
+    if found.short is not None:
+        return _makeshift(wanted, found, plan), found
+    return _confirmed(wanted, found, stores=job.is_first_of_machine), found
+
+
+def _given_up(found: Recalled, why: str) -> Recalled:
+    """Return what is left of a remembered plan that does not do: what to say of it."""
+    changed = found.short or "; ".join(found.differing)
+    return Recalled(notes=(*found.notes, f"{changed}, and {why}: tuned anew"))
+
+
+def _confirmed(wanted: Wanted, found: Recalled, *, stores: bool = True) -> Plan:
+    """Return a remembered plan that ran here, and keep it with the facts of these devices: once for each twin."""
+    assert found.plan is not None
+    if stores:
+        wanted.stored(wanted.with_facts(found.plan))  # where that fails, the next run makes the step once more
+    said = f"{'; '.join(found.differing)}: confirmed by one step"
+    return replace(found, plan=wanted.with_facts(found.plan)).told(said, f"{found.origin}; {REFRESH_HINT}")
+
+
+def _makeshift(wanted: Wanted, found: Recalled, again: Plan) -> Plan:
+    """Return a plan for as long as memory is short; the remembered one stays for when it is not."""
+    said = f"{found.short}: solved again from its fits, confirmed by one step, and not remembered"
+    if again.region is None:
+        said += "; its samples/s are predicted"
+    memories = [device.capacity_bytes for device in wanted.request.devices]
+    devices = tuple(
+        replace(device, memory_bytes=memory) for device, memory in zip(again.devices, memories, strict=True)
+    )
+    again = wanted.with_facts(replace(again, devices=devices))
+    return replace(found, plan=again).told(said, f"{found.origin}; {REFRESH_HINT}")
+
+
+def _kept(
+    wanted: Wanted, plan: Plan, *, said: tuple[str, ...], unreadable: bool, trouble: str | None
+) -> tuple[Plan, Path | None]:
+    """Remember a plan, and say what is to be said of the cache; of one that is of no use, once.
+
+    Args:
+        wanted: What it is for.
+        plan: It is remembered without what follows, which is of this run alone.
+        said: Notes.
+        unreadable: Some of these are that a profile could not be read.
+        trouble: Why nobody could be waited for.
+    """
+    path, failed = wanted.stored(plan)
+    if failed and unreadable:
+        said = ()
+    if path is not None and trouble is not None:
+        said = (*said, f"others that tune the same could not be waited for: {trouble}")
+    return replace(plan, notes=(*said, *plan.notes, *failed)), path
 
 
 def _isolated(request: Request, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
@@ -343,45 +539,3 @@ def _with_losses(plan: Plan, isolated: IsolatedRuntime | None) -> Plan:
 
 def _study_name(request: Request, key: str) -> str:
     return f"{request.name or 'autosplit'}-{key}"
-
-
-def _remembered(
-    request: Request, key: str, machine: dict[str, Any], workload: dict[str, Any], *, measured: bool = False
-) -> tuple[Plan | None, tuple[str, ...]]:
-    """Return the plan that is remembered and still holds; otherwise why not, if there was one.
-
-    Args:
-        request: What was asked for.
-        key: The profile's.
-        machine: By `profiles.machine_of`.
-        workload: By `profiles.workload_of`.
-        measured: A plan whose DDP answer is predicted does not do.
-    """
-    if request.profile != "auto":
-        return None, ()
-    found = profiles.find(key, machine=machine, workload=workload)
-    if found.plan is None:
-        return None, found.notes
-    if not found.plan.complete:
-        return None, (
-            *found.notes,
-            "the search of the remembered plan was interrupted: tuned anew",
-        )
-    if measured and not found.plan.ddp.measured:
-        return None, (*found.notes, "the remembered plan's DDP answer was predicted by one process: tuned anew")
-    short = profiles.memory_shortfall(found.plan, request.devices, request.capacities_bytes)
-    if short is not None:
-        return None, (*found.notes, f"{short}: tuned anew")
-    said = f"from the profile {found.path}: nothing was run; --profile refresh (profile='refresh') tunes anew"
-    differing = profiles.differing_facts(found.plan, request.devices)
-    return replace(found.plan, notes=(said, *found.notes, *differing, *found.plan.notes)), ()
-
-
-def _stored(request: Request, key: str, plan: Plan) -> tuple[Plan, Path | None]:
-    """Remember a plan; where that fails, the plan says so."""
-    if request.profile == "off":
-        return plan, None
-    try:
-        return plan, profiles.store(key, plan)
-    except ProfileError as error:
-        return replace(plan, notes=(*plan.notes, f"the plan is not remembered: {error}")), None

@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch import distributed as dist
 from torch import nn
 
 import autosplit
-from autosplit import ddp, profiles
+from autosplit import ddp, devices, profiles
 from autosplit.cost import MemoryFit, RankStepTime, Region, StepTime, TimeCurve
 from autosplit.ddp import job as jobs
 from autosplit.ddp import ranks as rank_steps
@@ -40,6 +42,7 @@ from autosplit.solver import Solver
 from autosplit.space import Space, Trial
 from autosplit.trainee import training_copy
 from autosplit.tuning import TuningInterrupted
+from autosplit.waiting import Turn
 
 pytestmark = pytest.mark.alone
 
@@ -211,14 +214,60 @@ def interrupted() -> list[Any]:
     return ["not interrupted"]
 
 
-def on_processors_of_their_own() -> str:
-    """Tune without a budget, as on two machines."""
+@contextmanager
+def on_a_machine_of_its_own() -> Iterator[None]:
     before = {name: os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     try:
-        return tune(workload(), "cpu", profile="off", n_trials=1, max_batch_size=64).to_json()
+        yield
     finally:
         os.environ |= before
+
+
+def on_processors_of_their_own() -> str:
+    """Tune without a budget, as on two machines."""
+    with on_a_machine_of_its_own():
+        return tune(workload(), "cpu", profile="off", n_trials=1, max_batch_size=64).to_json()
+
+
+def waiting_for_another() -> dict[str, Any]:
+    """Tune while somebody else does: rank 0 waits, and the others with it."""
+    real, heard = profiles.turn_path, []
+    path = Path(os.environ["AUTOSPLIT_CACHE_DIR"]) / "held.lock"
+    begun, others = threading.Event(), []
+
+    def hold() -> None:
+        with Turn(path, limit_s=9.0, tell=others.append) as turn:
+            turn.wait()
+            begun.set()
+            time.sleep(2.0)
+
+    profiles.turn_path = lambda _key: path
+    holder = threading.Thread(target=hold)
+    if rank_here() == 0:
+        holder.start()
+        begun.wait()
+    try:
+        plan = tune(workload(), n_trials=1, name="waits", progress=lambda told: heard.append(told.stage))
+    finally:
+        profiles.turn_path = real
+    if rank_here() == 0:
+        holder.join()
+    return {"plan": plan.to_json(), "heard": heard[0] if heard else None}
+
+
+def with_less_memory() -> dict[str, Any]:
+    """Tune, and once more when less memory is free on both."""
+    model, options = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 1)), {"name": "short", "n_trials": 1}
+    with on_a_machine_of_its_own():
+        first = tune(workload(model, optimizer=torch.optim.SGD), "cpu", max_batch_size=64, **options)
+        real = devices.available_host_bytes
+        devices.available_host_bytes = lambda: max(device.peak_bytes for device in first.devices)
+        try:
+            second = tune(workload(model, optimizer=torch.optim.SGD), "cpu", max_batch_size=64, **options)
+        finally:
+            devices.available_host_bytes = real
+    return {"first": first.to_json(), "second": second.to_json()}
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
@@ -245,6 +294,8 @@ SLOW_SCENARIOS: dict[str, Callable[[], Any]] = {
     "plain": on_processors_of_their_own,
     "unused": lambda: tune(workload(Net(unused=True)), profile="off", n_trials=1).to_json(),
     "without memory in a timed step": without_memory_in_a_timed_step,
+    "waits": waiting_for_another,
+    "less memory": with_less_memory,
 }
 
 
@@ -317,6 +368,24 @@ class TestTwoRanks:
         assert plan.ddp.measured
         assert [device.label for device in plan.devices] == ["cpu", "cpu"]
         assert plan.machine["ranks_per_machine"] == [1, 1]
+
+    @pytest.mark.slow
+    def test_wait_for_another_that_tunes_the_same(self, slow_ranks: Any) -> None:
+        one, other = found_by(slow_ranks, "waits")
+        assert one["plan"] == other["plan"]
+        assert (one["heard"], other["heard"]) == ("waiting", None)
+        assert Plan.from_json(one["plan"], source="a scenario").notes[0].startswith("waited ")
+
+    @pytest.mark.slow
+    def test_solve_a_plan_again_where_memory_is_short(self, slow_ranks: Any) -> None:
+        one, other = found_by(slow_ranks, "less memory")
+        assert one == other
+        first, second = (Plan.from_json(one[name], source="a scenario") for name in ("first", "second"))
+        assert "solved again from its fits, confirmed by one step, and not remembered" in second.notes[0]
+        assert second.notes[0].endswith("; its samples/s are predicted")
+        assert max(second.split) < max(first.split)
+        assert not second.ddp.measured
+        assert all(device.peak_bytes <= device.capacity_bytes for device in second.devices)
 
     @pytest.mark.slow
     def test_a_parameter_without_a_gradient_is_told_to_ddp(self, ranks: Any, slow_ranks: Any) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosplit.commands.saying import EXIT_INTERRUPTED, Manner, failed, print_plan, progress, speaks
+from autosplit.commands.saying import EXIT_INTERRUPTED, Manner, failed, note, print_plan, speaks
+from autosplit.commands.saying import progress as drawn
 from autosplit.commands.workloads import check_before_running, isolates, one_of_several, quoted, sendable, users_errors
 from autosplit.errors import InputError, PlanError
 from autosplit.outcome import end_with_parent
@@ -17,6 +19,7 @@ from autosplit.terminal import stdout_kept_clean
 
 if TYPE_CHECKING:
     from autosplit.plan import Plan
+    from autosplit.progress import Progress
     from autosplit.report import Origin
 
 __all__ = ["tune"]
@@ -44,6 +47,7 @@ def tune(spec: str, keywords: dict[str, Any], manner: Manner, *, output: str | N
         plan, interrupted = _tuned(source, spec, called, manner)
         if together and not speaks():
             return 0 if interrupted is None else EXIT_INTERRUPTED
+        _warn_if_not_remembered(plan, manner)
     path: Path | None = getattr(interrupted, "path", None)
     saved = None if path is None else str(path)
     unsaved: PlanError | None = None
@@ -107,14 +111,29 @@ def _tuned(
     from autosplit import tuning
 
     try:
-        with users_errors(spec), progress(manner) as tell:
-            return tuning.tune(workload, **keywords, progress=tell), None
+        with users_errors(spec), drawn(manner) as tell:
+            return tuning.tune(workload, **keywords, progress=tell or partial(_say_if_waiting, manner)), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
         best: Plan | None = getattr(error, "plan", None)
         if best is None:
             raise
         return best, error
+
+
+def _say_if_waiting(manner: Manner, progress: Progress) -> None:
+    """Say what is waited for where there is no bar to say it: it may last for minutes."""
+    if progress.stage == "waiting":
+        note(f"{progress.message}; --profile off waits for nobody", manner)
+
+
+def _warn_if_not_remembered(plan: Plan, manner: Manner) -> None:
+    """Say on stderr that a plan could not be kept: whoever pipes the answer away does not see its notes."""
+    from autosplit.recalling import NOT_REMEMBERED
+
+    for one in plan.notes:
+        if one.startswith(NOT_REMEMBERED):
+            note(f"warning: {one}", manner)
 
 
 def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any], saved: str | None) -> Origin:

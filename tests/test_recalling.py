@@ -1,0 +1,525 @@
+"""A remembered plan where something has changed: other cards, less memory, a cache that is of no use, another name."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_gpus import GIB, FakeCuda, cards
+from torch import nn
+from workloads import with_loss
+
+from autosplit import confirming, devices, probe, profiles, recalling, request, session, staging, tuning
+from autosplit.cli import main
+from autosplit.cost import Ceiling
+from autosplit.errors import InputError
+from autosplit.oom import OutOfMemoryError
+from autosplit.plan import Plan
+from autosplit.recalling import NOT_REMEMBERED
+from autosplit.resolving import Lack, solved_again
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.measurement import Measurement, StepShape
+from autosplit.tuning import tune
+from autosplit.waiting import Turn, WaitingWarning
+from autosplit.workload import Workload
+
+MIB = 2**20
+OPTIONS: dict[str, Any] = {"effective_batch_size": 16, "max_batch_size": 16, "n_trials": 1}
+SIM: dict[str, Any] = {"devices": "sim:1xRTX3090", **OPTIONS}
+
+
+@pytest.fixture(autouse=True)
+def _short_budgets(monkeypatch):
+    for module in (session, confirming):
+        for name in ("POINT_BUDGET_S", "TRIAL_BUDGET_S", "STEP_BUDGET_S"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, 0.01)
+    monkeypatch.setattr(probe, "DOUBLING_BUDGET_S", 0.01)
+
+
+@pytest.fixture
+def no_search(monkeypatch) -> Callable[[], None]:
+    """Let nothing be measured from here on but the steps of a plan."""
+
+    def begin() -> None:
+        def fail(*_args: object, **_options: object) -> None:
+            raise AssertionError("a remembered plan needs no search")
+
+        monkeypatch.setattr(tuning, "Session", fail)
+
+    return begin
+
+
+def bias() -> Workload:
+    """A model with next to nothing to trace."""
+    return Workload(nn.Linear(4, 1), torch.zeros(4, 4), optimizer=torch.optim.SGD)
+
+
+def wide() -> Workload:
+    """A model of which samples take more than its parameters do."""
+    model = nn.Sequential(nn.Linear(4, 512), nn.GELU(), nn.Linear(512, 1))
+    return Workload(model, torch.zeros(4, 4), optimizer=torch.optim.SGD)
+
+
+def kept_plan() -> Plan:
+    ((_, plan),) = profiles.profiles()
+    assert plan is not None
+    return plan
+
+
+# ----------------------------------------------------------------------------------------------------- other machines
+
+
+class TwinRuntime(CpuRuntime):
+    """Runs the steps of cards that are not there on the processor, and measures peaks as a card does."""
+
+    ran: list[tuple[tuple[int, ...], ...]]
+    most_samples = 1000
+
+    def peaks(self, shape: StepShape) -> tuple[int, ...]:
+        self.ran.append(shape.splits)
+        if max(map(max, shape.splits)) > self.most_samples:
+            raise OutOfMemoryError("cuda:0 ran out of memory", device="cuda:0", device_index=0)
+        peaks = super().peaks(shape)
+        if any(peak > most for peak, most in zip(peaks, self.capacities_bytes, strict=True)):
+            raise OutOfMemoryError("a card ran out of memory", device="cuda:0", device_index=0)
+        return peaks
+
+    def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
+        peaks = self.peaks(shape)
+        return replace(super().measure(shape, budget_s=budget_s), peak_bytes=peaks)
+
+
+@pytest.fixture
+def twins(monkeypatch) -> Callable[..., list[Any]]:
+    """Be a machine with two cards; called again, be a twin of it, with what else is said to be different."""
+    ran: list[tuple[tuple[int, ...], ...]] = []
+
+    def real_runtime(found: Any, capacities_bytes: Any, workload: Workload, closing: Any) -> TwinRuntime:
+        trainee = staging.training_copy(workload, device=torch.device("cpu"))
+        closing.callback(trainee.restore)
+        runtime = TwinRuntime(found, capacities_bytes, trainee)
+        runtime.ran = ran
+        return runtime
+
+    def be(serial: int, driver: str = "580", others: int = 0) -> list[Any]:
+        two = cards("NVIDIA A100", "NVIDIA A100")
+        for card in two:
+            card.uuid, card.others = f"{serial}-{card.uuid}", others
+        nvml = SimpleNamespace(nvmlSystemGetDriverVersion=lambda: driver)
+        monkeypatch.setattr(devices, "_cuda", lambda: (FakeCuda(two), ""))
+        monkeypatch.setattr(devices, "_nvml", lambda: (nvml, ""))
+        ran.clear()
+        return ran
+
+    monkeypatch.setattr(staging, "_real_runtime", real_runtime)
+    monkeypatch.setattr(profiles, "_total_bytes", lambda _device: 24 * GIB)
+    return be
+
+
+def test_a_plan_serves_the_twins_of_its_machine_after_one_step(twins, no_search):
+    twins(1)
+    first = tune(wide(), devices="cuda", **OPTIONS)
+    no_search()
+    ran = twins(1)
+    again = tune(wide(), devices="cuda", **OPTIONS)
+    assert ran == []
+    assert "nothing was run" in again.notes[0]
+    ran = twins(2, "590")
+    twin = tune(wide(), devices="cuda", **OPTIONS)
+    assert [splits[0] for splits in ran] == [first.split]
+    said = "tuned on other cards of this kind (cuda:0, cuda:1); tuned with driver 580, now 590: confirmed by one step"
+    assert twin.notes[0] == said
+    assert (twin.split, twin.samples_per_s, twin.trials) == (first.split, first.samples_per_s, first.trials)
+    assert {device.driver for device in twin.devices} == {"590"}
+    assert all("GPU-2" in str(device.uuid) for device in twin.devices)
+    ran = twins(2, "590")
+    assert "nothing was run" in tune(wide(), devices="cuda", **OPTIONS).notes[0]
+    assert ran == []
+
+
+def test_a_twin_on_which_the_step_does_not_fit_tunes_anew(twins, monkeypatch):
+    twins(1)
+    tune(wide(), devices="cuda", **OPTIONS)
+    twins(2)
+    monkeypatch.setattr(TwinRuntime, "most_samples", 2)
+    anew = tune(wide(), devices="cuda", **OPTIONS)
+    assert max(anew.split) <= 2
+    assert anew.notes[0].startswith("tuned on other cards of this kind (cuda:0, cuda:1), and one step of it ran out of")
+    assert anew.notes[0].endswith(": tuned anew")
+    assert kept_plan().split == anew.split
+
+
+def test_less_free_memory_on_the_cards_is_solved_again_and_confirmed(twins, no_search, monkeypatch):
+    twins(1)
+    monkeypatch.setattr(devices, "_CUDA_RESERVE", 0.0)
+    first = tune(wide(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
+    peaks = [device.peak_bytes for device in first.devices]
+    no_search()
+    ran = twins(1, others=24 * GIB - max(peaks) + 100 * 2**10)
+    short = tune(wide(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
+    assert short.notes[0].startswith("the remembered plan does not fit now (cuda:")
+    assert short.notes[0].endswith("solved again from its fits, confirmed by one step, and not remembered")
+    assert ran
+    assert ran[0][0] == short.split
+    assert short.split != first.split
+    assert short.effective_batch_size == 512
+    assert all(device.peak_bytes <= device.capacity_bytes for device in short.devices)
+    assert kept_plan().split == first.split
+    twins(1)
+    assert (
+        tune(wide(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
+        .notes[0]
+        .startswith("from the profile")
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- less memory
+
+
+def test_less_free_memory_of_a_processor_is_solved_again(monkeypatch, no_search):
+    options: dict[str, Any] = {"devices": "cpu", "effective_batch_size": 64, "max_batch_size": 64, "n_trials": 3}
+    first = tune(wide(), **options)
+    path = profiles.profiles()[0][0]
+    before, peak = path.read_bytes(), first.devices[0].peak_bytes
+    no_search()
+    monkeypatch.setattr(devices, "available_host_bytes", lambda: peak)
+    second = tune(wide(), **options)
+    assert "cpu may hold" in second.notes[0]
+    assert "solved again from its fits" in second.notes[0]
+    assert second.batch_size < first.batch_size
+    assert second.effective_batch_size == 64
+    assert second.devices[0].peak_bytes <= second.devices[0].capacity_bytes < peak
+    assert second.ddp.ranks[0].batch_size == second.batch_size
+    assert path.read_bytes() == before
+    assert not any("solved again" in note for note in tune_with_memory(monkeypatch, 2**34, **options).notes)
+
+
+def tune_with_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int, **options: Any) -> Plan:
+    monkeypatch.setattr(devices, "available_host_bytes", lambda: nbytes)
+    return tune(wide(), **options)
+
+
+def test_where_the_fits_have_no_answer_it_is_tuned_anew_and_said_so(monkeypatch):
+    options: dict[str, Any] = {"devices": "cpu", "effective_batch_size": 64, "max_batch_size": 64, "n_trials": 1}
+    first = tune(wide(), **options)
+    ((path, _),) = profiles.profiles()
+    # As a plan of an older version, which has no fits.
+    replace(first, fit=None, notes=()).save(path)
+    anew = tune_with_memory(monkeypatch, first.devices[0].peak_bytes, **options)
+    assert "and its fits have no answer to that: tuned anew" in anew.notes[0]
+    assert anew.batch_size < first.batch_size
+    assert kept_plan().batch_size == anew.batch_size
+
+
+def request_for(spec: str, effective: int | None, **options: Any) -> request.Request:
+    return request.checked_request(devices=spec, effective_batch_size=effective, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "cards_", "effective", "strategy", "share"),
+    [
+        (wide, "1xRTX3090", 300, "auto", 0.6),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (wide, "2xRTX3090", 512, "auto", 0.6),
+                (wide, "2xRTX3090", None, "auto", 0.6),
+                (wide, "2xRTX3090", 512, "ddp", 0.6),
+                (with_loss, "1xRTX3090+1xRTX2080Ti", 300, "auto", 0.9),
+            )
+        ),
+    ],
+)
+def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_for_it(
+    make, cards_, effective, strategy, share
+):
+    """Simulated: a step's trace is the truth, and what does not fit raises."""
+    options = {"effective_batch_size": effective, "profile": "off", "strategy": strategy, "max_batch_size": 1024}
+    spec = "+".join(f"{one}@{{}}KiB" for one in cards_.split("+"))
+
+    def on(kib: int) -> str:
+        return "sim:" + spec.format(*(kib for _ in cards_.split("+")))
+
+    whole = tune(make, devices=on(8000), **options)
+    most = max(device.peak_bytes for device in whole.devices)
+    fixed = max(device.ceiling.fixed_bytes for device in whole.devices)
+    kib = int(fixed + share * (most - fixed)) // 1024
+    lowered = request_for(on(kib), effective, strategy=strategy, max_batch_size=1024)
+    with staging.ExitStack() as closing:
+        built = staging.build(make, lowered.devices)
+        followed = staging.follow(built, lowered.devices, closing)
+        again = confirming.Confirmer(lowered, followed, closing).solved_again(whole)
+    assert again is not None
+    assert again != whole
+    assert all(device.peak_bytes <= device.capacity_bytes == kib * 1024 for device in again.devices)
+    assert again.effective_batch_size == (effective or again.batch_size)
+    assert Plan.from_json(again.to_json()) == again
+    assert again.explain().sentences
+    anew = tune(make, devices=on(kib), **options)
+    assert again.samples_per_s >= 0.7 * anew.samples_per_s  # at worst 0.8 was seen: small steps, which fits miss
+
+
+def test_nothing_fits_by_the_fits(monkeypatch):
+    plan = tune(bias(), **SIM, profile="off")
+    assert solved_again(plan, Lack((1,), 0, 1)) is None
+    assert solved_again(replace(plan, fit=None), Lack((2**40,), 0, 1)) is None
+    assert solved_again(replace(plan, accumulates=False), Lack((1,), 0, 1)) is None
+
+
+def test_a_peak_is_no_less_than_what_fewer_samples_were_seen_to_take():
+    from autosplit.resolving import _bytes_at, _holds
+
+    ceiling = Ceiling("sim:0", "rank", 8, "memory", -100, 50, 300, 310, points=((2, 200, False), (4, 210, False)))
+    assert [_bytes_at(ceiling, n) for n in (1, 2, 4, 6, 8)] == [0, 200, 210, 210, 300]
+    assert [_holds(ceiling, capacity, 8) for capacity in (310, 299, 209, 199)] == [8, 7, 3, 1]
+
+
+# -------------------------------------------------------------------------------------------------------------- misses
+
+
+def test_a_miss_names_the_nearest_plan_and_is_not_remembered(monkeypatch):
+    tune(bias(), **SIM)
+    other = tune(bias(), **{**SIM, "effective_batch_size": 8})
+    assert other.notes[0].startswith("no plan is remembered for just this; in the nearest, ")
+    assert other.notes[0].endswith(": effective_batch_size was 16, now 8")
+    again = tune(bias(), **{**SIM, "effective_batch_size": 8})
+    assert "from the profile" in again.notes[0]
+    assert not any("in the nearest" in note for note in again.notes)
+    real = profiles.machine_of
+    monkeypatch.setattr(profiles, "machine_of", lambda found: {**real(found), "torch": "99.0"})
+    newer = tune(bias(), **SIM)
+    assert newer.notes[0].endswith(f"tuned with torch {torch.__version__}, now 99.0")
+    assert not any("in the nearest" in note for note in tune(bias(), **SIM, profile="refresh").notes)
+    assert not any("in the nearest" in note for note in tune(bias(), **SIM, profile="off").notes)
+
+
+def test_precisions_that_are_tuned_for_together_are_no_mismatch():
+    plan = tune(bias(), **SIM, precision=("none", "bf16"))
+    assert not any("in the nearest" in note for note in plan.notes)
+
+
+def test_a_plan_of_another_request_under_a_key_is_foreign():
+    tune(bias(), **SIM)
+    ((path, plan),) = profiles.profiles()
+    assert plan is not None
+    assert plan.request == {**request_for("sim:1xRTX3090", 16, max_batch_size=16).facts(None), "name": None}
+    replace(plan, request={**plan.request, "strategy": "ddp"}).save(path)
+    assert "it is for another request (strategy differ" in tune(bias(), **SIM).notes[0]
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+
+def test_plans_of_several_names_are_kept_apart():
+    plans = {name: tune(bias(), **{**SIM, "seed": seed}, name=name) for seed, name in enumerate((None, "a", "ü b"))}
+    kept = [plan for _, plan in profiles.profiles()]
+    assert sorted(str(plan and plan.request["name"]) for plan in kept) == ["None", "a", "ü b"]
+    assert {json.loads(plan.to_json())["request"]["name"] for plan in plans.values()} == {None, "a", "ü b"}
+    assert "in the nearest" in plans["a"].notes[0]
+    assert plans["a"].notes[0].endswith("name was none, now a")
+
+
+@pytest.mark.parametrize("name", ["", " a", "a\n", "a\x1b[31mb", "x" * 65, "\ud800", 7, b"a"])
+def test_a_name_that_can_not_be_shown_is_refused(name, cache_dir):
+    with pytest.raises(InputError, match=r"name is .*; expected 1 to 64 printable characters .*; choose another"):
+        tune(bias(), **SIM, name=name)
+    assert not cache_dir.exists()
+
+
+# -------------------------------------------------------------------------------------------------------------- waits
+
+
+def test_whoever_hears_of_no_progress_is_warned_of_a_wait(cache_dir, monkeypatch):
+    path, begun, end = cache_dir / "held.lock", threading.Event(), threading.Event()
+    monkeypatch.setattr(profiles, "turn_path", lambda _key: path)
+
+    def hold() -> None:
+        with Turn(path, limit_s=9.0, tell=str) as turn:
+            turn.wait()
+            begun.set()
+            end.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    begun.wait(60)
+    tune(bias(), **SIM, profile="off")
+    threading.Timer(0.5, end.set).start()
+    with pytest.warns(WaitingWarning, match="has been tuning the same since .*; profile='off' waits for nobody"):
+        plan = tune(bias(), **SIM, time_limit_s=60)
+    holder.join()
+    assert plan.notes[0].startswith("waited ")
+    assert not any("waited" in note for note in kept_plan().notes)
+
+
+# ------------------------------------------------------------------------------------------------- caches of no use
+
+
+@contextmanager
+def _without_room() -> Iterator[None]:
+    """No file can grow, as on a disk that is full."""
+    import signal
+
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@contextmanager
+def _refusing(code: int, *names: str) -> Iterator[None]:
+    """Let system calls fail for what is in the cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            real = getattr(os, name)
+
+            def call(path: Any, *args: Any, _real: Any = real, **options: Any) -> Any:
+                if isinstance(path, (str, Path)) and "/cache/profiles" in str(path):
+                    raise OSError(code, os.strerror(code), str(path))
+                return _real(path, *args, **options)
+
+            patch.setattr(os, name, call)
+        yield
+
+
+def a_file_in_its_place(cache_dir: Path) -> None:
+    cache_dir.write_text("a file where a folder should be")
+
+
+def in_proc(_: Path) -> None:
+    os.environ["AUTOSPLIT_CACHE_DIR"] = "/proc/self/nowhere"
+
+
+def in_a_device(_: Path) -> None:
+    os.environ["AUTOSPLIT_CACHE_DIR"] = "/dev/full"
+
+
+def too_long(_: Path) -> None:
+    os.environ["AUTOSPLIT_CACHE_DIR"] = "/tmp/" + "x" * 300
+
+
+def of_an_unknown_user(_: Path) -> None:
+    os.environ["AUTOSPLIT_CACHE_DIR"] = "~nobody-of-this-name/cache"
+
+
+def a_loop(cache_dir: Path) -> None:
+    cache_dir.symlink_to(cache_dir)
+
+
+def a_folder_in_the_locks_place(cache_dir: Path) -> None:
+    tune(bias(), **SIM)
+    ((path, _),) = profiles.profiles()
+    path.unlink()
+    for lock in path.parent.glob("*.lock"):
+        lock.unlink()
+        lock.mkdir()
+
+
+USELESS = {
+    "a file in its place": (a_file_in_its_place, None),
+    "in /proc": (in_proc, None),
+    "in a device": (in_a_device, None),
+    "too long a name": (too_long, None),
+    "an unknown home": (of_an_unknown_user, None),
+    "a link to itself": (a_loop, None),
+    "folders for locks": (a_folder_in_the_locks_place, None),
+    "full": (None, _without_room),
+    "read-only": (None, lambda: _refusing(errno.EROFS, "mkdir")),
+    "no right to write": (
+        lambda path: (path / "profiles").mkdir(parents=True),
+        lambda: _refusing(errno.EACCES, "open"),
+    ),
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="by what POSIX systems do")
+@pytest.mark.parametrize("name", USELESS)
+def test_a_cache_of_no_use_costs_one_note(name, cache_dir, monkeypatch):
+    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(cache_dir))
+    usual = tune(bias(), **SIM, profile="off")
+    prepare, within = USELESS[name]
+    if prepare is not None:
+        prepare(cache_dir)
+    with within() if within is not None else _refusing(0):
+        plan = tune(bias(), **SIM)
+    assert plan.notes[: len(usual.notes)] == usual.notes
+    (said,) = plan.notes[len(usual.notes) :]
+    assert said.startswith(NOT_REMEMBERED)
+    assert "; expected " in said
+    assert "\n" not in said
+    assert replace(plan, notes=(), request={}, checks=()) == replace(usual, notes=(), request={}, checks=())
+
+
+def test_without_a_home_no_folder_is_made_in_this_one(monkeypatch, tmp_path):
+    monkeypatch.delenv("AUTOSPLIT_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # HOME is not set, and nobody knows this user
+    plan = tune(bias(), **SIM)
+    assert plan.notes[-1].startswith(f"{NOT_REMEMBERED}AUTOSPLIT_CACHE_DIR is None and the home directory is unknown")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_relative_folder_is_one_of_this_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", "here")
+    assert profiles.profiles_folder() == tmp_path / "here" / "profiles"
+    tune(bias(), **SIM)
+    assert "nothing was run" in tune(bias(), **SIM).notes[0]
+
+
+def test_without_locks_a_plan_is_found_but_not_kept(monkeypatch, cache_dir):
+    import fcntl
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    plan = tune(bias(), **SIM)
+    assert len([note for note in plan.notes if "Function not implemented" in note]) == 1
+    assert not list(cache_dir.rglob("*.json"))
+
+
+def test_the_command_line_says_it_in_one_line(cache_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(cache_dir))
+    cache_dir.write_text("a file where a folder should be")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\nfrom autosplit import Workload\n"
+        "workload = Workload(nn.Linear(4, 1), torch.zeros(4, 4), optimizer=torch.optim.SGD)\n"
+    )
+    arguments = ["tune", str(script), "--devices", "sim:1xRTX3090", "--max-batch-size", "16", "--json"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith(f"warning: {NOT_REMEMBERED}{cache_dir / 'profiles'}")
+    assert Plan.from_json(out).batch_size > 0
+    of_an_unknown_user(cache_dir)
+    assert main(arguments[:-1]) == 0
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert "the home directory is unknown" in line
+
+
+def test_what_a_killed_writer_left_behind_is_removed_by_the_next(cache_dir):
+    plan = tune(bias(), **SIM)
+    ((path, _),) = profiles.profiles()
+    left_over = path.with_name(f".{path.name}.0123456789abcdef")
+    left_over.write_text("{")
+    profiles.store(path.stem, plan)
+    assert not left_over.exists()
+    assert recalling.NOT_REMEMBERED not in "".join(plan.notes)
