@@ -15,17 +15,16 @@ import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosplit.devices import Device, parse_devices
 from autosplit.errors import PlanError, ProfileError
 from autosplit.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
 from autosplit.plan import SCHEMA_VERSION, Plan
 from autosplit.sizes import size_text
 
 if TYPE_CHECKING:
+    from autosplit.devices import Device
     from autosplit.workload import Workload
 
 __all__ = [
@@ -88,6 +87,8 @@ def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
     Returns:
         Plain JSON values: ``devices`` (runs of equal ones, with ``count``), ``torch``, ``cuda``, ``autosplit``.
     """
+    from importlib.metadata import PackageNotFoundError, version
+
     import torch
 
     kinds = [_kind_of(device) for device in devices]
@@ -374,6 +375,8 @@ def profile_holding(plan: Plan) -> Path | None:
 
 def usable_here() -> tuple[tuple[Path, Plan], ...]:
     """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""
+    from autosplit.devices import parse_devices
+
     gpus = parse_devices("cuda") if _sees_gpus() else ()
     return tuple((path, plan) for path, plan in profiles() if plan is not None and _is_usable(plan, gpus))
 
@@ -387,6 +390,8 @@ def _sees_gpus() -> bool:
 def _is_usable(plan: Plan, gpus: Sequence[Device]) -> bool:
     if plan.simulated or not plan.complete or not isinstance(plan.machine.get("devices"), list):
         return False
+    from autosplit.devices import parse_devices
+
     here = machine_of((*gpus, *parse_devices("cpu")))
     if any(plan.machine.get(name) != here[name] for name in ("torch", "cuda", "autosplit")):
         return False

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.cost import Ceiling
 from autosplit.errors import InputError
-from autosplit.explaining import Explanation, rate_text
 from autosplit.findings import Check, error_text
 from autosplit.plan import Plan, PlanDevice, RankSettings
-from autosplit.sizes import size_text
+from autosplit.sizes import rate_text, size_text
 from autosplit.split import even_split, micro_batch_sizes
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
     from rich.table import Table
 
+    from autosplit.explaining import Explanation
     from autosplit.survey import DeviceReport
 
 __all__ = [
