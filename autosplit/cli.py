@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        parsed = typer.main.get_command(app).main(arguments, prog_name="autosplit", standalone_mode=False)
+        parsed = _parser().main(arguments, prog_name="autosplit", standalone_mode=False)
         if parsed == TYPERS_INTERRUPTED:
             raise KeyboardInterrupt
         return parsed() if callable(parsed) else int(parsed or 0)
@@ -106,6 +106,27 @@ def _left() -> int:
     exit_code = reported(EXIT_INTERRUPTED)
     restored_terminal()
     return exit_code
+
+
+class _AsTyped:
+    """What typer is to do with an argument: nothing. It would import pydantic, to make texts of our texts."""
+
+    @staticmethod
+    def coerce(value: Any, param: Any, ctx: Any) -> Any:  # noqa: ARG004  # as typer calls it
+        """Return a value as it was typed; for none of several, none."""
+        return () if value is None and (param.multiple or param.nargs == -1) else value
+
+
+def _parser() -> Any:
+    """Make the parser of the command line."""
+    made: Any = typer.main.get_command(app)
+    waiting = [made]
+    for command in waiting:
+        waiting.extend(getattr(command, "commands", {}).values())
+        for parameter in command.get_params(typer.Context(command)):  # with that of --help
+            if hasattr(parameter, "get_runtime_param"):  # what has none of typer's own does without it anyway
+                parameter.get_runtime_param = _AsTyped
+    return made
 
 
 def _help_for(arguments: list[str]) -> str:

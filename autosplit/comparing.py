@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.devices import Device, parse_devices
 from autosplit.errors import DeviceError, InputError, one_line, shown
-from autosplit.explaining import rate_text
 from autosplit.measured_errors import MeasuredError, error_sentences, measured_errors
 from autosplit.plan import Plan
 from autosplit.progress import Progress
 from autosplit.request import checked_request
+from autosplit.sizes import rate_text
 
 if TYPE_CHECKING:
     from autosplit.oom import DoesNotFitError

@@ -14,6 +14,7 @@ from typing import Literal
 
 from autosplit.cost import Ceiling, Fit, Region
 from autosplit.relaxing import MOST_WORK, NO_LIMIT_BYTES, Overhead, Problem
+from autosplit.sizes import rate_text
 from autosplit.space import Trial
 from autosplit.split import even_split
 
@@ -28,7 +29,6 @@ __all__ = [
     "Solved",
     "SolvedDevice",
     "explanation_of",
-    "rate_text",
 ]
 
 BINDING_SHARE = 0.005
@@ -425,11 +425,6 @@ def _learning_rate(plan: Solved) -> LearningRate | None:
 
 
 # --------------------------------------------------------------------------------------------------------- sentences
-
-
-def rate_text(samples_per_s: float) -> str:
-    """Write a throughput: whole samples, or three digits of a slow one."""
-    return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
 
 
 def _bounds_text(bounds: tuple[Bound, ...]) -> str:

@@ -20,10 +20,11 @@ from typing import Any
 from autosplit.cost import Ceiling
 from autosplit.errors import InputError, PlanError, shown
 from autosplit.even_ranks import EvenProblem, EvenRanks
-from autosplit.explaining import BINDING_SHARE, rate_text
+from autosplit.explaining import BINDING_SHARE
 from autosplit.plan import Plan
 from autosplit.relaxing import MOST_WORK, Problem
 from autosplit.sharing import shareable
+from autosplit.sizes import rate_text
 from autosplit.torchrun import PLAN_VARIABLE, command_for, refuse_without_ranks
 
 __all__ = ["FORMATS", "Export", "export"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,28 +50,22 @@ def leaves_at_the_second(last: Callable[[], int], *, apart_s: float = 0.0) -> No
         last: Called in that thread, before the end; it returns the exit code.
         apart_s: Signals that come closer together than this are of one key.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    hears, tells = socket.socketpair()
-    tells.setblocking(False)
-    signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        return  # Windows tells of a signal by sockets only; there the second is Python's, too
+    hears, tells = os.pipe()
+    os.set_blocking(tells, False)
+    signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
 
     def listen() -> None:
         came_s: list[float] = []
         while len(came_s) < 2:
-            for number in hears.recv(4096):
+            for number in os.read(hears, 4096):
                 if number == signal.SIGINT and (not came_s or time.monotonic() - came_s[-1] >= apart_s):
                     came_s.append(time.monotonic())
         os._exit(last())
 
     def leave_alone() -> None:
-        signal.set_wakeup_fd(-1)  # a fork shares the socket: its signals are not ours
+        signal.set_wakeup_fd(-1)  # a fork shares the pipe: its signals are not ours
 
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=leave_alone)
-    _kept.append(tells)
+    os.register_at_fork(after_in_child=leave_alone)
     threading.Thread(target=listen, name="autosplit-interrupts", daemon=True).start()
-
-
-_kept: list[socket.socket] = []
-"""Held open as long as the process."""

@@ -6,7 +6,6 @@ Without torch, which may be half imported when Ctrl-C comes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -35,6 +34,8 @@ def reported(exit_code: int) -> int:
 def end_with_parent() -> None:
     """Let the system end this process when the one that started it is killed, where it can: on Linux."""
     if os.environ.get(OUTCOME_VARIABLE) and sys.platform == "linux":
+        import ctypes
+
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 

@@ -16,11 +16,9 @@ import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosplit.devices import Device, parse_devices
 from autosplit.errors import PlanError, PlanVersionError, ProfileError, shown
 from autosplit.files import (
     OWNER_ONLY,
@@ -35,6 +33,7 @@ from autosplit.plan import MAX_FILE_BYTES, SCHEMA_VERSION, Plan
 from autosplit.sizes import size_text
 
 if TYPE_CHECKING:
+    from autosplit.devices import Device
     from autosplit.workload import Workload
 
 __all__ = [
@@ -104,6 +103,8 @@ def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
     Returns:
         Plain JSON values: ``devices`` (runs of equal ones, with ``count``), ``torch``, ``cuda``, ``autosplit``.
     """
+    from importlib.metadata import PackageNotFoundError, version
+
     import torch
 
     kinds = [_kind_of(device) for device in devices]
@@ -276,12 +277,12 @@ def find(
         path = _path_of(key)
     except ProfileError as error:
         return Found(None, Path(f"{key}.json"), (f"no profile is looked for: {error}",), unreadable=True)
-    plan, error = _judged(path, machine, workload, request)
-    if isinstance(error, _SpoiledError):
-        plan, error = _moved_if_still_spoiled(path, machine, workload, request, error)
-    if error is not None:
-        by_system = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, UnfitFileError)
-        return Found(None, path, (f"the profile {path} is ignored: {error}",), unreadable=by_system)
+    plan, problem = _judged(path, machine, workload, request)
+    if isinstance(problem, _SpoiledError):
+        plan, problem = _moved_if_still_spoiled(path, machine, workload, request, problem)
+    if problem is not None:
+        by_system = isinstance(problem.__cause__, OSError) and not isinstance(problem.__cause__, UnfitFileError)
+        return Found(None, path, (f"the profile {path} is ignored: {problem}",), unreadable=by_system)
     return Found(plan, path)
 
 
@@ -523,6 +524,8 @@ def profile_holding(plan: Plan) -> Path | None:
 
 def usable_here() -> tuple[tuple[Path, Plan], ...]:
     """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""
+    from autosplit.devices import parse_devices
+
     gpus = parse_devices("cuda") if _sees_gpus() else ()
     return tuple((path, plan) for path, plan in profiles() if plan is not None and _is_usable(plan, gpus))
 
@@ -536,6 +539,8 @@ def _sees_gpus() -> bool:
 def _is_usable(plan: Plan, gpus: Sequence[Device]) -> bool:
     if plan.simulated or not plan.complete or not isinstance(plan.machine.get("devices"), list):
         return False
+    from autosplit.devices import parse_devices
+
     here = machine_of((*gpus, *parse_devices("cpu")))
     if any(plan.machine.get(name) != here[name] for name in ("torch", "cuda", "autosplit")):
         return False

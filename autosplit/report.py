@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.cost import Ceiling
 from autosplit.errors import InputError
-from autosplit.explaining import Explanation, rate_text
 from autosplit.findings import Check, error_text
 from autosplit.plan import Plan, PlanDevice, RankSettings
 from autosplit.printed import printable
-from autosplit.sizes import size_text
+from autosplit.sizes import rate_text, size_text
 from autosplit.split import even_split
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from autosplit.comparing import ComparedMachine, Comparison
+    from autosplit.explaining import Explanation
     from autosplit.survey import DeviceReport
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Bytes as people write and read them, and samples per second as they read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from autosplit.errors import InputError, shown
 
-__all__ = ["parse_bytes", "size_text"]
+__all__ = ["parse_bytes", "rate_text", "size_text"]
 
 _UNIT_BYTES = {
     "": 1,
@@ -63,3 +63,8 @@ def size_text(nbytes: int) -> str:
             # Past four digits, `g` would write an exponent.
             return f"{value:.0f} {unit}" if abs(value) >= 1000 else f"{value:.4g} {unit}"
     return f"{nbytes} B"
+
+
+def rate_text(samples_per_s: float) -> str:
+    """Write a throughput: whole samples, or three digits of a slow one."""
+    return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from handmade import made_ceiling, made_plan
 
 import autosplit.survey
 from autosplit import probe, tuning
-from autosplit.cli import main
+from autosplit.cli import app, main
 from autosplit.cost import Ceiling
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError
@@ -129,11 +130,63 @@ def test_usage_errors_are_one_line_and_point_to_the_help(fails, arguments, said)
     assert said in fails(*arguments)[0]
 
 
-def test_help_loads_neither_torch_nor_rich():
-    code = "import sys; from autosplit.cli import main; main(['tune', '--help']); print('torch' in sys.modules, "
-    code += "[m for m in ('optuna', 'pynvml', 'rich', 'msgspec') if m in sys.modules])"
+def test_what_starts_at_once_loads_neither_torch_nor_what_it_has_no_use_for(tmp_path, cache_dir):
+    """In one process, one after the other: what each has loaded by its end."""
+    store("ab" * 16, made_plan((100, 156), kind="sim"))
+    heavy = ("torch", "optuna", "pynvml", "pydantic", "filelock", "rich", "msgspec", "autosplit.solver")
+    code = (
+        "import sys; from autosplit.cli import main\n"
+        f"for words in (['tune', '--help'], ['profiles', 'path'], ['profiles'], ['show', 'abab']):\n"
+        f"    assert main(words) == 0\n    print('loaded', [m for m in {heavy!r} if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False []"
+    loaded = [line for line in done.stdout.splitlines() if line.startswith("loaded ")]
+    assert loaded == [
+        "loaded []",
+        "loaded ['msgspec']",
+        "loaded ['rich', 'msgspec']",
+        "loaded ['rich', 'msgspec', 'autosplit.solver']",
+    ]
+
+
+def examples():
+    """List the examples in the helps, each as its words, with the commands that have none."""
+    import typer.main
+
+    top = typer.main.get_command(app).commands
+    commands = [*top.values(), *(one for command in top.values() for one in getattr(command, "commands", {}).values())]
+    told = [command.epilog or "" for command in commands]
+    assert all("  autosplit " in epilog for epilog in told)
+    return [line.strip() for epilog in told for line in epilog.splitlines() if line.startswith("  autosplit ")]
+
+
+# These take seconds: a model is built, and traced or run.
+LONG = ("autosplit tune ", "autosplit probe ", "autosplit check ")
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=pytest.mark.slow if line.startswith(LONG) else ()) for line in examples()]
+)
+def test_the_examples_in_the_helps_run(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")
+    made_plan().save("plan.json")
+    for key in ("3f2a", "91c0"):
+        store(key * 8, made_plan())
+    assert main(shlex.split(line)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_the_help_lists_the_exit_codes_and_examples_are_not_broken(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n    {code}  " in out for code in (0, 2, 3, 4, 5))
+    assert main(["tune", "--help"]) == 0
+    *others, example = capsys.readouterr().out.rstrip().splitlines()
+    assert example.split()[0] == "autosplit"
+    assert len(example) > 60
+    assert max(map(len, others)) <= 60
 
 
 def test_python_m_autosplit_runs_the_command_line():

@@ -14,9 +14,10 @@ from workloads import char_gpt
 from autosplit import tune
 from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Residual, StepTime, TimeCurve
 from autosplit.errors import PlanError
-from autosplit.explaining import Bound, rate_text
+from autosplit.explaining import Bound
 from autosplit.plan import DdpPlan, Plan, RankSettings
 from autosplit.relaxing import NO_LIMIT_BYTES, Problem
+from autosplit.sizes import rate_text
 from autosplit.space import Trial
 
 MS = 1e-3

@@ -10,8 +10,7 @@ from handmade import made_plan
 from rich.console import Console
 
 from autosplit.cli import main
-from autosplit.commands.answers import Profile
-from autosplit.commands.listing import print_profiles
+from autosplit.commands.listing import Profile, print_profiles
 from autosplit.profiles import profile_paths, profiles_folder, store
 
 AB, CD = "ab" * 16, "cd" * 16

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from autosplit.commands.listing import Profile
 from autosplit.comparing import Misfit
 from autosplit.cost import Ceiling
 from autosplit.findings import Check
@@ -25,7 +26,6 @@ __all__ = [
     "LaunchCommand",
     "Place",
     "ProbedCeiling",
-    "Profile",
     "Profiles",
     "Removed",
 ]
@@ -86,51 +86,6 @@ class Checks:
     """
 
     checks: tuple[Check, ...]
-
-
-@dataclass(frozen=True)
-class Profile:
-    """A file of the cache.
-
-    Attributes:
-        key: 32 hexadecimal digits; the beginning of them names it.
-        path: The file.
-        saved_at: When it was written, as ISO 8601 with the offset from UTC; None where that is unknown.
-        age_s: Seconds since then; None where that is unknown.
-        problem: Why it can't be read; None where it can. Then all that follows is empty.
-        name: By which plans of equal workloads are kept apart; None where none was given.
-        model: The model's class, or the function that makes it.
-        parameters: How many the model has; None where that is unknown.
-        devices: Labels, in order.
-        device_names: What their makers call them, in the same order.
-        request: What was asked for, by `tune`'s keywords; what was left out is not in it.
-        split: Samples per device in one forward.
-        batch_size: Samples per forward.
-        accumulation_steps: Forwards per optimizer step.
-        effective_batch_size: Samples per optimizer step.
-        samples_per_s: Throughput.
-        simulated: It is for cards that are not here.
-        complete: False where the search was interrupted and this is the best so far.
-    """
-
-    key: str
-    path: str
-    saved_at: str | None
-    age_s: float | None
-    problem: str | None = None
-    name: str | None = None
-    model: str | None = None
-    parameters: int | None = None
-    devices: tuple[str, ...] = ()
-    device_names: tuple[str, ...] = ()
-    request: Mapping[str, Any] | None = None
-    split: tuple[int, ...] = ()
-    batch_size: int | None = None
-    accumulation_steps: int | None = None
-    effective_batch_size: int | None = None
-    samples_per_s: float | None = None
-    simulated: bool | None = None
-    complete: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from autosplit.commands.answers import Profile
 from autosplit.commands.stored import KEY_DIGITS
-from autosplit.explaining import rate_text
 from autosplit.report import _add_row, _count, _pairs, _print, _short_name, _table, _tuple_text
+from autosplit.sizes import rate_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["print_profiles"]
+__all__ = ["Profile", "print_profiles"]
 
 LEAST_FOR_NOTES = 30
 """Columns in which a long note is still legible; with fewer there is no table."""
@@ -23,6 +23,51 @@ LEAST_FOR_NOTES = 30
 _UNITS = ((60.0, "s"), (60.0, "min"), (24.0, "h"), (365.0, "d"))
 _EVERYWHERE = ("key", "model", "devices", "plan", "age")
 """Columns that stand there whether anything is in them or not."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A file of the cache.
+
+    Attributes:
+        key: 32 hexadecimal digits; the beginning of them names it.
+        path: The file.
+        saved_at: When it was written, as ISO 8601 with the offset from UTC; None where that is unknown.
+        age_s: Seconds since then; None where that is unknown.
+        problem: Why it can't be read; None where it can. Then all that follows is empty.
+        name: By which plans of equal workloads are kept apart; None where none was given.
+        model: The model's class, or the function that makes it.
+        parameters: How many the model has; None where that is unknown.
+        devices: Labels, in order.
+        device_names: What their makers call them, in the same order.
+        request: What was asked for, by `tune`'s keywords; what was left out is not in it.
+        split: Samples per device in one forward.
+        batch_size: Samples per forward.
+        accumulation_steps: Forwards per optimizer step.
+        effective_batch_size: Samples per optimizer step.
+        samples_per_s: Throughput.
+        simulated: It is for cards that are not here.
+        complete: False where the search was interrupted and this is the best so far.
+    """
+
+    key: str
+    path: str
+    saved_at: str | None
+    age_s: float | None
+    problem: str | None = None
+    name: str | None = None
+    model: str | None = None
+    parameters: int | None = None
+    devices: tuple[str, ...] = ()
+    device_names: tuple[str, ...] = ()
+    request: Mapping[str, Any] | None = None
+    split: tuple[int, ...] = ()
+    batch_size: int | None = None
+    accumulation_steps: int | None = None
+    effective_batch_size: int | None = None
+    samples_per_s: float | None = None
+    simulated: bool | None = None
+    complete: bool | None = None
 
 
 def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from autosplit.commands.answers import Place, Profile, Profiles, Removed
+from autosplit.commands.listing import Profile, print_profiles
 from autosplit.commands.saying import Manner, print_json
 from autosplit.commands.stored import profile_path
 from autosplit.errors import InputError, PlanError, ProfileError
@@ -20,6 +20,8 @@ __all__ = ["list_profiles", "print_listed", "remove_profiles", "show_path"]
 def list_profiles(manner: Manner) -> int:
     """Print what is remembered."""
     if manner.as_json:
+        from autosplit.commands.answers import Profiles
+
         print_json(Profiles(str(profiles_folder()), _listed()))
     else:
         print_listed()
@@ -28,7 +30,6 @@ def list_profiles(manner: Manner) -> int:
 
 def print_listed() -> None:
     """Print the list for reading."""
-    from autosplit.commands.listing import print_profiles
     from autosplit.terminal import console_for
 
     print_profiles(_listed(), profiles_folder(), console_for(sys.stdout))
@@ -77,6 +78,8 @@ def show_path(key: str | None, manner: Manner) -> int:
     """Print the cache's folder, which may not exist yet, or the file of a profile."""
     path = str(profiles_folder() if key is None else profile_path(key))
     if manner.as_json:
+        from autosplit.commands.answers import Place
+
         print_json(Place(path))
     else:
         sys.stdout.write(f"{path}\n")
@@ -108,6 +111,8 @@ def remove_profiles(keys: Sequence[str], manner: Manner, *, everything: bool, co
         except ProfileError as error:
             problems.append(error)
     if manner.as_json:
+        from autosplit.commands.answers import Removed
+
         print_json(Removed(str(folder), tuple(removed)))
     else:
         sys.stdout.write("".join(f"removed {path}\n" for path in removed) or f"nothing to remove in {folder}\n")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -95,6 +94,8 @@ def _fitted(line: str) -> list[str]:
     """Break a line for the terminal that stderr is; paths, and what else is one word, stay whole to be copied."""
     if not sys.stderr.isatty():
         return [line]
+    import textwrap
+
     width = max(20, width_of(sys.stderr))
     return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows tells of a signal by sockets only")
+
+SETUP = """
+import os, signal, sys, time
+from autosplit.interrupts import held_interrupts, leaves_at_the_second
+leaves_at_the_second(lambda: 4 if os.write(1, b"left ") else 0, apart_s=APART)
+def interrupted():
+    try:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.1)
+    except KeyboardInterrupt:
+        print("once", end=" ", flush=True)
+"""
+
+
+def run(body, *, apart_s=0.0):
+    code = SETUP.replace("APART", str(apart_s)) + body
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_first_is_pythons_and_the_second_ends_it_in_whatever_it_is():
+    """Here in code that holds Ctrl-C back: the second is in no handler's hands."""
+    done = run(
+        "interrupted()\n"
+        "with held_interrupts():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(50)\nprint('not this')"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (4, "once left ", "")
+
+
+def test_one_that_was_held_back_is_one():
+    body = (
+        "try:\n    with held_interrupts():\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n    time.sleep(0.5)\n    print('once')"
+    )
+    done = run(body)
+    assert (done.returncode, done.stdout) == (0, "once\n"), done.stderr
+
+
+def test_two_of_one_key_are_one_and_a_forks_are_its_own():
+    body = (
+        "interrupted()\ninterrupted()\n"
+        "if os.fork() == 0:\n    interrupted()\n    interrupted()\n    os._exit(0)\n"
+        "os.wait()\ntime.sleep(0.3)\nprint('done')"
+    )
+    done = run(body, apart_s=30)
+    assert (done.returncode, done.stdout.split()) == (0, ["once"] * 4 + ["done"]), done.stderr

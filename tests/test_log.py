@@ -1,0 +1,95 @@
+"""The log of what is tried, and what --quiet and --verbose make of stderr."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from handmade import made_plan
+
+import autosplit
+from autosplit import tuning
+from autosplit.cli import main
+
+WORKLOAD = "import torch, autosplit\nworkload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(WORKLOAD)
+    return str(path)
+
+
+def test_python_and_the_command_line_show_the_same(script, capsys, caplog):
+    """Every step of a tuning, and of its ceilings, with its outcome and why it was tried."""
+    asked = {"devices": "cpu:8MiB,cpu:4MiB", "effective_batch_size": 8, "n_trials": 1}
+    with caplog.at_level(logging.DEBUG, logger="autosplit"):
+        autosplit.tune(torch.nn.Linear(3, 1), torch.randn(4, 3), **asked, profile="off")
+    texts = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    flags = ["--devices", asked["devices"], "--effective-batch-size", "8", "--n-trials", "1", "--no-isolate"]
+    assert main(["tune", script, *flags, "--profile", "off", "--verbose", "--json"]) == 0
+    shown = capsys.readouterr().err
+    assert all(re.match(r" +\d+\.\d\d s  ", line) for line in shown.splitlines())
+    for pattern in (
+        r"profile [0-9a-f]{32}: not used or not there",
+        r"traced \(\d+, 0\) as balanced: ",
+        r"ran \(8, 0\) as balanced: .+ on cpu:0",
+        r"cpu:0 as primary: the ceiling is 8 samples, limited by max_batch_size, a step of it ran: ",
+        r"timed \(8, 0\) as rank: ",
+        r"trial 1, split \(\d, \d\) x 1 \(the solver's answer, and what is beside it\): .+ samples/s, give or take",
+        r"the answer is trial 1",
+    ):
+        assert any(re.match(pattern, text) for text in texts), pattern
+        assert re.search(pattern, shown), pattern
+    assert not caplog.records, "shown once, and not by the root's handlers as well"
+    assert logging.getLogger("autosplit").handlers == []
+
+
+def test_a_trial_that_fails_says_why(caplog):
+    with caplog.at_level(logging.INFO, logger="autosplit"), pytest.raises(autosplit.AutosplitError):
+        autosplit.find_ceiling(lambda: autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3)), "cpu:1KiB")
+    assert any("limited by memory" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("flag", "shown"),
+    [
+        ([], "careful of two\n"),
+        (["--verbose"], "   0.00 s  tried\ncareful of two\n"),
+        (["--quiet"], ""),
+    ],
+)
+def test_what_is_shown_of_the_log(script, capsys, monkeypatch, flag, shown):
+    def stand_in(*_, **__):
+        log = logging.getLogger("autosplit.search")
+        log.info("tried")
+        log.warning("careful\nof %s", "two")
+        return made_plan()
+
+    monkeypatch.setattr(tuning, "tune", stand_in)
+    assert main(["tune", script, "--json", *flag]) == 0
+    assert re.sub(r"\d\.\d\d s", "0.00 s", capsys.readouterr().err) == shown
+
+
+def test_other_ranks_say_which_they_are(script, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(tuning, "tune", lambda *_, **__: logging.getLogger("autosplit").warning("mine") or made_plan())
+    assert main(["tune", script, "--json"]) == 0
+    assert capsys.readouterr().err == "rank 1: mine\n"
+
+
+def test_quiet_and_verbose_are_one_or_the_other(capsys):
+    assert main(["devices", "--quiet", "--verbose"]) == 2
+    assert "--quiet and --verbose are both given; expected one of them at most" in capsys.readouterr().err
+
+
+def test_quiet_keeps_errors_and_the_answer(tmp_path, capsys):
+    made_plan((100, 156)).save(tmp_path / "plan.json")
+    assert main(["show", str(tmp_path / "plan.json"), "--quiet"]) == 0
+    assert "split" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "none.json"), "--quiet"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
