@@ -14,7 +14,7 @@ from handmade import made_ceiling, made_plan
 
 import autosplit.survey
 from autosplit import probe, tuning
-from autosplit.cli import main
+from autosplit.cli import _say_if_waiting, main
 from autosplit.cost import Ceiling
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError
@@ -185,13 +185,13 @@ def test_flags_become_keywords(script, tuned, capsys):
         "profile": "refresh",
         "name": "mine",
         "seed": 3,
-        "progress": None,
+        "progress": _say_if_waiting,
     }
 
 
 def test_without_flags_the_defaults_are_tunes_own(script, tuned, capsys):
     assert main(["tune", script()]) == 0
-    assert tuned.calls[0][1] == {"progress": None}
+    assert tuned.calls[0][1] == {"progress": _say_if_waiting}
 
 
 BUDGETED = ["--devices", "cpu:8MiB"]
