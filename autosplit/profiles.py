@@ -323,7 +323,11 @@ def _refuse_foreign(plan: Plan, machine: Mapping[str, Any], workload: Mapping[st
         which = ("real", "simulated")
         raise ProfileError(f"it is for {which[plan.simulated]} devices; expected {which[simulated]} ones; remove it")
     for what, stored, given in (("machine", plan.machine, machine), ("workload", plan.workload, workload)):
-        differing = sorted(name for name in {*stored, *given} if not _same(stored.get(name), given.get(name)))
+        differing = sorted(
+            name
+            for name in {*stored, *given}
+            if name not in stored or name not in given or not _same(stored[name], given[name])
+        )
         if differing:
             raise ProfileError(
                 f"it is for another {what} ({', '.join(differing)[:200]} differ); "
