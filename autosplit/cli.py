@@ -9,6 +9,7 @@ command that needs them: ``--help`` waits for none of them.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 import typer
 import typer.main
 
-from autosplit.errors import AutosplitError, InputError, PlanError, UserCodeError, from_user_code, user_frames
+from autosplit.errors import AutosplitError, InputError, PlanError, UserCodeError, from_user_code, shown, user_frames
 from autosplit.outcome import end_with_parent, reported
 from autosplit.printed import printable, printable_json, without_passwords
 from autosplit.terminal import progress_bar, stdout_kept_clean
@@ -86,6 +87,11 @@ def main(argv: list[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        named = shown(error.filename)
+        return _failed(f"{named} is longer than a file's name can be; expected a file; correct it", EXIT_USAGE)
 
 
 def run() -> NoReturn:

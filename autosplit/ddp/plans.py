@@ -8,6 +8,7 @@ from pathlib import Path
 from autosplit import profiles
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan import Plan
+from autosplit.printed import printable
 
 __all__ = ["PLAN_VARIABLE", "described", "plan_for_job"]
 
@@ -68,20 +69,21 @@ def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Pat
 def described(plan: Plan) -> str:
     """Name a plan's model and sizes, in a few words."""
     sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
-    return f"{plan.workload.get('model', 'a model')}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"
+    model = printable(plan.workload.get("model", "a model"), longest=300)
+    return f"{model}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"
 
 
 def _refuse_unfit(plan: Plan) -> None:
     """Refuse a plan that no job can be started with."""
     if plan.simulated:
-        names = ", ".join(sorted({device.name for device in plan.devices}))
+        names = printable(", ".join(sorted({device.name for device in plan.devices})), longest=300)
         raise DeviceError(
             f"the plan is for simulated cards ({names}); expected real devices to train on; tune on the machine that "
             "has them"
         )
     if not plan.ddp.ranks:
         raise PlanError(
-            f"the plan has no DDP ranks: {plan.ddp.reason or 'it gives no reason'}; expected one for each device; "
+            f"the plan has no DDP ranks: {printable(plan.ddp.reason or 'it gives no reason')}; expected one for each device; "
             "tune for devices that each hold a rank, or use plan.wrap"
         )
     forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})
