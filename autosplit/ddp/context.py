@@ -168,8 +168,9 @@ class Context:
         count = sum(parameter.numel() for parameter in parameters)
         if count != known:
             warnings.warn(
-                f"the plan is for {printable(name, longest=300)} of {known:,} parameters, and this {type(model).__name__} has {count:,}; its "
-                "batch sizes may not fit or may be slow; tune for this model, or pass its plan",
+                f"the plan is for {printable(name, longest=300)} of {known:,} parameters, and this "
+                f"{type(model).__name__} has {count:,}; its batch sizes may not fit or may be slow; tune for "
+                "this model, or pass its plan",
                 OtherModelWarning,
                 stacklevel=3,
             )

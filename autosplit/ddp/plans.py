@@ -83,8 +83,8 @@ def _refuse_unfit(plan: Plan) -> None:
         )
     if not plan.ddp.ranks:
         raise PlanError(
-            f"the plan has no DDP ranks: {printable(plan.ddp.reason or 'it gives no reason')}; expected one for each device; "
-            "tune for devices that each hold a rank, or use plan.wrap"
+            f"the plan has no DDP ranks: {printable(plan.ddp.reason or 'it gives no reason')}; expected one for each "
+            "device; tune for devices that each hold a rank, or use plan.wrap"
         )
     forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})
     if len(forwards) > 1 or forwards[0] < 1:
