@@ -9,6 +9,7 @@ command that needs them: ``--help`` waits for none of them.
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import os
@@ -86,6 +87,11 @@ def main(argv: list[str] | None = None) -> int:
         # The reader, such as `head`, has seen enough; python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        named = shown(error.filename)
+        return failed(f"{named} is longer than a file's name can be; expected a file; correct it", EXIT_USAGE)
 
 
 def run() -> NoReturn:

@@ -501,7 +501,7 @@ class Plan:
 
     def _refuse_simulated(self, what: str) -> None:
         if self.simulated:
-            names = ", ".join(sorted({device.name for device in self.devices}))
+            names = printable(", ".join(sorted({device.name for device in self.devices})), longest=300)
             raise DeviceError(
                 f"the plan is for simulated cards ({names}); expected real devices to {what}; "
                 "tune on the machine that has them"

@@ -374,7 +374,11 @@ def _refuse_foreign(
     if plan.request and request is not None:
         pairs.append(("request", plan.request, dict(request)))
     for what, stored, given in pairs:
-        differing = sorted(name for name in {*stored, *given} if not _same(stored.get(name), given.get(name)))
+        differing = sorted(
+            name
+            for name in {*stored, *given}
+            if name not in stored or name not in given or not _same(stored[name], given[name])
+        )
         if differing:
             raise ProfileError(
                 f"it is for another {what} ({', '.join(differing)[:200]} differ); "

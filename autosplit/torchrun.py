@@ -80,7 +80,7 @@ def refuse_unfit(plan: Plan) -> None:
         DeviceError: It is for simulated cards.
     """
     if plan.simulated:
-        names = ", ".join(sorted({device.name for device in plan.devices}))
+        names = printable(", ".join(sorted({device.name for device in plan.devices})), longest=300)
         raise DeviceError(
             f"the plan is for simulated cards ({names}); expected real devices to train on; tune on the machine that "
             "has them"
@@ -99,8 +99,8 @@ def refuse_without_ranks(plan: Plan) -> None:
     """
     if not plan.ddp.ranks:
         raise PlanError(
-            f"the plan has no DDP ranks: {plan.ddp.reason or 'it gives no reason'}; expected one for each device; "
-            "tune for devices that each hold a rank, or use plan.wrap"
+            f"the plan has no DDP ranks: {printable(plan.ddp.reason or 'it gives no reason')}; expected one for each "
+            "device; tune for devices that each hold a rank, or use plan.wrap"
         )
     forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})
     if len(forwards) > 1 or forwards[0] < 1:

@@ -57,7 +57,10 @@ def made_plan(split: tuple[int, ...] = (100, 156), *, kind: str = "cuda", effect
         even_samples_per_s=None if kind == "cpu" else 7812.6,
         ceilings=tuple(device.ceiling.batch_size for device in devices),
         devices=devices,
-        trials=(Trial(0, split[0], batch_size, steps, split, 10234.5), Trial(1, 1, 2, 3, (1, 1), failure="cuda:1")),
+        trials=(
+            Trial(0, split[0], batch_size, steps, split, 10234.5),
+            Trial(1, 1, len(split), 3, (1,) * len(split), failure="cuda:1"),
+        ),
         ddp=DdpPlan(ranks, 9876.5),
         precision="none",
         simulated=kind == "sim",

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from autosplit import tuning
 from autosplit.cli import main
+from autosplit.ddp.plans import plan_for_job
+from autosplit.errors import DeviceError
 from autosplit.findings import Check
 from autosplit.printed import LONGEST, printable, printable_json, without_passwords
 from autosplit.progress import Progress
@@ -134,6 +136,18 @@ def test_a_progress_line(monkeypatch):
     assert "\x1b]0;owned" not in stream.getvalue()
 
 
+def test_errors_that_name_a_plans_devices():
+    text = HOSTILE.replace("\ud800", "")
+    plan = made_plan((100, 156), kind="sim")
+    hostile = replace(plan, devices=tuple(replace(device, name=text) for device in plan.devices))
+    with pytest.raises(DeviceError, match="simulated cards") as wrapping:
+        hostile.wrap(None)
+    with pytest.raises(DeviceError, match="simulated cards") as launching:
+        plan_for_job(hostile)
+    assert_harmless(str(wrapping.value), lines=False)
+    assert_harmless(str(launching.value), lines=False)
+
+
 class TestCommands:
     def test_show_and_its_json(self, tmp_path, capsys):
         text = HOSTILE.replace("\ud800", "")
@@ -149,6 +163,13 @@ class TestCommands:
     def test_an_error_that_names_a_file(self, tmp_path, capsys):
         assert main(["show", str(tmp_path / "a\x1b[2Jb\u202e.json")]) == 2
         assert_harmless(capsys.readouterr().err)
+
+    @pytest.mark.parametrize("arguments", [("show", "a" * 5000), ("show", "x" * 5000), ("tune", "x" * 5000)])
+    def test_a_name_that_no_file_can_have(self, arguments, capsys):
+        assert main(list(arguments)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        assert "longer than a file's name can be; expected" in line
 
     def test_what_the_users_code_raises(self, tmp_path, capsys):
         path = tmp_path / "train.py"

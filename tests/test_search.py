@@ -303,6 +303,13 @@ class TestStorage:
         assert storage in str(caught.value)
         assert "\n" not in str(caught.value)
 
+    @pytest.mark.parametrize("url", ["nosuchdb://ann:sec/ret@host/db", "nosuchdb://host/db?user=ann&password=sec/ret"])
+    def test_a_password_in_it_is_not_shown(self, url):
+        with pytest.raises(InputError) as caught:
+            run(Evaluation(), storage=url)
+        assert "ret" not in str(caught.value).replace("interpret", "")
+        assert "***" in str(caught.value)
+
 
 def test_optunas_own_log_level_is_left_as_it_was():
     before = optuna.logging.get_verbosity()

@@ -21,6 +21,7 @@ from autosplit.ddp.loops import foreign_steps, gathered
 from autosplit.ddp.sharding import Layers, begin_step, let_meet, shard
 from autosplit.errors import InputError
 from autosplit.plan import Plan, RankSettings
+from autosplit.printed import printable
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
 from autosplit.split import accumulation_steps
 
@@ -167,8 +168,9 @@ class Context:
         count = sum(parameter.numel() for parameter in parameters)
         if count != known:
             warnings.warn(
-                f"the plan is for {name} of {known:,} parameters, and this {type(model).__name__} has {count:,}; its "
-                "batch sizes may not fit or may be slow; tune for this model, or pass its plan",
+                f"the plan is for {printable(name, longest=300)} of {known:,} parameters, and this "
+                f"{type(model).__name__} has {count:,}; its batch sizes may not fit or may be slow; tune for "
+                "this model, or pass its plan",
                 OtherModelWarning,
                 stacklevel=3,
             )

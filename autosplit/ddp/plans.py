@@ -8,6 +8,7 @@ from pathlib import Path
 from autosplit import profiles
 from autosplit.errors import PlanError
 from autosplit.plan import Plan
+from autosplit.printed import printable
 from autosplit.torchrun import PLAN_VARIABLE, refuse_unfit
 
 __all__ = ["PLAN_VARIABLE", "described", "plan_for_job"]
@@ -67,4 +68,5 @@ def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Pat
 def described(plan: Plan) -> str:
     """Name a plan's model and sizes, in a few words."""
     sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
-    return f"{plan.workload.get('model', 'a model')}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"
+    model = printable(plan.workload.get("model", "a model"), longest=300)
+    return f"{model}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"
