@@ -1,4 +1,4 @@
-"""The command line: ``devices``, ``tune``, ``probe``, ``check``, ``show``, ``launch``.
+"""The command line: ``devices``, ``tune``, ``probe``, ``check``, ``show``, ``report``, ``launch``.
 
 It parses, calls, prints, and exits.
 
@@ -342,6 +342,26 @@ def show_command(
 ) -> Command:
     """Show a saved plan, or those remembered."""
     return functools.partial(_show, which, as_json=as_json)
+
+
+@app.command("report", epilog="Example: autosplit report plan.json -o report.html")
+def report_command(
+    which: Annotated[
+        _Text,
+        typer.Argument(
+            metavar="[PLAN]",
+            help="A file that a plan was saved to, or the beginning of a profile's key. Default: the newest profile.",
+        ),
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="PATH", help="The page; - for stdout. Default: report.html.")
+    ] = "report.html",
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help='Print JSON, alone on stdout: {"path": ...}.')] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing where all is well.")] = False,
+) -> Command:
+    """Make a page of a plan that works offline: its charts, its checks, every setting to copy. Needs matplotlib."""
+    return functools.partial(_report, which, output, force=force, as_json=as_json, quiet=quiet)
 
 
 @app.command(
@@ -751,6 +771,37 @@ def _show(which: str | None, *, as_json: bool) -> int:
         path, plan = newest
     _print_plan(plan, Origin(f"autosplit.Plan.load({_quoted(str(path))})", path=str(path)), as_json=as_json)
     return 0
+
+
+def _report(which: str | None, output: str, *, force: bool, as_json: bool, quiet: bool) -> int:
+    from autosplit.page import check_page, page_of, write_page
+
+    to_stdout = output == "-"
+    if to_stdout and as_json:
+        raise InputError("-o - and --json both print to stdout; expected one of them; leave one out")
+    if not to_stdout:
+        check_page(output, force=force)
+    plan = _plan_of(which)
+    if to_stdout:
+        sys.stdout.buffer.write(page_of(plan).encode())
+        return 0
+    write_page(plan, output, force=force)
+    if as_json:
+        _print_json(json.dumps({"path": output}))
+    elif not quiet:
+        sys.stderr.write(f"the report is in {output}\n")
+    return 0
+
+
+def _plan_of(which: str | None) -> Plan:
+    """Find the plan of a file or of a profile's key, the newest profile's without either."""
+    from autosplit.plan import Plan
+
+    if which is None:
+        newest = _newest(as_json=True)
+        assert newest is not None, "it raises where there is none"
+        return newest[1]
+    return Plan.load(which) if Path(which).is_file() or not _is_key(which) else _profile(which)[1]
 
 
 def _is_key(which: str) -> bool:
