@@ -57,8 +57,8 @@ MEMORY_PARTS = (
     ("gradients_bytes", "gradients", "c2"),
     ("optimizer_bytes", "optimizer state", "c3"),
     ("gathered_bytes", "gathered outputs", "c4"),
-    ("activations_bytes", "activations and the rest of the step", "c5"),
-    ("untraced_bytes", "not traced: workspaces, allocator", "c6"),
+    ("activations_bytes", "activations and others", "c5"),
+    ("untraced_bytes", "not traced", "c6"),
 )
 """Of a `MemoryParts`: each part's attribute, what the page calls it, and its colour."""
 
@@ -368,7 +368,7 @@ def _legend_order(shown: Iterable[str]) -> list[str]:
     return sorted(shown, key=order.index)
 
 
-# --------------------------------------------------------------------------------------------- memory, against the batch
+# ---------------------------------------------------------------------------------------- memory, against the batch
 
 
 def _memory_charts(plan: Plan) -> list[Chart]:
@@ -378,27 +378,50 @@ def _memory_charts(plan: Plan) -> list[Chart]:
         line = device.ceiling
         kind = (device.name, device.capacity_bytes, line.role, line.batch_size, line.fixed_bytes, line.bytes_per_sample)
         kinds.setdefault(kind, []).append(device)
-    return [_memory_chart(index, alike) for index, alike in enumerate(list(kinds.values())[:MOST_LINES])]
+    return [_memory_chart(plan, index, alike) for index, alike in enumerate(list(kinds.values())[:MOST_LINES])]
 
 
-def _memory_chart(index: int, alike: list[PlanDevice]) -> Chart:
+@dataclass(frozen=True)
+class _Line:
+    """What a device holds against its samples: the fitted line, and the points that were looked at."""
+
+    fixed_bytes: float
+    bytes_per_sample: float
+    points: tuple[tuple[int, int, bool], ...]
+    points_note: str = ""
+
+
+def _line_of(plan: Plan, device: PlanDevice) -> _Line:
+    """Return a device's line; the first's depends on what the others have, and is taken as they have it in the plan."""
+    line = device.ceiling
+    if line.role != "primary" or plan.region is None or len(plan.devices) == 1:
+        return _Line(line.fixed_bytes, line.bytes_per_sample, line.points)
+    plane, others = plan.region.primary, plan.batch_size - plan.gpu0_bsz
+    slope = plane.bytes_per_share + plane.bytes_per_batch
+    return _Line(plane.fixed_bytes + plane.bytes_per_batch * others, slope, line.points, ", others at their ceilings")
+
+
+def _memory_chart(plan: Plan, index: int, alike: list[PlanDevice]) -> Chart:
     first, line = alike[0], alike[0].ceiling
     who = _runs_text([device.label for device in alike])
     name = "" if first.kind == "cpu" else f" ({_short(first.name)})"
     title = f"Memory against samples: {who}{name}"
     if line.batch_size < 1:
-        return Chart(f"line{index}", title, f"{who} holds not even one sample, so that there is no line to draw.")
+        return Chart(f"line{index}", title, f"{who}: not even one sample fits in this plan, and there is no line.")
     how = {
         "memory": f"The ceiling is {line.batch_size:,} samples, where its memory ends.",
         "max_batch_size": f"{line.batch_size:,} samples fit, and no more were looked for.",
         "kernel": f"The ceiling is {line.batch_size:,} samples: a kernel takes no larger tensors.",
         "time": f"The ceiling is {line.batch_size:,} samples: more would bring no more throughput.",
     }[line.limited_by]
+    drawn = _line_of(plan, first)
+    beside = ", beside what the others have in this plan" if drawn.points_note else ""
     said = (
-        f"What {who} may hold is {size_text(line.capacity_bytes)}; a step takes about {size_text(line.fixed_bytes)} of "
-        f"it, and {size_text(line.bytes_per_sample)} more for each sample, in the role of {_ROLES[line.role]}. {how}"
+        f"What {who} may hold is {size_text(line.capacity_bytes)}; a step takes about "
+        f"{size_text(max(0, round(drawn.fixed_bytes)))} of it, and {size_text(round(drawn.bytes_per_sample))} more for "
+        f"each sample, in the role of {_ROLES[line.role]}{beside}. {how}"
     )
-    return _drawn(f"line{index}", title, said, (300, 300), lambda canvas: _draw_memory(canvas, alike))
+    return _drawn(f"line{index}", title, said, 300, lambda canvas: _draw_memory(canvas, alike, drawn))
 
 
 _ROLES = {"primary": "the first device", "replica": "a replica", "rank": "a rank", "eval": "evaluation"}
@@ -408,9 +431,9 @@ def _runs_text(labels: Sequence[str]) -> str:
     return labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} like it"
 
 
-def _draw_memory(canvas: _Canvas, alike: list[PlanDevice]) -> None:
+def _draw_memory(canvas: _Canvas, alike: list[PlanDevice], known: _Line) -> None:
     axes, line = canvas.axes, alike[0].ceiling
-    points = [point for point in line.points if point[0] <= 1.5 * line.batch_size]
+    points = [point for point in known.points if point[0] <= 1.5 * line.batch_size]
     most = max(line.batch_size, *(device.share for device in alike), *(n for n, _, _ in points), 1)
     # A card that the batch does not nearly fill would flatten everything against the axis.
     highest = max(line.peak_bytes, *(device.peak_bytes for device in alike), *(nbytes for _, nbytes, _ in points), 1)
@@ -418,14 +441,14 @@ def _draw_memory(canvas: _Canvas, alike: list[PlanDevice]) -> None:
     top = max(highest, line.capacity_bytes if has_capacity else 0)
     unit, factor = _unit_of(top)
     ends = (0, most)
-    fitted = [(line.fixed_bytes + line.bytes_per_sample * n) / factor for n in ends]
+    fitted = [(known.fixed_bytes + known.bytes_per_sample * n) / factor for n in ends]
     (drawn,) = axes.plot(ends, fitted, color=_COLORS["c1"], linewidth=2, label="fitted line")
-    canvas.tell(drawn, f"{size_text(line.fixed_bytes)} + {size_text(line.bytes_per_sample)} per sample")
+    canvas.tell(drawn, f"{size_text(round(known.fixed_bytes))} + {size_text(round(known.bytes_per_sample))} per sample")
     for it_ran, marker, label in ((False, "x", "traced"), (True, "o", "measured")):
         for n, nbytes, ran in points:
             if ran is it_ran:
                 dot = axes.scatter([n], [nbytes / factor], marker=marker, color=_COLORS["c1"], s=46, label=label)
-                canvas.tell(dot, f"{n:,} samples: {size_text(nbytes)}, {label}")
+                canvas.tell(dot, f"{n:,} samples: {size_text(nbytes)}, {label.strip('_')}{known.points_note}")
                 label = "_" + label
     if has_capacity:
         axes.axhline(
@@ -466,9 +489,8 @@ def _trials_chart(plan: Plan) -> Chart:
     failed = len(plan.trials) - len(ran)
     how = "simulated" if plan.simulated else "measured"
     best = max(trial.samples_per_s or 0.0 for trial in ran)
-    said = (
-        f"{len(ran)} trials ran, of which the best had {rate_text(best)} ({how}). {failed} failed, marked by crosses."
-    )
+    said = f"{len(ran)} trials ran, of which the best had {rate_text(best)} ({how})."
+    said += f" {failed} failed: the crosses." if failed else ""
     return _drawn("trials", title, said, 290, lambda canvas: _draw_trials(canvas, plan))
 
 

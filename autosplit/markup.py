@@ -54,8 +54,8 @@ def table_html(
     told = "".join(
         f'<tr><th scope="row"{left}>{escaped(name)}</th><td{left}>{escaped(text)}</td></tr>' for name, text in facts
     )
-    notes = "".join(f"<li>{escaped(remark)}</li>" for remark in remarks)
+    notes = "".join(f"<p>{escaped(remark)}</p>" for remark in remarks)
     return (
         f"<div><strong>{escaped(title)}</strong><table><tbody>{told}</tbody></table>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{f'<ul>{notes}</ul>' if notes else ''}</div>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}</div>"
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from autosplit import profiles
 from autosplit.assembly import Subject
 from autosplit.errors import AutosplitError, ProfileError, from_user_code
+from autosplit.notebook import notebook_bar
 from autosplit.oom import DoesNotFitError
 from autosplit.plan import Plan
 from autosplit.precisions import native_ones, precision_list
@@ -115,7 +116,7 @@ def tune(
             ``"refresh"`` tunes anew; ``"off"`` neither reads nor writes.
         name: Keeps plans for otherwise equal workloads apart.
         seed: Of the search.
-        progress: Called with a `Progress` now and then.
+        progress: Called with a `Progress` now and then. Default: a bar in a notebook, nothing elsewhere.
 
     Returns:
         The plan.
@@ -154,7 +155,7 @@ def tune(
         def make(one: str | None) -> Source:
             return workload_source(model_or_workload, sample_batch, {**described, "precision": one})
 
-        asked = _Asked(request, reserve, progress or _quiet, isolate, job)
+        asked = _Asked(request, reserve, progress or notebook_bar() or _quiet, isolate, job)
         return _fastest_of(precisions, make, asked, notes)
 
 

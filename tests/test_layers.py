@@ -79,6 +79,7 @@ ORDER = (
     "fingerprint",
     "profiles",
     "progress",
+    "notebook",
     "assembly",
     "session",
     "ddp.place",
