@@ -416,6 +416,7 @@ def _memory_chart(plan: Plan, index: int, alike: list[PlanDevice]) -> Chart:
     }[line.limited_by]
     drawn = _line_of(plan, first)
     beside = ", beside what the others have in this plan" if drawn.points_note else ""
+    how += " The points were taken with the others at their ceilings." if drawn.points_note else ""
     said = (
         f"What {who} may hold is {size_text(line.capacity_bytes)}; a step takes about "
         f"{size_text(max(0, round(drawn.fixed_bytes)))} of it, and {size_text(round(drawn.bytes_per_sample))} more for "
@@ -665,8 +666,8 @@ def _curve_chart(plan: Plan) -> Chart:
     if plan.fit is None or plan.region is None:
         return Chart("landscape", title, "There is no curve to draw: the plan holds no fit.")
     said = (
-        f"Samples per second of {plan.devices[0].label} against the batch of a forward: the line is the fitted model's, "
-        "dots are trials, and the star is this plan."
+        f"Samples per second of {plan.devices[0].label} against the batch of a forward: the line is the fitted "
+        "model's, dots are trials, and the star is this plan."
     )
     return _drawn("landscape", title, said, 300, lambda canvas: _draw_curve(canvas, plan, plan.region))
 

@@ -2,34 +2,14 @@ from __future__ import annotations
 
 import html
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 from handmade import made_plan
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import Reader
 
 from autosplit.markup import escaped, printable, table_html
-
-
-class Reader(HTMLParser):
-    """Reads a page's elements and texts."""
-
-    def __init__(self, text):
-        super().__init__(convert_charrefs=True)
-        self.open, self.tags, self.texts = [], [], []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
 
 
 @given(st.text())
