@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autosplit.cost import Ceiling, Fit, Region, Residual, StepTime, TimeCurve
+from autosplit.cost import Ceiling, Fit, MemoryParts, Region, Residual, StepTime, TimeCurve
 from autosplit.findings import Check
 from autosplit.plan import DdpOptions, DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.request import Request
@@ -77,6 +77,7 @@ class Answer:
         even_samples_per_s: Of the even split; None where it is not known.
         region: Which splits fit; None where nothing was split.
         fit: The cost of a step.
+        memory: What each device's peak is made of; empty where that is not known of any.
     """
 
     split: tuple[int, ...]
@@ -90,6 +91,7 @@ class Answer:
     even_samples_per_s: float | None = None
     region: Region | None = None
     fit: Fit | None = None
+    memory: tuple[MemoryParts | None, ...] = ()
 
 
 def assembled(
@@ -163,6 +165,7 @@ def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
         ceiling=answer.ceilings[position],
         uuid=device.uuid,
         driver=device.driver,
+        memory=answer.memory[position] if answer.memory else None,
     )
 
 

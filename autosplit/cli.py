@@ -538,6 +538,30 @@ def profiles_remove_command(
     return _to_run("profiles.remove_profiles", manner, keys or [], everything=everything, confirmed=confirmed)
 
 
+# ----------------------------------------------------------------------------------------------------------- report
+
+
+@app.command("report", epilog=_example("autosplit report plan.json -o report.html"))
+def report_command(
+    which: Annotated[
+        _Text,
+        typer.Argument(
+            metavar="[PLAN]",
+            help="A file that a plan was saved to, or the beginning of a profile's key. Default: the newest profile.",
+        ),
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="PATH", help="The page; - for stdout. Default: report.html.")
+    ] = "report.html",
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Make a page of a plan that works offline: its charts, its checks, every setting to copy. Needs matplotlib."""
+    return _to_run("report.report", Manner(as_json, quiet, verbose), which, output, force=force)
+
+
 # ----------------------------------------------------------------------------------------------------------- export
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "Ceiling",
     "Fit",
     "MemoryFit",
+    "MemoryParts",
     "Region",
     "Residual",
     "StepTime",
@@ -91,6 +92,47 @@ class Ceiling:
     def headroom_bytes(self) -> int:
         """What is left of the capacity at the ceiling."""
         return self.capacity_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """What a device holds at the moment of a step at which it holds the most; together that is its peak.
+
+    Attributes:
+        parameters_bytes: Parameters and buffers, and a replica's copies of them.
+        gradients_bytes: Gradients of the parameters; a rank's buckets, too.
+        optimizer_bytes: The optimizer's state.
+        gathered_bytes: Outputs of all devices, put together on the first.
+        activations_bytes: What is kept for the backward, the batch, the loss, and what ops need in passing.
+        untraced_bytes: Measured beyond all of these: workspaces of libraries, and blocks that an allocator keeps.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+    activations_bytes: int
+    untraced_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them together."""
+        held = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.gathered_bytes
+        return held + self.activations_bytes + self.untraced_bytes
+
+    def of_peak(self, peak_bytes: int, *, measured: bool) -> MemoryParts | None:
+        """Return the same for another peak; None where that is less than what is there all through.
+
+        Args:
+            peak_bytes: What the device holds.
+            measured: The peak is that of a real step, so that what it has more was not traced; otherwise it is of a
+                line through traces, and what it has more is more of the activations.
+        """
+        more_bytes = peak_bytes - self.total_bytes
+        if more_bytes >= 0 and measured:
+            return replace(self, untraced_bytes=self.untraced_bytes + more_bytes)
+        left_bytes = self.activations_bytes + more_bytes
+        return replace(self, activations_bytes=left_bytes) if left_bytes >= 0 else None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from autosplit.cost import Ceiling, Fit, Region
+from autosplit.cost import Ceiling, Fit, MemoryParts, Region
 from autosplit.errors import DeviceError, PlanError, PlanVersionError
 from autosplit.files import read_bounded, replace_file
 from autosplit.findings import Check
@@ -58,6 +58,7 @@ class PlanDevice:
         ceiling: The largest share it runs, and how that was found.
         uuid: Of a GPU; None for others.
         driver: Its driver's version; None for others.
+        memory: What `peak_bytes` is made of; None where that is not known.
     """
 
     label: str
@@ -73,6 +74,7 @@ class PlanDevice:
     ceiling: Ceiling
     uuid: str | None = None
     driver: str | None = None
+    memory: MemoryParts | None = None
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,33 @@ class Plan:
             f"per optimizer step of {self.effective_batch_size}, {self.samples_per_s:,.0f} samples/s"
             f"{' (simulated)' if self.simulated else ''}"
         )
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a table, which notebooks show in its place."""
+        from autosplit.explaining import rate_text
+        from autosplit.markup import table_html
+        from autosplit.sizes import size_text
+
+        several = len(self.devices) > 1
+        facts = [("split", str(self.split)), ("gpu0_bsz", str(self.gpu0_bsz))] if several else []
+        facts += [
+            ("batch_size", f"{self.batch_size:,}"),
+            ("accumulation_steps", f"{self.accumulation_steps:,}"),
+            ("effective_batch_size", f"{self.effective_batch_size:,}"),
+            ("throughput", rate_text(self.samples_per_s) + (" (simulated)" if self.simulated else "")),
+        ]
+        rows = [
+            (
+                device.label if device.kind == "cpu" else f"{device.label} {device.name}",
+                f"{device.share:,}",
+                f"{size_text(device.peak_bytes)} of {size_text(device.capacity_bytes)}",
+                f"{ceiling:,}",
+            )
+            for device, ceiling in zip(self.devices, self.ceilings, strict=True)
+        ]
+        remarks = [] if self.complete else ["interrupted: the best so far"]
+        remarks += ["simulated: predicted for cards that are not here"] if self.simulated else []
+        return table_html("autosplit plan", facts, ("device", "share", "memory", "ceiling"), rows, remarks)
 
     @property
     def fastest(self) -> Literal["balanced", "ddp"] | None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
 
-from autosplit.cost import Ceiling, Limit, MemoryFit, Role, TimeCurve, largest_fitting
+from autosplit.cost import Ceiling, Limit, MemoryFit, MemoryParts, Role, TimeCurve, largest_fitting
 from autosplit.devices import Device, list_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, from_user_code, one_line
 from autosplit.host import available_host_bytes
@@ -26,7 +26,7 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.cuda import CONFIRMING_STEPS
 from autosplit.runtime.isolated import IsolatedRuntime, StepLostError
 from autosplit.runtime.measurement import Measurement, Runtime, StepShape
-from autosplit.runtime.simulated import traced_peaks
+from autosplit.runtime.simulated import traced_parts, traced_peaks
 from autosplit.runtime.tracing import Tracer
 from autosplit.sizes import size_text
 from autosplit.split import proportional_split
@@ -247,6 +247,38 @@ class Prober:
             if not self.tracer.fake:  # followed with real tensors, a trace is a step
                 self._count(self.tracer.runs - before)
         return self._traced[shape]
+
+    def parts(self, shape: StepShape, peaks: Sequence[int]) -> tuple[MemoryParts | None, ...]:
+        """Tell what the devices hold at their peaks, as traced; None where that is not known.
+
+        Args:
+            shape: The step.
+            peaks: What each device held, in bytes.
+        """
+        if not (self.tracer.fake or self.runtime.simulated):
+            return (None,) * len(peaks)  # a trace of real tensors is a step, and holds what the devices hold
+        with _naming(shape):
+            found = traced_parts(self.tracer, shape)
+        measured = not self.runtime.simulated
+        return tuple(parts.of_peak(peak, measured=measured) for parts, peak in zip(found, peaks, strict=True))
+
+    def rank_parts(
+        self, batch_sizes: Sequence[int], peaks: Sequence[int], *, accumulates: bool
+    ) -> tuple[MemoryParts | None, ...]:
+        """Tell what DDP's ranks hold at their peaks, as `parts` does.
+
+        Args:
+            batch_sizes: Samples of each.
+            peaks: What each is predicted to hold, in bytes.
+            accumulates: The optimizer step has several forwards.
+        """
+        found: list[MemoryParts | None] = []
+        for index, (samples, peak_bytes) in enumerate(zip(batch_sizes, peaks, strict=True)):
+            shape = self._shapes(index, "rank", (), accumulates)(samples)
+            traced = self.parts(shape, self.traced(shape)) if self.tracer.fake or self.runtime.simulated else ()
+            own = traced[index] if traced else None
+            found.append(None if own is None else own.of_peak(peak_bytes, measured=False))
+        return tuple(found)
 
     @functools.cached_property
     def largest_traced(self) -> int:

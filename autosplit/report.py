@@ -10,7 +10,7 @@ import importlib
 import itertools
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Origin",
+    "Told",
     "check_plot",
     "paste_lines",
     "plan_report",
@@ -43,6 +44,7 @@ __all__ = [
     "print_comparison",
     "print_devices",
     "print_plan",
+    "told_of",
 ]
 
 _LIMITS = {"memory": " (memory)", "max_batch_size": " or more", "kernel": " (a kernel's limit)", "time": " (time)"}
@@ -92,6 +94,47 @@ def _print(what: RenderableType, console: Console) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- a plan
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the report says of a plan, as texts, for whoever sets them otherwise than a terminal.
+
+    Attributes:
+        numbers: The numbers to set and what they make, by name.
+        columns: Headings of the table of devices.
+        devices: Its rows.
+        ddp_heading: What DDP's numbers are, and which is faster.
+        ddp: A line for each run of ranks with the same numbers.
+        explained: Why the plan is what it is, a sentence each.
+        notes: What was assumed or could not be done, a sentence each.
+    """
+
+    numbers: tuple[tuple[str, str], ...]
+    columns: tuple[str, ...]
+    devices: tuple[tuple[str, ...], ...]
+    ddp_heading: str
+    ddp: tuple[str, ...]
+    explained: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def told_of(plan: Plan, explanation: Explanation) -> Told:
+    """Return what the report says of a plan.
+
+    Args:
+        plan: What is reported.
+        explanation: Of it, which takes long enough to be made once.
+    """
+    return Told(
+        numbers=tuple(_numbers(plan)),
+        columns=_device_columns(plan),
+        devices=tuple(_device_cells(plan)),
+        ddp_heading=_ddp_heading(explanation),
+        ddp=tuple(_ddp_lines(plan)),
+        explained=tuple(_explained_lines(explanation)),
+        notes=plan.notes,
+    )
 
 
 def plan_report(plan: Plan, *, origin: Origin | None = None) -> Group:
@@ -187,23 +230,30 @@ def _ranks_lines(origin: Origin) -> tuple[str, ...]:
 
 def _device_table(plan: Plan) -> Table:
     """A row for each device; on a single one there are no shares to speak of."""
-    several = len(plan.devices) > 1
     table = _table()
-    table.add_column("device", overflow="fold")
-    for heading in (["share"] if several else []) + [f"memory at this {'split' if several else 'batch'}"]:
-        table.add_column(heading, justify="right", overflow="fold")
-    table.add_column("ceiling", overflow="fold")
-    table.add_column("busy time", justify="right", overflow="fold")
+    for heading in _device_columns(plan):
+        table.add_column(heading, justify="left" if heading in ("device", "ceiling") else "right", overflow="fold")
+    for cells in _device_cells(plan):
+        _add_row(table, *cells)
+    return table
+
+
+def _device_columns(plan: Plan) -> tuple[str, ...]:
+    several = len(plan.devices) > 1
+    share = ("share",) if several else ()
+    return ("device", *share, f"memory at this {'split' if several else 'batch'}", "ceiling", "busy time")
+
+
+def _device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
+    several = len(plan.devices) > 1
     for device, ceiling in zip(plan.devices, plan.ceilings, strict=True):
-        _add_row(
-            table,
+        yield (
             _device_text(device),
             *([f"{device.share:,}"] if several else []),
             _memory_text(device.peak_bytes, device.capacity_bytes),
             f"{ceiling:,}{_limit_text(device, simulated=plan.simulated)}",
             _ms_text(device.busy_s),
         )
-    return table
 
 
 def _device_text(device: PlanDevice) -> str:

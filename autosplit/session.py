@@ -12,7 +12,7 @@ from torch import nn
 from autosplit.assembly import DDP_NOTE, Answer, Subject, assembled, lone_rank, rank_answer, residuals_of, solved_ranks
 from autosplit.checks import checks_for
 from autosplit.compiling import has_compiled_parts
-from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Role, StepTime, TimeCurve
+from autosplit.cost import Ceiling, Fit, MemoryFit, MemoryParts, Region, Role, StepTime, TimeCurve
 from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line
 from autosplit.findings import Check
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
@@ -145,7 +145,16 @@ class Session:
         even = self._even_rate(best)
         ceilings = self._final_ceilings(best)
         ddp = self._ddp(best, ceilings if len(ranks) == 1 else ranks, step_time)
-        return self._assembled(self._answer(best, ceilings, ddp, even))
+        answer = self._answer(best, ceilings, ddp, even)
+        return self._assembled(replace(answer, memory=self._memory_of(best)))
+
+    def _memory_of(self, best: Trial) -> tuple[MemoryParts | None, ...]:
+        """Tell what each device's memory is full of."""
+        if not best.peak_bytes:
+            return ()
+        assert self.solver is not None
+        splits = self.solver.splits_of(configuration_of(best), best.split)
+        return self.prober.parts(StepShape(splits[:2]), best.peak_bytes)
 
     def _ddp_plan(self) -> Plan:
         """Solve DDP's batch sizes from what each device does by itself; nothing is searched."""
@@ -158,7 +167,9 @@ class Session:
                 f"DDP has no answer on {', '.join(device.label for device in self.request.devices)}: {ddp.reason}; "
                 "expected a rank on each device; leave strategy='ddp' out, or use a smaller model or larger devices"
             )
-        return self._assembled(rank_answer(ddp, Fit(step_time, self._all_reduce_seconds(step_time))), DDP_NOTE)
+        answer = rank_answer(ddp, Fit(step_time, self._all_reduce_seconds(step_time)))
+        memory = self.prober.rank_parts(answer.split, answer.peak_bytes, accumulates=answer.accumulation_steps > 1)
+        return self._assembled(replace(answer, memory=memory), DDP_NOTE)
 
     def _is_compiled(self) -> bool:
         model = self.subject.workload.model

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,16 @@ class Trainee:
             for value in _state_tensors(optimizer):
                 if value.dim() > 0:
                     placement.adopt(value, 0)
+
+    def held(self) -> dict[Literal["parameters", "gradients", "optimizer"], list[Tensor]]:
+        """Return what there is of the models and the optimizers, by what it is for; buffers go with the parameters."""
+        parameters = self.parameters()
+        buffers = [buffer for module in modules_of(self.models) for buffer in module.buffers()]
+        return {
+            "parameters": [*parameters, *buffers],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer": [value for optimizer in listed(self.optimizers) for value in _state_tensors(optimizer)],
+        }
 
     def step(
         self,

@@ -17,6 +17,7 @@ from autosplit import profiles
 from autosplit.assembly import Subject
 from autosplit.confirming import Confirmer
 from autosplit.errors import AutosplitError, from_user_code, one_line
+from autosplit.notebook import notebook_bar
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import Plan
 from autosplit.precisions import native_ones, precision_list
@@ -133,7 +134,7 @@ def tune(
             time limit twice that, and at least a minute), and then tunes by itself; ``"off"`` waits for nobody.
         name: Keeps plans for otherwise equal workloads apart: up to 64 characters on one line.
         seed: Of the search.
-        progress: Called with a `Progress` now and then.
+        progress: Called with a `Progress` now and then. Default: a bar in a notebook, nothing elsewhere.
 
     Returns:
         The plan.
@@ -175,7 +176,8 @@ def tune(
         def make(one: str | None) -> Source:
             return workload_source(model_or_workload, sample_batch, {**described, "precision": one})
 
-        asked = _Asked(request, reserve, progress or _quiet, isolate, job, heard=progress is not None)
+        heard = progress or notebook_bar()
+        asked = _Asked(request, reserve, heard or _quiet, isolate, job, heard=heard is not None)
         return _fastest_of(precisions, make, asked, notes)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autosplit.cost import Ceiling
+from autosplit.cost import Ceiling, Fit, MemoryFit, MemoryParts, Region, Residual, StepTime, TimeCurve
+from autosplit.findings import Check
 from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.space import Trial
 from autosplit.split import accumulation_steps
@@ -68,3 +69,42 @@ def made_plan(split: tuple[int, ...] = (100, 156), *, kind: str = "cuda", effect
         real_ooms=0 if kind == "sim" else 1,
     )
     return replace(plan, **changes)
+
+
+def solved_plan(split: tuple[int, ...] = (100, 156), *, kind: str = "cuda", **changes: Any) -> Plan:
+    """A plan with all that a search leaves: its region, its fit, trials, points of its ceilings, what memory is of."""
+    plan = made_plan(split, kind=kind)
+    curve = TimeCurve(((1, 0.002), (64, 0.006), (400, 0.04)))
+    count, most = len(split), 400
+    copies_s = (0.0, *(0.001,) * (count - 1))
+    step_time = StepTime((curve,) * count, copies_s, (0.0, *(1e-6,) * (count - 1)), 0.0005, adds_up=False)
+    points = ((100, 3 * GIB, True), (200, 6 * GIB, False))
+    parts = MemoryParts(GIB, GIB, 2 * GIB, GIB, 12 * GIB, GIB)
+    devices = tuple(
+        replace(
+            device,
+            capacity_bytes=23 * GIB,
+            ceiling=replace(
+                device.ceiling, role="primary" if index == 0 else "replica", points=points, bytes_per_sample=30 * 2**20
+            ),
+            memory=parts,
+        )
+        for index, device in enumerate(plan.devices)
+    )
+    steps = accumulation_steps(512, 200)
+    trials = (*plan.trials, Trial(2, 90, 200, steps, (90, 200 - 90, *(0,) * (count - 2))[:count], 9000.0, 0.02))
+    solved = replace(
+        plan,
+        devices=devices,
+        trials=trials if count > 1 else (*plan.trials[:1], replace(plan.trials[1], split=(2,))),
+        region=Region(MemoryFit(GIB, 50 * 2**20, 2**20), 23 * GIB, most, (most,) * (count - 1), most),
+        fit=Fit(step_time, residuals=(Residual(split, 2, 0.05, 0.051),)),
+        effective_batch_sizes=(512, 512),
+        workload={"model": "Net"},
+        checks=(
+            Check("gradient", 0.0, 0.0, depends=False),
+            Check("BatchNorm2d at 1", 0.5, None, depends=True, advice="freeze it"),
+        ),
+        notes=("a note",),
+    )
+    return replace(solved, **changes)

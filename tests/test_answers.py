@@ -88,6 +88,7 @@ LINES = {
     "profiles show": "profiles show abab",
     "profiles path": "profiles path abab",
     "profiles remove": "profiles remove abab",
+    "report": "report plan.json",
     "export": "export plan.json --to torchrun",
     "launch": "launch --plan plan.json",
 }

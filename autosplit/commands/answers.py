@@ -106,7 +106,7 @@ class Place:
     """Where something is kept.
 
     Attributes:
-        path: The folder of all profiles, or the file of the one that was named.
+        path: The folder of all profiles, or the file of the one that was named; of `report` the page.
     """
 
     path: str
@@ -249,6 +249,7 @@ ANSWERS: Mapping[str, type] = {
     "profiles show": Plan,
     "profiles path": Place,
     "profiles remove": Removed,
+    "report": Place,
     "export": Exported,
     "launch": LaunchCommand,
 }

@@ -8,9 +8,8 @@ from typing import Any
 
 from autosplit.commands.answers import Exported
 from autosplit.commands.saying import Manner, json_text, note
-from autosplit.commands.stored import newest_profile, stored_plan
+from autosplit.commands.stored import named_or_newest
 from autosplit.errors import InputError
-from autosplit.plan import Plan
 
 __all__ = ["export"]
 
@@ -25,7 +24,9 @@ def export(which: str | None, to: str | None, manner: Manner, *, output: str | N
         output: The file for what would be printed; None for stdout.
     """
     to = _checked(to, output)
-    path, plan = _newest(manner) if which is None else stored_plan(which)
+    path, plan = named_or_newest(which)
+    if which is None:
+        note(f"plan: {path}", manner)
     found = plan.export(to, path=path)
     text = found.text
     if manner.as_json:
@@ -52,11 +53,3 @@ def _checked(to: str | None, output: str | None) -> str:
     if output is not None and Path(output).is_dir():
         raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'settings'}")
     return to
-
-
-def _newest(manner: Manner) -> tuple[Path, Plan]:
-    found = newest_profile()
-    if found is None:
-        raise InputError("no plan is remembered; expected one to export; make one with autosplit tune FILE")
-    note(f"plan: {found[0]}", manner)
-    return found

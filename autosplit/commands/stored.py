@@ -8,7 +8,7 @@ from autosplit.errors import InputError
 from autosplit.plan import Plan
 from autosplit.profiles import profile_paths, read_profile
 
-__all__ = ["KEY_DIGITS", "is_key", "newest_profile", "plan_file", "profile_path", "stored_plan"]
+__all__ = ["KEY_DIGITS", "is_key", "named_or_newest", "newest_profile", "plan_file", "profile_path", "stored_plan"]
 
 KEY_DIGITS = 12
 """So many of a key's 32 are shown: enough to tell profiles apart."""
@@ -57,6 +57,21 @@ def profile_path(key: str) -> Path:
         f"{key!r} is neither a file nor the beginning of one profile's key; expected one of them; "
         f"{'these begin so' if matches else 'the newest keys are'}: {found}"
     )
+
+
+def named_or_newest(which: str | None) -> tuple[Path, Plan]:
+    """Read the plan that somebody named, or the newest profile.
+
+    Args:
+        which: As for `stored_plan`; None for the newest profile.
+
+    Raises:
+        InputError: There is none.
+    """
+    found = newest_profile() if which is None else stored_plan(which)
+    if found is None:
+        raise InputError("no plan is remembered; expected one; make one with autosplit tune FILE, or name its file")
+    return found
 
 
 def newest_profile() -> tuple[Path, Plan] | None:

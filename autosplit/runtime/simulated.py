@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autosplit.catalog import GpuSpec
+from autosplit.cost import MemoryParts
 from autosplit.devices import Device
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.measurement import Measurement, StepShape
@@ -24,7 +25,7 @@ from autosplit.runtime.tracing import Event, Move, OpCost, Phase, Trace, Tracer,
 from autosplit.runtime.tracking import rounded
 from autosplit.transfer import HOST
 
-__all__ = ["SimulatedRuntime", "traced_peaks"]
+__all__ = ["SimulatedRuntime", "traced_parts", "traced_peaks"]
 
 _BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
 """Those in which devices work together."""
@@ -156,6 +157,19 @@ def traced_peaks(tracer: Tracer, shape: StepShape) -> tuple[int, ...]:
     return _source_of(tracer, shape).peaks()
 
 
+def traced_parts(tracer: Tracer, shape: StepShape) -> tuple[MemoryParts, ...]:
+    """Tell what each device's peak is made of, from traces; it adds up to what `traced_peaks` returns.
+
+    Args:
+        tracer: Follows the workload.
+        shape: The step.
+    """
+    return _source_of(tracer, shape).parts()
+
+
+_NOTHING = MemoryParts(0, 0, 0, 0, 0)
+
+
 def _active(split: tuple[int, ...]) -> list[int]:
     """Return the devices that have samples."""
     return [index for index, samples in enumerate(split) if samples]
@@ -212,6 +226,13 @@ class _Whole:
             peaks[index] = peak_bytes + buckets
         return tuple(peaks)
 
+    def parts(self) -> tuple[MemoryParts, ...]:
+        buckets = rounded(bucket_bytes(self._tracer.trainee)) if self._shape.num_ranks > 1 else 0
+        found = [_NOTHING] * self._num_devices
+        for index, parts in zip(self._place, self._trace(self._shape.splits[0]).parts, strict=True):
+            found[index] = replace(parts, gradients_bytes=parts.gradients_bytes + buckets)
+        return tuple(found)
+
     def play(self, clocks: _Clocks, split: tuple[int, ...], phase: Phase) -> None:
         _play(clocks, self._trace(split).events(phase), self._place)
 
@@ -261,6 +282,11 @@ class _Composed:
         split = self._shape.splits[0]  # the largest
         others = [self._replica(samples).peak_bytes[1] if samples else 0 for samples in split[1:]]
         return (self._primary(split).peak_bytes[0], *others)
+
+    def parts(self) -> tuple[MemoryParts, ...]:
+        split = self._shape.splits[0]
+        others = [self._replica(samples).parts[1] if samples else _NOTHING for samples in split[1:]]
+        return (self._primary(split).parts[0], *others)
 
     def play(self, clocks: _Clocks, split: tuple[int, ...], phase: Phase) -> None:
         primary = self._primary(split).events(phase)

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.utils import flop_counter
 
 from autosplit.catalog import GpuSpec
+from autosplit.cost import MemoryParts
 from autosplit.errors import AutosplitError, from_user_code
 from autosplit.interrupts import held_interrupts
 from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.placed import run_placed
-from autosplit.runtime.tracking import Tracker
+from autosplit.runtime.tracking import Kind, Tracker
 from autosplit.trainee import Trainee, fake_mode, mode_of, training_copy
 from autosplit.workload import Workload, modules_of
 
@@ -92,6 +93,7 @@ class Trace:
 
     Attributes:
         peak_bytes: The most each device held.
+        parts: What each peak is made of.
         broadcast: Copies of the parameters to replicas that are kept, once a step; otherwise they are in `micro`.
         micro: Events of the micro-step.
         reduce: Kept replicas' gradients come home, once a step; otherwise they are in `micro`.
@@ -99,6 +101,7 @@ class Trace:
     """
 
     peak_bytes: tuple[int, ...]
+    parts: tuple[MemoryParts, ...]
     broadcast: tuple[Event, ...]
     micro: tuple[Event, ...]
     reduce: tuple[Event, ...]
@@ -310,21 +313,23 @@ class Tracer:
             self._run(shape)
             return None
         before_bytes = self._adopted_bytes()
-        peaks: dict[str, int] = {}
+        peaks: dict[str, MemoryParts] = {}
 
         def on_mark(phase: str, tracker: Tracker) -> None:
             if phase == "update":
                 self.trainee.adopt_on(tracker)
             if phase in ("state", "update"):
-                peaks[phase] = tracker.peak_bytes[0]
+                peaks[phase] = _parts_of(tracker, 0)
                 tracker.reset_peak()
 
         trace, left_bytes = self._followed(shape, on_mark, settles=True)
         adopted_bytes = self._adopted_bytes()
         if left_bytes != (adopted_bytes,):
             return None
-        micro_bytes = peaks["state"] + adopted_bytes - before_bytes
-        return replace(trace, peak_bytes=(max(micro_bytes, trace.peak_bytes[0]),))
+        micro = peaks["state"]
+        micro = replace(micro, optimizer_bytes=micro.optimizer_bytes + adopted_bytes - before_bytes)
+        fullest = max(micro, trace.parts[0], key=lambda parts: parts.total_bytes)
+        return replace(trace, peak_bytes=(fullest.total_bytes,), parts=(fullest,))
 
     def _adopted_bytes(self) -> int:
         """Return what lies on the first device before a step."""
@@ -343,6 +348,9 @@ class Tracer:
 
         def mark(phase: str) -> None:
             recorder.mark(phase)
+            for kind, tensors in self.trainee.held().items():
+                for tensor in tensors:
+                    tracker.classify(tensor, kind)
             on_mark(phase, tracker)
             if phase == "update" and not self._with_gradient:
                 grads = [(p, p.grad) for p in self.trainee.parameters()]
@@ -351,7 +359,7 @@ class Tracer:
 
         held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
         names = [f"device {index}" for index in range(len(shape.splits[0]))]
-        tracker = Tracker(names, [None] * len(names), observer=recorder)
+        tracker = Tracker(names, [None] * len(names), observer=recorder, accounts=True)
         with (
             kept_rng(),
             held_interrupts() if self.fake else nullcontext(),
@@ -365,12 +373,13 @@ class Tracer:
         phases = recorder.finish()
         micro, update = _events(phases, "micro"), _events(phases, "update")
         left_bytes = tuple(tracker.live_bytes)
+        parts = tuple(_parts_of(tracker, device) for device in range(len(names)))
         if not shape.accumulates:
-            return Trace(peaks, (), micro, (), update), left_bytes
+            return Trace(peaks, parts, (), micro, (), update), left_bytes
         # What is followed is one micro-step of many: gradients wait on replicas that are there, and come home after it.
         broadcast = tuple(event for event in _events(phases, "broadcast") if _moves(event, "parameter"))
         home = next((index for index, event in enumerate(micro) if _moves(event, "gradient")), len(micro))
-        return Trace(peaks, broadcast, micro[:home], micro[home:], update), left_bytes
+        return Trace(peaks, parts, broadcast, micro[:home], micro[home:], update), left_bytes
 
     def accumulation_costs(self) -> list[OpCost]:
         """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
@@ -391,6 +400,13 @@ class Tracer:
             return self.workload.assumptions()
         with kept_rng(), self.trainee.fake_mode or nullcontext(), torch.no_grad():
             return self.workload.assumptions(self.trainee.outputs())
+
+
+def _parts_of(tracker: Tracker, device: int) -> MemoryParts:
+    """Return what a device's peak is made of."""
+    account = tracker.peak_account(device)
+    kinds: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "gathered", "activations")
+    return MemoryParts(*(account.get(kind, 0) for kind in kinds))
 
 
 def _moves(event: Event, purpose: str) -> bool:

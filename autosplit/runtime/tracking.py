@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import Token
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from autosplit.transfer import (
     deactivate_placement,
 )
 
-__all__ = ["BLOCK_BYTES", "Observer", "Tracker", "rounded"]
+__all__ = ["BLOCK_BYTES", "Kind", "Observer", "Tracker", "rounded"]
 
 BLOCK_BYTES = 512
 
@@ -52,6 +52,13 @@ _SPARSE_PARTS = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+
+
+Kind = Literal["parameters", "gradients", "optimizer", "gathered", "activations"]
+"""What a storage is for."""
+
+_KINDS: dict[str, Kind] = {"parameter": "parameters", "buffer": "parameters", "gradient": "gradients"}
+"""By what a transfer is for."""
 
 
 class Observer(Protocol):
@@ -71,6 +78,7 @@ class _Held:
     device: int
     nbytes: int
     finalizer: weakref.finalize[..., Any]
+    kind: Kind = "activations"
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -113,6 +121,7 @@ class Tracker(TorchDispatchMode, Placement):
         labels: The devices' names for error messages, in the order of the step.
         capacities: Bytes each may hold; None for no bound.
         observer: Told of each op and transfer.
+        accounts: Keep what `peak_account` needs: a few words for each storage that comes and goes.
 
     Raises:
         OutOfMemoryError: From the op whose output no longer fits, naming the device.
@@ -123,7 +132,12 @@ class Tracker(TorchDispatchMode, Placement):
     """
 
     def __init__(
-        self, labels: Sequence[str], capacities: Sequence[int | None], *, observer: Observer | None = None
+        self,
+        labels: Sequence[str],
+        capacities: Sequence[int | None],
+        *,
+        observer: Observer | None = None,
+        accounts: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         assert len(labels) == len(capacities), (labels, capacities)
@@ -134,6 +148,10 @@ class Tracker(TorchDispatchMode, Placement):
         self._observer = observer
         self._held: dict[int, _Held] = {}
         self._token: Token[Placement | None] | None = None
+        # What a storage is for may show later than its bytes do: a gradient is one when it is on its parameter. So the
+        # peak is accounted for at the end, from what came and went until then.
+        self._account: list[tuple[_Held, int, int]] | None = [] if accounts else None
+        self._entries_at_peak = [0] * len(labels)
 
     @property
     def num_devices(self) -> int:
@@ -158,6 +176,23 @@ class Tracker(TorchDispatchMode, Placement):
     def reset_peak(self) -> None:
         """Start the peak anew from what is held now."""
         self.peak_bytes = list(self.live_bytes)
+        self._entries_at_peak = [len(self._account or ())] * len(self.labels)
+
+    def classify(self, tensor: Tensor, kind: Kind) -> None:
+        """Say what a tensor is for; one that nobody holds is left out."""
+        for part in _dense_parts(tensor):
+            held = self._held.get(_storage_key(part))
+            if held is not None:
+                held.kind = kind
+
+    def peak_account(self, device: int) -> dict[Kind, int]:
+        """Return what a device held at its peak, in bytes for each kind of storage; it adds up to the peak."""
+        assert self._account is not None, "the tracker keeps no accounts"
+        found: dict[Kind, int] = {}
+        for held, place, nbytes in self._account[: self._entries_at_peak[device]]:
+            if place == device:
+                found[held.kind] = found.get(held.kind, 0) + nbytes
+        return found
 
     def adopt(self, tensor: Tensor, device: int) -> None:
         """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
@@ -201,14 +236,20 @@ class Tracker(TorchDispatchMode, Placement):
         copy: Tensor = func(*args)
         if destination != HOST:
             self.adopt(copy, destination)
+        if purpose in _KINDS:
+            self.classify(copy, _KINDS[purpose])
+        if purpose == "gradient":
+            self.classify(args[0], "gradients")
         if self._observer is not None:
             nbytes = sum(part.untyped_storage().nbytes() for part in _dense_parts(copy))
             self._observer.on_transfer(source, destination, nbytes, purpose)
         return copy
 
     def _transfer_into(self, func: Any, args: Sequence[Any]) -> None:
-        _, tensor, source, destination, purpose = args
+        block, tensor, source, destination, purpose = args
         func(*args)
+        if purpose == "output":
+            self.classify(block, "gathered")
         if self._observer is not None:
             self._observer.on_transfer(source, destination, tensor.numel() * tensor.element_size(), purpose)
 
@@ -232,7 +273,7 @@ class Tracker(TorchDispatchMode, Placement):
             held = self._held.get(_storage_key(part))
             if held is not None and held.device == _PROVISIONAL:
                 held.device = device
-                self._charge(device, held.nbytes)
+                self._charge(held, held.nbytes)
 
     def _regrow(self, tensor: Tensor) -> None:
         """Follow a storage that an op resized in place."""
@@ -242,7 +283,7 @@ class Tracker(TorchDispatchMode, Placement):
             grown = nbytes - held.nbytes
             held.nbytes = nbytes
             if held.device >= 0:
-                self._charge(held.device, grown)
+                self._charge(held, grown)
 
     def _hold(self, tensor: Tensor, device: int) -> None:
         storage = tensor.untyped_storage()
@@ -255,15 +296,18 @@ class Tracker(TorchDispatchMode, Placement):
         nbytes = rounded(storage.nbytes())
         finalizer = weakref.finalize(storage, self._release, key)
         finalizer.atexit = False
-        self._held[key] = _Held(device, nbytes, finalizer)
+        held = self._held[key] = _Held(device, nbytes, finalizer)
         if device >= 0:
-            self._charge(device, nbytes)
+            self._charge(held, nbytes)
 
-    def _charge(self, device: int, nbytes: int) -> None:
+    def _charge(self, held: _Held, nbytes: int) -> None:
+        device = held.device
         live_bytes = self.live_bytes[device]
         capacity_bytes = self.capacities[device]
         # Charged before the check: the storage is held, and its finalizer gives back what is charged here.
         self.live_bytes[device] = live_bytes + nbytes
+        if self._account is not None:
+            self._account.append((held, device, nbytes))
         if capacity_bytes is not None and live_bytes + nbytes > capacity_bytes:
             raise OutOfMemoryError(
                 f"{self.labels[device]} is out of memory: {nbytes} bytes asked for, {live_bytes} held, "
@@ -274,12 +318,16 @@ class Tracker(TorchDispatchMode, Placement):
                 live_bytes=live_bytes,
                 capacity_bytes=capacity_bytes,
             )
-        self.peak_bytes[device] = max(self.peak_bytes[device], live_bytes + nbytes)
+        if live_bytes + nbytes > self.peak_bytes[device]:
+            self.peak_bytes[device] = live_bytes + nbytes
+            self._entries_at_peak[device] = len(self._account or ())
 
     def _release(self, key: int) -> None:
         held = self._held.pop(key, None)  # None where an interrupt came between the finalizer and its record
         if held is not None and held.device >= 0:
             self.live_bytes[held.device] -= held.nbytes
+            if self._account is not None:
+                self._account.append((held, held.device, -held.nbytes))
 
 
 def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[int, bool]:

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree as ET
+
+import pytest
+from handmade import GIB, made_plan, solved_plan
+
+pytest.importorskip("matplotlib")
+
+from autosplit import charts
+from autosplit.charts import WIDTHS, known_parts
+from autosplit.errors import InputError
+from autosplit.plan import DdpPlan
+
+DRAWN = ("devices", "line0", "line1", "trials", "landscape", "rates")
+
+
+def drawn(plan, name):
+    """Draw one chart: all of them take seconds."""
+    if name == "rates":
+        return charts._rates_chart(plan, plan.explain())
+    if name.startswith("line"):
+        return charts._memory_charts(replace(plan, devices=plan.devices[:1]))[0]
+    draw = {"devices": charts._devices_chart, "trials": charts._trials_chart, "landscape": charts._landscape_chart}
+    return draw[name](plan)
+
+
+@pytest.fixture(scope="module")
+def solved():
+    plan = solved_plan()
+    return {chart.name: chart for chart in charts.charts_of(plan, plan.explain())}
+
+
+def words(svg):
+    return [text.text for text in ET.fromstring(svg).iter("text")]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("size", ["narrow", "wide"])
+def test_each_is_drawn_for_both_widths_with_words_of_a_readable_size(solved, name, size):
+    root = ET.fromstring(getattr(solved[name], size))
+    left, top, width, _ = map(float, root.get("viewBox").split())
+    assert (left, top, width) == (0, 0, WIDTHS[size])
+    sizes = [float(text.get("font-size").removesuffix("px")) for text in root.iter("text")]
+    assert sizes
+    assert min(sizes) >= 11
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_each_has_the_pages_colours_and_no_styles_or_foreign_ids(solved, name):
+    for svg in (solved[name].narrow, solved[name].wide):
+        root = ET.fromstring(svg)
+        assert not list(root.iter("style"))
+        assert not list(root.iter("metadata"))
+        assert not [element for element in root.iter() if "style" in element.attrib]
+        assert not re.search(r"#0102", svg), "a colour that stands for a variable was left"
+        assert "var(--ink)" in svg
+        ids = [element.get("id") for element in root.iter() if element.get("id")]
+        assert len(ids) == len(set(ids))
+        used = re.findall(r'(?:href="|url\()#([^")]+)', svg)
+        assert set(used) <= set(ids)
+
+
+def test_no_two_pictures_share_an_id(solved):
+    ids = [
+        i for chart in solved.values() for svg in (chart.narrow, chart.wide) for i in re.findall(r' id="([^"]+)"', svg)
+    ]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        (
+            "devices",
+            ["memory, GiB", "parameters", "optimizer state", "reserve", "free", "cuda:1 NVIDIA GeForce RTX 3090"],
+        ),
+        ("line0", ["samples", "memory, GiB", "fitted line", "measured", "traced", "capacity", "ceiling", "this plan"]),
+        ("trials", ["trial", "samples/s", "measured", "failed", "best so far", "this plan"]),
+        ("landscape", ["gpu0_bsz, samples", "batch_size, samples", "trial", "failed", "this plan"]),
+        ("rates", ["samples/s", "this plan", "even split, same batch", "DDP", "measured", "predicted"]),
+    ],
+)
+def test_axes_and_marks_are_labelled_with_units(solved, name, labels):
+    assert set(labels) <= set(words(solved[name].wide))
+
+
+def test_marks_say_what_they_are(solved):
+    titles = [title.text for title in ET.fromstring(solved["trials"].wide).iter("title")]
+    assert "trial 1: split (1, 1), 3 forwards a step: cuda:1" in titles
+    titles = [title.text for title in ET.fromstring(solved["devices"].wide).iter("title")]
+    assert "cuda:0: optimizer state, 2 GiB" in titles
+    assert "cuda:0: reserve, 1 GiB" in titles
+
+
+def test_the_text_alternatives_have_the_figures(solved):
+    assert "even split, same batch: 7,813 samples/s (measured)" in solved["rates"].said
+    assert "1 failed" in solved["trials"].said
+    assert ET.fromstring(solved["rates"].wide).get("aria-label") == solved["rates"].said
+
+
+def test_what_a_memory_is_full_of_is_drawn_only_where_it_is_known():
+    plan = solved_plan()
+    unknown = replace(plan, devices=tuple(replace(device, memory=None) for device in plan.devices))
+    shown = words(drawn(unknown, "devices").wide)
+    assert {"in use", "free", "reserve"} <= set(shown)
+    assert "activations and others" not in shown
+    other_peak = replace(plan.devices[0], peak_bytes=5 * GIB)
+    assert known_parts(plan.devices[0]) is not None
+    assert known_parts(other_peak) is None, "the parts are of another peak"
+
+
+def test_the_first_devices_line_is_drawn_beside_what_the_others_have(solved):
+    """Its own points were traced with the others at their ceilings: through them the plan would not fit."""
+    said = solved["line0"].said
+    assert "about 1.152 GiB of it, and 51 MiB more for each sample" in said
+    assert "beside what the others have in this plan" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "said"),
+    [
+        ({"trials": ()}, "trials", "There were no trials"),
+        ({"fit": None}, "landscape", "the plan holds no fit"),
+        ({"region": None}, "landscape", "the ranks of DDP have no gpu0_bsz"),
+        ({"even_samples_per_s": None, "fit": None, "ddp": DdpPlan((), 0.0, "no")}, "rates", "Nothing was measured"),
+    ],
+)
+def test_what_can_not_be_drawn_says_why(changes, name, said):
+    chart = drawn(solved_plan(**changes), name)
+    assert said in chart.said
+    assert not chart.wide + chart.narrow
+
+
+def test_devices_that_share_a_processor_are_compared_with_nothing():
+    assert "no gain over an even split is claimed" in drawn(made_plan(kind="cpu"), "rates").said
+
+
+def test_one_device_has_a_curve_in_the_place_of_the_landscape():
+    plan = solved_plan((256,))
+    curve = drawn(plan, "landscape")
+    assert curve.title == "Throughput against batch_size"
+    assert {"predicted", "trial", "this plan", "batch_size, samples"} <= set(words(curve.wide))
+    assert not drawn(plan, "rates").wide
+
+
+def test_predicted_and_simulated_are_told_apart():
+    assert "simulated" in words(drawn(solved_plan(kind="sim"), "rates").wide)
+
+
+def test_unlike_devices_are_drawn_by_their_own_memory():
+    plan = solved_plan()
+    small = replace(plan.devices[1], memory_bytes=GIB, capacity_bytes=GIB, peak_bytes=2**29, memory=None)
+    assert "memory, % of the device's own" in words(
+        drawn(replace(plan, devices=(plan.devices[0], small)), "devices").wide
+    )
+
+
+def test_names_are_never_taken_for_markup_or_formulas():
+    plan = solved_plan()
+    hostile = '$\\frac{1}{0}$<script>alert("1")</script>\x00\x1b[31m\u202e&'
+    named = replace(plan, devices=tuple(replace(device, name=hostile) for device in plan.devices))
+    chart = drawn(named, "devices")
+    for svg in (chart.narrow, chart.wide):
+        assert "<script" not in svg
+        assert not re.search("[\x00\x1b\u202e]", svg)
+    assert any(text.startswith("cuda:0 $\\frac{1}{0}$<script>") for text in words(chart.wide))
+
+
+def test_the_users_settings_of_matplotlib_change_nothing(solved):
+    import matplotlib
+
+    with matplotlib.rc_context({"font.size": 40, "axes.facecolor": "red", "text.usetex": True, "svg.fonttype": "path"}):
+        again = drawn(solved_plan(), "trials")
+        assert matplotlib.rcParams["font.size"] == 40
+    assert again == solved["trials"]
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_svg", None)
+    with pytest.raises(InputError, match=r"needs matplotlib, .*pip install 'autosplit\[report\]'"):
+        charts.charts_of(made_plan(), made_plan().explain())

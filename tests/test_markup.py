@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import html
+from dataclasses import replace
+
+import pytest
+from handmade import made_plan
+from hypothesis import given
+from hypothesis import strategies as st
+from pages import Reader
+
+from autosplit.markup import escaped, printable, table_html
+
+
+@given(st.text())
+def test_a_text_stays_a_text(text):
+    cell = Reader(f'<td title="{escaped(text)}">{escaped(text)}</td>')
+    assert cell.tags == ["td"]
+    # What HTML makes of its own line ends is not of us.
+    assert "".join(cell.texts) == html.unescape(escaped(text))
+    assert not any(character in "\x00\x07\x1b\x7f\x9b\u202e\u2066\ud800" for character in printable(text))
+
+
+@pytest.mark.parametrize("text", ["\x00", "\x1b[31m", "\u202e", "\x9b", "\u200f"])
+def test_what_can_not_be_seen_is_marked(text):
+    assert printable(f"a{text}b").startswith("a\ufffd")
+
+
+def test_line_ends_and_letters_of_all_kinds_stay():
+    assert printable("é\n漢\tع") == "é\n漢\tع"
+
+
+def test_a_table_is_whole_and_escaped():
+    read = Reader(table_html("<t>", [("<f>", "&")], ["<c>"], [["<script>"]], ["'\""]))
+    assert read.open == []
+    assert "script" not in read.tags
+    assert read.texts == ["<t>", "<f>", "&", "<c>", "<script>", "'\""]
+
+
+def test_a_plan_is_a_table_in_notebooks():
+    plan = made_plan(kind="sim", complete=False)
+    named = replace(plan, devices=tuple(replace(device, name="<b>card</b>") for device in plan.devices))
+    read = Reader(named._repr_html_())
+    assert read.open == []
+    assert "b" not in read.tags
+    for text in (
+        "gpu0_bsz",
+        "100",
+        "256",
+        "512",
+        "sim:0 <b>card</b>",
+        "18 GiB of 24 GiB",
+        "10,234 samples/s (simulated)",
+    ):
+        assert text in read.texts
+    assert {"interrupted: the best so far", "simulated: predicted for cards that are not here"} <= set(read.texts)
+
+
+def test_one_device_has_no_split_in_notebooks():
+    assert "gpu0_bsz" not in made_plan((256,))._repr_html_()

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+from pages import Reader
+
+from autosplit import notebook
+from autosplit.notebook import notebook_bar
+from autosplit.progress import Progress
+
+
+class Screen:
+    """Stands for IPython in a notebook: keeps what is displayed, and what it is drawn anew as."""
+
+    def __init__(self, kernel=True):
+        self.drawn = []
+        screen = self
+        self.shell = types.SimpleNamespace(kernel=object()) if kernel else types.SimpleNamespace()
+
+        class Handle:
+            def update(self, shown):
+                screen.drawn.append(("update", shown))
+
+        def display(shown, display_id):
+            assert display_id
+            screen.drawn.append(("display", shown))
+            return Handle()
+
+        self.display = types.SimpleNamespace(HTML=lambda text: text, display=display)
+
+    def get_ipython(self):
+        return self.shell
+
+
+def test_outside_of_notebooks_there_is_none(monkeypatch):
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert notebook_bar() is None
+    monkeypatch.setitem(sys.modules, "IPython", Screen(kernel=False))
+    assert notebook_bar() is None, "IPython in a terminal"
+
+
+def test_it_is_drawn_in_its_own_place(monkeypatch):
+    screen = Screen()
+    monkeypatch.setitem(sys.modules, "IPython", screen)
+    monkeypatch.setattr(notebook, "SHORTEST_S", 0.0)
+    bar = notebook_bar()
+    assert screen.drawn == [], "an answer from a profile needs no bar"
+    bar(Progress("search", "<b>trial</b> 1", 0.5, 3, 1, 1234.5))
+    bar(Progress("done", "done", 1.0, 9, 1, 1234.5))
+    assert [how for how, _ in screen.drawn] == ["display", "update"]
+    read = Reader(screen.drawn[0][1])
+    assert read.open == []
+    assert "b" not in read.tags
+    assert ("progress", "value", "0.500") in read.attributes
+    assert "<b>trial</b> 1" in "".join(read.texts)
+    assert "3 steps, 1 OOM, 0 s, best 1,234 samples/s" in "".join(read.texts)
+
+
+def test_what_comes_fast_is_left_out_and_the_end_never(monkeypatch):
+    screen = Screen()
+    monkeypatch.setitem(sys.modules, "IPython", screen)
+    monkeypatch.setattr(notebook, "SHORTEST_S", 3600.0)
+    bar = notebook_bar()
+    for share in (0.1, 0.2, 0.3, 1.0):
+        bar(Progress("search", f"at {share}", share))
+    assert ["at 0.1" in screen.drawn[0][1], "at 1.0" in screen.drawn[1][1], len(screen.drawn)] == [True, True, 2]
+
+
+CELL = """
+import torch, autosplit
+model = torch.nn.Linear(8, 8)
+autosplit.tune(model, torch.randn(4, 8), devices="sim:2xRTX3090", effective_batch_size=16, n_trials=2, profile="off")
+"""
+
+
+@pytest.mark.slow
+def test_a_real_kernel_shows_the_bar_and_the_plan():
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    # This python and no other that may be installed as a kernel.
+    manager = pytest.importorskip("jupyter_client").AsyncKernelManager()
+    manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    nbclient.NotebookClient(book, km=manager, timeout=110).execute()
+    bars = [one for one in book.cells[0].outputs if one.output_type == "display_data"]
+    assert len(bars) == 1, "drawn in its own place"
+    assert 'value="1.000"' in bars[0].data["text/html"], "and kept as it ended"
+    (result,) = (one for one in book.cells[0].outputs if one.output_type == "execute_result")
+    assert "<strong>autosplit plan</strong>" in result.data["text/html"]
+    assert not [one for one in book.cells[0].outputs if one.output_type == "error"]

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from handmade import made_plan, solved_plan
+from pages import Reader
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from autosplit import page as pages
+from autosplit.charts import Chart
+from autosplit.cli import main
+from autosplit.errors import InputError
+from autosplit.findings import Check
+from autosplit.page import page_of, write_page
+from autosplit.plan import DdpPlan
+from autosplit.profiles import store
+
+NAMES = ("devices", "line0", "trials", "landscape", "rates")
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages without pictures, which take seconds to draw and have tests of their own."""
+    charts = tuple(Chart(name, f"title of {name}", f"said of {name}") for name in NAMES)
+    monkeypatch.setattr(pages, "charts_of", lambda plan, explanation: charts)
+
+
+def test_a_page_of_a_whole_plan_is_whole_and_loads_nothing():
+    text = page_of(solved_plan())
+    read = Reader(text)
+    assert read.open == []
+    assert read.tags.count("svg") == 2 * 6
+    assert not {"script", "iframe", "object", "img", "form"} & set(read.tags)
+    assert not [one for one in read.attributes if one[1] == "style" or one[1].startswith("on")]
+    assert not re.search(r"https?://|//[a-z]", re.sub(r'xmlns(:\w+)?="[^"]*"', "", text))
+    ids = [value for _, name, value in read.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    (policy,) = (value for _, name, value in read.attributes if name == "content" and "default-src" in value)
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+
+
+@pytest.mark.usefixtures("undrawn")
+class TestWords:
+    def test_the_numbers_tables_and_settings(self):
+        texts = Reader(page_of(solved_plan())).texts
+        for text in (
+            "autosplit: Net",
+            "(100, 156)",
+            "10,234 samples/s",
+            "1.31 times the even split (128, 128)",
+            "cuda:0 RTX 3090",
+            "18.0 of 23.0 GiB (78 %)",
+            "12 GiB",
+            "BatchNorm2d at 1",
+            "50 % off",
+            "freeze it",
+            "a note",
+            "autosplit.BalancedDataParallel(100, model, split=(100, 156))",
+            "128, 128",
+            "cuda:1",
+        ):
+            assert text in texts, text
+        assert any("model = plan.wrap(model)" in text for text in texts)
+        assert "Simulated." not in texts
+
+    def test_simulated_and_interrupted_plans_say_so_first(self):
+        texts = Reader(page_of(made_plan(kind="sim", complete=False))).texts
+        assert texts.index("Simulated.") < texts.index("Interrupted.") < texts.index("split")
+        assert any("autosplit tune FILE --devices cuda" in text for text in texts)
+
+    def test_what_is_not_known_is_said_and_not_made_up(self):
+        plan = made_plan(ddp=DdpPlan((), 0.0, "cuda:1 can't hold a rank"))
+        texts = " ".join(Reader(page_of(plan)).texts)
+        assert "What the memory is full of is not known of this plan" in texts
+        assert "Whether splitting changes the training was not checked." in texts
+        assert "cuda:1 can't hold a rank" in texts
+
+    def test_one_device_has_neither_split_nor_ranks(self):
+        texts = Reader(page_of(made_plan((256,)))).texts
+        assert not {"split", "gpu0_bsz", "DDP: batch_size by rank"} & set(texts)
+        assert {"batch_size", "256"} <= set(texts)
+
+    def test_words_of_others_stay_words(self):
+        hostile = "</style><script>alert('1')</script>\"><img src=x onerror=y>{{ 7*7 }}\x00\x1b[31m\u202e&amp;"
+        plan = solved_plan(
+            notes=(hostile,), checks=(Check(hostile, 0.5, None, True, hostile, hostile),), workload={"model": hostile}
+        )
+        trials = tuple(replace(trial, failure=hostile) if trial.failure else trial for trial in plan.trials)
+        devices = tuple(replace(device, name=hostile, label=hostile) for device in plan.devices)
+        text = page_of(replace(plan, trials=trials, devices=devices, precision=hostile))
+        read = Reader(text)
+        assert read.open == []
+        assert not {"script", "img"} & set(read.tags)
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
+        assert sum("<script>alert('1')</script>\"><img src=x onerror=y>{{ 7*7 }}" in said for said in read.texts) > 6
+        assert "49" not in "".join(read.texts)
+
+    def test_a_model_that_is_no_name_is_left_out(self):
+        assert "<title>autosplit</title>" in page_of(made_plan(workload={"model": ["x"]}))
+
+    def test_paths_uuids_and_keys_are_not_in_it(self):
+        plan = solved_plan()
+        devices = tuple(replace(device, uuid="GPU-secret", driver="580.1") for device in plan.devices)
+        text = page_of(replace(plan, devices=devices, workload={"model": "Net", "model_text": "digest-of-it"}))
+        assert not re.search("GPU-secret|digest-of-it", text)
+
+
+@pytest.mark.usefixtures("undrawn")
+class TestWriting:
+    def test_a_report_is_replaced_and_nothing_is_left_beside_it(self, tmp_path):
+        path = tmp_path / "report.html"
+        write_page(made_plan(), path)
+        write_page(made_plan((1, 2)), path)
+        assert "(1, 2)" in path.read_text(encoding="utf-8")
+        assert os.listdir(tmp_path) == ["report.html"]
+
+    def test_another_file_is_replaced_only_by_force(self, tmp_path):
+        path = tmp_path / "thesis.html"
+        path.write_text("<!doctype html>mine")
+        with pytest.raises(InputError, match=r"is no report of autosplit; .* --force"):
+            write_page(made_plan(), path)
+        assert path.read_text() == "<!doctype html>mine"
+        write_page(made_plan(), path, force=True)
+        assert "autosplit report" in path.read_text(encoding="utf-8")
+
+    @pytest.mark.parametrize(
+        ("where", "said"), [("", "is a folder"), ("missing/report.html", "expected a folder that")]
+    )
+    def test_a_place_that_can_not_be_written_is_named(self, tmp_path, where, said):
+        with pytest.raises(InputError, match=said):
+            write_page(made_plan(), tmp_path / where)
+
+    def test_without_jinja_it_says_what_to_install(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "jinja2", None)
+        with pytest.raises(InputError, match=r"needs jinja2, .*pip install 'autosplit\[report\]'"):
+            write_page(made_plan(), tmp_path / "report.html")
+
+
+@pytest.mark.usefixtures("undrawn")
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def _in_a_folder_with_a_plan(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        made_plan().save("plan.json")
+
+    def test_it_writes_the_page_and_says_where(self, capsys):
+        assert main(["report", "plan.json", "-o", "page.html"]) == 0
+        assert Path("page.html").is_file()
+        out = capsys.readouterr()
+        assert (out.out, out.err) == ("", "the report is in page.html\n")
+
+    def test_quiet_says_nothing(self, capsys):
+        assert main(["report", "plan.json", "--quiet"]) == 0
+        assert Path("report.html").is_file()
+        assert capsys.readouterr() == ("", "")
+
+    def test_json_is_alone_on_stdout(self, capsys):
+        assert main(["report", "plan.json", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"path": "report.html"}
+
+    def test_a_dash_is_stdout(self, capfdbinary):
+        assert main(["report", "plan.json", "-o", "-"]) == 0
+        assert capfdbinary.readouterr().out.startswith(b"<!doctype html>")
+        assert not Path("report.html").exists()
+
+    def test_by_default_the_newest_profile_and_by_its_key_any(self):
+        store("ab" * 16, made_plan((33, 44)))
+        newest = store("cd" * 16, made_plan((55, 66)))
+        os.utime(newest, (2_000_000_000, 2_000_000_000))
+        assert main(["report", "--quiet"]) == 0
+        assert "(55, 66)" in Path("report.html").read_text(encoding="utf-8")
+        assert main(["report", "abab", "--quiet"]) == 0
+        assert "(33, 44)" in Path("report.html").read_text(encoding="utf-8")
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["plan.json", "-o", "-", "--json"], "both print to stdout"),
+            (["missing.json"], "missing.json can't be read"),
+            ([], "no plan is remembered"),
+            (["plan.json", "-o", "plan.json"], "is no report of autosplit"),
+        ],
+    )
+    def test_what_can_not_be_done_is_said_on_one_line(self, arguments, said, capsys):
+        assert main(["report", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert err.count("\n") == 1
