@@ -8,6 +8,7 @@ import platform
 import random
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +16,6 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # Before anything imports torch, and inherited by the processes that tests start: two workers share the processor, and
 # a sum over one thread is the same sum every time.
@@ -49,6 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none")
     for item in gpu_items:
         item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write down what was skipped, where that is asked for: `.ci/run` runs it again once it has installed the tools."""
+    if path := os.environ.get("AUTOSPLIT_SKIPPED_TESTS"):
+        skipped = terminalreporter.stats.get("skipped", [])
+        Path(path).write_text("".join(f"{report.nodeid}\n" for report in skipped), encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)

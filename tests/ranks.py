@@ -6,12 +6,14 @@ rank writes what each of them returned. A table stands at module level, because 
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
 import time
 import traceback
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,21 @@ import torch
 from torch import distributed as dist
 
 
-def run_ranks(module: str, table: str, world_size: int, folder: Path, *, limit_s: float) -> list[dict[str, Any]]:
+@functools.cache
+def starting() -> Any:
+    """Start the process that ranks are forked from: it has loaded what all of them need, so that they start at once."""
+    context = torch.multiprocessing.get_context("forkserver")
+    # DDP loads the first, and what shares a model out the second.
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "autosplit.tuning", "ranks", "test_ddp"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # python 3.11 and before hand it no path of their own
+        forkserver.ensure_running()
+    return context
+
+
+def run_ranks(
+    module: str, table: str, world_size: int, folder: Path, *, limit_s: float, spawned: bool = False
+) -> list[dict[str, Any]]:
     """Run the scenarios of a table in so many processes.
 
     Args:
@@ -29,11 +45,12 @@ def run_ranks(module: str, table: str, world_size: int, folder: Path, *, limit_s
         world_size: How many processes.
         folder: Where they write.
         limit_s: After so long they are ended, and what they wrote counts.
+        spawned: They share no memory with a process that they come from, which takes them seconds more to start.
 
     Returns:
         For each rank, what every scenario returned, or the traceback of the first that failed.
     """
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("spawn") if spawned else starting()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         context.Process(target=_run_rank, args=(rank, world_size, store.port, module, table, str(folder)))

@@ -19,8 +19,6 @@ from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.measurement import StepShape
 from autosplit.trainee import training_copy
 
-pytestmark = pytest.mark.alone
-
 
 class Branching(nn.Module):
     """Asks for a number on the way, so that no fake tensor can follow it."""

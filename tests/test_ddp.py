@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import starting
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
@@ -658,7 +659,7 @@ def run_rank(rank: int, port: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two real processes found in every scenario."""
     folder = tmp_path_factory.mktemp("ranks")
-    context = torch.multiprocessing.get_context("spawn")
+    context = starting()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [context.Process(target=run_rank, args=(rank, store.port, str(folder))) for rank in range(2)]
     for process in processes:

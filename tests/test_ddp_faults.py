@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import os
 import signal
@@ -17,12 +16,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import starting
 from test_ddp import loader_of, make_model, make_plan, mean_loss
 from torch import distributed as dist
 from torch.utils.data import DataLoader
@@ -235,17 +234,6 @@ def free_port() -> int:
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
-
-
-@functools.cache
-def starting() -> Any:
-    """Start the process that ranks are forked from: it has loaded everything, so that they start at once."""
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "test_ddp_faults"])  # DDP loads the former
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # python 3.11 and before hand it no path of their own
-        forkserver.ensure_running()
-    return context
 
 
 def job(folder: Path, scenario: Callable[..., None], world_size: int, victim: int, how: str) -> list[Ended]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import starting
 from test_ddp import INPUTS, NUM_SAMPLES, TARGETS, kept_labels, kept_loss, loader_of, make_plan, mean_loss
 from torch import distributed as dist
 from torch import nn
@@ -481,7 +482,7 @@ def run_rank(rank: int, world_size: int, port: int, folder: str) -> None:
 
 
 def run_ranks(world_size: int, folder: Path) -> list[dict[str, Any]]:
-    context = torch.multiprocessing.get_context("spawn")
+    context = starting()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         context.Process(target=run_rank, args=(rank, world_size, store.port, str(folder))) for rank in range(world_size)

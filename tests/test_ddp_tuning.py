@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import found_by, run_ranks
+from ranks import found_by, run_ranks, starting
 from test_ddp import make_plan
 from torch import distributed as dist
 from torch import nn
@@ -469,7 +469,7 @@ def die_while_tuning(rank: int, port: int, victim: int, folder: str) -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, victim: int) -> None:
-    context = torch.multiprocessing.get_context("spawn")
+    context = starting()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = store.port, victim, str(tmp_path)
     processes = [context.Process(target=die_while_tuning, args=(rank, *arguments)) for rank in range(3)]

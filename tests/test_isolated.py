@@ -24,8 +24,6 @@ from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.staging import build, follow, isolated_runtime, runtime_for
 from autosplit.tuning import tune
 
-pytestmark = pytest.mark.alone
-
 CPU = parse_devices("cpu:1MiB")
 CAPACITIES = (CPU[0].capacity_bytes,)
 
@@ -388,6 +386,7 @@ ARGUMENTS = {"devices": "cpu:80KiB", "effective_batch_size": 256, "n_trials": 1,
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_tuning_apart_finds_what_tuning_here_finds():
     source = partial(deadly, "nothing")
     apart, here = tune(source, **ARGUMENTS), tune(source, **{**ARGUMENTS, "isolate": False})
@@ -427,6 +426,7 @@ def test_a_ceiling_is_where_a_process_survives(end):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_probe_that_hangs_ends_with_its_time_limit():
     began = time.monotonic()
     ceiling = find_ceiling(partial(deadly, "hang", 40), "cpu:80KiB", isolate=True, time_limit_s=24)
@@ -448,6 +448,7 @@ def test_a_workload_that_always_dies_is_told_of(end):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_hanging_steps_end_with_the_time_limit():
     began = time.monotonic()
     try:

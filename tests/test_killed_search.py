@@ -13,8 +13,6 @@ from pathlib import Path
 import optuna
 import pytest
 
-pytestmark = pytest.mark.alone
-
 SCRIPT = """
 import json, sys
 from autosplit import session, tune

@@ -646,12 +646,44 @@ def phases_of(kind: str, table: dict[str, Phase], *quick: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("error", ERRORS)
+def in_turn() -> list[Any]:
+    """Every phase with one of the errors, these in turn."""
+    return [
+        pytest.param(phase, ERRORS[index % 2], id=f"{name}-{ERRORS[index % 2].__name__}")
+        for index, (name, phase) in enumerate(PHASES.items())
+    ]
+
+
+def half_of_all(quick: dict[str, tuple[str, ...]]) -> list[Any]:
+    """Half of all disturbed tunings: with every phase, any two of kind, devices and error, in all their values.
+
+    Args:
+        quick: For each kind of model the phases that are not slow.
+    """
+    return [
+        pytest.param(
+            kind,
+            phase,
+            error,
+            devices,
+            id=f"{kind}-{name}-{devices}-{error.__name__}",
+            marks=[] if name in quick[kind] else pytest.mark.slow,
+        )
+        for index, (name, phase) in enumerate(TUNED.items())
+        for i, kind in enumerate(quick)
+        for j, devices in enumerate((BUDGETED, SIMULATED))
+        for k, error in enumerate(ERRORS)
+        if (index + i + j + k) % 2 == 0
+    ]
+
+
 class TestDisturbedProbes:
+    @pytest.mark.parametrize("error", ERRORS)
     @pytest.mark.parametrize("phase", phases_of("copied", PHASES))
     def test_of_a_copy(self, phase, error, books):
         check_phase("copied", phase, error, "", books)
 
+    @pytest.mark.parametrize("error", ERRORS)
     @pytest.mark.parametrize(
         "phase",
         phases_of("borrowed", PHASES, "copying the optimizer", "the first trace", "a backward", "the confirming step"),
@@ -660,21 +692,18 @@ class TestDisturbedProbes:
         check_phase("borrowed", phase, error, "", books)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("phase", phases_of("compiled", PHASES))
+    @pytest.mark.parametrize(("phase", "error"), in_turn())
     def test_of_a_compiled_model(self, phase, error, books):
+        """What follows an error is the copied model's way, which meets both of them everywhere."""
         check_phase("compiled", phase, error, "", books)
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("devices", [BUDGETED, SIMULATED])
-class TestDisturbedTunings:
-    @pytest.mark.parametrize("phase", phases_of("copied", TUNED, "between two probes", "in a trial's update"))
-    def test_of_a_copy(self, phase, error, devices, books):
-        check_phase("copied", phase, error, devices, books)
-
-    @pytest.mark.parametrize("phase", phases_of("borrowed", TUNED, "in the second ceiling"))
-    def test_of_a_model_that_cannot_be_copied(self, phase, error, devices, books):
-        check_phase("borrowed", phase, error, devices, books)
+@pytest.mark.parametrize(
+    ("kind", "phase", "error", "devices"),
+    half_of_all({"copied": ("between two probes", "in a trial's update"), "borrowed": ("in the second ceiling",)}),
+)
+def test_disturbed_tunings(kind, phase, error, devices, books):
+    check_phase(kind, phase, error, devices, books)
 
 
 @pytest.mark.slow

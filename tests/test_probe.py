@@ -23,8 +23,6 @@ from autosplit.runtime.tracing import make_tracer
 from autosplit.trainee import fake_mode, training_copy
 from autosplit.tuning import tune
 
-pytestmark = pytest.mark.alone
-
 KIB = 2**10
 MOST = 40
 

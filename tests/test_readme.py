@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line]
 INSTALLING = [command for command in COMMANDS if command.startswith("pip install")]
+EXAMPLES = [command for command in COMMANDS if re.fullmatch(r"python examples/\w+\.py", command)]
+SIMULATED = next(command for command in COMMANDS if "tune" in command and "sim:" in command)
 QUICK = {"python -m autosplit devices", "python -m autosplit show"}
+CI = ROOT / ".ci" / "run"
 
 
 def run(command: str, cache: Path) -> subprocess.CompletedProcess[str]:
@@ -49,7 +50,16 @@ def test_the_first_two_commands_do_everything() -> None:
 
 @pytest.mark.parametrize("command", INSTALLING)
 def test_ci_runs_the_installing_commands_to_the_letter(command: str) -> None:
-    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert command in CI.read_text(encoding="utf-8")
+
+
+def test_ci_runs_the_examples() -> None:
+    """Where nothing is installed but autosplit; once is enough."""
+    assert EXAMPLES
+    said = CI.read_text(encoding="utf-8")
+    assert "for example in examples/*.py; do\n" in said
+    assert '    python "$example"\n' in said
+    assert [command for command in EXAMPLES if not (ROOT / command.split()[1]).exists()] == []
 
 
 @pytest.mark.parametrize("command", sorted(QUICK))
@@ -62,7 +72,7 @@ def test_quick_commands_run(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in QUICK and c not in INSTALLING])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in {*QUICK, *INSTALLING, *EXAMPLES, SIMULATED}])
 def test_long_commands_run(command: str, tmp_path: Path) -> None:
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -73,11 +83,12 @@ def test_long_commands_run(command: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_table_is_what_the_command_prints(tmp_path: Path) -> None:
     """A README that shows figures nobody gets is worse than none; simulated ones are the same everywhere."""
-    command = next(c for c in COMMANDS if "sim:" in c)
-    shown = README.split(command)[1].split("```\n")[2]
-    printed = run(command, tmp_path).stdout
+    shown = README.split(SIMULATED)[1].split("```\n")[2]
+    done = run(SIMULATED, tmp_path)
+    assert done.returncode == 0, done.stderr
+    printed = [line.rstrip() for line in done.stdout.splitlines()]
     for line in shown.splitlines():
-        assert line.rstrip() in [printed_line.rstrip() for printed_line in printed.splitlines()], line
+        assert line.rstrip() in printed, line
 
 
 def test_the_files_it_names_exist() -> None:

@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 UNLIMITED = 2**60
 
 
-pytestmark = [pytest.mark.usefixtures("quick_collection"), pytest.mark.alone]
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 def char_gpt() -> Workload:

@@ -31,8 +31,6 @@ from autosplit.trainee import fake_mode
 from autosplit.tuning import TuningInterrupted, tune
 from autosplit.workload import Workload
 
-pytestmark = pytest.mark.alone
-
 KIB, MIB = 2**10, 2**20
 
 
@@ -59,6 +57,11 @@ def quick(workload, devices, **options) -> Plan:
     return tune(workload, devices=devices, **{"profile": "off", "n_trials": 3, **options})
 
 
+def one_block() -> Workload:
+    """The example's model with one of its blocks: what a tuning takes grows with the calls that are followed."""
+    return char_gpt(depth=1)
+
+
 def check_sums(plan: Plan, effective: int) -> None:
     assert sum(plan.split) == plan.batch_size
     sizes = micro_batch_sizes(plan.effective_batch_size, plan.batch_size)
@@ -74,19 +77,19 @@ def check_sums(plan: Plan, effective: int) -> None:
 
 class TestSimulated:
     def test_the_micro_steps_add_up_and_the_same_seed_gives_the_same_plan(self):
-        plans = [quick(char_gpt(), "sim:3xRTX3090", effective_batch_size=512, n_trials=24) for _ in range(2)]
+        plans = [quick(one_block(), "sim:3xRTX3090", effective_batch_size=512, n_trials=24) for _ in range(2)]
         check_sums(plans[0], 512)
         assert plans[0].simulated
         assert plans[0].real_steps == 0
         assert plans[0].to_dict() == plans[1].to_dict()
 
     def test_the_faster_card_takes_the_greater_share(self):
-        plan = quick(char_gpt(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, n_trials=24)
+        plan = quick(one_block(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, n_trials=24)
         check_sums(plan, 512)
         assert plan.split[0] > plan.split[1]
 
     def test_lowered_memory_takes_two_micro_steps_with_fewer_samples_on_device_0(self):
-        tracer, _ = make_tracer(char_gpt(), like_gpu=True)
+        tracer, _ = make_tracer(one_block(), like_gpu=True)
 
         def most(gpu0: int) -> int:
             rest = 256 - gpu0
@@ -95,7 +98,7 @@ class TestSimulated:
         even = max(traced_peaks(tracer, StepShape(((86, 85, 85),) * 2)))
         uneven = min(most(gpu0) for gpu0 in range(46, 86, 4))
         assert uneven < even
-        plan = quick(char_gpt(), f"sim:3xRTX3090@{(even + uneven) // 2}B", effective_batch_size=512, n_trials=24)
+        plan = quick(one_block(), f"sim:3xRTX3090@{(even + uneven) // 2}B", effective_batch_size=512, n_trials=24)
         check_sums(plan, 512)
         assert plan.accumulation_steps == 2
         assert plan.split[0] < 86
@@ -620,8 +623,8 @@ class TestSeveralPrecisions:
     """RTX 3090s have bfloat16 units, RTX 2080 Ti have none."""
 
     def test_the_faster_is_the_plan_and_both_are_told_of(self):
-        alone = {name: quick(char_gpt(), "sim:2xRTX3090", precision=name) for name in ("none", "bf16")}
-        plan = quick(char_gpt(), "sim:2xRTX3090", precision=("none", "bf16"))
+        alone = {name: quick(one_block(), "sim:2xRTX3090", precision=name) for name in ("none", "bf16")}
+        plan = quick(one_block(), "sim:2xRTX3090", precision=("none", "bf16"))
         fastest = max(alone, key=lambda name: alone[name].samples_per_s)
         assert plan.precision == fastest
         assert plan.split == alone[fastest].split
@@ -629,17 +632,17 @@ class TestSeveralPrecisions:
         assert all(f"{name} {alone[name].samples_per_s:,.0f} samples/s" in plan.notes[0] for name in alone)
 
     def test_bf16_counts_only_where_every_device_has_it(self):
-        plan = quick(char_gpt(), "sim:1xRTX3090+1xRTX2080Ti", precision="none,bf16")
+        plan = quick(one_block(), "sim:1xRTX3090+1xRTX2080Ti", precision="none,bf16")
         assert plan.precision == "none"
         assert any("bf16 was not searched" in note and "RTX2080Ti" in note for note in plan.notes)
         assert not any("RTX3090" in note for note in plan.notes if "bf16 was not searched" in note)
 
     def test_bf16_alone_is_what_the_user_wants(self):
-        assert quick(char_gpt(), "sim:1xRTX2080Ti", precision=("bf16",)).precision == "bf16"
+        assert quick(one_block(), "sim:1xRTX2080Ti", precision=("bf16",)).precision == "bf16"
 
     def test_progress_goes_through_all_of_them_once(self):
         told = []
-        quick(char_gpt(), "sim:1xRTX3090", precision=("none", "bf16"), progress=told.append)
+        quick(one_block(), "sim:1xRTX3090", precision=("none", "bf16"), progress=told.append)
         fractions = [progress.fraction for progress in told]
         assert fractions == sorted(fractions)
         assert fractions[-1] == 1.0
@@ -647,14 +650,14 @@ class TestSeveralPrecisions:
 
     def test_each_is_remembered(self, cache_dir):
         for _ in range(2):
-            plan = tune(char_gpt(), devices="sim:1xRTX3090", precision=("none", "bf16"), n_trials=3)
+            plan = tune(one_block(), devices="sim:1xRTX3090", precision=("none", "bf16"), n_trials=3)
         assert len(list(cache_dir.rglob("*.json"))) == 2
         assert any("from the profile" in note for note in plan.notes)
 
     @pytest.mark.parametrize("precision", [("none", "int8"), "none,,bf16", ["none", 3], 7])
     def test_an_unknown_one_among_them_is_refused(self, precision):
         with pytest.raises(WorkloadError, match=r"precision is .*expected one of 'none', 'bf16', 'fp16'"):
-            quick(char_gpt(), "sim:1xRTX3090", precision=precision)
+            quick(one_block(), "sim:1xRTX3090", precision=precision)
 
     def test_interrupted_in_the_second_the_first_is_kept(self):
         def interrupt(progress):
@@ -662,7 +665,7 @@ class TestSeveralPrecisions:
                 raise KeyboardInterrupt
 
         with pytest.raises(TuningInterrupted) as caught:
-            quick(char_gpt(), "sim:1xRTX3090", precision=("none", "bf16"), progress=interrupt)
+            quick(one_block(), "sim:1xRTX3090", precision=("none", "bf16"), progress=interrupt)
         assert caught.value.plan is not None
         assert any("before every precision" in note for note in caught.value.plan.notes)
 
@@ -693,18 +696,18 @@ class TestPrecisionsThatDoNotFit:
 
 
 class TestRangeOfEffectiveBatches:
-    @pytest.mark.timeout(400)
-    @pytest.mark.parametrize("given", [(200, 300), "200:300"])
-    def test_the_plan_is_within_it_and_as_fast_as_any_number_of_it(self, given):
-        devices = "sim:2xRTX3090@190MiB"
-        plan = quick(char_gpt(), devices, effective_batch_size=given, n_trials=12)
+    def test_the_plan_is_within_it_and_as_fast_as_any_number_of_it(self):
+        devices = "sim:2xRTX3090@70MiB"
+        plan = quick(one_block(), devices, effective_batch_size=(200, 300), n_trials=12)
         check_sums(plan, plan.effective_batch_size)
         assert 200 <= plan.effective_batch_size <= 300
-        rates = [quick(char_gpt(), devices, effective_batch_size=n, n_trials=12).samples_per_s for n in (200, 240, 300)]
+        rates = [
+            quick(one_block(), devices, effective_batch_size=n, n_trials=12).samples_per_s for n in (200, 240, 300)
+        ]
         assert plan.samples_per_s >= 0.99 * max(rates)
 
     def test_ddp_is_within_it_too(self):
-        plan = quick(char_gpt(), "sim:2xRTX3090@190MiB", effective_batch_size=(200, 300), strategy="ddp")
+        plan = quick(one_block(), "sim:2xRTX3090@70MiB", effective_batch_size="200:300", strategy="ddp")
         assert 200 <= plan.effective_batch_size <= 300
         assert plan.effective_batch_size == plan.ddp.effective_batch_size
 
@@ -718,13 +721,13 @@ class TestRangeOfEffectiveBatches:
     )
     def test_what_is_no_range_is_refused(self, given):
         with pytest.raises(InputError, match=r"effective_batch_size.*expected"):
-            quick(char_gpt(), "sim:1xRTX3090", effective_batch_size=given)
+            quick(one_block(), "sim:1xRTX3090", effective_batch_size=given)
 
 
 class TestDdpStrategy:
     def test_the_split_holds_the_ranks_batches_and_nothing_is_searched(self, monkeypatch):
         forbid_search(monkeypatch)
-        plan = quick(char_gpt(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, strategy="ddp")
+        plan = quick(one_block(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, strategy="ddp")
         check_sums(plan, 512)
         assert plan.trials == ()
         assert plan.split == tuple(rank.batch_size for rank in plan.ddp.ranks)
@@ -736,8 +739,8 @@ class TestDdpStrategy:
 
     def test_it_agrees_with_the_answer_beside_a_searched_plan(self):
         options = {"effective_batch_size": 512}
-        alone = quick(char_gpt(), "sim:3xRTX3090", strategy="ddp", **options)
-        assert alone.ddp == quick(char_gpt(), "sim:3xRTX3090", **options).ddp
+        alone = quick(one_block(), "sim:3xRTX3090", strategy="ddp", **options)
+        assert alone.ddp == quick(one_block(), "sim:3xRTX3090", **options).ddp
 
     @pytest.mark.parametrize("devices", ["cpu", "cpu:1MiB", "cpu:1MiB,cpu:1MiB", "sim:1xRTX3090"])
     def test_on_any_devices(self, devices):
