@@ -18,10 +18,10 @@ from xml.etree import ElementTree as ET
 
 from autosplit.cost import MemoryParts, Region
 from autosplit.errors import InputError
-from autosplit.explaining import Explanation, rate_text
+from autosplit.explaining import Explanation
 from autosplit.markup import printable
 from autosplit.plan import Plan, PlanDevice
-from autosplit.sizes import size_text
+from autosplit.sizes import rate_text, size_text
 from autosplit.solver import Solver
 from autosplit.space import Configuration, Space, Trial
 from autosplit.split import accumulation_steps

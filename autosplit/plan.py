@@ -256,9 +256,8 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return the plan as a table, which notebooks show in its place."""
-        from autosplit.explaining import rate_text
         from autosplit.markup import table_html
-        from autosplit.sizes import size_text
+        from autosplit.sizes import rate_text, size_text
 
         several = len(self.devices) > 1
         facts = [("split", str(self.split)), ("gpu0_bsz", str(self.gpu0_bsz))] if several else []
