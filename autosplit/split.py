@@ -161,10 +161,8 @@ def fastest_split(
     _check_floors(batch_size, least, limits)
     free = [i for i, (floor, limit) in enumerate(zip(least, limits, strict=True)) if floor < limit]
     if len(free) == 1:  # nothing to choose
-        more = batch_size - sum(least)
-        for share in (least[free[0]] + min(1, more), least[free[0]] + more):
-            _seconds(times, free[0], share)
-        least[free[0]] += more
+        least[free[0]] += batch_size - sum(least)
+        _seconds(times, free[0], min(1, batch_size) if batch_size <= _HEAP_SAMPLES_PER_DEVICE else least[free[0]])
         return tuple(least)
     low, high, tied = _bracket(batch_size, times, least, limits)
     shares = _level(batch_size, low, high) if tied else _hand_out(batch_size, times, low, limits)

@@ -3,10 +3,10 @@
     python benchmarks/startup.py [--runs 21] [--output benchmarks/results/startup.json]
 
 `--help`, `show` and `profiles list` never import torch; `tune` of a workload whose plan is remembered loads the model,
-and answers from its profile. (For simulated cards it is built under fake tensors, for which torch imports its compiler:
-that share is told, and has no limit here.) All run in turn, so that what else the machine does meets all alike; each run is a fresh
-process, timed from outside, and held against the import of its own round. The first of each is not counted: it fills
-the page cache and writes the bytecode.
+and answers from its profile. (For simulated cards the model is built under fake tensors, for which torch imports its
+compiler: that share is told, and has no limit here.) All run in turn, so that what else the machine does meets all
+alike; each run is a fresh process, timed from outside, and held against the import of its own round. The first of each
+is not counted: it fills the page cache and writes the bytecode.
 """
 
 from __future__ import annotations
