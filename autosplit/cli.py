@@ -197,7 +197,7 @@ def devices_command(as_json: _Json = False, quiet: _Quiet = False, verbose: _Ver
 @app.command(
     "tune",
     epilog=_example(
-        "autosplit tune examples/char_gpt.py --devices sim:1xRTX3090+1xRTX2080Ti --effective-batch-size 1024"
+        "autosplit tune examples/char_gpt.py --devices sim:RTX3090 --effective-batch-size 256 --n-trials 2"
     ),
 )
 def tune_command(

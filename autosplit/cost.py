@@ -20,8 +20,10 @@ Seconds of a DDP step::
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -195,11 +197,7 @@ class Region:
     @property
     def largest_batch(self) -> int:
         """The largest batch that some split of it fits."""
-        low, high = 0, min(self.max_batch_size, self.primary_ceiling + sum(self.replica_ceilings))
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.gpu0_bounds(middle) is not None else (low, middle - 1)
-        return low
+        return _largest_batch(self)
 
     def gpu0_bounds(self, batch_size: int) -> tuple[int, int] | None:
         """Return the least and the most that device 0 may take of a batch; None where no split of it fits."""
@@ -222,6 +220,15 @@ class Region:
         if self.primary.bytes_per_share <= 0:
             return self.primary_ceiling
         return int(min(self.primary_ceiling, left / self.primary.bytes_per_share))
+
+
+@functools.lru_cache(maxsize=256)  # asked for thousands of times while a plan is solved
+def _largest_batch(region: Region) -> int:
+    low, high = 0, min(region.max_batch_size, region.primary_ceiling + sum(region.replica_ceilings))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if region.gpu0_bounds(middle) is not None else (low, middle - 1)
+    return low
 
 
 @dataclass(frozen=True)
@@ -255,15 +262,34 @@ class TimeCurve:
         """Return the seconds of a micro-step; none for no samples."""
         if samples == 0:
             return 0.0
-        sizes = [n for n, _ in self.points]
-        after = bisect.bisect_left(sizes, samples)
-        if after == len(sizes):
-            return self.points[-1][1] + self.seconds_per_sample * (samples - sizes[-1])
-        if sizes[after] == samples or after == 0:
+        points = self.points
+        after = bisect.bisect_left(points, (samples,))  # what is shorter comes first, so before the point of that size
+        if after == len(points):
+            return points[-1][1] + self.seconds_per_sample * (samples - points[-1][0])
+        if points[after][0] == samples or after == 0:
             # Below the smallest measured size a step is bound by what does not shrink with the batch.
-            return self.points[after][1]
-        (n0, t0), (n1, t1) = self.points[after - 1], self.points[after]
+            return points[after][1]
+        (n0, t0), (n1, t1) = points[after - 1], points[after]
         return t0 + (t1 - t0) * (samples - n0) / (n1 - n0)
+
+    def most_within(self, seconds: float, least: int, most: int) -> int:
+        """Return the most samples of a range that take no longer; `least` where no more of them do."""
+        after = bisect.bisect_right(self.points, seconds, key=operator.itemgetter(1))
+        if after == len(self.points):
+            slope = self.seconds_per_sample
+            guess = self.points[-1][0] + (seconds - self.points[-1][1]) / slope if slope > 0 else most
+        elif after == 0:
+            guess = 0
+        else:
+            (n0, t0), (n1, t1) = self.points[after - 1], self.points[after]
+            guess = n0 + (seconds - t0) * (n1 - n0) / (t1 - t0)
+        found = int(min(max(guess, least), most))
+        # What is rounded may be one off.
+        while found < most and self(found + 1) <= seconds:
+            found += 1
+        while found > least and self(found) > seconds:
+            found -= 1
+        return found
 
 
 @dataclass(frozen=True)

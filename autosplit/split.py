@@ -7,6 +7,7 @@ is exactly the batch that went in; no sample is dropped and none is padded.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -158,6 +159,11 @@ def fastest_split(
     least = [0] * len(times) if floors is None else _limits("floors", floors, len(times))
     _require_room(batch_size, limits, "caps")
     _check_floors(batch_size, least, limits)
+    free = [i for i, (floor, limit) in enumerate(zip(least, limits, strict=True)) if floor < limit]
+    if len(free) == 1:  # nothing to choose
+        least[free[0]] += batch_size - sum(least)
+        _seconds(times, free[0], min(1, batch_size) if batch_size <= _HEAP_SAMPLES_PER_DEVICE else least[free[0]])
+        return tuple(least)
     low, high, tied = _bracket(batch_size, times, least, limits)
     shares = _level(batch_size, low, high) if tied else _hand_out(batch_size, times, low, limits)
     assert sum(shares) == batch_size
@@ -289,8 +295,15 @@ def _bracket(
     high_s = max(_seconds(times, i, n) for i, n in enumerate(high))
     low_s = -high_s  # no sample ends before 0, so that only the floors are in by then
     high = _counts(times, high_s, high, caps)
-    while batch_size - sum(low) > few:
-        middle_s = (low_s + high_s) / 2
+    for by_line in itertools.cycle((True, False)):
+        open_samples = batch_size - sum(low)
+        if open_samples <= few:
+            break
+        # Times are about straight, so that the line between the ends comes near; halving does where they are not.
+        share = (open_samples - few / 2) / max(1, sum(high) - sum(low)) if by_line and low_s >= 0 else 0.5
+        middle_s = low_s + share * (high_s - low_s)
+        if not low_s < middle_s < high_s:
+            middle_s = (low_s + high_s) / 2
         if not low_s < middle_s < high_s:
             return low, high, True
         middle = _counts(times, middle_s, low, high)
@@ -307,6 +320,10 @@ def _counts(
     """Per device, the most samples from `low` to `high` that end by `finish_s`; `low` where none above does."""
     counts = []
     for time, least, most in zip(times, low, high, strict=True):
+        within: Callable[[float, int, int], int] | None = getattr(time, "most_within", None)
+        if within is not None:  # a curve knows by itself
+            counts.append(within(finish_s, least, most))
+            continue
         while least < most:
             middle = (least + most + 1) // 2
             if time(middle) <= finish_s:

@@ -96,6 +96,18 @@ class TestTimeCurve:
     def test_one_point_is_extended_in_proportion(self):
         assert TimeCurve.of([(4, 2.0)])(8) == 4.0
 
+    @given(
+        st.dictionaries(st.integers(1, 60), st.integers(0, 40), min_size=1, max_size=5),
+        st.integers(0, 70),
+        st.integers(0, 70),
+        st.integers(-5, 1000),
+    )
+    def test_the_most_within_a_time_agrees_with_looking_at_every_size(self, measured, one, other, tenths):
+        curve, seconds = TimeCurve.of([(n, tenth / 10) for n, tenth in measured.items()]), tenths / 10
+        least, most = sorted((one, other))
+        fitting = [n for n in range(least + 1, most + 1) if curve(n) <= seconds]
+        assert curve.most_within(seconds, least, most) == max(fitting, default=least)
+
     def test_no_point_is_a_mistake_of_ours(self):
         with pytest.raises(AssertionError):
             TimeCurve.of([])
