@@ -423,7 +423,10 @@ def _recalled(
     while not run(wait):
         pass
     # Also where nobody was waited for: another may have ended between the first look and the lock.
-    return run(wanted.recalled), run(waited)
+    again: Recalled = run(wanted.recalled)
+    if again.plan is None and not again.notes:  # what the first look has moved out of the way is to be told of
+        again = replace(again, notes=found.notes, unreadable=found.unreadable)
+    return again, run(waited)
 
 
 def _waiting_told(asked: _Asked) -> Callable[[str], None]:

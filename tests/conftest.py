@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
-# Each makes typer and rich write colour into a pipe; typer reads them while it is imported.
-for _name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
+# Each makes typer and rich write colour into a pipe; typer reads them while it is imported. A width is pytest-xdist's.
+for _name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
     os.environ.pop(_name, None)
 
 # The same examples every time, and none remembered on disk; a first example may wait for an import of torch.

@@ -162,7 +162,7 @@ def examples():
 
 
 # These take seconds: a model is built, and traced or run.
-LONG = ("autosplit tune ", "autosplit probe ", "autosplit check ")
+LONG = ("autosplit tune ", "autosplit compare ", "autosplit probe ", "autosplit check ")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_the_examples_in_the_helps_run(line, tmp_path, monkeypatch, capsys):
     for key in ("3f2a", "91c0"):
         store(key * 8, made_plan())
     assert main(shlex.split(line)[1:]) == 0
-    assert capsys.readouterr().out
+    assert any(capsys.readouterr())
 
 
 def test_the_help_lists_the_exit_codes_and_examples_are_not_broken(capsys, monkeypatch):

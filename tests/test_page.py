@@ -89,7 +89,8 @@ class TestWords:
         assert not {"split", "gpu0_bsz", "DDP: batch_size by rank"} & set(texts)
         assert {"batch_size", "256"} <= set(texts)
 
-    def test_words_of_others_stay_words(self):
+    def test_words_of_others_stay_words(self, monkeypatch):
+        monkeypatch.setattr("autosplit.page.shareable", lambda plan: plan)  # some of it looks like a path
         hostile = "</style><script>alert('1')</script>\"><img src=x onerror=y>{{ 7*7 }}\x00\x1b[31m\u202e&amp;"
         plan = solved_plan(
             notes=(hostile,), checks=(Check(hostile, 0.5, None, True, hostile, hostile),), workload={"model": hostile}
