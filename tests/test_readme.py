@@ -16,19 +16,20 @@ COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) 
 INSTALLING = [command for command in COMMANDS if command.startswith("pip install")]
 EXAMPLES = [command for command in COMMANDS if re.fullmatch(r"python examples/\w+\.py", command)]
 SIMULATED = next(command for command in COMMANDS if "tune" in command and "sim:" in command)
-QUICK = {"python -m autosplit devices", "python -m autosplit show"}
+QUICK = {"python -m autosplit devices", "python -m autosplit show", "python -m autosplit profiles"}
+REPORT = "python -m autosplit report -o report.html"
 CI = ROOT / ".ci" / "run"
 
 
-def run(command: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Run a README command as a newcomer would, from the top of the project."""
+def run(command: str, cache: Path, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a README command as a newcomer would, from the top of the project if nothing else is said."""
     words = command.split()
     assert words[0] == "python", command
     environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "2"}
     environment.pop("COLUMNS", None)  # of whoever runs the tests: what is piped has a width of its own
     return subprocess.run(
         [sys.executable, *words[1:]],
-        cwd=ROOT,
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
@@ -72,7 +73,7 @@ def test_quick_commands_run(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in {*QUICK, *INSTALLING, *EXAMPLES, SIMULATED}])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in {*QUICK, *INSTALLING, *EXAMPLES, SIMULATED, REPORT}])
 def test_long_commands_run(command: str, tmp_path: Path) -> None:
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -89,9 +90,14 @@ def test_the_table_is_what_the_command_prints(tmp_path: Path) -> None:
     printed = [line.rstrip() for line in done.stdout.splitlines()]
     for line in shown.splitlines():
         assert line.rstrip() in printed, line
+    # The plan is remembered now, and the newest: what the README says to do with that one.
+    assert REPORT in COMMANDS
+    done = run(REPORT, tmp_path, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "59,393 samples/s" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_files_it_names_exist() -> None:
-    named = set(re.findall(r"(?:examples|autosplit)/[\w/]+\.\w+|[A-Z]+\.md", README))
+    named = set(re.findall(r"(?:examples|autosplit|docs)/[\w/]+\.\w+|[A-Z]+\.md", README))
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
