@@ -60,6 +60,9 @@ def quick(workload, devices, **options) -> Plan:
 
 
 def check_sums(plan: Plan, effective: int) -> None:
+    for device in plan.devices:
+        assert device.memory is not None
+        assert device.memory.total_bytes == device.peak_bytes
     assert sum(plan.split) == plan.batch_size
     sizes = micro_batch_sizes(plan.effective_batch_size, plan.batch_size)
     assert sum(sizes) == plan.effective_batch_size == effective
