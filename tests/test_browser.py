@@ -57,7 +57,10 @@ const behind = element => {
   }
   return "rgb(255, 255, 255)";
 };
-const contrast = (a, b) => { const [x, y] = [light(a), light(b)]; return (Math.max(x, y) + 0.05) / (Math.min(x, y) + 0.05); };
+const contrast = (a, b) => {
+  const [x, y] = [light(a), light(b)];
+  return (Math.max(x, y) + 0.05) / (Math.min(x, y) + 0.05);
+};
 const words = [...document.querySelectorAll("h1, h2, h3, p, li, dt, dd, th, td, figcaption, summary, code, svg text")];
 const pictures = [...document.querySelectorAll("svg")].filter(shown);
 return {
@@ -123,14 +126,30 @@ PLANS = {
     "ranks": lambda: solved_plan(region=None, trials=()),
     "bare": lambda: made_plan(complete=False),
 }
-PICTURES = {"cards": 6, "one": 4, "ranks": 4, "bare": 5}
+PICTURES = {"cards": 7, "one": 4, "ranks": 4, "bare": 5}
 """How many of each plan can be drawn."""
+
+
+def test_what_can_hardly_be_read_or_does_not_fit_is_found(browser, tmp_path):
+    """The looks below would see a page that is wrong."""
+    write_page(made_plan(), tmp_path / "report.html")
+    browser.get(f"file://{tmp_path / 'report.html'}")
+    browser.execute_script("document.documentElement.style.setProperty('--ink', 'rgb(200, 200, 200)')")
+    browser.execute_script("document.querySelector('main').style.width = '3000px'")
+    browser.execute_script("document.querySelector('main').style.maxWidth = 'none'")
+    seen = browser.execute_script(LOOK)
+    faint = [text for text, _ in seen["faint"]]
+    assert {"Devices", "memory, GiB"} <= set(faint), "words of the page, and of a picture"
+    assert seen["width"] > seen["inner"]
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_page_is_drawn_fits_its_window_and_asks_for_nothing(browser, tmp_path, name):
     write_page(PLANS[name](), tmp_path / "report.html")
     pages = {}
+    browser.get("about:blank")  # ends what the page before it, or the browser's own first page, still asked for
+    for log in ("browser", "performance"):
+        browser.get_log(log)
     with served(tmp_path) as (address, asked):
         for scheme in ("light", "dark"):
             emulated = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}

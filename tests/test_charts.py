@@ -171,11 +171,11 @@ def test_names_are_never_taken_for_markup_or_formulas():
 
 
 def test_the_users_settings_of_matplotlib_change_nothing(solved):
-    import matplotlib
+    import matplotlib as mpl
 
-    with matplotlib.rc_context({"font.size": 40, "axes.facecolor": "red", "text.usetex": True, "svg.fonttype": "path"}):
+    with mpl.rc_context({"font.size": 40, "axes.facecolor": "red", "text.usetex": True, "svg.fonttype": "path"}):
         again = drawn(solved_plan(), "trials")
-        assert matplotlib.rcParams["font.size"] == 40
+        assert mpl.rcParams["font.size"] == 40
     assert again == solved["trials"]
 
 

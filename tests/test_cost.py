@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosplit.cost import Ceiling, MemoryFit, Region, StepTime, TimeCurve, largest_fitting, overlapped_seconds
+from autosplit.cost import (
+    Ceiling,
+    MemoryFit,
+    MemoryParts,
+    Region,
+    StepTime,
+    TimeCurve,
+    largest_fitting,
+    overlapped_seconds,
+)
 
 MAX_CALLS = 24
 
@@ -23,6 +32,22 @@ def growing_peaks(draw: st.DrawFn) -> list[int]:
         length = draw(st.integers(1, 120))
         peaks += [peaks[-1] + jump + slope * step for step in range(length)]
     return peaks
+
+
+class TestMemoryParts:
+    PARTS = MemoryParts(1, 2, 3, 4, 10)
+
+    @pytest.mark.parametrize(
+        ("peak", "measured", "activations", "untraced"),
+        [(20, True, 10, 0), (25, True, 10, 5), (25, False, 15, 0), (14, True, 4, 0), (10, False, 0, 0)],
+    )
+    def test_of_another_peak(self, peak, measured, activations, untraced):
+        found = self.PARTS.of_peak(peak, measured=measured)
+        assert found == replace(self.PARTS, activations_bytes=activations, untraced_bytes=untraced)
+        assert found.total_bytes == peak
+
+    def test_less_than_what_is_there_all_through_is_not_known(self):
+        assert self.PARTS.of_peak(9, measured=True) is None
 
 
 class TestLargestFitting:

@@ -122,7 +122,7 @@ class TestWriting:
         write_page(made_plan(), path)
         write_page(made_plan((1, 2)), path)
         assert "(1, 2)" in path.read_text(encoding="utf-8")
-        assert os.listdir(tmp_path) == ["report.html"]
+        assert list(tmp_path.iterdir()) == [path]
 
     def test_another_file_is_replaced_only_by_force(self, tmp_path):
         path = tmp_path / "thesis.html"

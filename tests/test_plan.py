@@ -62,6 +62,12 @@ class TestJson:
         assert plain["trials"][0]["split"] == [2, 4]
         assert json.loads(PLAN.to_json()) == plain
 
+    def test_a_plan_of_before_its_memory_was_told_apart_is_read(self):
+        plain = PLAN.to_dict()
+        for device in plain["devices"]:
+            del device["memory"]
+        assert all(device.memory is None for device in Plan.from_json(json.dumps(plain)).devices)
+
     def test_keys_that_a_later_version_adds_are_let_through(self):
         assert Plan.from_json(json.dumps({**PLAN.to_dict(), "colour": "red"})) == PLAN
 

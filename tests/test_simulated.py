@@ -16,7 +16,7 @@ from autosplit.devices import parse_devices
 from autosplit.errors import UserCodeError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.measurement import StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, traced_peaks
+from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, traced_parts, traced_peaks
 from autosplit.runtime.tracing import Move, OpCost, Tracer, Work, make_tracer
 from autosplit.runtime.tracking import rounded
 from autosplit.workload import Workload
@@ -255,6 +255,66 @@ class TestMemory:
         tracer = tracers("cnn")
         evaluation = traced_peaks(tracer, StepShape(((8,),), "eval"))
         assert 0 < evaluation[0] < traced_peaks(tracer, StepShape(((8,),)))[0]
+
+
+class Logits(nn.Module):
+    """Its outputs are gathered, and large."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 5000))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def gathered() -> Workload:
+    # A loss of the user's own sees the whole batch's outputs, on the first device.
+    return Workload(Logits(), torch.randn(4, 16), compute_loss=lambda model, batch: (model(batch) ** 2).mean())
+
+
+class TestParts:
+    @pytest.mark.parametrize("name", WORKLOADS)
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            StepShape(((9,),)),
+            StepShape(((9, 0),)),
+            StepShape(((3, 8, 4, 2),)),
+            StepShape(((4, 6, 6), (4, 6, 6))),
+            StepShape(((0, 8, 0),), "rank", 3),
+        ],
+    )
+    def test_add_up_to_the_peak(self, name, shape, tracers):
+        parts = traced_parts(tracers(name), shape)
+        assert tuple(one.total_bytes for one in parts) == traced_peaks(tracers(name), shape)
+        assert not any(one.untraced_bytes for one in parts)
+
+    def test_each_is_where_it_belongs(self, tracers):
+        tracer = tracers("char_gpt")
+        own_bytes = sum(rounded(p.numel() * 4) for p in tracer.trainee.models.parameters())
+        first, second = traced_parts(tracer, StepShape(((8, 8),)))
+        assert first.parameters_bytes == own_bytes
+        assert first.optimizer_bytes == pytest.approx(2 * own_bytes, rel=0.01), "AdamW"
+        assert second.optimizer_bytes == 0
+        assert 0 < second.parameters_bytes <= own_bytes
+        kept = traced_parts(tracer, StepShape(((8, 8), (8, 8))))
+        assert kept[0].gradients_bytes == kept[1].gradients_bytes == pytest.approx(own_bytes, rel=0.05)
+        buckets = traced_parts(tracer, StepShape(((8,),), "rank", 4))[0].gradients_bytes
+        alone = traced_parts(tracer, StepShape(((8,),), "rank", 1))[0].gradients_bytes
+        assert buckets - alone == pytest.approx(own_bytes, rel=0.05)
+
+    def test_more_samples_are_more_activations_and_nothing_else(self, tracers):
+        few, many = (traced_parts(tracers("char_gpt"), StepShape(((n,),)))[0] for n in (64, 128))
+        assert many.activations_bytes > 1.8 * few.activations_bytes
+        assert (few.parameters_bytes, few.optimizer_bytes) == (many.parameters_bytes, many.optimizer_bytes)
+
+    def test_outputs_are_gathered_on_the_first_alone(self):
+        tracer, reason = make_tracer(gathered(), like_gpu=True)
+        assert reason is None
+        first, second, third = traced_parts(tracer, StepShape(((2, 30, 30),)))
+        assert first.gathered_bytes == rounded(62 * 5000 * 4)
+        assert second.gathered_bytes == third.gathered_bytes == 0
 
 
 class DataDependent(nn.Module):

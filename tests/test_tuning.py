@@ -63,6 +63,9 @@ def one_block() -> Workload:
 
 
 def check_sums(plan: Plan, effective: int) -> None:
+    for device in plan.devices if plan.complete else ():  # nothing more is traced for one that was interrupted
+        assert device.memory is not None
+        assert device.memory.total_bytes == device.peak_bytes
     assert sum(plan.split) == plan.batch_size
     sizes = micro_batch_sizes(plan.effective_batch_size, plan.batch_size)
     assert sum(sizes) == plan.effective_batch_size == effective
