@@ -73,7 +73,9 @@ def test_quick_commands_run(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in {*QUICK, *INSTALLING, *EXAMPLES, SIMULATED, REPORT}])
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c not in {*QUICK, *INSTALLING, *EXAMPLES, SIMULATED, REPORT}]
+)
 def test_long_commands_run(command: str, tmp_path: Path) -> None:
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
