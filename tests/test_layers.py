@@ -20,6 +20,7 @@ ORDER = (
     "errors",
     "split",
     "oom",
+    "executable",
     "rng",
     "interrupts",
     "isolation",
