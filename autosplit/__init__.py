@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from autosplit.devices import list_devices as list_devices
     from autosplit.devices import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
+    from autosplit.executable import find_executable_batch_size as find_executable_batch_size
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.plan import Plan as Plan
     from autosplit.probe import find_ceiling as find_ceiling
@@ -32,6 +33,7 @@ _HOMES = {
     "compare": "comparing",
     "data_parallel": "balanced",
     "find_ceiling": "probe",
+    "find_executable_batch_size": "executable",
     "list_devices": "devices",
     "matching_state_dict": "states",
     "parse_devices": "devices",

@@ -21,6 +21,7 @@ ORDER = (
     "printed",
     "split",
     "oom",
+    "executable",
     "rng",
     "interrupts",
     "isolation",

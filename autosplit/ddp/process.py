@@ -77,7 +77,7 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
         with _process_group(place, backend_for(plan, place, device), watch, ctx) as sockets:
             watch.begin(sockets)
             with watch.telling():
-                _agree_on(plan, place.rank)
+                agree_on(plan, place.rank)
                 yield ctx
     finally:
         watch.end()
@@ -113,7 +113,7 @@ def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> It
             dist.destroy_process_group()
 
 
-def _agree_on(plan: Plan, rank: int) -> None:
+def agree_on(plan: Plan, rank: int) -> None:
     """Compare the ranks' plans; all of them refuse where one is different.
 
     Notes are left out: they tell how each process came by the plan.

@@ -1,0 +1,253 @@
+"""An accelerate loop with a plan's shares: each process its own, and the gradient that of the whole step.
+
+    from autosplit.integrations.accelerate import Accelerator  # in place of accelerate's own
+
+    accelerator = Accelerator()  # gradient_accumulation_steps are the plan's
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+A loader that shuffles is taken for one to train with and hands out shares; all others are accelerate's own. The mean loss
+of each micro-batch is weighted by its samples, or by what `count` says. Without a plan the Accelerator is as it is.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import wraps
+from itertools import islice
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.data_loader import DataLoaderShard
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader, RandomSampler
+
+from autosplit.ddp.process import agree_on
+from autosplit.errors import InputError
+from autosplit.integrations.loaders import loader_options, taken_mark
+from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share
+from autosplit.integrations.weighing import weighted_backward
+from autosplit.oom import is_oom
+from autosplit.plan import Plan
+
+__all__ = ["Accelerator", "NoPlanWarning", "find_executable_batch_size"]
+
+
+class SharesLoader(DataLoaderShard):
+    """A loader that hands out this process's share, and knows what the batch that it gave last counts for.
+
+    Args:
+        share: What this process does.
+        count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples.
+        over_processes: Adds a number up over the processes.
+        **options: DataLoaderShard's.
+    """
+
+    def __init__(
+        self, share: Share, count: Callable[[Any], int] | None, over_processes: Callable[[int], int], **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.share = share
+        self.weight = 0.0
+        self._count = count
+        self._over_processes = over_processes
+        self._skipped_steps = 0
+
+    def skipping(self, num_batches: int) -> SharesLoader:
+        """Let the next iteration, and only that one, begin after so many micro-batches.
+
+        Args:
+            num_batches: The end of an optimizer step.
+
+        Raises:
+            InputError: It is within an optimizer step, or past the epoch.
+        """
+        ends, batches = [0], 0
+        for step in self.sampler_of_shares.schedule:
+            batches += len(step.micro_batch_sizes)
+            ends.append(batches)
+        if num_batches not in ends:
+            raise InputError(
+                f"num_batches is {num_batches}; expected the end of an optimizer step, of "
+                f"{self.share.accumulation_steps} micro-batches each, and {batches} in an epoch; resume from one"
+            )
+        consumed = sum(step.num_samples for step in self.sampler_of_shares.schedule[: ends.index(num_batches)])
+        self.sampler_of_shares.resume(consumed)
+        return self
+
+    @property
+    def sampler_of_shares(self) -> MarkingBatchSampler:
+        """The batch sampler."""
+        sampler: MarkingBatchSampler = self.base_dataloader.batch_sampler
+        return sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, and with it the order."""
+        self.iteration = epoch
+        if self.sampler_of_shares.epoch != epoch:
+            self.sampler_of_shares.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        self.set_epoch(self.iteration)
+        schedule = self.sampler_of_shares.schedule[self.sampler_of_shares.start_step :]
+        batches = iter(self.base_dataloader)
+        for number, step in enumerate(schedule, 1):
+            sizes = list(step.micro_batch_sizes)
+            total = step.num_samples
+            drawn: Any = islice(batches, len(sizes))
+            if self._count is not None:
+                drawn = list(drawn)
+                counted = zip(drawn, sizes, strict=True)
+                sizes = [self._count(batch) if size else 0 for batch, size in counted]
+                total = self._over_processes(sum(sizes))
+            for index, (batch, size) in enumerate(zip(drawn, sizes, strict=True), 1):
+                taken_mark(batch)
+                self.weight = size * self.share.num_processes / total if total else 0.0
+                self.end_of_dataloader = number == len(schedule) and index == len(sizes)
+                yield batch if self.device is None else send_to_device(batch, self.device)
+        next(batches, None)  # a loader's workers finish in order
+        self.iteration += 1
+        self.end()
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate's Accelerator with a plan's shares.
+
+    Args:
+        *args: accelerate's.
+        plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
+            or else the only plan remembered for this machine and this number of processes.
+        count: ``count(batch) -> int``: what the mean loss of a batch is over, where that is not samples, such as labels
+            that are no padding. An optimizer step's micro-batches are then held back until all are counted.
+        **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's.
+
+    Attributes:
+        share: What this process does of the plan; None without one.
+
+    Raises:
+        PlanError: The plan can't be read, or is for another number of processes, or several could be meant.
+        DeviceError: It is for simulated cards, or for other GPUs.
+
+    Warns:
+        NoPlanWarning: There is none.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        count: Callable[[Any], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.share = find_share(plan, parameters=None)
+        self._count = count
+        if self.share is None:
+            warnings.warn(
+                "autosplit has no plan for this training, which goes on as without it; pass plan=, or make one with "
+                "autosplit tune",
+                NoPlanWarning,
+                stacklevel=2,
+            )
+        else:
+            kwargs["gradient_accumulation_steps"] = self.share.accumulation_steps
+        super().__init__(*args, **kwargs)
+        if self.share is not None:
+            self.share.refuse_other_device(self.device, "accelerate")
+            if self.share.num_processes > 1:
+                agree_on(self.share.plan, self.share.place.rank)
+
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a model: on one process with several devices, by `BalancedDataParallel`."""
+        if self.share is not None and self.share.wraps and not kwargs.get("evaluation_mode"):
+            wrapped = self.share.plan.wrap(model)
+            self._models.append(wrapped)
+            return wrapped
+        return super().prepare_model(model, *args, **kwargs)
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader: one that shuffles hands out shares."""
+        trains = isinstance(getattr(data_loader, "sampler", None), RandomSampler)
+        if self.share is None or not trains or isinstance(data_loader, SharesLoader):
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        return self.shares_of(data_loader)
+
+    def shares_of(
+        self, loader: DataLoader[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> Any:
+        """Make a loader that hands out this process's share; what `prepare` does to loaders that shuffle.
+
+        Args:
+            loader: PyTorch's own; its batch size does not matter.
+            shuffle: Draw in a new order each epoch.
+            seed: Of that order.
+            drop_last: Leave out the epoch's last step where it is short of samples.
+
+        Raises:
+            InputError: There is no plan, or the data set is iterable.
+        """
+        if self.share is None:
+            raise InputError("there is no plan; expected one whose shares are meant; pass plan= to the Accelerator")
+        options = loader_options(loader, self.share, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        device = self.device if self.device_placement else None
+        made = SharesLoader(self.share, self._count, self._over_processes, device=device, **options)
+        self._dataloaders.append(made)
+        return made
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a scheduler, which steps once an optimizer step; accelerate's steps once for each process."""
+        if self.share is None or getattr(scheduler, "_is_accelerate_prepared", False):
+            return super().prepare_scheduler(scheduler)
+        prepared = AcceleratedScheduler(
+            scheduler,
+            self._optimizers,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=True,  # the plan's batches are those of all processes
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward of a micro-batch's mean loss, by its weight."""
+        loader = self.gradient_state.active_dataloader
+        if self.share is None or not _has_shares(loader):
+            super().backward(loss, **kwargs)
+            return
+        # accelerate divides by the steps: the weights add up to 1 over an optimizer step as they are.
+        weight = loader.weight * self.gradient_accumulation_steps
+        weighted_backward(super().backward, loss, weight, self._models, **kwargs)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Skip micro-batches to resume within an epoch; of a loader of shares, by whole optimizer steps."""
+        if isinstance(dataloader, SharesLoader):
+            return dataloader.skipping(num_batches)
+        return super().skip_first_batches(dataloader, num_batches)
+
+    def _over_processes(self, number: int) -> int:
+        if self.num_processes == 1:
+            return number
+        return int(self.gather(torch.tensor([number], device=self.device)).sum())
+
+
+def _has_shares(loader: Any) -> bool:
+    """Tell whether a loader is one of shares, and refuse one that lost track of them."""
+    if isinstance(loader, SharesLoader):
+        return True
+    inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    if isinstance(inner, MarkingBatchSampler):
+        raise InputError(
+            "the loader was made by accelerate.skip_first_batches, which knows no shares; expected the Accelerator's "
+            "own; write accelerator.skip_first_batches(loader, n)"
+        )
+    return False

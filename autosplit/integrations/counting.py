@@ -1,0 +1,106 @@
+"""What a model's loss is a mean over, found by asking the loss itself.
+
+Two samples a and b of one batch, and what each counts for by a rule: where the loss is a mean over those counts,
+
+    loss(a, b) = (n_a loss(a) + n_b loss(b)) / (n_a + n_b)
+
+Rules are told apart by samples of unlike counts. A tool's own bookkeeping is no guide: transformers 5.23, for one, takes
+GPT-2's labels for unshifted, and its loss shifts them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autosplit.batches import batch_size_of, map_tensors
+from autosplit.errors import WorkloadError
+
+__all__ = ["IGNORED", "RULES", "count_by", "fitting_rule"]
+
+IGNORED = -100
+"""The label that losses leave out, unless they are told another."""
+
+MOST_SAMPLES = 8
+"""Looked at, in search of two that the rules count differently."""
+
+TOLERANCE = 1e-2
+"""Relative: bf16 keeps eight bits, and a rule that is wrong is off by more, or does no harm."""
+
+RULES: dict[str, str] = {
+    "shifted labels": "labels but the first of each sequence, those left out by the loss apart",
+    "labels": "labels, those left out by the loss apart",
+    "samples": "samples",
+}
+"""What a loss may be a mean over, the likeliest first."""
+
+
+def count_by(rule: str, batch: Any) -> int:
+    """Return what a batch counts for.
+
+    Args:
+        rule: One of `RULES`.
+        batch: What the model takes.
+    """
+    labels = labels_of(batch)
+    if rule == "samples" or labels is None:
+        return batch_size_of(batch)
+    if rule == "shifted labels" and "shift_labels" not in batch:
+        labels = labels[..., 1:]
+    return int(labels.ne(IGNORED).sum())
+
+
+def labels_of(batch: Any) -> Any:
+    """Return the labels of a batch; None where it has none."""
+    labels = batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
+    return labels if hasattr(labels, "ne") else None
+
+
+def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
+    """Find the rule by which a loss is a mean.
+
+    Args:
+        loss_of: The mean loss of a batch, the same every time.
+        batch: Some samples, with labels where the model takes them.
+        otherwise: The rule to take where the samples don't tell.
+
+    Returns:
+        One of `RULES`, and by how much of itself the loss of two samples differs from their weighted mean; NaN where
+        nothing could be told.
+    """
+    try:
+        samples = min(batch_size_of(batch), MOST_SAMPLES)
+        singles = [_rows(batch, [index]) for index in range(samples)]
+    except WorkloadError:
+        return otherwise, math.nan
+    rules = list(RULES) if labels_of(batch) is not None else ["samples"]
+    counts = {rule: [count_by(rule, single) for single in singles] for rule in rules}
+    pair = max(itertools.combinations(range(samples), 2), key=lambda ab: _unlike(counts, *ab), default=None)
+    if pair is None or any(min(counts[rule][i] for i in pair) < 1 for rule in rules):
+        return otherwise, math.nan
+    first, second = (loss_of(singles[index]) for index in pair)
+    both = loss_of(_rows(batch, list(pair)))
+    errors = {}
+    for rule in rules:
+        a, b = (counts[rule][index] for index in pair)
+        errors[rule] = abs((a * first + b * second) / (a + b) - both) / max(abs(both), 1e-12)
+    best = min(rules, key=lambda rule: (errors[rule], rule != otherwise))
+    if not all(math.isfinite(error) for error in errors.values()):
+        return otherwise, math.nan
+    return best, errors[best]
+
+
+def _unlike(counts: Mapping[str, list[int]], first: int, second: int) -> float:
+    """Return how far apart the rules' weights of two samples are at least."""
+    usable = all(min(numbers[first], numbers[second]) > 0 for numbers in counts.values())
+    if not usable:
+        return -1.0
+    weights = [numbers[first] / (numbers[first] + numbers[second]) for numbers in counts.values()]
+    return min((abs(a - b) for a, b in itertools.combinations(weights, 2)), default=0.0)
+
+
+def _rows(batch: Any, indices: list[int]) -> Any:
+    size = batch_size_of(batch)
+    return map_tensors(lambda tensor: tensor[indices] if tensor.dim() and tensor.size(0) == size else tensor, batch)

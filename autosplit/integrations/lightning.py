@@ -1,0 +1,229 @@
+"""Lightning's Trainer with a plan's shares: each process its own, and the gradient that of the whole step.
+
+    shares = Shares()                                   # finds the plan
+    trainer = lightning.Trainer(callbacks=[shares], ...)  # accumulate_grad_batches is set by the plan
+    trainer.fit(model, shares.loader(train_loader))     # or shares.data(datamodule)
+
+It is for one device a process (the DDP strategy, or a single device) and automatic optimization. The mean loss of each
+micro-batch is weighted by its samples, or by what `count` says. Without a plan nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from autosplit.ddp.loops import gathered
+from autosplit.ddp.process import agree_on
+from autosplit.errors import InputError, PlanError
+from autosplit.integrations.loaders import loader_options, taken_mark
+from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share
+from autosplit.plan import Plan
+
+__all__ = ["NoPlanWarning", "Shares", "SharesLoader"]
+
+
+class SharesLoader:
+    """Hands out this process's share of every micro-batch, and knows what each counts for.
+
+    It is no DataLoader, so that Lightning puts no sampler of its own into it.
+
+    Args:
+        loader: PyTorch's, with a `MarkingBatchSampler`.
+        share: What this process does.
+        count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples.
+
+    Attributes:
+        sampler: The batch sampler; Lightning tells it the epoch.
+        weights: What the micro-batches of this epoch that were handed out count for, by their number.
+    """
+
+    def __init__(self, loader: DataLoader[Any], share: Share, count: Callable[[Any], int] | None) -> None:
+        sampler = loader.batch_sampler
+        assert isinstance(sampler, MarkingBatchSampler), sampler
+        self.sampler = sampler
+        self.weights: dict[int, float] = {}
+        self._loader = loader
+        self._share = share
+        self._count = count
+        self._handed_out = 0
+
+    def __len__(self) -> int:
+        return sum(len(step.micro_batch_sizes) for step in self.sampler.schedule)
+
+    def __iter__(self) -> Iterator[Any]:
+        schedule, start = self.sampler.schedule, self.sampler.start_step
+        number = sum(len(step.micro_batch_sizes) for step in schedule[:start])
+        self.weights = {}
+        self._handed_out = number
+        batches = iter(self._loader)
+        for step in schedule[start:]:
+            sizes, total = list(step.micro_batch_sizes), step.num_samples
+            drawn: Any = islice(batches, len(sizes))
+            if self._count is not None:
+                drawn = list(drawn)
+                counted = zip(drawn, sizes, strict=True)
+                sizes = [self._count(batch) if size else 0 for batch, size in counted]
+                total = self._over_processes(sum(sizes))
+            for batch, size in zip(drawn, sizes, strict=True):
+                taken_mark(batch)
+                self.weights[number] = size * self._share.num_processes / total if total else 0.0
+                number += 1
+                self._handed_out = number
+                yield batch
+        next(batches, None)  # a loader's workers finish in order
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch is, by whole optimizer steps; Lightning keeps it in its checkpoints."""
+        consumed = batches = 0
+        for step in self.sampler.schedule:
+            batches += len(step.micro_batch_sizes)
+            if batches > self._handed_out:
+                break
+            consumed += step.num_samples
+        return {**self.sampler.state_dict(), "samples_consumed": consumed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration begin where another loader was."""
+        self.sampler.load_state_dict(state)
+
+    def _over_processes(self, number: int) -> int:
+        if self._share.num_processes == 1:
+            return number
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
+        return sum(part for (part,) in gathered((number,), device or torch.device("cpu")))
+
+
+class Shares(lightning.pytorch.Callback):
+    """Gives a Lightning Trainer a plan's shares.
+
+    Args:
+        plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
+            or else the only plan remembered for this machine and this number of processes.
+        count: ``count(batch) -> int``: what the mean loss of a batch is over, where that is not samples, such as labels
+            that are no padding. An optimizer step's micro-batches are then held back until all are counted.
+
+    Attributes:
+        share: What this process does of the plan; None without one.
+
+    Raises:
+        PlanError: The plan can't be read, or is for another number of processes, or several could be meant.
+        DeviceError: It is for simulated cards.
+
+    Warns:
+        NoPlanWarning: There is none.
+    """
+
+    def __init__(
+        self, plan: Plan | str | os.PathLike[str] | None = None, *, count: Callable[[Any], int] | None = None
+    ) -> None:
+        self.share = find_share(plan, parameters=None)
+        self._count = count
+        self._loader: SharesLoader | None = None
+        self._weight = 1.0
+        if self.share is None:
+            warnings.warn(
+                "autosplit has no plan for this training, which goes on as without it; pass plan=, or make one with "
+                "autosplit tune",
+                NoPlanWarning,
+                stacklevel=2,
+            )
+        elif self.share.wraps:
+            raise PlanError(
+                f"the plan splits a batch over {len(self.share.plan.devices)} devices of one process, which Lightning "
+                "has no strategy for; expected a plan for one device, or a process for each; tune with strategy='ddp' "
+                "and start the script with autosplit launch"
+            )
+
+    def loader(self, loader: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> Any:
+        """Make a training loader that hands out this process's share; without a plan, it is the loader itself.
+
+        Args:
+            loader: PyTorch's own; its batch size does not matter.
+            shuffle: Draw in a new order each epoch.
+            seed: Of that order.
+            drop_last: Leave out the epoch's last step where it is short of samples.
+
+        Raises:
+            InputError: The data set is iterable.
+        """
+        if self.share is None:
+            return loader
+        options = loader_options(loader, self.share, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return SharesLoader(DataLoader(**options), self.share, self._count)
+
+    def data(self, datamodule: lightning.pytorch.LightningDataModule, **options: Any) -> Any:
+        """Let a data module's training loader hand out shares.
+
+        Args:
+            datamodule: It is changed.
+            **options: As for `loader`.
+
+        Returns:
+            The data module.
+        """
+        made: Any = datamodule.train_dataloader
+        datamodule.train_dataloader = lambda: self.loader(made(), **options)  # type: ignore[method-assign]
+        return datamodule
+
+    def setup(self, trainer: lightning.pytorch.Trainer, pl_module: Any, stage: str) -> None:
+        """Set what the plan decides, once the processes know each other."""
+        del pl_module
+        if self.share is None or stage != "fit":
+            return
+        self.share.refuse_other_device(trainer.strategy.root_device, "Lightning")
+        if trainer.world_size != self.share.num_processes:
+            raise PlanError(
+                f"the plan is for {self.share.num_processes} processes, and Lightning has {trainer.world_size}; "
+                "expected the same; start the script with autosplit launch, and pass devices as many"
+            )
+        if self.share.num_processes > 1:
+            agree_on(self.share.plan, trainer.global_rank)
+        trainer.accumulate_grad_batches = self.share.accumulation_steps
+
+    def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
+        """Find the loader that hands out the shares."""
+        if self.share is None:
+            return
+        if not pl_module.automatic_optimization:
+            raise InputError(
+                "automatic_optimization is False; expected it True, because Lightning says nowhere else when an "
+                "optimizer step ends; set it, or train with autosplit.ddp, whose loop is yours"
+            )
+        loader = trainer.train_dataloader
+        if not isinstance(loader, SharesLoader):
+            raise InputError(
+                f"the training loader is a {type(loader).__name__}; expected one that hands out the plan's shares; "
+                "pass shares.loader(loader), or shares.data(datamodule)"
+            )
+        self._loader = loader
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note what the micro-batch counts for."""
+        del trainer, pl_module, batch
+        if self._loader is not None:
+            self._weight = self._loader.weights[batch_idx]
+
+    def on_before_backward(self, trainer: Any, pl_module: nn.Module, loss: torch.Tensor) -> None:
+        """Weight the gradient; Lightning has divided the loss by the micro-batches of a full step."""
+        if self._loader is None:
+            return
+        weight = self._weight * trainer.accumulate_grad_batches
+        loss.register_hook(lambda gradient: gradient * weight)
+        if not weight:  # a mean over nothing is 0/0, and 0 times its gradient is no zero
+            self._silenced = [p.register_hook(torch.zeros_like) for p in pl_module.parameters() if p.requires_grad]
+
+    def on_after_backward(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Let gradients through again."""
+        del trainer, pl_module
+        for handle in self.__dict__.pop("_silenced", []):
+            handle.remove()

@@ -1,0 +1,121 @@
+"""The loader that hands out one process's share: a tool's own loader, made again around another batch sampler.
+
+What the data set, the collator, the workers and the pinning were stays as it was. A micro-batch of which this process
+has no share comes with a mark, because the tool has to run it (the ranks' gradients meet there) and must not count it.
+The mark travels with the samples: through the workers, and past what skips batches to resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import default_collate
+
+from autosplit.errors import InputError
+from autosplit.integrations.share import Share, Uncounted
+
+__all__ = ["loader_options", "taken_mark"]
+
+MARK = "autosplit_uncounted"
+"""A key of a batch, there where it counts for nothing."""
+
+
+class _Fetched(list[Any]):
+    """The samples of an `Uncounted` micro-batch."""
+
+
+class MarkingDataset:
+    """A data set whose samples say whether they count.
+
+    Args:
+        dataset: One with a length and samples by index.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet, while a worker unpickles it
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        several = getattr(self.dataset, "__getitems__", None)
+        samples = [self.dataset[index] for index in indices] if several is None else several(list(indices))
+        return _Fetched(samples) if isinstance(indices, Uncounted) else samples
+
+
+class MarkingCollate:
+    """A collator that puts the mark on the batch.
+
+    Args:
+        collate: The tool's; it is to return a mapping.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        if not isinstance(samples, _Fetched):
+            return self.collate(samples)
+        batch = self.collate(list(samples))
+        if not isinstance(batch, Mapping):
+            raise InputError(
+                f"the collator returns a {type(batch).__name__}; expected a mapping, as the tool's own does, because "
+                "a process without a share of the short last step has to mark it; return a dict, or set drop_last"
+            )
+        return {**batch, MARK: True}
+
+
+def taken_mark(batch: Any) -> bool:
+    """Tell whether a batch counts for nothing, and take the mark off."""
+    return bool(batch.pop(MARK, False)) if isinstance(batch, dict) else False
+
+
+def loader_options(
+    loader: DataLoader[Any], share: Share, *, shuffle: bool, seed: int, drop_last: bool
+) -> dict[str, Any]:
+    """Return what a DataLoader is made of that gives this process's share of what another one would.
+
+    Args:
+        loader: The tool's.
+        share: What this process does.
+        shuffle: Draw in a new order each epoch.
+        seed: Of that order.
+        drop_last: Leave out the epoch's last step where it is short of samples.
+
+    Returns:
+        The keywords.
+
+    Raises:
+        InputError: The data set is iterable.
+    """
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise InputError(
+            f"the training data set is a {type(dataset).__name__} without a length; expected one with samples by "
+            "index, of which each process can take its share; load it whole, or train with autosplit.ddp, whose steps "
+            "take any loader"
+        )
+    workers = loader.num_workers
+    return {
+        "dataset": MarkingDataset(dataset),
+        "batch_sampler": share.batch_sampler(len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last),
+        "collate_fn": MarkingCollate(loader.collate_fn or default_collate),
+        "num_workers": workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": None,
+        "prefetch_factor": loader.prefetch_factor if workers else None,
+        "persistent_workers": loader.persistent_workers,
+    }

@@ -1,0 +1,212 @@
+"""What one process of a tool's training does of a plan: its samples of every micro-batch, and the steps they add up to.
+
+                      processes   samples of each        who splits a process's samples
+torchrun, N ranks     N           the ranks' shares      nobody: one device each
+plain python          1           all of them            BalancedDataParallel, where there are several devices
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autosplit import profiles
+from autosplit.ddp.context import Context
+from autosplit.ddp.devices import device_for
+from autosplit.ddp.place import Place, place_here
+from autosplit.ddp.plans import PLAN_VARIABLE, described, plan_for_job
+from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.plan import Plan
+from autosplit.schedule import RankSlice, ScheduledBatchSampler
+
+__all__ = ["MarkingBatchSampler", "NoPlanWarning", "Share", "Uncounted", "find_share", "share_of"]
+
+
+class NoPlanWarning(UserWarning):
+    """There is no plan for this training: the tool trains as it would without autosplit."""
+
+
+class Uncounted(list[int]):
+    """The indices of a micro-batch of which this process has no share: one sample, to be run and to count nothing."""
+
+
+class MarkingBatchSampler(ScheduledBatchSampler):
+    """A `ScheduledBatchSampler` that says of a micro-batch that it counts for nothing."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        sizes = [size for step in self.schedule[self.start_step :] for size in step.micro_batch_sizes]
+        for batch, size in zip(super().__iter__(), sizes, strict=True):
+            yield batch if size else Uncounted(batch)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this process does of a plan.
+
+    Attributes:
+        plan: The plan.
+        place: Which process of the job this is.
+        batch_sizes: Samples of a full micro-batch, for every process.
+        accumulation_steps: Micro-batches of a full optimizer step.
+        effective_batch_size: Samples of a full optimizer step, over all processes.
+    """
+
+    plan: Plan
+    place: Place
+    batch_sizes: tuple[int, ...]
+    accumulation_steps: int
+    effective_batch_size: int
+
+    @property
+    def batch_size(self) -> int:
+        """This process's samples of a full micro-batch."""
+        return self.batch_sizes[self.place.rank]
+
+    @property
+    def num_processes(self) -> int:
+        """The processes of the job."""
+        return len(self.batch_sizes)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether this process splits its samples over several devices itself."""
+        return self.num_processes == 1 and len(self.plan.devices) > 1
+
+    def __str__(self) -> str:
+        """Return it in a few words."""
+        sizes = " + ".join(str(size) for size in (self.plan.split if self.wraps else self.batch_sizes))
+        return (
+            f"{sizes} samples per forward, {self.accumulation_steps} forwards per optimizer step of "
+            f"{self.effective_batch_size}"
+        )
+
+    def batch_sampler(
+        self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> MarkingBatchSampler:
+        """Return a batch sampler that hands out this process's part of every micro-batch.
+
+        Args:
+            num_samples: Length of the data set, the same in every process.
+            shuffle: Draw in a new order each epoch.
+            seed: Of that order, the same in every process.
+            drop_last: Leave out the epoch's last step where it is short of samples.
+        """
+        return MarkingBatchSampler(
+            num_samples,
+            sum(self.batch_sizes),
+            self.effective_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            rank_slice=RankSlice(self.place.rank, self.batch_sizes),
+        )
+
+    def refuse_other_device(self, device: Any, tool: str) -> None:
+        """Make sure that the tool computes where the plan says.
+
+        Args:
+            device: The tool's, of this process.
+            tool: Its name.
+
+        Raises:
+            DeviceError: It is another GPU.
+        """
+        import torch
+
+        if self.num_processes > 1:
+            wanted = device_for(self.plan, self.place)
+        else:
+            first = self.plan.devices[0]
+            wanted = torch.device("cuda", first.index) if first.kind == "cuda" else torch.device("cpu")
+        given = torch.device(device)
+        same_index = None in {wanted.index, given.index} or wanted.index == given.index
+        if wanted.type != given.type or not same_index:
+            raise DeviceError(
+                f"{tool} computes on {given} in process {self.place.rank}, and the plan's share of {self.batch_size} "
+                f"samples is for {wanted}; expected the same; set CUDA_VISIBLE_DEVICES to the plan's cards in its "
+                "order, or tune for the devices that are here"
+            )
+
+
+def share_of(plan: Plan, place: Place) -> Share:
+    """Return what a process does of a plan.
+
+    Args:
+        plan: The plan.
+        place: Of the process.
+
+    Raises:
+        DeviceError: The plan is for simulated cards.
+        PlanError: It is for another number of processes.
+    """
+    if place.world_size > 1:
+        plan_for_job(plan, place.world_size)  # refuses what no job can train with
+        count = len(plan.ddp.ranks)
+        if count != place.world_size:
+            raise PlanError(
+                f"the plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}; expected a process "
+                f"for each rank; start it with torchrun --nproc-per-node {count}, or tune for the devices of this job"
+            )
+        import torch
+
+        ctx = Context(plan, place.rank, torch.device("cpu"))  # for its numbers only
+        sizes = tuple(settings.batch_size for settings in plan.ddp.ranks)
+        return Share(plan, place, sizes, ctx.settings.accumulation_steps, ctx.effective_batch_size)
+    if plan.simulated:
+        plan_for_job(plan)
+    if plan.region is None and len(plan.devices) > 1:
+        raise PlanError(
+            f"the plan is for {len(plan.devices)} processes, and this is one; expected a job; start the script with "
+            "autosplit launch, or tune with strategy='balanced'"
+        )
+    return Share(plan, place, (plan.batch_size,), plan.accumulation_steps, plan.effective_batch_size)
+
+
+def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int | None) -> Share | None:
+    """Find what this process does of the plan that is meant.
+
+    Args:
+        profile: A plan, or the file of one; None for the file that AUTOSPLIT_PROFILE names, or else for the only
+            remembered plan for this machine, this number of processes and a model of this size.
+        parameters: Of the model that is to be trained; None where that is unknown.
+
+    Returns:
+        It; None where nothing is given and nothing remembered.
+
+    Raises:
+        PlanError: What is given can't be read or is for another number of processes; or several are remembered.
+        DeviceError: It is for simulated cards.
+    """
+    place = place_here()
+    given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
+    if isinstance(given, Plan):
+        return share_of(given, place)
+    if given:
+        return share_of(Plan.load(given), place)
+    if profile is not None:
+        raise InputError(
+            f"plan is {profile!r}; expected a plan, or the file of one; leave it out for the remembered one"
+        )
+    fitting = [
+        plan
+        for _, plan in profiles.usable_here()
+        if _is_for(plan, place) and parameters in {None, plan.workload.get("parameters")}
+    ]
+    unlike = {replace(plan, notes=()).to_json(): plan for plan in fitting}
+    if not unlike:
+        return None
+    if len(unlike) > 1:
+        listed = "; ".join(described(plan) if plan.ddp.ranks else str(plan) for plan in unlike.values())
+        raise PlanError(
+            f"{len(unlike)} plans are remembered for this machine and a model of this size: {listed:.400}; expected "
+            f"one; pass plan=, or set {PLAN_VARIABLE} to its file"
+        )
+    return share_of(next(iter(unlike.values())), place)
+
+
+def _is_for(plan: Plan, place: Place) -> bool:
+    if place.world_size > 1:
+        return len(plan.ddp.ranks) == place.world_size
+    return plan.region is not None or len(plan.devices) == 1

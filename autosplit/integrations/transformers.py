@@ -1,0 +1,322 @@
+"""The Trainer of transformers, with a plan's shares: each process its own, and the gradient that of the whole step.
+
+    from autosplit.integrations.transformers import Trainer  # in place of transformers' own
+
+A Trainer of your own takes them by ``class MyTrainer(SharesMixin, TheirTrainer)``.
+
+    torchrun, N ranks   the Trainer's DDP; each rank loads its share of every micro-batch
+    plain python        `BalancedDataParallel` in place of nn.DataParallel
+    no plan             the Trainer as it is; a NoPlanWarning says so
+
+Each micro-batch's loss is weighted by what it counts for: its labels that are not left out, shifted or not, or its
+samples. Which of them the loss is a mean over is found by asking it (`autosplit.integrations.counting`).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import transformers
+from accelerate.data_loader import DataLoaderShard
+from torch import nn
+
+from autosplit import ddp
+from autosplit.errors import InputError
+from autosplit.integrations.counting import IGNORED, MOST_SAMPLES, RULES, TOLERANCE, count_by, fitting_rule
+from autosplit.integrations.loaders import loader_options, taken_mark
+from autosplit.integrations.share import NoPlanWarning, Share, find_share
+from autosplit.integrations.weighing import weighted_backward
+from autosplit.plan import Plan
+from autosplit.workload import Workload
+
+__all__ = ["NoPlanWarning", "SharesMixin", "Trainer", "UnevenLossWarning", "apply", "workload"]
+
+
+class UnevenLossWarning(UserWarning):
+    """A loss is no mean over what a process can count of its own samples."""
+
+
+class SharesMixin:
+    """Gives a Trainer a plan's shares; it stands before the Trainer among the bases.
+
+    Args:
+        *args: The Trainer's.
+        plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
+            or else the only plan remembered for this machine, this number of processes and a model of this size.
+        **kwargs: The Trainer's. Of `args`, per_device_train_batch_size, gradient_accumulation_steps and
+            average_tokens_across_devices are set by the plan, in place.
+
+    Attributes:
+        share: What this process does of the plan; None without one.
+
+    Raises:
+        PlanError: The plan can't be read, or is for another number of processes, or several could be meant.
+        DeviceError: It is for simulated cards, or for other GPUs.
+        InputError: The arguments ask for what a plan can't be combined with.
+
+    Warns:
+        NoPlanWarning: There is none.
+    """
+
+    share: Share | None
+
+    def __init__(self, *args: Any, plan: Plan | str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
+        given = _argument("model", 0, args, kwargs)
+        training_args = _argument("args", 1, args, kwargs)
+        self.share = find_share(plan, parameters=_count(given))
+        self._weights: deque[float] = deque()
+        self._rule: str | None = None
+        if self.share is None:
+            warnings.warn(
+                "autosplit has no plan for this training, which goes on as without it; pass plan=, or make one with "
+                "autosplit tune",
+                NoPlanWarning,
+                stacklevel=2,
+            )
+        elif training_args is None:
+            raise InputError(
+                "args is not given; expected TrainingArguments, which the plan's numbers go into; pass args="
+            )
+        else:
+            apply(self.share.plan, training_args, share=self.share)
+        super().__init__(*args, **kwargs)
+
+    # What the Trainer asks for
+
+    def get_train_dataloader(self) -> Any:
+        """Return this process's loader: the Trainer's own, around the plan's batch sampler."""
+        loader: Any = super().get_train_dataloader()  # type: ignore[misc]
+        if self.share is None:
+            return loader
+        options = loader_options(
+            getattr(loader, "base_dataloader", loader),
+            self.share,
+            shuffle=self.args.train_sampling_strategy != "sequential",
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            drop_last=self.args.dataloader_drop_last,
+        )
+        non_blocking = bool(getattr(loader, "_non_blocking", False))
+        made = DataLoaderShard(device=self.accelerator.device, _non_blocking=non_blocking, **options)
+        known = self.accelerator._dataloaders
+        known[:] = [made if one is loader else one for one in known]
+        return made
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Take an optimizer step's micro-batches, and weigh them."""
+        if self.share is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        batches = list(islice(epoch_iterator, num_batches))
+        counts = [not taken_mark(batch) for batch in batches]
+        if self.compute_loss_func is not None:  # it divides by the whole step's items itself
+            self._weights = deque(float(counted) for counted in counts)
+            ignoring = [batch if counted else _ignored(batch) for batch, counted in zip(batches, counts, strict=True)]
+            return batches, self._get_num_items_in_batch(ignoring, device)
+        if self._rule is None:
+            self._rule = self._agreed_rule(device)
+        items = [count_by(self._rule, one) if counted else 0 for one, counted in zip(batches, counts, strict=True)]
+        total = sum(items)
+        if self.share.num_processes > 1:
+            total = int(self.accelerator.gather(torch.tensor([total], device=device)).sum())
+        self._weights = deque(number * self.share.num_processes / total if total else 0.0 for number in items)
+        return batches, None
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run a micro-batch, its loss weighted."""
+        if self.share is None:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        weight = self._weights.popleft()
+        self.current_gradient_accumulation_steps = 1  # or the Trainer would divide what is weighted already
+        with self._weighted(weight, model):
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        return loss * weight if weight else torch.zeros_like(loss)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the samples of an optimizer step, over all processes."""
+        if self.share is None:
+            return super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return self.share.effective_batch_size
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        unwrapped = self.accelerator.unwrap_model(model, keep_torch_compile=False) is model
+        if self.share is not None and self.share.wraps and training and unwrapped:
+            return self.share.plan.wrap(model)
+        return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; the processes make sure first that they have one plan, and hear of each other's failures."""
+        if self.share is None:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        self.share.refuse_other_device(self.args.device, "transformers")
+        if self.share.num_processes == 1:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        with ddp.setup(self.share.plan):
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    # How it is done
+
+    @contextmanager
+    def _weighted(self, weight: float, model: nn.Module) -> Iterator[None]:
+        """Let the accelerator's backward, which every Trainer's step ends in, run on the weighted loss."""
+        accelerator = self.accelerator
+        backward = accelerator.backward
+        accelerator.backward = lambda loss, **options: weighted_backward(backward, loss, weight, [model], **options)
+        try:
+            yield
+        finally:
+            del accelerator.backward  # the class's own shows again
+
+    def _agreed_rule(self, device: Any) -> str:
+        """Find what the model's loss is a mean over; the first process's finding is everyone's."""
+        rule, error = self._found_rule()
+        names = list(RULES)
+        if self.share.num_processes > 1:
+            rule = names[int(self.accelerator.gather(torch.tensor([names.index(rule)], device=device))[0])]
+        if error > TOLERANCE and self.is_world_process_zero():
+            warnings.warn(
+                f"the loss is a mean neither over labels nor over samples (two samples are {error:.1%} off); shares and "
+                "accumulation change what is trained; expected a mean over them; see autosplit check",
+                UnevenLossWarning,
+                stacklevel=2,
+            )
+        return rule
+
+    def _found_rule(self) -> tuple[str, float]:
+        loader = self.callback_handler.train_dataloader
+        dataset = loader.dataset
+        batch = loader.collate_fn([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), self.compute_loss_context_manager():
+                return fitting_rule(
+                    lambda rows: float(self.compute_loss(self.model, self._prepare_inputs(rows))),
+                    batch,
+                    otherwise="shifted labels" if self._loss_shifts_labels else "labels",
+                )
+        finally:
+            self.model.train(was_training)
+
+
+class Trainer(SharesMixin, transformers.Trainer):
+    """transformers' Trainer with a plan's shares; see `SharesMixin`."""
+
+
+def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | None = None) -> Share:
+    """Put a plan's numbers for this process into a Trainer's arguments.
+
+    Args:
+        plan: The plan.
+        args: They are changed.
+        share: Of this process, where it is known.
+
+    Returns:
+        What this process does of the plan.
+
+    Raises:
+        InputError: The arguments ask for what a plan can't be combined with.
+    """
+    share = find_share(plan, parameters=None) if share is None else share
+    assert share is not None, "a plan was given"
+    _refuse_unfit(args)
+    # Some of them can't be set from outside once they are there, and none is looked at again before training.
+    args.per_device_train_batch_size = share.batch_size
+    args.gradient_accumulation_steps = share.accumulation_steps
+    args.average_tokens_across_devices = True
+    if share.wraps:
+        args.device  # noqa: B018 - it counts the GPUs, once
+        args._n_gpu = min(args._n_gpu, 1)  # noqa: SLF001 - or the Trainer would wrap the model in nn.DataParallel
+    elif plan.ddp.options.find_unused_parameters and args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = True
+    wanted = {"bf16": plan.precision == "bf16", "fp16": plan.precision == "fp16"}
+    unlike = [name for name, value in wanted.items() if bool(getattr(args, name)) != value]
+    if unlike:
+        has = next((name for name in wanted if getattr(args, name)), "none")
+        warnings.warn(
+            f"the plan is for precision {plan.precision!r}, and the arguments say {has}: its batch sizes may not fit "
+            f"or may be slow; set {'bf16' if plan.precision == 'bf16' else plan.precision}, or tune with the other",
+            stacklevel=3,
+        )
+    return share
+
+
+def _refuse_unfit(args: Any) -> None:
+    asked = {
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "deepspeed": args.deepspeed,
+        "fsdp": args.fsdp,
+        "parallelism_config": args.parallelism_config,
+        "train_sampling_strategy": args.train_sampling_strategy not in {"random", "sequential"},
+    }
+    for name, value in asked.items():
+        if value:
+            raise InputError(
+                f"{name} is {getattr(args, name)!r}; expected it off, because a plan's shares are drawn from one order "
+                "of all samples and trained by DDP; leave it out, or train without a plan"
+            )
+
+
+def workload(trainer: Any) -> Workload:
+    """Make the workload of a Trainer, to be tuned: its model, data, collator, loss, optimizer and precision.
+
+        plan = autosplit.tune(autosplit.integrations.transformers.workload(trainer), effective_batch_size=512)
+
+    Args:
+        trainer: A Trainer; nothing of it is changed. It may have no plan.
+
+    Returns:
+        The workload. Its sample batch is the first samples of the training data set, collated.
+
+    Raises:
+        InputError: There is no training data set, or it has no length.
+    """
+    dataset = trainer.train_dataset
+    if dataset is None or not hasattr(dataset, "__len__") or not len(dataset):
+        raise InputError(
+            f"the Trainer's train_dataset is {type(dataset).__name__}; expected one with samples by index, of which a "
+            "sample batch is made; pass train_dataset="
+        )
+    loader: Any = super(SharesMixin, trainer).get_train_dataloader() if isinstance(trainer, SharesMixin) else None
+    loader = trainer.get_train_dataloader() if loader is None else loader
+    kept: Any = loader.dataset
+    samples = [kept[index] for index in range(min(len(kept), _SAMPLES))]
+    optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    precision = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "none"
+    return Workload(
+        trainer.model,
+        dict(loader.collate_fn(samples)),
+        compute_loss=_loss_of,
+        optimizer=partial(optimizer_class, **options),
+        precision=precision,
+    )
+
+
+_SAMPLES = 8
+"""Of a Trainer's sample batch."""
+
+
+def _loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    outputs = model(**batch)
+    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    return loss
+
+
+def _ignored(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch whose labels are all left out by the loss."""
+    labels = {name: torch.full_like(batch[name], IGNORED) for name in ("labels", "shift_labels") if name in batch}
+    return {**batch, **labels}
+
+
+def _argument(name: str, position: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return kwargs.get(name, args[position] if len(args) > position else None)
+
+
+def _count(model: Any) -> int | None:
+    return sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None
