@@ -20,7 +20,9 @@ import torch
 from torch import distributed as dist
 
 
-def run_ranks(module: str, table: str, world_size: int, folder: Path, *, limit_s: float) -> list[dict[str, Any]]:
+def run_ranks(
+    module: str, table: str, world_size: int, folder: Path, *, limit_s: float, preload: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """Run the scenarios of a table in so many processes.
 
     Args:
@@ -29,11 +31,14 @@ def run_ranks(module: str, table: str, world_size: int, folder: Path, *, limit_s
         world_size: How many processes.
         folder: Where they write.
         limit_s: After so long they are ended, and what they wrote counts.
+        preload: Modules that take long to import: a server imports them once, and forks the processes, now and later.
 
     Returns:
         For each rank, what every scenario returned, or the traceback of the first that failed.
     """
-    context = torch.multiprocessing.get_context("spawn")
+    context: Any = torch.multiprocessing.get_context("forkserver" if preload else "spawn")
+    if preload:
+        context.set_forkserver_preload([*preload])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         context.Process(target=_run_rank, args=(rank, world_size, store.port, module, table, str(folder)))

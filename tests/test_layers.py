@@ -102,6 +102,13 @@ ORDER = (
     "report",
     "terminal",
     "export",
+    "integrations.share",
+    "integrations.loaders",
+    "integrations.counting",
+    "integrations.weighing",
+    "integrations.transformers",
+    "integrations.accelerate",
+    "integrations.lightning",
     "integrations",
     "loading",
     "outcome",
@@ -122,6 +129,9 @@ WITHOUT_TORCH = (
     "export",
     "cli",
 )
+TOOLS = ("accelerate", "lightning", "transformers")
+"""Each is imported by its own integration, and by nothing else: nobody has to have it."""
+
 HEAVY = ("torch", "optuna", "pynvml", "typer", "rich")
 
 
@@ -225,6 +235,19 @@ def test_every_module_has_its_place() -> None:
 def test_imports_reach_only_upwards() -> None:
     violations = order_violations(graph_of(ROOT))
     assert not violations, "\n".join(violations)
+
+
+def test_tools_are_imported_by_their_integrations_only() -> None:
+    found = {
+        name: {full.split(".")[0] for full in imports_of(path, ROOT)} & set(TOOLS)
+        for name, path in modules_in(ROOT).items()
+    }
+    of_each = {name: tools for name, tools in found.items() if tools}
+    assert of_each == {
+        "integrations.accelerate": {"accelerate"},
+        "integrations.lightning": {"lightning"},
+        "integrations.transformers": {"accelerate", "transformers"},  # which it is made of
+    }
 
 
 def test_no_import_cycles() -> None:
