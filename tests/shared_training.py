@@ -9,6 +9,8 @@ import functools
 import math
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +163,35 @@ def forget_accelerate() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def run_example(name: str, plan: Plan | None, folder: Path) -> str:
+    """Run an example as a user would, under plain python or with a plan's processes; return what it printed."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable]
+    if plan is not None:
+        plan.save(folder / "plan.json")
+        command += ["-m", "autosplit", "launch", "--plan", str(folder / "plan.json")]
+    done = subprocess.run(
+        [*command, str(root / "examples" / name)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("autosplit has no plan for this training" in done.stderr) == (plan is None), done.stderr
+    losses = [float(number) for number in re.findall(r"loss'?: '?(\d+\.\d+)", done.stdout)]
+    assert len(losses) >= 4, done.stdout
+    assert losses[3] < losses[0], done.stdout
+    return done.stdout
+
+
+def fork_workers() -> None:
+    """Start a loader's workers as in a script: a rank of a test would have each import everything again."""
+    torch.multiprocessing.set_start_method("fork", force=True)
 
 
 def folder_of_job(name: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,7 @@ pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrati
 import shared_training as shared
 import torch
 import transformers
-from accelerate.state import AcceleratorState, GradientState
-from plans import plan_device, simulated_plan
+from plans import simulated_plan
 from ranks import found_by, run_ranks
 from shared_training import CLIP, COLLATE, EVALUATES_BY, HELD_OUT, JOBS, LR, PRELOAD, STEPS, STOPS_AT, TEXTS, WARMUP
 from torch import nn
@@ -111,13 +109,14 @@ def trained(
     resumes: bool = False,
     cls: Any = Mixed,
     loss: Any = None,
-    **options: Any,
+    workers: int = 0,
 ) -> dict[str, Any]:
     """Train 50 steps, with evaluation in between; then from its checkpoint in the middle of an epoch to the end."""
+    shared.fork_workers()
     plan = shared.shares_plan(sizes, effective)
     saves = {"save_strategy": "steps", "save_steps": STOPS_AT} if resumes else {}
     evaluates = {"eval_strategy": "steps", "eval_steps": 25, "per_device_eval_batch_size": EVALUATES_BY}
-    args = make_args(shared.folder_of_job(name), **evaluates, **saves, **options)
+    args = make_args(shared.folder_of_job(name), **evaluates, **saves)
     trainer = make_trainer(kind, plan, args, eval_dataset=TEXTS[:HELD_OUT], cls=cls, compute_loss_func=loss)
     trainer.train()
     log = trainer.state.log_history
@@ -134,28 +133,27 @@ def trained(
         "losses": {entry["step"]: entry["loss"] for entry in log if "loss" in entry},
     }
     if resumes:
-        again = make_trainer(
-            kind, plan, make_args(shared.folder_of_job(name), **options), cls=cls, compute_loss_func=loss
-        )
+        args = make_args(shared.folder_of_job(name), dataloader_num_workers=workers)
+        again = make_trainer(kind, plan, args, cls=cls, compute_loss_func=loss)
         again.train(resume_from_checkpoint=str(shared.folder_of_job(name) / f"checkpoint-{STOPS_AT}"))
         found["resumed"] = shared.weights_of(again.model)
         found["seen_then"] = list(zip(again.seen, again.counted, strict=True))
     return found
 
 
-def unlike_plans(count: int) -> list[str]:
+def unlike_plans() -> None:
     rank = torch.distributed.get_rank()
-    plan = shared.shares_plan((2,) * count, 8 if rank else 16)
+    plan = shared.shares_plan((2, 2), 8 if rank else 16)
     with pytest.raises(PlanError, match="is not that of rank 0"):
         make_trainer("bert", plan, make_args(shared.folder_of_job("unlike"))).train()
 
 
 TWO = {
     **{name: partial(trained, *job, name=name, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
-    "with workers": partial(trained, "bert", (7, 1), 20, name="workers", resumes=True, dataloader_num_workers=1),
+    "with workers": partial(trained, "bert", (7, 1), 20, name="workers", resumes=True, workers=1),
     "own loss": partial(trained, "gpt", (7, 1), 20, name="own", loss=loss_in_double),
     "unweighted": partial(trained, "gpt", (6, 2), 16, name="unweighted", cls=Unweighted),
-    "unlike plans": partial(unlike_plans, 2),
+    "unlike plans": unlike_plans,
 }
 THREE = {name: partial(trained, *job, name=name, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
 
@@ -347,3 +345,10 @@ class TestTuning:
         trainer = transformers.Trainer(shared.make_model("bert"), make_args(tmp_path))
         with pytest.raises(InputError, match="train_dataset is NoneType"):
             workload(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plan", [None, shared.shares_plan((6, 2), 24)], ids=["no plan", "two ranks"])
+def test_the_example_runs(plan, tmp_path):
+    shared.run_example("train_transformers.py", plan, tmp_path)

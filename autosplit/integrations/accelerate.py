@@ -175,8 +175,10 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader: one that shuffles hands out shares."""
+        if isinstance(data_loader, SharesLoader):
+            return data_loader
         trains = isinstance(getattr(data_loader, "sampler", None), RandomSampler)
-        if self.share is None or not trains or isinstance(data_loader, SharesLoader):
+        if self.share is None or not trains:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         return self.shares_of(data_loader)
 
