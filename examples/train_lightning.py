@@ -3,7 +3,7 @@
     python examples/train_lightning.py
     autosplit launch --plan plan.json examples/train_lightning.py
 
-Two words differ from a script without autosplit: the callback, and the loader that comes through it.
+Two things differ from a script without autosplit: the callback, and the loader that comes through it.
 """
 
 import os
@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from autosplit.integrations.lightning import Shares
-
-COUNT, STEPS = 1000, 40
 
 
 class Circle(pl.LightningModule):
@@ -40,10 +38,10 @@ class Circle(pl.LightningModule):
 
 
 if __name__ == "__main__":
-    pl.seed_everything(0)
-    data: Any = [{"point": point, "label": (point.norm() < 0.8).long()} for point in torch.rand(COUNT, 2) * 2 - 1]
+    torch.manual_seed(0)
+    data: Any = [{"point": point, "label": (point.norm() < 0.8).long()} for point in torch.rand(1000, 2) * 2 - 1]
     shares = Shares()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(max_steps=STEPS, devices=processes, callbacks=[shares], **quiet)
+    trainer = pl.Trainer(max_steps=40, devices=processes, callbacks=[shares], **quiet)
     trainer.fit(Circle(), shares.loader(DataLoader(data, batch_size=32, shuffle=True)))

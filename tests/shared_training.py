@@ -5,12 +5,14 @@ A sample's first token says which it is, so that a batch tells whose samples it 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import math
 import os
 import re
-import subprocess
-import sys
+import runpy
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -165,28 +167,30 @@ def forget_accelerate() -> None:
     GradientState._reset_state()
 
 
-def run_example(name: str, plan: Plan | None, folder: Path) -> str:
-    """Run an example as a user would, under plain python or with a plan's processes; return what it printed."""
-    root = Path(__file__).parents[1]
-    command = [sys.executable]
-    if plan is not None:
-        plan.save(folder / "plan.json")
-        command += ["-m", "autosplit", "launch", "--plan", str(folder / "plan.json")]
-    done = subprocess.run(
-        [*command, str(root / "examples" / name)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert ("autosplit has no plan for this training" in done.stderr) == (plan is None), done.stderr
-    losses = [float(number) for number in re.findall(r"loss'?: '?(\d+\.\d+)", done.stdout)]
-    assert len(losses) >= 4, done.stdout
-    assert losses[3] < losses[0], done.stdout
-    return done.stdout
+def run_example(name: str) -> tuple[str, bool]:
+    """Run an example as a script; return what it printed, and whether it said that it has no plan."""
+    from autosplit.integrations.share import NoPlanWarning
+
+    path = Path(__file__).parents[1] / "examples" / name
+    with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue(), any(warning.category is NoPlanWarning for warning in caught)
+
+
+def run_example_as_rank(name: str) -> tuple[str, bool]:
+    """Run an example in one of the processes that `autosplit launch` starts."""
+    path = folder_of_job(f"plan {os.environ['RANK']}")
+    shares_plan((6, 2), 24).save(path)
+    os.environ |= {"AUTOSPLIT_PROFILE": str(path), "CUDA_VISIBLE_DEVICES": "", "TORCHELASTIC_RUN_ID": "none"}
+    forget_accelerate()
+    return run_example(name)
+
+
+def check_learns(printed: str) -> None:
+    losses = [float(number) for number in re.findall(r"loss\W+(\d+\.\d+)", printed)]
+    assert len(losses) >= 4, printed
+    assert losses[-1] < losses[0], printed
 
 
 def fork_workers() -> None:

@@ -149,6 +149,7 @@ TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
     "unweighted": partial(trained, "gpt", (6, 2), 16, cls=Unweighted),
+    "example": partial(shared.run_example_as_rank, "train_accelerate.py"),
     "unlike plans": unlike_plans,
     "free function": skipped_by_the_free_function,
 }
@@ -185,6 +186,11 @@ class TestTwoRanks:
     @pytest.mark.parametrize("name", ["unlike plans", "free function"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
+
+    def test_the_example_takes_the_plan(self, two):
+        for printed, without_plan in found_by(two, "example")[:1]:
+            assert not without_plan
+            shared.check_learns(printed)
 
 
 @pytest.mark.slow
@@ -294,8 +300,8 @@ class TestRefusals:
             accelerator.skip_first_batches(loader, batches)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("plan", [None, shared.shares_plan((6, 2), 24)], ids=["no plan", "two ranks"])
-def test_the_example_runs(plan, tmp_path):
-    shared.run_example("train_accelerate.py", plan, tmp_path)
+@pytest.mark.usefixtures("_alone")
+def test_the_example_runs_without_a_plan():
+    printed, without_plan = shared.run_example("train_accelerate.py")
+    assert without_plan
+    shared.check_learns(printed)

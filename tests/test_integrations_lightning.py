@@ -131,6 +131,7 @@ TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
     "unweighted": partial(trained, "gpt", (6, 2), 16, weighted=False),
+    "example": partial(shared.run_example_as_rank, "train_lightning.py"),
     "unlike plans": unlike_plans,
     "another loader": refused_in_training,
 }
@@ -167,6 +168,13 @@ class TestTwoRanks:
     @pytest.mark.parametrize("name", ["unlike plans", "another loader"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
+
+    def test_the_example_takes_the_plan(self, two):
+        (printed, without_plan), (nothing, _) = found_by(two, "example")
+        assert not without_plan
+        shared.check_learns(printed)
+        assert all(f"step {step:3}, batch {3 * step}: " in printed for step in (10, 20, 30)), "3 forwards a step"
+        assert "loss" not in nothing, "the first process prints"
 
 
 @pytest.mark.slow
@@ -258,9 +266,7 @@ class TestRefusals:
             trainer.fit(module, shares.data(Data("bert")))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("plan", [None, shared.shares_plan((6, 2), 24)], ids=["no plan", "two ranks"])
-def test_the_example_runs(plan, tmp_path):
-    printed = shared.run_example("train_lightning.py", plan, tmp_path)
-    assert f"step  10, batch {10 if plan is None else 30}: " in printed, "3 forwards a step"
+def test_the_example_runs_without_a_plan():
+    printed, without_plan = shared.run_example("train_lightning.py")
+    assert without_plan
+    shared.check_learns(printed)

@@ -153,6 +153,7 @@ TWO = {
     "with workers": partial(trained, "bert", (7, 1), 20, name="workers", resumes=True, workers=1),
     "own loss": partial(trained, "gpt", (7, 1), 20, name="own", loss=loss_in_double),
     "unweighted": partial(trained, "gpt", (6, 2), 16, name="unweighted", cls=Unweighted),
+    "example": partial(shared.run_example_as_rank, "train_transformers.py"),
     "unlike plans": unlike_plans,
 }
 THREE = {name: partial(trained, *job, name=name, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
@@ -201,6 +202,11 @@ class TestTwoRanks:
 
     def test_unlike_plans_are_refused(self, two):
         found_by(two, "unlike plans")
+
+    def test_the_example_takes_the_plan(self, two):
+        for printed, without_plan in found_by(two, "example")[:1]:
+            assert not without_plan
+            shared.check_learns(printed)
 
 
 @pytest.mark.slow
@@ -347,8 +353,8 @@ class TestTuning:
             workload(trainer)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("plan", [None, shared.shares_plan((6, 2), 24)], ids=["no plan", "two ranks"])
-def test_the_example_runs(plan, tmp_path):
-    shared.run_example("train_transformers.py", plan, tmp_path)
+@pytest.mark.usefixtures("_alone")
+def test_the_example_runs_without_a_plan():
+    printed, without_plan = shared.run_example("train_transformers.py")
+    assert without_plan
+    shared.check_learns(printed)
