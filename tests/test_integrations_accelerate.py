@@ -149,9 +149,9 @@ TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
     "unweighted": partial(trained, "gpt", (6, 2), 16, cls=Unweighted),
-    "example": partial(shared.run_example_as_rank, "train_accelerate.py"),
     "unlike plans": unlike_plans,
     "free function": skipped_by_the_free_function,
+    "example": partial(shared.run_example_as_rank, "train_accelerate.py"),  # the last: it ends the process group
 }
 THREE = {name: partial(trained, *job, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
 RESUMED = {name: job for name, job in JOBS[2].items() if "3 forwards" in name} | {"with workers": ("bert", (7, 1), 20)}

@@ -329,12 +329,15 @@ class TestRefusals:
 
 
 class TestTuning:
+    @pytest.mark.slow
     def test_a_trainer_is_tuned_as_it_is_and_takes_the_plan(self, tmp_path):
         args = make_args(tmp_path, per_device_train_batch_size=2)
         model = shared.make_model("bert")
         trainer = transformers.Trainer(model, args, data_collator=COLLATE["bert"], train_dataset=TEXTS)
         before = shared.weights_of(trainer.model)
-        plan = autosplit.tune(workload(trainer), devices="sim:2xRTX3090", effective_batch_size=48, n_trials=2)
+        plan = autosplit.tune(
+            workload(trainer), devices="sim:2xRTX3090", effective_batch_size=48, max_batch_size=16, n_trials=1
+        )
         assert torch.equal(shared.weights_of(trainer.model), before)
         assert plan.effective_batch_size == 48
         with pytest.raises(DeviceError, match="simulated cards"):
