@@ -23,11 +23,16 @@ from torch import distributed as dist
 
 
 @functools.cache
-def starting() -> Any:
-    """Start the process that ranks are forked from: it has loaded what all of them need, so that they start at once."""
+def starting(*preload: str) -> Any:
+    """Start the process that ranks are forked from: it has loaded what all of them need, so that they start at once.
+
+    Args:
+        *preload: More that it is to load; of no use where it runs already.
+    """
     context = torch.multiprocessing.get_context("forkserver")
     # DDP loads the first, and what shares a model out the second.
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "autosplit.tuning", "ranks", "test_ddp"])
+    ours = ["torch._dynamo", "torch.distributed.fsdp", "autosplit.tuning", "ranks", "test_ddp"]
+    context.set_forkserver_preload([*ours, *preload])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # python 3.11 and before hand it no path of their own
         forkserver.ensure_running()
@@ -35,7 +40,14 @@ def starting() -> Any:
 
 
 def run_ranks(
-    module: str, table: str, world_size: int, folder: Path, *, limit_s: float, spawned: bool = False
+    module: str,
+    table: str,
+    world_size: int,
+    folder: Path,
+    *,
+    limit_s: float,
+    spawned: bool = False,
+    preload: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
     """Run the scenarios of a table in so many processes.
 
@@ -46,11 +58,12 @@ def run_ranks(
         folder: Where they write.
         limit_s: After so long they are ended, and what they wrote counts.
         spawned: They share no memory with a process that they come from, which takes them seconds more to start.
+        preload: Modules that take long to import: a server imports them once, and forks the processes, now and later.
 
     Returns:
         For each rank, what every scenario returned, or the traceback of the first that failed.
     """
-    context = torch.multiprocessing.get_context("spawn") if spawned else starting()
+    context = torch.multiprocessing.get_context("spawn") if spawned else starting(*preload)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         context.Process(target=_run_rank, args=(rank, world_size, store.port, module, table, str(folder)))

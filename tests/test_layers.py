@@ -120,6 +120,13 @@ ORDER = (
     "page",
     "terminal",
     "export",
+    "integrations.share",
+    "integrations.loaders",
+    "integrations.counting",
+    "integrations.weighing",
+    "integrations.transformers",
+    "integrations.accelerate",
+    "integrations.lightning",
     "integrations",
     "loading",
     "outcome",
@@ -183,6 +190,9 @@ WITHOUT_TORCH = (
 )
 # What a method of the first calls of the second, which knows the first: inside functions and for type checkers only.
 REACHES_DOWN = {("plan", "export")}
+TOOLS = ("accelerate", "lightning", "transformers")
+"""Each is imported by its own integration, and by nothing else: nobody has to have it."""
+
 HEAVY = ("torch", "optuna", "pynvml", "typer", "rich")
 
 
@@ -295,6 +305,18 @@ def test_only_functions_reach_down(name: str, target: str) -> None:
     at_once = imports_of(path, ROOT, module_level(ast.parse(path.read_text())))
     assert {own_module(full, set(modules_in(ROOT))) for full in imports_of(path, ROOT)} >= {target}, "no longer needed"
     assert target not in {own_module(full, set(modules_in(ROOT))) for full in at_once if full.startswith("autosplit.")}
+
+
+def test_tools_are_imported_by_their_integrations_only() -> None:
+    naming = {name: path for name, path in modules_in(ROOT).items() if any(tool in path.read_text() for tool in TOOLS)}
+    found = {
+        name: {full.split(".")[0] for full in imports_of(path, ROOT)} & set(TOOLS) for name, path in naming.items()
+    }
+    assert {name: tools for name, tools in found.items() if tools} == {
+        "integrations.accelerate": {"accelerate"},
+        "integrations.lightning": {"lightning"},
+        "integrations.transformers": {"accelerate", "transformers"},  # which it is made of
+    }
 
 
 def test_no_import_cycles() -> None:

@@ -11,18 +11,16 @@
             scheduler.step()
             optimizer.zero_grad()
 
-A loader that shuffles is taken for one to train with and hands out shares; all others are accelerate's own. The mean loss
-of each micro-batch is weighted by its samples, or by what `count` says. Without a plan the Accelerator is as it is.
+A loader that shuffles is taken for one to train with and hands out shares; all others are accelerate's own. The mean
+loss of each micro-batch is weighted by its samples, or by what `count` says. Without a plan the Accelerator is
+accelerate's own.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import wraps
 from itertools import islice
 from typing import Any
 
@@ -38,10 +36,9 @@ from autosplit.errors import InputError
 from autosplit.integrations.loaders import loader_options, taken_mark
 from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share
 from autosplit.integrations.weighing import weighted_backward
-from autosplit.oom import is_oom
 from autosplit.plan import Plan
 
-__all__ = ["Accelerator", "NoPlanWarning", "find_executable_batch_size"]
+__all__ = ["Accelerator", "NoPlanWarning"]
 
 
 class SharesLoader(DataLoaderShard):
@@ -178,8 +175,10 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader: one that shuffles hands out shares."""
+        if isinstance(data_loader, SharesLoader):
+            return data_loader
         trains = isinstance(getattr(data_loader, "sampler", None), RandomSampler)
-        if self.share is None or not trains or isinstance(data_loader, SharesLoader):
+        if self.share is None or not trains:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         return self.shares_of(data_loader)
 

@@ -4,8 +4,8 @@ Two samples a and b of one batch, and what each counts for by a rule: where the 
 
     loss(a, b) = (n_a loss(a) + n_b loss(b)) / (n_a + n_b)
 
-Rules are told apart by samples of unlike counts. A tool's own bookkeeping is no guide: transformers 5.23, for one, takes
-GPT-2's labels for unshifted, and its loss shifts them.
+Rules are told apart by samples of unlike counts. A tool's own bookkeeping is no guide: transformers 5.23, for one,
+takes GPT-2's labels for unshifted, and its loss shifts them.
 """
 
 from __future__ import annotations
@@ -75,21 +75,27 @@ def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str)
         singles = [_rows(batch, [index]) for index in range(samples)]
     except WorkloadError:
         return otherwise, math.nan
-    rules = list(RULES) if labels_of(batch) is not None else ["samples"]
-    counts = {rule: [count_by(rule, single) for single in singles] for rule in rules}
+    counts = {rule: [count_by(rule, single) for single in singles] for rule in _rules_for(labels_of(batch))}
     pair = max(itertools.combinations(range(samples), 2), key=lambda ab: _unlike(counts, *ab), default=None)
-    if pair is None or any(min(counts[rule][i] for i in pair) < 1 for rule in rules):
+    if pair is None or any(min(numbers[i] for i in pair) < 1 for numbers in counts.values()):
         return otherwise, math.nan
     first, second = (loss_of(singles[index]) for index in pair)
     both = loss_of(_rows(batch, list(pair)))
     errors = {}
-    for rule in rules:
-        a, b = (counts[rule][index] for index in pair)
+    for rule, numbers in counts.items():
+        a, b = (numbers[index] for index in pair)
         errors[rule] = abs((a * first + b * second) / (a + b) - both) / max(abs(both), 1e-12)
-    best = min(rules, key=lambda rule: (errors[rule], rule != otherwise))
+    best = min(errors, key=lambda rule: (errors[rule], rule != otherwise))
     if not all(math.isfinite(error) for error in errors.values()):
         return otherwise, math.nan
     return best, errors[best]
+
+
+def _rules_for(labels: Any) -> list[str]:
+    """List the rules by which a batch counts for something: of one label a sample, none is left to be shifted."""
+    if labels is None:
+        return ["samples"]
+    return [rule for rule in RULES if rule != "shifted labels" or labels.dim() > 1]
 
 
 def _unlike(counts: Mapping[str, list[int]], first: int, second: int) -> float:

@@ -172,7 +172,7 @@ class Shares(lightning.pytorch.Callback):
             The data module.
         """
         made: Any = datamodule.train_dataloader
-        datamodule.train_dataloader = lambda: self.loader(made(), **options)  # type: ignore[method-assign]
+        datamodule.train_dataloader = lambda: self.loader(made(), **options)
         return datamodule
 
     def setup(self, trainer: lightning.pytorch.Trainer, pl_module: Any, stage: str) -> None:

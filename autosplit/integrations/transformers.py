@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -37,6 +37,11 @@ from autosplit.integrations.weighing import weighted_backward
 from autosplit.plan import Plan
 from autosplit.workload import Workload
 
+if TYPE_CHECKING:
+    from transformers import Trainer as Mixed
+else:
+    Mixed = object  # a Trainer comes by the class that mixes: as a base here, it would stand before somebody's own
+
 __all__ = ["NoPlanWarning", "SharesMixin", "Trainer", "UnevenLossWarning", "apply", "workload"]
 
 
@@ -44,7 +49,7 @@ class UnevenLossWarning(UserWarning):
     """A loss is no mean over what a process can count of its own samples."""
 
 
-class SharesMixin:
+class SharesMixin(Mixed):
     """Gives a Trainer a plan's shares; it stands before the Trainer among the bases.
 
     Args:
@@ -93,7 +98,7 @@ class SharesMixin:
 
     def get_train_dataloader(self) -> Any:
         """Return this process's loader: the Trainer's own, around the plan's batch sampler."""
-        loader: Any = super().get_train_dataloader()  # type: ignore[misc]
+        loader: Any = super().get_train_dataloader()
         if self.share is None:
             return loader
         options = loader_options(
@@ -112,7 +117,7 @@ class SharesMixin:
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Take an optimizer step's micro-batches, and weigh them."""
         if self.share is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = list(islice(epoch_iterator, num_batches))
         counts = [not taken_mark(batch) for batch in batches]
         if self.compute_loss_func is not None:  # it divides by the whole step's items itself
@@ -131,34 +136,34 @@ class SharesMixin:
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a micro-batch, its loss weighted."""
         if self.share is None:
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            return super().training_step(model, inputs, num_items_in_batch)
         weight = self._weights.popleft()
         self.current_gradient_accumulation_steps = 1  # or the Trainer would divide what is weighted already
         with self._weighted(weight, model):
-            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss * weight if weight else torch.zeros_like(loss)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of an optimizer step, over all processes."""
         if self.share is None:
-            return super().get_total_train_batch_size(args)  # type: ignore[misc]
+            return super().get_total_train_batch_size(args)
         return self.share.effective_batch_size
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         unwrapped = self.accelerator.unwrap_model(model, keep_torch_compile=False) is model
         if self.share is not None and self.share.wraps and training and unwrapped:
             return self.share.plan.wrap(model)
-        return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
+        return super()._wrap_model(model, training, dataloader)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; the processes make sure first that they have one plan, and hear of each other's failures."""
         if self.share is None:
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            return super().train(*args, **kwargs)
         self.share.refuse_other_device(self.args.device, "transformers")
         if self.share.num_processes == 1:
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            return super().train(*args, **kwargs)
         with ddp.setup(self.share.plan):
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            return super().train(*args, **kwargs)
 
     # How it is done
 
@@ -175,14 +180,15 @@ class SharesMixin:
 
     def _agreed_rule(self, device: Any) -> str:
         """Find what the model's loss is a mean over; the first process's finding is everyone's."""
+        assert self.share is not None, "without a plan nothing is weighed"
         rule, error = self._found_rule()
         names = list(RULES)
         if self.share.num_processes > 1:
             rule = names[int(self.accelerator.gather(torch.tensor([names.index(rule)], device=device))[0])]
         if error > TOLERANCE and self.is_world_process_zero():
             warnings.warn(
-                f"the loss is a mean neither over labels nor over samples (two samples are {error:.1%} off); shares and "
-                "accumulation change what is trained; expected a mean over them; see autosplit check",
+                f"the loss is a mean neither over labels nor over samples (two samples are {error:.1%} off); shares "
+                "and accumulation change what is trained; expected a mean over them; see autosplit check",
                 UnevenLossWarning,
                 stacklevel=2,
             )
@@ -232,7 +238,7 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
     args.average_tokens_across_devices = True
     if share.wraps:
         args.device  # noqa: B018 - it counts the GPUs, once
-        args._n_gpu = min(args._n_gpu, 1)  # noqa: SLF001 - or the Trainer would wrap the model in nn.DataParallel
+        args._n_gpu = min(args._n_gpu, 1)  # or the Trainer would wrap the model in nn.DataParallel
     elif plan.ddp.options.find_unused_parameters and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = True
     wanted = {"bf16": plan.precision == "bf16", "fp16": plan.precision == "fp16"}

@@ -1,0 +1,293 @@
+"""What the tests of the integrations train: padded texts, tiny models in double precision, and the loop to compare to.
+
+A sample's first token says which it is, so that a batch tells whose samples it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import math
+import os
+import re
+import runpy
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from handmade import made_ceiling
+from plans import make_plan, plan_device
+from torch import nn
+from torch.nn import functional as F
+
+from autosplit.cost import MemoryFit, Region
+from autosplit.plan import DdpPlan, Plan, RankSettings
+from autosplit.split import accumulation_steps
+
+NUM_SAMPLES = 50
+STEPS = 50
+"""Optimizer steps."""
+
+STOPS_AT = 23
+"""The step whose checkpoint is resumed; in the middle of an epoch of 3 or 4 steps."""
+
+LR, WARMUP, CLIP, SEED = 1e-3, 5, 0.5, 3
+LENGTH, TOKENS = 12, 80
+FIRST = 10
+"""The token that begins sample 0."""
+
+HELD_OUT, EVALUATES_BY = 42, 7
+"""Samples to evaluate on, the first ones, and those of a batch: as many batches for each of 1, 2 or 3 ranks."""
+
+PRELOAD = (
+    "lightning.pytorch",
+    "transformers.trainer",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+)
+"""What takes seconds to import; what is not installed is left out."""
+
+JOBS: dict[int, dict[str, tuple[str, tuple[int, ...], int]]] = {
+    2: {  # the model, the shares, samples of an optimizer step; the short last step leaves rank 1 without a share
+        "bert, 1 forward a step": ("bert", (7, 1), 8),
+        "bert, 5 forwards a step": ("bert", (7, 1), 40),
+        "gpt, 2 forwards a step": ("gpt", (6, 2), 16),
+        "gpt, 3 forwards a step": ("gpt", (7, 1), 20),
+    },
+    3: {"bert, 2 forwards a step": ("bert", (5, 2, 1), 16), "gpt, 5 forwards a step": ("gpt", (1, 1, 2), 20)},
+}
+
+
+def shares_plan(sizes: tuple[int, ...], effective: int, *, in_one: bool = False) -> Plan:
+    """A plan for a process each; with `in_one`, for one process with all of the devices."""
+    total, count = sum(sizes), len(sizes)
+    steps = accumulation_steps(effective, total)
+    ceiling = made_ceiling("cpu:0", 99, 2**30)
+    ranks = tuple(RankSettings(i, f"cpu:{i}", n, steps, ceiling, 44) for i, n in enumerate(sizes))
+    alone = count == 1 or in_one
+    return make_plan(
+        split=sizes,
+        gpu0_bsz=sizes[0],
+        batch_size=total,
+        accumulation_steps=steps,
+        effective_batch_size=effective,
+        ceilings=(total,) * count,
+        devices=tuple(plan_device(i, n, label=f"cpu:{i}") for i, n in enumerate(sizes)),
+        trials=(),
+        even_samples_per_s=None if count == 1 else 10.0,
+        ddp=DdpPlan((), 1.0, reason="one process") if alone else DdpPlan(ranks, 11.0),
+        region=Region(MemoryFit(9, 3), 2**30, total, (total,) * (count - 1), total) if in_one else None,
+    )
+
+
+def make_text(index: int, generator: torch.Generator) -> dict[str, Any]:
+    length = int(torch.randint(3, LENGTH, (1,), generator=generator))
+    ids = torch.randint(1, TOKENS, (length,), generator=generator)
+    ids[0] = FIRST + index
+    return {"input_ids": ids, "kind": int(ids.sum() % 3)}
+
+
+_TEXTS = torch.Generator().manual_seed(1)
+TEXTS = [make_text(index, _TEXTS) for index in range(NUM_SAMPLES)]
+
+
+def padded(samples: list[dict[str, Any]], *, next_tokens: bool) -> dict[str, Any]:
+    """Collate texts of unlike lengths, for GPT with their own tokens as labels."""
+    ids = torch.zeros(len(samples), LENGTH, dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, sample in enumerate(samples):
+        length = len(sample["input_ids"])
+        ids[row, :length] = labels[row, :length] = sample["input_ids"]
+        mask[row, :length] = 1
+    if not next_tokens:
+        labels = torch.tensor([sample["kind"] for sample in samples])
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+COLLATE = {name: functools.partial(padded, next_tokens=name == "gpt") for name in ("bert", "gpt")}
+
+
+def make_model(kind: str) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    if kind == "gpt":
+        ends = {"bos_token_id": 0, "eos_token_id": 0}
+        size = {"n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2}
+        return GPT2LMHeadModel(
+            GPT2Config(vocab_size=TOKENS, **size, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **ends)
+        ).double()
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=TOKENS, **size, hidden_dropout_prob=0, attention_probs_dropout_prob=0, num_labels=3)
+    return BertForSequenceClassification(config).double()
+
+
+def loss_of(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The models' own losses in double precision; GPT-2's own casts its logits to float32."""
+    logits = outputs["logits"]
+    if logits.dim() == 2:
+        return F.cross_entropy(logits, labels)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def loss_on(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return loss_of(model(**inputs), batch["labels"])
+
+
+def count_tokens(batch: dict[str, torch.Tensor]) -> int:
+    """What the mean loss of GPT is over."""
+    return int(batch["labels"][:, 1:].ne(-100).sum())
+
+
+COUNT: dict[str, Callable[[Any], int] | None] = {"bert": None, "gpt": count_tokens}
+
+
+def lr_factor(step: int) -> float:
+    """A warmup and half a cosine, as transformers has it."""
+    if step < WARMUP:
+        return step / WARMUP
+    return 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
+
+
+def optimizer_for(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
+
+
+def forget_accelerate() -> None:
+    """Begin as in a new process: accelerate's state is the process's, and another test's settings would stay."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def run_example(name: str) -> tuple[str, bool]:
+    """Run an example as a script; return what it printed, and whether it said that it has no plan."""
+    from autosplit.integrations.share import NoPlanWarning
+
+    path = Path(__file__).parents[1] / "examples" / name
+    with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue(), any(warning.category is NoPlanWarning for warning in caught)
+
+
+def run_example_as_rank(name: str) -> tuple[str, bool]:
+    """Run an example in one of the processes that `autosplit launch` starts."""
+    path = folder_of_job(f"plan {os.environ['RANK']}")
+    shares_plan((6, 2), 24).save(path)
+    os.environ |= {"AUTOSPLIT_PROFILE": str(path), "CUDA_VISIBLE_DEVICES": "", "TORCHELASTIC_RUN_ID": "none"}
+    forget_accelerate()
+    return run_example(name)
+
+
+def check_learns(printed: str) -> None:
+    losses = [float(number) for number in re.findall(r"loss\W+(\d+\.\d+)", printed)]
+    assert len(losses) >= 4, printed
+    assert losses[-1] < losses[0], printed
+
+
+def fork_workers() -> None:
+    """Start a loader's workers as in a script: a rank of a test would have each import everything again."""
+    torch.multiprocessing.set_start_method("fork", force=True)
+
+
+def folder_of_job(name: str) -> Path:
+    """A folder that all ranks of a job know, and no other job."""
+    return Path(os.environ["AUTOSPLIT_CACHE_DIR"]).parent / re.sub(r"\W+", "_", name)
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def epoch_order(epoch: int) -> list[int]:
+    return torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+
+
+@functools.cache
+def by_hand(kind: str, effective: int) -> dict[str, Any]:
+    """Train in one process, each optimizer step one batch: the weights after every step, and its learning rate."""
+    model = make_model(kind)
+    optimizer, schedule = optimizer_for(model)
+    weights, lrs, norms, losses = [], [], [], []
+    for step in range(STEPS):
+        epoch, number = divmod(step, -(-NUM_SAMPLES // effective))
+        order = epoch_order(epoch)[number * effective : (number + 1) * effective]
+        loss = loss_on(model, COLLATE[kind]([TEXTS[index] for index in order]))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        lrs.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        weights.append(weights_of(model))
+    assert max(norms) > CLIP, "clipping did something"
+    return {"weights": weights, "lrs": lrs, "losses": losses}
+
+
+def evaluated_by_hand(kind: str, effective: int, step: int) -> float:
+    """Return the mean loss after a step, over the batches of what is held out."""
+    model = make_model(kind)
+    nn.utils.vector_to_parameters(by_hand(kind, effective)["weights"][step - 1], model.parameters())
+    batches = [TEXTS[first : first + EVALUATES_BY] for first in range(0, HELD_OUT, EVALUATES_BY)]
+    with torch.no_grad():
+        return sum(float(loss_on(model, COLLATE[kind](batch))) for batch in batches) / len(batches)
+
+
+def samples_in(batch: dict[str, torch.Tensor]) -> list[int]:
+    return (batch["input_ids"][:, 0] - FIRST).tolist()
+
+
+def check_epochs(ranks: list[list[tuple[list[int], bool]]], sizes: tuple[int, ...], effective: int) -> None:
+    """Make sure that every epoch's samples were each seen once, and each in its optimizer step.
+
+    Args:
+        ranks: For each rank, every micro-batch's samples, and whether they counted.
+        sizes: The ranks' shares of a full micro-batch.
+        effective: Samples of an optimizer step.
+    """
+    assert len({len(found) for found in ranks}) == 1, "all ranks run equally many micro-batches"
+    per_step = [list(range(0, n, sum(sizes))) for n in step_sizes(effective)]
+    per_epoch = sum(map(len, per_step))
+    for begin in range(0, len(ranks[0]) - per_epoch + 1, per_epoch):
+        epoch, order = begin // per_epoch, iter(epoch_order(begin // per_epoch))
+        position = begin
+        for step, n in zip(per_step, step_sizes(effective), strict=True):
+            part = [found[position + index] for found in ranks for index in range(len(step))]
+            seen = Counter(sample for samples, counted in part for sample in samples if counted)
+            assert seen == Counter(next(order) for _ in range(n)), f"epoch {epoch}"
+            position += len(step)
+    for found, size in zip(ranks, sizes, strict=True):
+        assert {len(samples) for samples, _ in found[:1]} == {size}
+
+
+def step_sizes(effective: int) -> list[int]:
+    return [min(effective, NUM_SAMPLES - first) for first in range(0, NUM_SAMPLES, effective)]
+
+
+def check_trained(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], int], bound: float = 1e-9) -> None:
+    """Make sure that all ranks trained to the weights of one process, by the same learning rates.
+
+    Args:
+        ranks: For each, its `weights`, `lrs` by optimizer step, `scheduler_steps`, and `seen`.
+        job: What was trained.
+        bound: Of the weights' error.
+    """
+    kind, sizes, effective = job
+    expected = by_hand(kind, effective)
+    for found in ranks:
+        assert float((found["weights"] - expected["weights"][-1]).abs().max()) < bound
+        assert found["scheduler_steps"] == STEPS
+        for step, lr in found["lrs"].items():
+            assert math.isclose(lr, expected["lrs"][step - 1], rel_tol=1e-12, abs_tol=1e-18), step
+    check_epochs([found["seen"] for found in ranks], sizes, effective)
+    moved = float((expected["weights"][-1] - expected["weights"][0]).abs().max())
+    assert moved > 1e-3, "so that the bound tells something"

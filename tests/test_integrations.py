@@ -1,0 +1,290 @@
+"""What the integrations share: a process's part of a plan, its loader, what a loss is a mean over, its backward."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import shared_training as shared
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from plans import simulated_plan
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from autosplit.ddp.place import Place
+from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.integrations.counting import TOLERANCE, count_by, fitting_rule
+from autosplit.integrations.loaders import MARK, MarkingDataset, loader_options, taken_mark
+from autosplit.integrations.share import Share, Uncounted, find_share, share_of
+from autosplit.integrations.weighing import weighted_backward
+
+
+def as_job(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
+    values = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    for name, value in {**values, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def made_share(rank: int, sizes: tuple[int, ...], effective: int) -> Share:
+    return share_of(shared.shares_plan(sizes, effective), Place(rank, len(sizes)))
+
+
+class TestShare:
+    def test_a_rank_has_its_own_size_and_the_jobs_steps(self):
+        share = made_share(1, (7, 1), 20)
+        assert (share.batch_size, share.num_processes, share.wraps) == (1, 2, False)
+        assert (share.accumulation_steps, share.effective_batch_size) == (3, 20)
+        assert str(share) == "7 + 1 samples per forward, 3 forwards per optimizer step of 20"
+
+    def test_one_process_has_all_devices(self):
+        share = share_of(shared.shares_plan((5, 3), 20, in_one=True), Place(0, 1))
+        assert (share.batch_size, share.num_processes, share.wraps) == (8, 1, True)
+        assert str(share) == "5 + 3 samples per forward, 3 forwards per optimizer step of 20"
+        assert not made_share(0, (8,), 40).wraps
+
+    def test_a_plan_for_other_jobs_is_refused(self):
+        plan = shared.shares_plan((7, 1), 20)
+        with pytest.raises(PlanError, match=r"the plan has 2 ranks, but the job has 3; expected a process"):
+            share_of(plan, Place(0, 3))
+        with pytest.raises(PlanError, match="the plan is for 2 processes, and this is one; expected a job"):
+            share_of(plan, Place(0, 1))
+        with pytest.raises(PlanError, match="the plan has no DDP ranks"):
+            share_of(shared.shares_plan((5, 3), 20, in_one=True), Place(0, 2))
+
+    @pytest.mark.parametrize("world_size", [1, 2])
+    def test_a_plan_for_simulated_cards_is_refused(self, world_size):
+        with pytest.raises(DeviceError, match="the plan is for simulated cards"):
+            share_of(simulated_plan(), Place(0, world_size))
+
+    def test_another_device_is_refused(self):
+        share = made_share(0, (8,), 40)
+        share.refuse_other_device("cpu", "it")
+        with pytest.raises(DeviceError, match=r"it computes on cuda:0 in process 0, and the plan's share of 8 samples"):
+            share.refuse_other_device("cuda:0", "it")
+        made_share(1, (7, 1), 20).refuse_other_device(torch.device("cpu"), "it")
+
+    @given(
+        sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),
+        effective=st.integers(1, 40),
+        num_samples=st.integers(1, 90),
+        epoch=st.integers(0, 2),
+        drop_last=st.booleans(),
+    )
+    def test_the_ranks_see_every_sample_once(self, sizes, effective, num_samples, epoch, drop_last):
+        assume(sum(sizes) <= effective)
+        assume(not drop_last or num_samples >= effective)
+        plan = shared.shares_plan(tuple(sizes), effective)
+        ranks = []
+        for rank in range(len(sizes)):
+            share = Share(plan, Place(rank, len(sizes)), tuple(sizes), -(-effective // sum(sizes)), effective)
+            sampler = share.batch_sampler(num_samples, shuffle=True, seed=3, drop_last=drop_last)
+            sampler.set_epoch(epoch)
+            ranks.append([*sampler])
+            assert len(sampler) == len(ranks[-1])
+            assert all(ranks[-1]), "a micro-batch without samples could not be run"
+        counted = [index for found in ranks for batch in found if not isinstance(batch, Uncounted) for index in batch]
+        assert len(counted) == num_samples - drop_last * (num_samples % effective)
+        assert len(set(counted)) == len(counted)
+        assert set(counted) <= set(range(num_samples))
+
+
+class TestFindShare:
+    def test_nothing_given_and_nothing_remembered(self):
+        assert find_share(None, parameters=None) is None
+
+    def test_a_file_and_the_environment(self, tmp_path, monkeypatch):
+        as_job(monkeypatch, 1, 2)
+        plan, path = shared.shares_plan((7, 1), 20), tmp_path / "plan.json"
+        plan.save(path)
+        assert find_share(path, parameters=None) == find_share(plan, parameters=None)
+        monkeypatch.setenv("AUTOSPLIT_PROFILE", str(path))
+        found = find_share(None, parameters=None)
+        assert (found.place.rank, found.batch_size) == (1, 1)
+
+    def test_no_path(self):
+        with pytest.raises(InputError, match="plan is ''; expected a plan, or the file of one"):
+            find_share("", parameters=None)
+
+    def test_of_what_is_remembered_only_what_fits(self, monkeypatch):
+        alone, ranks = shared.shares_plan((8,), 40), shared.shares_plan((7, 1), 20)
+        sized = replace(alone, workload={"parameters": 12}, effective_batch_size=41, accumulation_steps=6)
+        remembered = [alone, ranks, replace(alone, notes=("again",))]
+        monkeypatch.setattr("autosplit.profiles.usable_here", lambda: tuple((None, plan) for plan in remembered))
+        assert find_share(None, parameters=None).plan in remembered
+        assert find_share(None, parameters=12) is None
+        remembered.append(sized)
+        assert find_share(None, parameters=12).plan == sized
+        with pytest.raises(PlanError, match=r"2 plans are remembered .*; expected one; pass plan="):
+            find_share(None, parameters=None)
+        as_job(monkeypatch, 1, 2)
+        assert find_share(None, parameters=None).plan == ranks
+        as_job(monkeypatch, 1, 3)
+        assert find_share(None, parameters=None) is None
+
+
+class Rows(Dataset[Any]):
+    """Samples by index, several at once, and an attribute of its own."""
+
+    name = "rows"
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return {"x": torch.tensor(index)}
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def made_loader(share: Share, dataset: Any = None, **options: Any) -> DataLoader[Any]:
+    loader = DataLoader(Rows() if dataset is None else dataset, **options)
+    return DataLoader(**loader_options(loader, share, shuffle=True, seed=3, drop_last=False))
+
+
+class TestLoader:
+    @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("dataset", [Rows(), [{"x": torch.tensor(index)} for index in range(50)]])
+    def test_a_batch_without_a_share_is_marked(self, dataset, workers):
+        seen, unmarked = [], 0
+        for rank in (0, 1):
+            for batch in made_loader(made_share(rank, (7, 1), 12), dataset, num_workers=workers):
+                counts = not taken_mark(batch)
+                assert set(batch) == {"x"}
+                seen += batch["x"].tolist() if counts else []
+                unmarked += not counts
+        assert sorted(seen) == [*range(50)]
+        assert unmarked == 5, "the 4 + 4 + 2 + 2 samples of which rank 1 has none, and 1 of 2 in the last step"
+
+    def test_what_the_loader_was_it_stays(self):
+        def init(worker: int) -> None:
+            """Nothing."""
+
+        loader = DataLoader(Rows(), num_workers=2, prefetch_factor=3, timeout=5, worker_init_fn=init)
+        options = loader_options(loader, made_share(0, (8,), 16), shuffle=False, seed=0, drop_last=True)
+        wanted = {"num_workers": 2, "prefetch_factor": 3, "timeout": 5, "worker_init_fn": init}
+        assert {name: options[name] for name in wanted} == wanted
+        assert len(options["batch_sampler"]) == 6, "50 samples are 3 whole steps"
+        assert options["dataset"].name == "rows"
+
+    def test_the_data_set_travels_to_workers(self):
+        copy = pickle.loads(pickle.dumps(MarkingDataset([1, 2])))
+        assert (len(copy), copy[1], copy.__getitems__([0, 1])) == (2, 2, [1, 2])
+        with pytest.raises(AttributeError, match="nothing"):
+            _ = copy.nothing
+
+    def test_samples_without_indices_are_refused(self):
+        class Stream(IterableDataset[Any]):
+            def __iter__(self):
+                return iter(())
+
+        with pytest.raises(InputError, match=r"data set is a Stream without a length; expected one with samples by"):
+            made_loader(made_share(0, (7, 1), 12), Stream())
+
+    def test_a_batch_that_can_not_be_marked_is_refused(self):
+        loader = made_loader(made_share(1, (7, 1), 12), collate_fn=lambda samples: [sample["x"] for sample in samples])
+        with pytest.raises(InputError, match="the collator returns a list; expected a mapping"):
+            list(loader)
+
+    def test_only_a_mark_is_taken_off(self):
+        batch = {"x": 1, MARK: True}
+        assert taken_mark(batch)
+        assert not taken_mark(batch)
+        assert batch == {"x": 1}
+        assert not taken_mark(torch.ones(2))
+
+
+LABELS = torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100], [1, -100, 2, 3]])
+
+
+class TestCounting:
+    def test_each_rule(self):
+        batch = {"x": torch.zeros(3, 4), "labels": LABELS}
+        counts = {rule: count_by(rule, batch) for rule in ("samples", "labels", "shifted labels")}
+        assert counts == {"samples": 3, "labels": 9, "shifted labels": 6}
+        assert count_by("shifted labels", {"shift_labels": LABELS, "labels": LABELS}) == 9
+        assert count_by("labels", {"x": torch.zeros(3, 4)}) == 3
+
+    @given(
+        rule=st.sampled_from(["samples", "labels", "shifted labels"]),
+        lengths=st.lists(st.integers(2, 9), min_size=3, max_size=9),
+        seed=st.integers(0, 99),
+    )
+    def test_the_rule_of_a_loss_is_found(self, rule, lengths, seed):
+        """From the loss alone, whatever the tool believes; the lengths tell the rules apart, or else nothing does."""
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.full((len(lengths), 9), -100)
+        for row, length in enumerate(lengths):
+            labels[row, :length] = 1
+        values = torch.rand(len(lengths), 9, generator=generator, dtype=torch.float64)
+        assume(len(set(lengths[:8])) > 1)
+
+        def loss(batch: dict[str, torch.Tensor]) -> float:
+            kept = batch["labels"].ne(-100)
+            kept[:, 0] &= rule != "shifted labels"
+            each = (batch["x"] * kept).sum(1)
+            return float(each.sum() / kept.sum() if rule != "samples" else (each / kept.sum(1)).mean())
+
+        found, error = fitting_rule(loss, {"x": values, "labels": labels}, otherwise="labels")
+        assert error < 1e-9
+        assert found == rule
+
+    def test_one_label_a_sample(self):
+        """No label is left of one that is shifted: that rule says nothing, and the others are asked all the same."""
+        batch = {"x": torch.rand(4, 3), "labels": torch.tensor([0, 1, 2, 0])}
+        mean = lambda rows: float(F.cross_entropy(rows["x"], rows["labels"]))
+        rule, error = fitting_rule(mean, batch, otherwise="labels")
+        assert (rule, error < 1e-6) == ("labels", True)
+        _, error = fitting_rule(lambda rows: mean(rows) ** 2 * len(rows["x"]), batch, otherwise="labels")
+        assert error > TOLERANCE
+
+    @pytest.mark.parametrize(
+        "batch",
+        [
+            {"x": torch.zeros(1, 4), "labels": LABELS[:1]},
+            {"x": torch.zeros(2, 4), "labels": torch.full((2, 4), -100)},
+            {"labels": "none"},
+        ],
+    )
+    def test_where_nothing_can_be_told_it_is_as_said(self, batch):
+        rule, error = fitting_rule(lambda rows: 1.0, batch, otherwise="labels")
+        assert (rule, math.isnan(error)) == ("labels", True)
+
+    def test_a_loss_that_is_no_number_tells_nothing(self):
+        batch = {"x": torch.zeros(3, 4), "labels": LABELS}
+        assert fitting_rule(lambda rows: math.nan, batch, otherwise="labels")[0] == "labels"
+
+
+class TestWeighing:
+    def test_a_weight_is_on_the_gradient(self):
+        model = nn.Linear(2, 1)
+        weighted_backward(torch.Tensor.backward, model(torch.ones(1, 2)).sum(), 0.25, [model])
+        assert model.weight.grad.tolist() == [[0.25, 0.25]]
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, 1.0])
+    def test_no_weight_sends_zeros_whatever_the_loss(self, value):
+        model = nn.Linear(2, 1)
+        model.bias.requires_grad_(False)
+        kept = torch.tensor([[3.0, 4.0]])
+        model.weight.grad = kept.clone()
+        weighted_backward(torch.Tensor.backward, model(torch.full((1, 2), value)).sum() / 0, 0.0, [model])
+        assert torch.equal(model.weight.grad, kept)
+        weighted_backward(torch.Tensor.backward, model(torch.ones(1, 2)).sum(), 1.0, [model])
+        assert torch.equal(model.weight.grad, kept + 1), "the hooks are off again"
+
+    def test_the_hooks_go_where_the_backward_fails(self):
+        model = nn.Linear(2, 1)
+
+        def failing(loss: torch.Tensor) -> None:
+            raise RuntimeError("no")
+
+        with pytest.raises(RuntimeError, match="no"):
+            weighted_backward(failing, model(torch.ones(1, 2)).sum(), 0.0, [model])
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.tolist() == [[1.0, 1.0]]

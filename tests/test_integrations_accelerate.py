@@ -1,0 +1,307 @@
+"""accelerate's loop with a plan's shares trains what one process would, and without a plan what it always did."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrations`)")
+pytest.importorskip("transformers", reason="needs transformers (the extra `integrations`), for its models")
+
+import accelerate
+import shared_training as shared
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from plans import simulated_plan
+from ranks import found_by, run_ranks
+from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
+from torch.utils.data import DataLoader, IterableDataset
+
+from autosplit.balanced import BalancedDataParallel
+from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.integrations.accelerate import Accelerator, NoPlanWarning
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+
+
+class Unweighted(Accelerator):
+    """The same samples on each rank, and accelerate's own backward."""
+
+    def backward(self, loss, **kwargs):
+        accelerate.Accelerator.backward(self, loss, **kwargs)
+
+
+def make_accelerator(cls: Any = Accelerator, **options: Any) -> Any:
+    """An Accelerator as in a new process: its state is the process's, and another one's settings would stay."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    return cls(cpu=True, **options)
+
+
+def prepared(kind: str, accelerator: Any, *, workers: int = 0) -> tuple[Any, ...]:
+    model = shared.make_model(kind)
+    loader = DataLoader(TEXTS, batch_size=4, shuffle=True, collate_fn=COLLATE[kind], num_workers=workers)
+    held_out = DataLoader(TEXTS[:HELD_OUT], batch_size=EVALUATES_BY, collate_fn=COLLATE[kind])
+    if getattr(accelerator, "share", None) is not None:
+        loader = accelerator.shares_of(loader, seed=shared.SEED)
+    return accelerator.prepare(model, *shared.optimizer_for(model), loader, held_out)
+
+
+def mean_loss(accelerator: Any, model: Any, loader: Any) -> float:
+    """Evaluate on samples that only their own loader hands out, as accelerate's examples do."""
+    model.eval()
+    losses = []
+    for batch in loader:
+        with torch.no_grad():
+            loss = shared.loss_on(model, batch)
+        losses.append(accelerator.gather_for_metrics(loss.repeat(len(batch["labels"]))))
+    model.train()
+    return float(torch.cat(losses).mean())
+
+
+def loop(accelerator: Any, parts: tuple[Any, ...], *, begin: tuple[int, int] = (0, 0), folder: Any = None) -> Any:
+    """Train to the last step as any accelerate script does; note what was seen, and stop nowhere."""
+    model, optimizer, schedule, loader, held_out = parts
+    (epoch, skipped), found = begin, {"seen": [], "lrs": {}, "evaluated": []}
+    step = epoch * -(-shared.NUM_SAMPLES // accelerator.share.effective_batch_size) + found_steps(loader, skipped)
+    while step < STEPS:
+        loader.set_epoch(epoch)
+        batches = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+        for number, batch in enumerate(batches, skipped + 1):
+            found["seen"].append((shared.samples_in(batch), bool(loader.weight)))
+            with accelerator.accumulate(model):
+                accelerator.backward(shared.loss_on(model, batch))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                    found["lrs"][step + 1] = schedule.get_last_lr()[0]
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
+            step += 1
+            if step % 20 == 0:
+                found["evaluated"].append(mean_loss(accelerator, model, held_out))
+            if step == STOPS_AT and folder is not None:
+                accelerator.save_state(str(folder))
+                found["position"] = (epoch, number)
+            if step == STEPS:
+                break
+        epoch, skipped = epoch + 1, 0
+    found["scheduler_steps"] = schedule.scheduler.last_epoch
+    found["weights"] = shared.weights_of(accelerator.unwrap_model(model))
+    return found
+
+
+def found_steps(loader: Any, batches: int) -> int:
+    """Count the optimizer steps that so many micro-batches of an epoch make."""
+    steps = 0
+    for step in loader.sampler_of_shares.schedule:
+        batches -= len(step.micro_batch_sizes)
+        if batches < 0:
+            return steps
+        steps += 1
+    return steps
+
+
+def trained(
+    kind: str,
+    sizes: tuple[int, ...],
+    effective: int,
+    *,
+    resumes: bool = False,
+    workers: int = 0,
+    cls: Any = Accelerator,
+) -> dict[str, Any]:
+    """Train 50 steps; then from the state that was saved in the middle of an epoch to the end."""
+    shared.fork_workers()
+    options = {"plan": shared.shares_plan(sizes, effective), "count": COUNT[kind], "cls": cls}
+    folder = shared.folder_of_job(f"{kind} {sizes} {effective}") if resumes else None
+    accelerator = make_accelerator(**options)
+    found = loop(accelerator, prepared(kind, accelerator), folder=folder)
+    if resumes:
+        again = make_accelerator(**options)
+        parts = prepared(kind, again, workers=workers)
+        again.load_state(str(folder))
+        found["resumed"] = loop(again, parts, begin=found["position"])
+    return found
+
+
+def unlike_plans() -> None:
+    rank = torch.distributed.get_rank()
+    with pytest.raises(PlanError, match="is not that of rank 0"):
+        make_accelerator(plan=shared.shares_plan((2, 2), 8 if rank else 16))
+
+
+def skipped_by_the_free_function() -> None:
+    """Its loader draws the right samples and knows no weights: refused where they would be wanted."""
+    accelerator = make_accelerator(plan=shared.shares_plan((7, 1), 20))
+    model, _, _, loader, _ = prepared("bert", accelerator)
+    for batch in accelerate.skip_first_batches(loader, 3):
+        loss = shared.loss_on(model, batch)
+        with pytest.raises(InputError, match=r"write accelerator\.skip_first_batches"):
+            accelerator.backward(loss)
+
+
+TWO = {
+    **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
+    "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
+    "unweighted": partial(trained, "gpt", (6, 2), 16, cls=Unweighted),
+    "unlike plans": unlike_plans,
+    "free function": skipped_by_the_free_function,
+    "example": partial(shared.run_example_as_rank, "train_accelerate.py"),  # the last: it ends the process group
+}
+THREE = {name: partial(trained, *job, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
+RESUMED = {name: job for name, job in JOBS[2].items() if "3 forwards" in name} | {"with workers": ("bert", (7, 1), 20)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_ranks(__name__, "TWO", 2, tmp_path_factory.mktemp("two"), limit_s=280, preload=PRELOAD)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+class TestTwoRanks:
+    @pytest.mark.parametrize("name", [*JOBS[2], "with workers"])
+    def test_fifty_steps_are_those_of_one_process(self, two, name):
+        shared.check_trained(found_by(two, name), {**JOBS[2], **RESUMED}[name])
+
+    @pytest.mark.parametrize("name", RESUMED)
+    def test_a_state_from_the_middle_of_an_epoch_goes_on(self, two, name):
+        check_resumed(found_by(two, name), RESUMED[name])
+
+    def test_evaluation_is_that_of_one_process(self, two):
+        for name, (kind, _, effective) in JOBS[2].items():
+            for found in found_by(two, name):
+                check_evaluated(found["evaluated"], kind, effective)
+
+    def test_without_weights_it_is_something_else(self, two):
+        expected = shared.by_hand("gpt", 16)["weights"][-1]
+        for found in found_by(two, "unweighted"):
+            assert float((found["weights"] - expected).abs().max()) > 1e-4
+
+    @pytest.mark.parametrize("name", ["unlike plans", "free function"])
+    def test_what_would_train_something_else_is_refused(self, two, name):
+        found_by(two, name)
+
+    def test_the_example_takes_the_plan(self, two):
+        for printed, without_plan in found_by(two, "example")[:1]:
+            assert not without_plan
+            shared.check_learns(printed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_ranks(tmp_path):
+    found = run_ranks(__name__, "THREE", 3, tmp_path, limit_s=280, preload=PRELOAD)
+    for name, job in JOBS[3].items():
+        shared.check_trained(found_by(found, name), job)
+    check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
+
+
+def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], int]) -> None:
+    kind, _, effective = job
+    per_epoch = sum(-(-n // sum(job[1])) for n in shared.step_sizes(effective))
+    for found in ranks:
+        resumed = found["resumed"]
+        assert float((resumed["weights"] - shared.by_hand(kind, effective)["weights"][-1]).abs().max()) < 1e-9
+        assert [*resumed["lrs"]] == [*range(STOPS_AT + 1, STEPS + 1)]
+        assert resumed["scheduler_steps"] == STEPS
+        epoch, number = found["position"]
+        assert 0 < number < per_epoch, "in the middle of an epoch"
+        assert resumed["seen"] == found["seen"][epoch * per_epoch + number :]
+
+
+def check_evaluated(got: list[float], kind: str, effective: int) -> None:
+    """Compare with the mean, over the samples, of the mean loss of the batch that each was in."""
+    for step, loss in zip((20, 40), got, strict=True):
+        assert loss == pytest.approx(shared.evaluated_by_hand(kind, effective, step), rel=1e-9)
+
+
+@pytest.fixture
+def _alone():
+    shared.forget_accelerate()
+    yield
+    shared.forget_accelerate()
+
+
+@pytest.mark.usefixtures("_alone")
+class TestOneProcess:
+    def test_without_a_plan_it_is_accelerates_own(self):
+        def weights(accelerator: Any) -> torch.Tensor:
+            torch.manual_seed(0)
+            model, optimizer, schedule, loader, _ = prepared("gpt", accelerator)
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(shared.loss_on(model, batch))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+            return shared.weights_of(model)
+
+        with pytest.warns(NoPlanWarning, match="which goes on as without it") as caught:
+            ours = weights(make_accelerator(gradient_accumulation_steps=2))
+        assert len(caught) == 1
+        assert torch.equal(ours, weights(make_accelerator(accelerate.Accelerator, gradient_accumulation_steps=2)))
+
+    @pytest.mark.parametrize(("kind", "plan"), [("gpt", ((8,), 40)), ("bert", ((5, 3), 20))])
+    def test_a_plan_for_one_process_trains_what_one_batch_would(self, kind, plan, monkeypatch):
+        monkeypatch.setattr("test_integrations_accelerate.STEPS", 6)
+        sizes, effective = plan
+        share_plan = shared.shares_plan(sizes, effective, in_one=len(sizes) > 1)
+        accelerator = make_accelerator(plan=share_plan, count=COUNT[kind])
+        parts = prepared(kind, accelerator)
+        assert isinstance(parts[0], BalancedDataParallel) == (len(sizes) > 1)
+        assert accelerator.gradient_accumulation_steps == -(-effective // sum(sizes))
+        found = loop(accelerator, parts)
+        assert float((found["weights"] - shared.by_hand(kind, effective)["weights"][5]).abs().max()) < 1e-9
+        shared.check_epochs([found["seen"]], (sum(sizes),), effective)
+
+    def test_loaders_in_order_are_accelerates_own(self):
+        """What is evaluated is dealt out as ever, and a training loader that shuffles needs no more than prepare()."""
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 40))
+        shuffled = accelerator.prepare(DataLoader(TEXTS, batch_size=4, shuffle=True, collate_fn=COLLATE["bert"]))
+        in_order = accelerator.prepare(DataLoader(TEXTS, batch_size=4, collate_fn=COLLATE["bert"]))
+        assert [len(batch["labels"]) for batch in shuffled] == [8] * 5 + [8, 2]
+        assert [len(batch["labels"]) for batch in in_order] == [4] * 12 + [2]
+
+
+@pytest.mark.usefixtures("_alone")
+class TestRefusals:
+    def test_plans_for_other_jobs(self):
+        with pytest.raises(PlanError, match="the plan is for 2 processes, and this is one"):
+            make_accelerator(plan=shared.shares_plan((6, 2), 16))
+        with pytest.raises(DeviceError, match="simulated cards"):
+            make_accelerator(plan=simulated_plan())
+
+    def test_an_iterable_data_set(self):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(TEXTS)
+
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 16))
+        with pytest.raises(InputError, match="data set is a Stream without a length"):
+            accelerator.shares_of(DataLoader(Stream()))
+
+    def test_shares_without_a_plan(self):
+        with pytest.warns(NoPlanWarning):
+            accelerator = make_accelerator()
+        with pytest.raises(InputError, match="there is no plan; expected one whose shares are meant"):
+            accelerator.shares_of(DataLoader(TEXTS))
+
+    @pytest.mark.parametrize("batches", [1, 4, 7, 9])
+    def test_to_skip_parts_of_an_optimizer_step(self, batches):
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
+        loader = accelerator.shares_of(DataLoader(TEXTS, collate_fn=COLLATE["bert"]))
+        with pytest.raises(InputError, match=rf"num_batches is {batches}; expected the end of an optimizer step, of 3"):
+            accelerator.skip_first_batches(loader, batches)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_example_runs_without_a_plan():
+    printed, without_plan = shared.run_example("train_accelerate.py")
+    assert without_plan
+    shared.check_learns(printed)

@@ -1,0 +1,272 @@
+"""Lightning's Trainer with a plan's shares trains what one process would, and without a plan what it always did."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="needs lightning (the extra `integrations`)")
+pytest.importorskip("transformers", reason="needs transformers (the extra `integrations`), for its models")
+
+import lightning.pytorch as pl
+import shared_training as shared
+import torch
+from plans import simulated_plan
+from ranks import found_by, run_ranks
+from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
+from torch.utils.data import DataLoader, IterableDataset
+
+from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.integrations.lightning import NoPlanWarning, Shares
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # of torch 2.13 at Lightning's use of it
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+]
+
+
+class Module(pl.LightningModule):
+    """A model, its loss, and a schedule by optimizer steps."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model = shared.make_model(kind)
+
+    def training_step(self, batch, batch_idx):
+        return shared.loss_on(self.model, batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("evaluated", shared.loss_on(self.model, batch), sync_dist=True, batch_size=1)
+
+    def configure_optimizers(self):
+        optimizer, schedule = shared.optimizer_for(self)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Data(pl.LightningDataModule):
+    """Somebody's own data module."""
+
+    def __init__(self, kind: str, workers: int = 0) -> None:
+        super().__init__()
+        self.kind, self.workers = kind, workers
+
+    def train_dataloader(self):
+        return DataLoader(TEXTS, batch_size=4, shuffle=True, collate_fn=COLLATE[self.kind], num_workers=self.workers)
+
+    def val_dataloader(self):
+        return DataLoader(TEXTS[:HELD_OUT], batch_size=EVALUATES_BY, collate_fn=COLLATE[self.kind])
+
+
+class Watch(pl.Callback):
+    """Notes what comes by, as any callback would."""
+
+    def __init__(self) -> None:
+        self.seen, self.lrs, self.evaluated = [], {}, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        weights = getattr(trainer.train_dataloader, "weights", {})
+        self.seen.append((shared.samples_in(batch), bool(weights.get(batch_idx, 1))))
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.lrs[trainer.global_step + 1] = optimizer.param_groups[0]["lr"]
+
+    def on_validation_end(self, trainer, pl_module):
+        self.evaluated.append((trainer.global_step, float(trainer.callback_metrics["evaluated"])))
+
+
+def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    plain = {"max_steps": STEPS, "gradient_clip_val": CLIP, "accelerator": "cpu", "logger": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    saves = any(isinstance(callback, pl.callbacks.ModelCheckpoint) for callback in callbacks)
+    return pl.Trainer(callbacks=[*callbacks], enable_checkpointing=saves, **{**plain, **quiet, **options})
+
+
+def trained(
+    kind: str, sizes: tuple[int, ...], effective: int, *, resumes: bool = False, workers: int = 0, weighted: bool = True
+) -> dict[str, Any]:
+    """Train 50 steps; then from the checkpoint of the middle of an epoch to the end."""
+    shared.fork_workers()
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it: Lightning starts processes of its own otherwise
+    plan = shared.shares_plan(sizes, effective)
+    folder = shared.folder_of_job(f"{kind} {sizes} {effective}")
+
+    def fitted(*callbacks: pl.Callback, ckpt_path: Any = None, workers: int = 0) -> dict[str, Any]:
+        shares, watch, module = Shares(plan, count=COUNT[kind]), Watch(), Module(kind)
+        ours = [shares] if weighted else []
+        weighing = {} if weighted else {"accumulate_grad_batches": plan.accumulation_steps}
+        between = {"val_check_interval": 7, "check_val_every_n_epoch": None}
+        options = {"devices": len(sizes), "strategy": "ddp", **between, **weighing}
+        trainer = make_trainer(*ours, watch, *callbacks, **options)
+        trainer.fit(module, shares.data(Data(kind, workers), seed=shared.SEED), ckpt_path=ckpt_path)
+        steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+        found = {name: getattr(watch, name) for name in ("seen", "lrs", "evaluated")}
+        return {**found, "scheduler_steps": steps, "weights": shared.weights_of(module)}
+
+    saving = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=STOPS_AT, save_top_k=-1, filename="{step}")
+    found = fitted(*[saving] * resumes)
+    if resumes:
+        found["resumed"] = fitted(ckpt_path=str(folder / f"step={STOPS_AT}.ckpt"), workers=workers)
+    return found
+
+
+def unlike_plans() -> None:
+    rank = torch.distributed.get_rank()
+    shares = Shares(shared.shares_plan((2, 2), 8 if rank else 16))
+    trainer = make_trainer(shares, devices=2, strategy="ddp")
+    with pytest.raises(PlanError, match="is not that of rank 0"):
+        trainer.fit(Module("bert"), shares.data(Data("bert")))
+
+
+def refused_in_training() -> None:
+    """A loader of Lightning's own would give every rank the same number of other samples."""
+    trainer = make_trainer(Shares(shared.shares_plan((7, 1), 20)), devices=2, strategy="ddp")
+    with pytest.raises(InputError, match=r"training loader is a DataLoader; expected .* pass shares\.loader"):
+        trainer.fit(Module("bert"), Data("bert"))
+
+
+TWO = {
+    **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
+    "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
+    "unweighted": partial(trained, "gpt", (6, 2), 16, weighted=False),
+    "example": partial(shared.run_example_as_rank, "train_lightning.py"),
+    "unlike plans": unlike_plans,
+    "another loader": refused_in_training,
+}
+THREE = {name: partial(trained, *job, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
+RESUMED = {name: job for name, job in JOBS[2].items() if "3 forwards" in name} | {"with workers": ("bert", (7, 1), 20)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_ranks(__name__, "TWO", 2, tmp_path_factory.mktemp("two"), limit_s=280, preload=PRELOAD)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+class TestTwoRanks:
+    @pytest.mark.parametrize("name", [*JOBS[2], "with workers"])
+    def test_fifty_steps_are_those_of_one_process(self, two, name):
+        shared.check_trained(found_by(two, name), {**JOBS[2], **RESUMED}[name])
+
+    @pytest.mark.parametrize("name", RESUMED)
+    def test_a_checkpoint_of_the_middle_of_an_epoch_goes_on(self, two, name):
+        check_resumed(found_by(two, name), RESUMED[name])
+
+    def test_evaluation_is_that_of_one_process(self, two):
+        for name, (kind, _, effective) in JOBS[2].items():
+            for found in found_by(two, name):
+                check_evaluated(found["evaluated"], kind, effective)
+
+    def test_without_weights_it_is_something_else(self, two):
+        expected = shared.by_hand("gpt", 16)["weights"][-1]
+        for found in found_by(two, "unweighted"):
+            assert float((found["weights"] - expected).abs().max()) > 1e-4
+
+    @pytest.mark.parametrize("name", ["unlike plans", "another loader"])
+    def test_what_would_train_something_else_is_refused(self, two, name):
+        found_by(two, name)
+
+    def test_the_example_takes_the_plan(self, two):
+        (printed, without_plan), (nothing, _) = found_by(two, "example")
+        assert not without_plan
+        shared.check_learns(printed)
+        assert all(f"step {step:3}, batch {3 * step}: " in printed for step in (10, 20, 30)), "3 forwards a step"
+        assert "loss" not in nothing, "the first process prints"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_ranks(tmp_path):
+    found = run_ranks(__name__, "THREE", 3, tmp_path, limit_s=280, preload=PRELOAD)
+    for name, job in JOBS[3].items():
+        shared.check_trained(found_by(found, name), job)
+    check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
+
+
+def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], int]) -> None:
+    kind, _, effective = job
+    for found in ranks:
+        resumed = found["resumed"]
+        assert float((resumed["weights"] - shared.by_hand(kind, effective)["weights"][-1]).abs().max()) < 1e-9
+        assert resumed["scheduler_steps"] == STEPS
+        assert 0 < len(resumed["seen"]) < len(found["seen"])
+        assert resumed["seen"] == found["seen"][-len(resumed["seen"]) :]
+
+
+def check_evaluated(got: list[tuple[int, float]], kind: str, effective: int) -> None:
+    """Lightning deals samples out one by one: only a mean over samples is the same for any number of ranks."""
+    assert got
+    for step, loss in got if kind == "bert" else []:
+        assert loss == pytest.approx(shared.evaluated_by_hand(kind, effective, step), rel=1e-9)
+
+
+def fitted(shares: Any, data: Any, *, steps: int = 6, **options: Any) -> tuple[torch.Tensor, Watch]:
+    torch.manual_seed(0)
+    module, watch = Module(data.kind), Watch()
+    callbacks = [watch] if shares is None else [shares, watch]
+    make_trainer(*callbacks, devices=1, max_steps=steps, limit_val_batches=0, **options).fit(module, data)
+    return shared.weights_of(module), watch
+
+
+class TestOneProcess:
+    def test_without_a_plan_it_is_lightnings_own(self):
+        with pytest.warns(NoPlanWarning, match="which goes on as without it") as caught:
+            shares = Shares()
+        assert len(caught) == 1
+        ours, _ = fitted(shares, shares.data(Data("gpt")), accumulate_grad_batches=2)
+        plain, _ = fitted(None, Data("gpt"), accumulate_grad_batches=2)
+        assert torch.equal(ours, plain)
+
+    def test_a_plan_for_one_device_accumulates(self):
+        shares = Shares(shared.shares_plan((8,), 40), count=COUNT["gpt"])
+        weights, watch = fitted(shares, shares.data(Data("gpt"), seed=shared.SEED))
+        assert float((weights - shared.by_hand("gpt", 40)["weights"][5]).abs().max()) < 1e-9
+        shared.check_epochs([watch.seen], (8,), 40)
+
+    def test_a_loader_without_a_data_module(self):
+        shares = Shares(shared.shares_plan((8,), 16))
+        loader = shares.loader(Data("bert").train_dataloader(), seed=shared.SEED, drop_last=True)
+        assert len(loader) == 6
+        module = Module("bert")
+        make_trainer(shares, devices=1, max_steps=3).fit(module, loader, Data("bert").val_dataloader())
+        expected = shared.by_hand("bert", 16)["weights"][2]
+        assert float((shared.weights_of(module) - expected).abs().max()) < 1e-9
+
+
+class TestRefusals:
+    def test_plans_for_other_jobs(self):
+        with pytest.raises(PlanError, match="the plan is for 2 processes, and this is one"):
+            Shares(shared.shares_plan((6, 2), 16))
+        with pytest.raises(DeviceError, match="simulated cards"):
+            Shares(simulated_plan())
+        with pytest.raises(PlanError, match="splits a batch over 2 devices of one process, which Lightning has no"):
+            Shares(shared.shares_plan((6, 2), 16, in_one=True))
+
+    def test_an_iterable_data_set(self):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(TEXTS)
+
+        with pytest.raises(InputError, match="data set is a Stream without a length"):
+            Shares(shared.shares_plan((8,), 16)).loader(DataLoader(Stream()))
+
+    def test_a_loader_of_lightnings_own(self):
+        shares = Shares(shared.shares_plan((8,), 16))
+        with pytest.raises(InputError, match=r"training loader is a DataLoader; expected .* pass shares\.loader"):
+            fitted(shares, Data("bert"))
+
+    def test_manual_optimization(self):
+        shares, module = Shares(shared.shares_plan((8,), 16)), Module("bert")
+        module.automatic_optimization = False
+        trainer = make_trainer(shares, devices=1, gradient_clip_val=None)
+        with pytest.raises(InputError, match="automatic_optimization is False; expected it True"):
+            trainer.fit(module, shares.data(Data("bert")))
+
+
+def test_the_example_runs_without_a_plan():
+    printed, without_plan = shared.run_example("train_lightning.py")
+    assert without_plan
+    shared.check_learns(printed)

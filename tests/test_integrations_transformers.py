@@ -1,0 +1,363 @@
+"""transformers' Trainer with a plan's shares trains what one process would, and without a plan what it always did."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers (the extra `integrations`)")
+pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrations`)")
+
+import shared_training as shared
+import torch
+import transformers
+from plans import simulated_plan
+from ranks import found_by, run_ranks
+from shared_training import CLIP, COLLATE, EVALUATES_BY, HELD_OUT, JOBS, LR, PRELOAD, STEPS, STOPS_AT, TEXTS, WARMUP
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import autosplit
+from autosplit.balanced import BalancedDataParallel
+from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.integrations.transformers import (
+    NoPlanWarning,
+    SharesMixin,
+    Trainer,
+    UnevenLossWarning,
+    apply,
+    workload,
+)
+
+BOUNDS = {"bert": 1e-9, "gpt": 1e-8}
+"""transformers' loss of GPT-2 casts the logits to float32: two single-process runs of other batches differ as much."""
+
+
+def make_args(folder: str | Path, **changes: Any) -> transformers.TrainingArguments:
+    options: dict[str, Any] = {
+        "max_steps": STEPS,
+        "learning_rate": LR,
+        "max_grad_norm": CLIP,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": WARMUP,
+        "seed": shared.SEED,
+        "logging_steps": 10,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+    }
+    return transformers.TrainingArguments(str(folder), **{**options, **changes})
+
+
+class Watched(transformers.Trainer):
+    """Somebody's own Trainer, which notes the samples of every micro-batch."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = []
+
+    def training_step(self, model, inputs, *args):
+        self.seen.append(shared.samples_in(inputs))
+        return super().training_step(model, inputs, *args)
+
+
+class Mixed(SharesMixin, Watched):
+    """Somebody's own Trainer, with shares."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.counted = []
+
+    def training_step(self, model, inputs, *args):
+        self.counted.append(bool(self._weights[0]))
+        return super().training_step(model, inputs, *args)
+
+
+class Unweighted(Mixed):
+    """The same samples on each rank, and transformers' own training."""
+
+    def training_step(self, model, inputs, *args):
+        self._weights[0] = 1 / len(self._weights)
+        return super().training_step(model, inputs, *args)
+
+
+def make_trainer(kind: str, plan: Any, args: Any, *, cls: Any = Mixed, **options: Any) -> Any:
+    model = shared.make_model(kind)
+    return cls(model, args, data_collator=COLLATE[kind], train_dataset=TEXTS, plan=plan, **options)
+
+
+def loss_in_double(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    """A loss over the whole step's items, which the Trainer counts and gathers itself."""
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    summed = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    return summed / num_items_in_batch
+
+
+def trained(
+    kind: str,
+    sizes: tuple[int, ...],
+    effective: int,
+    *,
+    name: str,
+    resumes: bool = False,
+    cls: Any = Mixed,
+    loss: Any = None,
+    workers: int = 0,
+) -> dict[str, Any]:
+    """Train 50 steps, with evaluation in between; then from its checkpoint in the middle of an epoch to the end."""
+    shared.fork_workers()
+    plan = shared.shares_plan(sizes, effective)
+    saves = {"save_strategy": "steps", "save_steps": STOPS_AT} if resumes else {}
+    evaluates = {"eval_strategy": "steps", "eval_steps": 25, "per_device_eval_batch_size": EVALUATES_BY}
+    args = make_args(shared.folder_of_job(name), **evaluates, **saves)
+    trainer = make_trainer(kind, plan, args, eval_dataset=TEXTS[:HELD_OUT], cls=cls, compute_loss_func=loss)
+    trainer.train()
+    log = trainer.state.log_history
+    plain = transformers.Trainer(
+        trainer.model, args, data_collator=COLLATE[kind], eval_dataset=TEXTS[:HELD_OUT], compute_loss_func=loss
+    )
+    found = {
+        "weights": shared.weights_of(trainer.model),
+        "lrs": {entry["step"]: entry["learning_rate"] for entry in log if "learning_rate" in entry},
+        "scheduler_steps": trainer.lr_scheduler.last_epoch,
+        "seen": list(zip(trainer.seen, trainer.counted, strict=True)),
+        "evaluated": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
+        "evaluated_by_transformers": plain.evaluate()["eval_loss"],
+        "losses": {entry["step"]: entry["loss"] for entry in log if "loss" in entry},
+    }
+    if resumes:
+        args = make_args(shared.folder_of_job(name), dataloader_num_workers=workers)
+        again = make_trainer(kind, plan, args, cls=cls, compute_loss_func=loss)
+        again.train(resume_from_checkpoint=str(shared.folder_of_job(name) / f"checkpoint-{STOPS_AT}"))
+        found["resumed"] = shared.weights_of(again.model)
+        found["seen_then"] = list(zip(again.seen, again.counted, strict=True))
+    return found
+
+
+def unlike_plans() -> None:
+    rank = torch.distributed.get_rank()
+    plan = shared.shares_plan((2, 2), 8 if rank else 16)
+    with pytest.raises(PlanError, match="is not that of rank 0"):
+        make_trainer("bert", plan, make_args(shared.folder_of_job("unlike"))).train()
+
+
+TWO = {
+    **{name: partial(trained, *job, name=name, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
+    "with workers": partial(trained, "bert", (7, 1), 20, name="workers", resumes=True, workers=1),
+    "own loss": partial(trained, "gpt", (7, 1), 20, name="own", loss=loss_in_double),
+    "unweighted": partial(trained, "gpt", (6, 2), 16, name="unweighted", cls=Unweighted),
+    "example": partial(shared.run_example_as_rank, "train_transformers.py"),
+    "unlike plans": unlike_plans,
+}
+THREE = {name: partial(trained, *job, name=name, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
+
+
+RESUMED = {name: job for name, job in JOBS[2].items() if "3 forwards" in name} | {"with workers": ("bert", (7, 1), 20)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_ranks(__name__, "TWO", 2, tmp_path_factory.mktemp("two"), limit_s=280, preload=PRELOAD)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+class TestTwoRanks:
+    @pytest.mark.parametrize("name", [*JOBS[2], "with workers"])
+    def test_fifty_steps_are_those_of_one_process(self, two, name):
+        job = {**JOBS[2], **RESUMED}[name]
+        shared.check_trained(found_by(two, name), job, BOUNDS[job[0]])
+
+    @pytest.mark.parametrize("name", RESUMED)
+    def test_a_checkpoint_of_the_middle_of_an_epoch_goes_on(self, two, name):
+        check_resumed(found_by(two, name), RESUMED[name])
+
+    def test_a_loss_of_ones_own_gets_the_items_of_the_whole_step(self, two):
+        shared.check_trained(found_by(two, "own loss"), ("gpt", (7, 1), 20))
+
+    def test_evaluation_is_transformers_own(self, two):
+        """Its mean over several processes is no mean over the samples for every model (transformers 5.23)."""
+        for name in JOBS[2]:
+            for found in found_by(two, name):
+                assert len(found["evaluated"]) == 2
+                assert found["evaluated"][-1] == found["evaluated_by_transformers"]
+
+    def test_the_loss_that_is_logged_is_that_of_the_samples(self, two):
+        for name, (kind, _, effective) in {**JOBS[2], "own loss": ("gpt", (7, 1), 20)}.items():
+            losses = shared.by_hand(kind, effective)["losses"]
+            for step, loss in found_by(two, name)[0]["losses"].items():
+                assert loss == pytest.approx(sum(losses[step - 10 : step]) / 10, rel=1e-5), (name, step)
+
+    def test_without_weights_it_is_something_else(self, two):
+        expected = shared.by_hand("gpt", 16)["weights"][-1]
+        for found in found_by(two, "unweighted"):
+            assert float((found["weights"] - expected).abs().max()) > 1e-4
+
+    def test_unlike_plans_are_refused(self, two):
+        found_by(two, "unlike plans")
+
+    def test_the_example_takes_the_plan(self, two):
+        for printed, without_plan in found_by(two, "example")[:1]:
+            assert not without_plan
+            shared.check_learns(printed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_ranks(tmp_path):
+    found = run_ranks(__name__, "THREE", 3, tmp_path, limit_s=280, preload=PRELOAD)
+    for name, job in JOBS[3].items():
+        shared.check_trained(found_by(found, name), job, BOUNDS[job[0]])
+    check_resumed(found_by(found, "gpt, 5 forwards a step"), JOBS[3]["gpt, 5 forwards a step"])
+
+
+def check_resumed(ranks: list[dict[str, Any]], job: tuple[str, tuple[int, ...], int]) -> None:
+    kind, _, effective = job
+    expected = shared.by_hand(kind, effective)["weights"][-1]
+    for found in ranks:
+        assert float((found["resumed"] - expected).abs().max()) < BOUNDS[kind]
+        assert 0 < len(found["seen_then"]) < len(found["seen"])
+        assert found["seen_then"] == found["seen"][-len(found["seen_then"]) :]
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    """A process's own state of accelerate, which a Trainer leaves behind."""
+    shared.forget_accelerate()
+    yield
+    shared.forget_accelerate()
+
+
+def make_single(kind: str, plan: Any, args: Any, **options: Any) -> Any:
+    """A Trainer whose schedule is of 50 steps, however few it takes."""
+    trainer = make_trainer(kind, plan, args, **options)
+    trainer.optimizer, trainer.lr_scheduler = shared.optimizer_for(trainer.model)
+    return trainer
+
+
+def error(trainer: Any, effective: int, steps: int) -> float:
+    expected = shared.by_hand("bert", effective)["weights"][steps - 1]
+    return float((shared.weights_of(trainer.model) - expected).abs().max())
+
+
+class TestOneProcess:
+    def test_without_a_plan_it_is_transformers_own(self, tmp_path):
+        def weights(cls: Any) -> torch.Tensor:
+            args = make_args(tmp_path, max_steps=5, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+            trainer = cls(shared.make_model("gpt"), args, data_collator=COLLATE["gpt"], train_dataset=TEXTS)
+            trainer.train()
+            return shared.weights_of(trainer.model)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours = weights(Trainer)
+        assert [str(w.message)[:22] for w in caught if w.category is NoPlanWarning] == ["autosplit has no plan "]
+        shared.forget_accelerate()
+        assert torch.equal(ours, weights(transformers.Trainer))
+
+    def test_a_plan_for_one_device_accumulates(self, tmp_path):
+        trainer = make_single("bert", shared.shares_plan((8,), 40), make_args(tmp_path, max_steps=6))
+        assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (8, 5)
+        assert trainer.get_total_train_batch_size(trainer.args) == 40
+        trainer.train()
+        assert error(trainer, 40, 6) < 1e-9
+
+    def test_two_devices_train_what_one_would_and_are_wrapped_once(self, tmp_path):
+        trainer = make_single("bert", shared.shares_plan((5, 3), 20, in_one=True), make_args(tmp_path, max_steps=6))
+        trainer.train()
+        assert error(trainer, 20, 6) < 1e-9
+        first = trainer.model_wrapped
+        trainer.train()
+        for wrapped in (first, trainer.model_wrapped):
+            assert isinstance(wrapped, BalancedDataParallel)
+            assert wrapped.module is trainer.model
+            assert not any(isinstance(part, BalancedDataParallel) for part in trainer.model.modules())
+
+    def test_a_plan_comes_from_its_file(self, tmp_path, monkeypatch):
+        shared.shares_plan((8,), 40).save(tmp_path / "plan.json")
+        monkeypatch.setenv("AUTOSPLIT_PROFILE", str(tmp_path / "plan.json"))
+        trainer = make_trainer("bert", None, make_args(tmp_path))
+        assert str(trainer.share) == "8 samples per forward, 5 forwards per optimizer step of 40"
+
+    def test_a_loss_that_is_no_mean_is_said(self, tmp_path):
+        """Two samples count for more than each alone, by no number of their own."""
+
+        class Squared(Mixed):
+            def compute_loss(self, model, inputs, **options):
+                return super().compute_loss(model, inputs, **options) ** 2 * len(inputs["labels"])
+
+        args = make_args(tmp_path, max_steps=1)
+        trainer = make_trainer("bert", shared.shares_plan((8,), 16), args, cls=Squared)
+        with pytest.warns(UnevenLossWarning, match=r"mean neither over labels nor over samples \(two samples are \d"):
+            trainer.train()
+
+
+class TestRefusals:
+    def test_an_iterable_data_set(self, tmp_path):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(TEXTS)
+
+        trainer = make_trainer("bert", shared.shares_plan((8,), 16), make_args(tmp_path))
+        trainer.train_dataset = Stream()
+        with pytest.raises(InputError, match="data set is a Stream without a length"):
+            trainer.train()
+
+    def test_plans_for_other_jobs(self, tmp_path):
+        with pytest.raises(PlanError, match="the plan is for 2 processes, and this is one"):
+            make_trainer("bert", shared.shares_plan((6, 2), 16), make_args(tmp_path))
+        with pytest.raises(DeviceError, match="simulated cards"):
+            make_trainer("bert", simulated_plan(), make_args(tmp_path))
+
+    @pytest.mark.parametrize(
+        ("option", "value"), [("auto_find_batch_size", True), ("train_sampling_strategy", "group_by_length")]
+    )
+    def test_arguments_that_draw_batches_of_their_own(self, tmp_path, option, value):
+        with pytest.raises(InputError, match=f"{option} is {value!r}; expected it off"):
+            make_trainer("bert", shared.shares_plan((8,), 16), make_args(tmp_path, **{option: value}))
+
+    def test_no_arguments(self):
+        with pytest.raises(InputError, match="args is not given"):
+            Trainer(shared.make_model("bert"), plan=shared.shares_plan((8,), 16))
+
+
+class TestTuning:
+    @pytest.mark.slow
+    def test_a_trainer_is_tuned_as_it_is_and_takes_the_plan(self, tmp_path):
+        args = make_args(tmp_path, per_device_train_batch_size=2)
+        model = shared.make_model("bert")
+        trainer = transformers.Trainer(model, args, data_collator=COLLATE["bert"], train_dataset=TEXTS)
+        before = shared.weights_of(trainer.model)
+        plan = autosplit.tune(
+            workload(trainer), devices="sim:2xRTX3090", effective_batch_size=48, max_batch_size=16, n_trials=1
+        )
+        assert torch.equal(shared.weights_of(trainer.model), before)
+        assert plan.effective_batch_size == 48
+        with pytest.raises(DeviceError, match="simulated cards"):
+            apply(plan, args)
+        here = tuple(replace(device, kind="cpu", label=f"cpu:{device.index}") for device in plan.devices)
+        share = apply(replace(plan, simulated=False, devices=here), args)
+        assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (
+            plan.batch_size,
+            plan.accumulation_steps,
+        )
+        assert (share.wraps, args.average_tokens_across_devices) == (True, True)
+
+    def test_a_trainer_without_data_is_refused(self, tmp_path):
+        trainer = transformers.Trainer(shared.make_model("bert"), make_args(tmp_path))
+        with pytest.raises(InputError, match="train_dataset is NoneType"):
+            workload(trainer)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_example_runs_without_a_plan():
+    printed, without_plan = shared.run_example("train_transformers.py")
+    assert without_plan
+    shared.check_learns(printed)
