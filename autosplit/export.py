@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import secrets
 import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,9 @@ from autosplit.cost import Ceiling
 from autosplit.errors import InputError, PlanError, shown
 from autosplit.even_ranks import EvenProblem, EvenRanks
 from autosplit.explaining import BINDING_SHARE
+from autosplit.files import READ_BY_ALL, replace_file
 from autosplit.plan import Plan
+from autosplit.printed import printable
 from autosplit.relaxing import MOST_WORK, Problem
 from autosplit.sharing import shareable
 from autosplit.sizes import rate_text
@@ -82,14 +83,8 @@ class Export:
         target = Path(path)
         if target.is_dir():
             raise InputError(f"{target} is a folder; expected a file; write it as {target / 'settings'}")
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
-            try:
-                temporary.write_text((self.text if text is None else text) + "\n", encoding="utf-8")
-                temporary.replace(target)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+            replace_file(target, (self.text if text is None else text) + "\n", mode=READ_BY_ALL)
         except OSError as error:
             raise InputError(
                 f"{target} can't be written ({error.strerror or error}); expected a file in a folder that is there; "
@@ -200,7 +195,7 @@ def _evened(plan: Plan, tool: _Tool) -> _Evened:
     elif lost_share is not None and lost_share > BINDING_SHARE:
         notes.append(f"{tool.called} runs DDP: {_predicted(even, known=even)}, {_lost_text(lost_share, best)}")
     notes += [*_fewer_notes(plan, problem, even, tool), *_training_notes(plan, even, tool)]
-    return _Evened(plan, tool, even, exact, lost_share, tuple(map(_printable, notes)))
+    return _Evened(plan, tool, even, exact, lost_share, tuple(map(printable, notes)))
 
 
 def _ranks_of(plan: Plan) -> _Ranks:
@@ -387,11 +382,6 @@ def _forwards(count: int) -> str:
 def _tuple_text(numbers: Sequence[int]) -> str:
     listed = [str(number) for number in numbers[:16]]
     return f"({', '.join(listed)}{', ...' if len(numbers) > 16 else ''})"
-
-
-def _printable(text: str) -> str:
-    """Write on one line, in characters that only show themselves: names in plans come from files of others."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _comments(notes: Sequence[str]) -> list[str]:
@@ -609,7 +599,7 @@ def _to_torchrun(plan: Plan, path: str | os.PathLike[str] | None) -> Export:
         )
     notes = [*_first_notes(plan), *notes, f"{SCRIPT} stands for your script, which calls autosplit.ddp.setup()"]
     settings = {"command": list(command.command), "variables": dict(command.variables)}
-    return Export("torchrun", settings, command.line(), notes=tuple(map(_printable, notes)))
+    return Export("torchrun", settings, command.line(), notes=tuple(map(printable, notes)))
 
 
 def _to_env(plan: Plan, path: str | os.PathLike[str] | None) -> Export:
@@ -641,7 +631,7 @@ def _to_env(plan: Plan, path: str | os.PathLike[str] | None) -> Export:
         }
         if not _Start.of(plan).several:
             variables["PET_NPROC_PER_NODE"] = str(len(ranks))
-    notes = [_printable(note) for note in notes]
+    notes = [printable(note) for note in notes]
     lines = [*_comments(notes), *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
     return Export("env", variables, "\n".join(lines), notes=tuple(notes))
 
@@ -649,7 +639,7 @@ def _to_env(plan: Plan, path: str | os.PathLike[str] | None) -> Export:
 def _to_json(plan: Plan, _path: object) -> Export:
     settings = shareable(plan).to_dict()
     # Characters beyond ASCII are escaped: none of them can act on a terminal.
-    return Export("json", settings, json.dumps(settings, indent=2), notes=tuple(map(_printable, _first_notes(plan))))
+    return Export("json", settings, json.dumps(settings, indent=2), notes=tuple(map(printable, _first_notes(plan))))
 
 
 def _file_of(plan: Plan, path: str | os.PathLike[str] | None) -> tuple[Path, list[str]]:

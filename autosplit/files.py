@@ -14,10 +14,21 @@ from pathlib import Path
 
 from autosplit.sizes import size_text
 
-__all__ = ["OWNER_ONLY", "UnfitFileError", "make_private_folder", "moved_aside", "read_bounded", "replace_file"]
+__all__ = [
+    "OWNER_ONLY",
+    "READ_BY_ALL",
+    "UnfitFileError",
+    "make_private_folder",
+    "moved_aside",
+    "read_bounded",
+    "replace_file",
+]
 
 OWNER_ONLY = 0o600
 """The mode of a file that concerns nobody else."""
+
+READ_BY_ALL = 0o666
+"""The mode of a file that is made to be handed on, less what the process's mask takes away."""
 
 _OWNER_ONLY_FOLDER = 0o700
 

@@ -9,7 +9,6 @@ import base64
 import hashlib
 import importlib
 import os
-import secrets
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from autosplit.charts import MEMORY_PARTS, Chart, charts_of, check_drawing, known_parts
 from autosplit.errors import InputError
+from autosplit.files import READ_BY_ALL, replace_file
 from autosplit.findings import error_text
 from autosplit.markup import printable
 from autosplit.plan import Plan
@@ -48,14 +48,8 @@ def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False)
     check_page(path, force=force)
     text = page_of(plan)
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        replace_file(target, text, mode=READ_BY_ALL)
     except OSError as error:
         raise InputError(
             f"the report can't be written to {target} ({error.strerror or error}); expected a file that may be "

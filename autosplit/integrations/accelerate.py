@@ -19,7 +19,6 @@ accelerate's own.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -34,7 +33,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError
 from autosplit.integrations.loaders import loader_options, taken_mark
-from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share
+from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.weighing import weighted_backward
 from autosplit.plan import Plan
 
@@ -151,12 +150,7 @@ class Accelerator(accelerate.Accelerator):
         self.share = find_share(plan, parameters=None)
         self._count = count
         if self.share is None:
-            warnings.warn(
-                "autosplit has no plan for this training, which goes on as without it; pass plan=, or make one with "
-                "autosplit tune",
-                NoPlanWarning,
-                stacklevel=2,
-            )
+            tell_of_no_plan()
         else:
             kwargs["gradient_accumulation_steps"] = self.share.accumulation_steps
         super().__init__(*args, **kwargs)

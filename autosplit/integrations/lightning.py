@@ -11,7 +11,6 @@ micro-batch is weighted by its samples, or by what `count` says. Without a plan 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -26,7 +25,7 @@ from autosplit.ddp.loops import gathered
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError, PlanError
 from autosplit.integrations.loaders import loader_options, taken_mark
-from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share
+from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.plan import Plan
 
 __all__ = ["NoPlanWarning", "Shares", "SharesLoader"]
@@ -131,12 +130,7 @@ class Shares(lightning.pytorch.Callback):
         self._loader: SharesLoader | None = None
         self._weight = 1.0
         if self.share is None:
-            warnings.warn(
-                "autosplit has no plan for this training, which goes on as without it; pass plan=, or make one with "
-                "autosplit tune",
-                NoPlanWarning,
-                stacklevel=2,
-            )
+            tell_of_no_plan()
         elif self.share.wraps:
             raise PlanError(
                 f"the plan splits a batch over {len(self.share.plan.devices)} devices of one process, which Lightning "

@@ -8,6 +8,7 @@ plain python          1           all of them            BalancedDataParallel, w
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan import Plan
 from autosplit.schedule import RankSlice, ScheduledBatchSampler
 
-__all__ = ["MarkingBatchSampler", "NoPlanWarning", "Share", "Uncounted", "find_share", "share_of"]
+__all__ = ["MarkingBatchSampler", "NoPlanWarning", "Share", "Uncounted", "find_share", "share_of", "tell_of_no_plan"]
 
 
 class NoPlanWarning(UserWarning):
@@ -204,6 +205,20 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
             f"one; pass plan=, or set {PLAN_VARIABLE} to its file"
         )
     return share_of(next(iter(unlike.values())), place)
+
+
+def tell_of_no_plan() -> None:
+    """Warn the caller's caller that the tool trains as it would without autosplit.
+
+    Warns:
+        NoPlanWarning: Always.
+    """
+    warnings.warn(
+        "autosplit has no plan for this training, which goes on as without it; pass plan=, or make one with autosplit "
+        "tune",
+        NoPlanWarning,
+        stacklevel=3,
+    )
 
 
 def _is_for(plan: Plan, place: Place) -> bool:

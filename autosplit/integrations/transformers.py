@@ -32,7 +32,7 @@ from autosplit import ddp
 from autosplit.errors import InputError
 from autosplit.integrations.counting import IGNORED, MOST_SAMPLES, RULES, TOLERANCE, count_by, fitting_rule
 from autosplit.integrations.loaders import loader_options, taken_mark
-from autosplit.integrations.share import NoPlanWarning, Share, find_share
+from autosplit.integrations.share import NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.weighing import weighted_backward
 from autosplit.plan import Plan
 from autosplit.workload import Workload
@@ -80,12 +80,7 @@ class SharesMixin(Mixed):
         self._weights: deque[float] = deque()
         self._rule: str | None = None
         if self.share is None:
-            warnings.warn(
-                "autosplit has no plan for this training, which goes on as without it; pass plan=, or make one with "
-                "autosplit tune",
-                NoPlanWarning,
-                stacklevel=2,
-            )
+            tell_of_no_plan()
         elif training_args is None:
             raise InputError(
                 "args is not given; expected TrainingArguments, which the plan's numbers go into; pass args="
