@@ -100,7 +100,7 @@ class ComparedMachine:
         """What training on a million samples costs; None without a price or a plan."""
         if self.plan is None or self.price_per_hour is None:
             return None
-        return self.price_per_hour / 3600 * (1e6 / self.plan.samples_per_s)
+        return _cost_per_million(self.price_per_hour, self.plan.samples_per_s)
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -141,6 +141,10 @@ class ComparedMachine:
         cost = self.cost_per_million_samples
         costs = "" if cost is None else f", {cost:.4g} for a million samples"
         return f"{self.devices}: split {self.plan.split}, {rate_text(self.plan.samples_per_s)}{costs} ({how})"
+
+
+def _cost_per_million(price_per_hour: float, samples_per_s: float) -> float:
+    return price_per_hour / 3600 * (1e6 / samples_per_s)
 
 
 def _headrooms(plan: Plan) -> list[int]:
@@ -469,6 +473,16 @@ def _rank(machine: ComparedMachine) -> tuple[bool, bool, float, float]:
     return machine.plan is None, cost is None, cost or 0.0, -(machine.samples_per_s or 0.0)
 
 
+def _by_ddp(machine: ComparedMachine) -> str:
+    """Name a machine with what DDP would give and cost there."""
+    assert machine.plan is not None, "it is asked of plans"
+    rate = machine.plan.ddp.samples_per_s
+    said = rate_text(rate)
+    if machine.price_per_hour is not None:
+        said += f", {_cost_per_million(machine.price_per_hour, rate):.3g} for a million"
+    return f"{machine.devices} ({said})"
+
+
 def _remarks(machines: Sequence[ComparedMachine]) -> tuple[str, ...]:
     """Say where the plans are not quite alike, or not the fastest way to train."""
     plans = [(machine.devices, machine.plan) for machine in machines if machine.plan is not None]
@@ -478,7 +492,7 @@ def _remarks(machines: Sequence[ComparedMachine]) -> tuple[str, ...]:
             "each machine has the optimizer step that suits it; --effective-batch-size N (effective_batch_size=N) "
             "makes them train alike"
         )
-    faster = [f"{name} ({rate_text(plan.ddp.samples_per_s)})" for name, plan in plans if plan.fastest == "ddp"]
+    faster = [_by_ddp(machine) for machine in machines if machine.plan is not None and machine.plan.fastest == "ddp"]
     if faster:
         said.append(
             f"DDP is predicted to be faster on {', '.join(faster)}; --strategy ddp (strategy='ddp') compares by it"

@@ -58,14 +58,15 @@ class Origin:
         expression: Python that gives the plan: ``autosplit.Plan.load("plan.json")``.
         setup: Lines that it needs before it.
         remark: A comment above it; empty for none.
-        command: The command that tunes the same on real GPUs, shown with simulated plans.
+        command: The command that tunes the same on real GPUs, shown with simulated plans; empty for what the plan
+            knows of it.
         path: The plan's file, if it has one that is not the profile.
     """
 
     expression: str
     setup: tuple[str, ...] = ()
     remark: str = ""
-    command: str = "python -m autosplit tune FILE --devices cuda"
+    command: str = ""
     path: str | None = None
 
 
@@ -187,7 +188,7 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
     """
     origin = origin or _SAVED
     if plan.simulated:
-        return (origin.command,)
+        return (origin.command or _command_again(plan),)
     if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
         return _ranks_lines(origin)
     return (
@@ -206,6 +207,25 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
         "    optimizer.step()",
         "    optimizer.zero_grad()",
     )
+
+
+def _command_again(plan: Plan) -> str:
+    """Return the command that asks for the same on real GPUs, of a workload whose file the plan does not know."""
+    asked = dict(plan.request)
+    sizes = asked.get("effective_batch_size")
+    if isinstance(sizes, list):
+        asked["effective_batch_size"] = ":".join(map(str, sizes))
+    words = ["python", "-m", "autosplit", "tune", "FILE", "--devices", "cuda"]
+    for keyword, usual in (
+        ("strategy", "auto"),
+        ("effective_batch_size", None),
+        ("max_batch_size", None),
+        ("reserve", None),
+        ("name", None),
+    ):
+        if asked.get(keyword) not in (None, usual):
+            words += [f"--{keyword.replace('_', '-')}", str(asked[keyword])]
+    return shlex.join(words)
 
 
 def _ranks_lines(origin: Origin) -> tuple[str, ...]:

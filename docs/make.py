@@ -27,7 +27,8 @@ INTRODUCTION = f"""# What `--json` prints
 Made from the code by `python docs/make.py`; `json-schema.json` beside it says the same to programs, as JSON Schema.
 
 Every command takes `--json` and prints one JSON value, alone on stdout; progress, notes and errors go to stderr, and
-the exit code is the same as without it. Where there is no answer, nothing is printed on stdout.
+the exit code is the same as without it. Where there is no answer, nothing is printed on stdout; `show` without a plan
+then ends with 2.
 
 Units stand in the names: `_bytes` are bytes, `_s` seconds, `samples_per_s` samples per second, `_percent` percent, `_c`
 degrees Celsius, `_w` watts; a share is a number from 0 to 1. Sizes without a unit are samples. What could not be told

@@ -8,7 +8,7 @@ from typing import Any
 
 from autosplit.commands.answers import Exported
 from autosplit.commands.saying import Manner, json_text, note
-from autosplit.commands.stored import named_or_newest
+from autosplit.commands.stored import named_or_newest, told
 from autosplit.errors import InputError
 
 __all__ = ["export"]
@@ -26,7 +26,7 @@ def export(which: str | None, to: str | None, manner: Manner, *, output: str | N
     to = _checked(to, output)
     path, plan = named_or_newest(which)
     if which is None:
-        note(f"plan: {path}", manner)
+        note(f"plan: {told(path, plan)}", manner)
     found = plan.export(to, path=path)
     text = found.text
     if manner.as_json:

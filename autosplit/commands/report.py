@@ -6,7 +6,7 @@ import sys
 
 from autosplit.commands.answers import Place
 from autosplit.commands.saying import Manner, note, print_json
-from autosplit.commands.stored import named_or_newest
+from autosplit.commands.stored import named_or_newest, told
 from autosplit.errors import InputError
 
 __all__ = ["report"]
@@ -30,7 +30,7 @@ def report(which: str | None, output: str, manner: Manner, *, force: bool) -> in
         check_page(output, force=force)
     path, plan = named_or_newest(which)
     if which is None:
-        note(f"plan: {path}", manner)
+        note(f"plan: {told(path, plan)}", manner)
     if to_stdout:
         sys.stdout.buffer.write(page_of(plan).encode())
         sys.stdout.buffer.flush()

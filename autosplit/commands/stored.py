@@ -8,7 +8,16 @@ from autosplit.errors import InputError
 from autosplit.plan import Plan
 from autosplit.profiles import profile_paths, read_profile
 
-__all__ = ["KEY_DIGITS", "is_key", "named_or_newest", "newest_profile", "plan_file", "profile_path", "stored_plan"]
+__all__ = [
+    "KEY_DIGITS",
+    "is_key",
+    "named_or_newest",
+    "newest_profile",
+    "plan_file",
+    "profile_path",
+    "stored_plan",
+    "told",
+]
 
 KEY_DIGITS = 12
 """So many of a key's 32 are shown: enough to tell profiles apart."""
@@ -75,10 +84,28 @@ def named_or_newest(which: str | None) -> tuple[Path, Plan]:
 
 
 def newest_profile() -> tuple[Path, Plan] | None:
-    """Return the newest profile that can be read; None where there is none."""
+    """Return the newest profile that can be read; None where there is none.
+
+    One of a search that was interrupted is taken only where there is no other.
+    """
+    interrupted = None
     for path in profile_paths():
         try:
-            return path, read_profile(path)
+            plan = read_profile(path)
         except InputError:
             continue
-    return None
+        if plan.complete:
+            return path, plan
+        interrupted = interrupted or (path, plan)
+    return interrupted
+
+
+def told(path: Path, plan: Plan) -> str:
+    """Say in a few words which plan it is, where nobody named it."""
+    devices = ", ".join(dict.fromkeys(device.name for device in plan.devices))
+    name = plan.request.get("name")
+    said = [str(plan.workload.get("model") or "a model").rpartition(".")[2], f"{len(plan.devices)}x {devices}"]
+    said += [f"name {name}"] if name else []
+    said += ["simulated"] if plan.simulated else []
+    said += [] if plan.complete else ["interrupted: the best so far"]
+    return f"{path.stem[:KEY_DIGITS]} ({'; '.join(said)})"
