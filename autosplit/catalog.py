@@ -35,16 +35,16 @@ GPUS_VARIABLE = "AUTOSPLIT_GPUS"
 
 _MOST_BYTES = 2**20
 
-_Positive = Annotated[float, Meta(gt=0, le=1e15)]
+_Positive = Annotated[float, Meta(ge=1e-6, le=1e15)]
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}\Z")]
 
 
 class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A card as the file has it; the header of ``gpus.toml`` says what each figure is."""
 
-    memory_gib: Annotated[float, Meta(gt=0, le=2**20)]
-    tflops: dict[Literal["float16", "float32", "float64", "tf32", "bfloat16"], Annotated[float, Meta(gt=0, le=1e9)]]
-    memory_gb_per_s: Annotated[float, Meta(gt=0, le=1e9)]
+    memory_gib: Annotated[float, Meta(ge=1e-6, le=2**20)]
+    tflops: dict[Literal["float16", "float32", "float64", "tf32", "bfloat16"], Annotated[float, Meta(ge=1e-6, le=1e9)]]
+    memory_gb_per_s: Annotated[float, Meta(ge=1e-6, le=1e9)]
     link: str
     compute_capability: Annotated[str, Meta(pattern=r"^[0-9]{1,2}\.[0-9]\Z")]
     source: Annotated[str, Meta(max_length=1000)]

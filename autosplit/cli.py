@@ -587,12 +587,13 @@ def export_command(
     output: Annotated[
         _Text, typer.Option("--output", "-o", metavar="PATH", help="Save what would be printed to a file.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     as_json: _Json = False,
     quiet: _Quiet = False,
     verbose: _Verbose = False,
 ) -> Command:
     """Turn a plan into another tool's settings."""
-    return _to_run("export.export", Manner(as_json, quiet, verbose), which, to, output=output)
+    return _to_run("export.export", Manner(as_json, quiet, verbose), which, to, output=output, force=force)
 
 
 # ----------------------------------------------------------------------------------------------------------- launch

@@ -85,10 +85,10 @@ class Export:
             raise InputError(f"{target} is a folder; expected a file; write it as {target / 'settings'}")
         try:
             replace_file(target, (self.text if text is None else text) + "\n", mode=READ_BY_ALL)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a name with a null character is no OSError
+            reason = getattr(error, "strerror", None) or error
             raise InputError(
-                f"{target} can't be written ({error.strerror or error}); expected a file in a folder that is there; "
-                "choose another path"
+                f"{target} can't be written ({reason}); expected a file in a folder that is there; choose another path"
             ) from error
 
 

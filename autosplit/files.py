@@ -65,6 +65,24 @@ def read_bounded(path: str | os.PathLike[str], most_bytes: int, *, follow_links:
     return content
 
 
+def what_stands_at(path: str | os.PathLike[str]) -> str | None:
+    """Say what is in the place of a file that is to be written, where that is not one that may be replaced.
+
+    Args:
+        path: The file.
+
+    Returns:
+        ``"a folder"``, ``"a link"`` or ``"no regular file"``; None where there is a regular file, or nothing.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except (OSError, ValueError):  # writing it will say what is wrong with it
+        return None
+    if stat.S_ISREG(mode):
+        return None
+    return "a folder" if stat.S_ISDIR(mode) else "a link" if stat.S_ISLNK(mode) else "no regular file"
+
+
 def replace_file(path: Path, text: str, *, mode: int) -> None:
     """Write a file by atomic replacement: a reader sees the old one or the new one. A link there is replaced itself.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autosplit.charts import MEMORY_PARTS, Chart, charts_of, check_drawing, known_parts
 from autosplit.errors import InputError
-from autosplit.files import READ_BY_ALL, replace_file
+from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
 from autosplit.findings import error_text
 from autosplit.markup import printable
 from autosplit.plan import Plan
@@ -50,9 +50,10 @@ def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False)
     target = Path(path)
     try:
         replace_file(target, text, mode=READ_BY_ALL)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name with a null character is no OSError
+        reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"the report can't be written to {target} ({error.strerror or error}); expected a file that may be "
+            f"the report can't be written to {target} ({reason}); expected a file that may be "
             "written; choose another by -o PATH"
         ) from error
 
@@ -72,6 +73,11 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     target = Path(path)
     if target.is_dir():
         raise InputError(f"{target} is a folder; expected a file; write the report as {target / 'report.html'}")
+    stands = what_stands_at(target)
+    if stands is not None:
+        raise InputError(
+            f"{target} is {stands}; expected a new file, or a report to replace; choose another by -o PATH"
+        )
     if not target.parent.is_dir():
         raise InputError(f"{target}: expected a folder that exists; make {target.parent}, or choose another")
     if force or not target.exists():

@@ -385,9 +385,10 @@ class Plan:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, self.to_json() + "\n", mode=0o666)  # as any file: plans are handed to others
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a name with a null character is no OSError
+            reason = getattr(error, "strerror", None) or error
             raise PlanError(
-                f"the plan can't be written to {target} ({error.strerror or error}); expected a file that may be "
+                f"the plan can't be written to {target} ({reason}); expected a file that may be "
                 "written; choose another path"
             ) from error
 

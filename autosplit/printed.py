@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["LONGEST", "printable", "printable_json", "without_passwords"]
+__all__ = ["LONGEST", "printable", "printable_json", "shortened", "without_passwords"]
 
 LONGEST = 4000
 """Characters of one text that are shown; of a longer one the middle is left out."""
@@ -33,10 +33,18 @@ def printable(text: object, *, longest: int | None = LONGEST) -> str:
         text: Anything; its `str` is shown.
         longest: Characters shown at most; None for all.
     """
-    whole = str(text)
-    if longest is not None and len(whole) > longest:
-        whole = f"{whole[: longest - _TAIL]}...{whole[-_TAIL:]}"
+    whole = str(text) if longest is None else shortened(str(text), longest)
     return whole if whole.isprintable() else "".join(map(_shown_as, whole))
+
+
+def shortened(text: str, longest: int) -> str:
+    """Leave out the middle of a text that is too long.
+
+    Args:
+        text: Any.
+        longest: Characters that are kept, more than 500.
+    """
+    return text if len(text) <= longest else f"{text[: longest - _TAIL - 3]}...{text[-_TAIL:]}"
 
 
 def _shown_as(character: str) -> str:
@@ -65,6 +73,7 @@ def without_passwords(text: str) -> str:
     """Mask the passwords of URLs: after the user's name, and in options such as ``?password=``.
 
     Args:
-        text: A URL, or a text with some in it.
+        text: A URL, or a text with some in it; of one that is very long the middle is left out, as it is not shown.
     """
+    text = shortened(text, LONGEST)
     return _SECRET_OPTION.sub(r"\1***", _USERINFO.sub(r"://\1:***@", text))

@@ -49,6 +49,7 @@ __all__ = [
     "profiles",
     "profiles_folder",
     "read_profile",
+    "refuse_linked_folder",
     "remove_profile",
     "store",
     "turn_path",
@@ -329,7 +330,7 @@ def _read(path: Path) -> Plan | None:
     Raises:
         ProfileError: It can't be read now, or by this version; a `_SpoiledError` if it never can.
     """
-    _refuse_linked_folder(path.parent)
+    refuse_linked_folder(path.parent)
     try:
         content = read_bounded(path, MAX_FILE_BYTES, follow_links=False)
     except (FileNotFoundError, NotADirectoryError):  # nothing is there, nor in a file at the folder's place
@@ -348,7 +349,12 @@ def _read(path: Path) -> Plan | None:
         raise _SpoiledError(str(error)) from error
 
 
-def _refuse_linked_folder(folder: Path) -> None:
+def refuse_linked_folder(folder: Path) -> None:
+    """Refuse a link in the place of the profiles' folder: it would lead out of the cache.
+
+    Raises:
+        ProfileError: It is one.
+    """
     if os.path.islink(folder):  # noqa: PTH114 - is_symlink raises where it may not look
         raise ProfileError(
             f"{folder} is a link; expected a folder, which does not lead out of the cache; remove it, or set "
@@ -416,7 +422,7 @@ def store(key: str, plan: Plan) -> Path:
     # No lock that is a file's mere presence: it would outlive a process that is killed.
     advice = "set AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'"
     try:
-        _refuse_linked_folder(path.parent)
+        refuse_linked_folder(path.parent)
         make_private_folder(path.parent)
         with _locked(path):
             _sweep(path)
@@ -457,7 +463,8 @@ def profile_paths() -> tuple[Path, ...]:
     folder = profiles_folder()
     if os.path.islink(folder):  # noqa: PTH114 - as above
         return ()
-    dated = sorted(((_written_ns(path), path) for path in folder.glob("[!.]*.json")), reverse=True)
+    named = (path for path in folder.glob("[!.]*.json") if _KEY_CHARACTERS.issuperset(path.stem))
+    dated = sorted(((_written_ns(path), path) for path in named), reverse=True)
     return tuple(path for _, path in dated)
 
 

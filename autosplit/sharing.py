@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from autosplit.plan import Plan
+from autosplit.printed import shortened
 
 __all__ = ["shareable", "without_private"]
 
@@ -23,12 +24,12 @@ _PATH = rf"(?:{_INNER}){{0,64}}(?:{_PART})?"
 
 _PRIVATE = re.compile(
     rf"""
-    (?P<url>\b[a-z][a-z0-9+.-]{{1,30}}:/{{2,4}}(?:[^\s'"<>]|[ ](?=[^\s'"<>:;,()]{{1,255}}/)){{1,2000}})
+    (?P<url>\b[a-z][a-z0-9+.-]{{1,30}}:/{{2,4}}(?:\S|[ ](?=[^\s'"<>:;,()]{{1,255}}/)){{1,2000}})
     |(?P<uuid>\b(?:MIG-)?(?:GPU|MIG)-[0-9a-f][0-9a-f-]{{3,}}(?:/\d+/\d+)?(?!\w)
         |\b[0-9a-f]{{8}}-(?:[0-9a-f]{{4}}-){{3}}[0-9a-f]{{12}}\b)
-    |(?P<pid>\b(?:pid|process\ id|process)[\s=:\#]{{1,3}}\d{{2,}}\b)
+    |(?P<pid>\b(?:pid|process\ id|process)[\s=:\#]{{1,3}}\d{{2,20}}\b(?:\ on\ \S{{1,255}})?)
     |(?P<path>
-        (?:(?<![\w/~])|(?=/+(?:home|users)/))(?:/+|~[\w.-]{{0,64}}[/\\]+)(?={_LETTER}){_PATH}
+        (?:(?<![\w/~])|(?=/{{1,4}}(?:home|users)/))(?:/+|~[\w.-]{{0,64}}[/\\]+)(?={_LETTER}){_PATH}
         |(?<!\w)[a-z]:[\\/]+{_PATH}
         |(?<![\w\\])\\\\{_PATH}
         |(?<!\w)(?:\.\.[/\\])+{_PATH})
@@ -36,6 +37,9 @@ _PRIVATE = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 
+
+LONGEST = 20_000
+"""Characters of one text that are kept; of a longer one the middle is left out."""
 
 _MOST_PASSES = 4
 """What was left out may show that what stands next to it is a path."""
@@ -64,6 +68,7 @@ def without_private(text: str, known: tuple[str, ...] = ()) -> str:
         text: Any.
         known: UUIDs that are left out, of whatever form.
     """
+    text = shortened(text, LONGEST)  # no honest text of a plan is as long, and searching it takes time
     for one in known:
         text = text.replace(one, "[uuid]")
     for _ in range(_MOST_PASSES):
@@ -78,7 +83,8 @@ def _stand_in(match: re.Match[str]) -> str:
     if kind == "url":
         url = match[0]
         is_page = url.lower().startswith(("https://", "http://")) and not set(url) & set("@?#")
-        return url if is_page else "[url]"
+        end = url[-1] if url[-1] in "'\"" else ""  # of a text that quotes it
+        return url if is_page else f"[url]{end}"
     return {"uuid": "[uuid]", "pid": "[process]", "path": "[path]"}[str(kind)]
 
 

@@ -24,6 +24,10 @@ from types import TracebackType
 
 import msgspec
 
+from autosplit.errors import ProfileError
+from autosplit.files import make_private_folder
+from autosplit.profiles import refuse_linked_folder
+
 __all__ = ["WAIT_LIMIT_S", "Turn", "WaitingWarning", "wait_limit_s"]
 
 WAIT_LIMIT_S = 1800.0
@@ -162,12 +166,13 @@ class Turn:
             self.trouble = "this thread tunes the same already"
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            refuse_linked_folder(self.path.parent)
+            make_private_folder(self.path.parent)
             self._lock = filelock.FileLock(self.path, blocking=False, mode=0o600, fallback_to_soft=False)
             self._lock.__enter__()
         except filelock.Timeout:
             return
-        except (OSError, NotImplementedError) as error:  # no such folder, no right to write, no locks
+        except (OSError, NotImplementedError, ProfileError) as error:  # no such folder, no right to write, no locks
             self.trouble = getattr(error, "strerror", None) or str(error)
             return
         self.held = True

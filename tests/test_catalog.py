@@ -138,8 +138,8 @@ class TestCardsOfOnesOwn:
         ("content", "reason"),
         [
             (CARD[:60], ""),
-            (CARD.replace("12.5", "-1"), "> 0"),
-            (CARD.replace("12.5", "nan"), "> 0"),
+            (CARD.replace("12.5", "-1"), ">= 1e-06"),
+            (CARD.replace("12.5", "nan"), ">= 1e-06"),
             (CARD.replace("12.5", "inf"), "<= "),
             (CARD.replace("12.5", "1e30"), "<= "),
             (CARD.replace("12.5", "9" * 5000), ""),

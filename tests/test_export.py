@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -425,7 +426,7 @@ def test_all_of_it_as_json(plan_file, capsys):
 def test_saving(plan_file, tmp_path, capsys):
     path = tmp_path / "settings.py"
     path.write_text("old")
-    assert main(["export", plan_file, "--to", "lightning", "-o", str(path)]) == 0
+    assert main(["export", plan_file, "--to", "lightning", "-o", str(path), "--force"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("note: the plan's ranks take (72, 24) samples")
@@ -437,7 +438,7 @@ def test_the_newest_profile_is_the_default(capsys):
     path = profiles.store("0" * 32, even_plan())
     assert main(["export", "--to", "transformers"]) == 0
     out, err = capsys.readouterr()
-    assert err == f"plan: {path}\n"
+    assert err == "plan: 000000000000 (a model; 2x card 0, card 1)\n"
     assert "per_device_train_batch_size=50" in out
     assert main(["export", "000000", "--to", "torchrun"]) == 0
     assert capsys.readouterr().out.startswith(f"AUTOSPLIT_PROFILE={path} ")
@@ -451,7 +452,7 @@ def test_the_newest_profile_is_the_default(capsys):
             "--to is missing: expected one of transformers, accelerate, lightning, torchrun, env, json",
         ),
         (["export", "PLAN", "--to", "jax"], "--to 'jax': expected one of transformers"),
-        (["export", "PLAN", "--to", "env", "-o", "FOLDER"], "is a folder; expected a file"),
+        (["export", "PLAN", "--to", "env", "-o", "FOLDER"], "is a folder; expected a new file"),
         (["export", "PLAN", "--to", "env", "-o", "FOLDER/no/x"], "can't be written (No such file or directory)"),
         (["export", "none.json", "--to", "env"], "none.json can't be read"),
         (["export", "--to", "env"], "no plan is remembered"),
@@ -684,3 +685,16 @@ def test_two_real_ranks_take_the_samples_that_were_promised(to, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         assert (tmp_path / f"{rank}.txt").read_text() == "12 12", "of each rank, in both steps of the epoch"
+
+
+def test_a_file_that_is_there_is_replaced_only_by_force(tmp_path, capsys):
+    even_plan().save(tmp_path / "plan.json")
+    own, link, pipe = (tmp_path / name for name in ("train.py", "link", "pipe"))
+    own.write_text("my code")
+    link.symlink_to(tmp_path / "nothing")
+    os.mkfifo(pipe)
+    for path, flags, code in ((own, [], 2), (own, ["--force"], 0), (link, ["--force"], 2), (pipe, ["--force"], 2)):
+        assert main(["export", str(tmp_path / "plan.json"), "--to", "env", "-o", str(path), *flags]) == code, path
+    assert "expected a new file" in capsys.readouterr().err
+    assert own.read_text().startswith(("#", "export"))
+    assert link.is_symlink()

@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from autosplit.files import UnfitFileError, make_private_folder, moved_aside, read_bounded, replace_file
+from autosplit.files import UnfitFileError, make_private_folder, moved_aside, read_bounded, replace_file, what_stands_at
 
 
 def mode_of(path) -> int:
@@ -100,3 +100,19 @@ def test_what_is_in_the_way_is_moved(tmp_path, kind, older):
         assert not os.path.lexists(path)
         assert (aside.is_symlink(), aside.is_dir()) == (kind == "link", kind == "folder")
     assert own.read_text() == "mine"
+
+
+def test_what_is_not_to_be_replaced(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe")
+    found = {name: what_stands_at(tmp_path / name) for name in ("file", "link", "pipe", "none", "", "a\0b")}
+    assert found == {
+        "file": None,
+        "link": "a link",
+        "pipe": "no regular file",
+        "none": None,
+        "": "a folder",
+        "a\0b": None,
+    }
+    assert what_stands_at("/dev/null") == "no regular file"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,21 @@ def test_nothing_outside_the_cache_is_removed(stored, capsys, tmp_path):
     out, err = capsys.readouterr()
     assert f"removed {link}\n" in out
     assert "can't be removed" in err or "is not called as a profile is" in err
-    assert set(profile_paths()) == {folder, other}
+    assert set(profile_paths()) == {folder}
+    assert other.read_text() == "mine"
     assert outside.read_text() == "mine"
     assert (folder / "inside").exists()
+
+
+def test_a_file_that_is_not_called_as_a_profile_is_not_listed(capsys):
+    path = store("ab" * 16, made_plan())
+    path.with_name("abc\x1b]0;evil\x07.json").write_bytes(path.read_bytes())
+    assert main(["profiles", "--json"]) == 0
+    assert [one["key"] for one in json.loads(capsys.readouterr().out)["profiles"]] == ["ab" * 16]
+
+
+def test_the_newest_is_one_of_a_search_that_ended(capsys):
+    store("ab" * 16, made_plan())
+    store("cd" * 16, replace(made_plan(), complete=False))
+    assert main(["export", "--to", "env"]) == 0
+    assert capsys.readouterr().err.startswith("plan: abababababab (")

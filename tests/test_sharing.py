@@ -118,3 +118,17 @@ def test_show_as_json_is_made_to_be_shared(tmp_path, capsys):
     assert_shared(out)
     assert json.loads(out) == shareable(private_plan()).to_dict()
     assert UUID in path.read_text()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("text", ["/" * 60_000, "../" * 20_000, "/home/" * 10_000, "a" * 60_000, "c:" + "\\" * 60_000])
+def test_a_text_made_to_take_long_takes_no_time(text):
+    assert len(without_private(text)) <= 21_000
+
+
+def test_who_holds_a_lock_is_left_out_with_the_host():
+    assert without_private("process 12345 on node7 tunes the same") == "[process] tunes the same"
+
+
+def test_a_password_with_quotes_takes_no_part_of_the_url_along():
+    assert without_private("mysql+pymysql://u:p'q@host/d and more") == "[url] and more"

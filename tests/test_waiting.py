@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import threading
 import time
 import warnings
@@ -191,3 +192,20 @@ def test_the_lock_is_the_owners_alone(lock):
         own.wait()
         assert lock.stat().st_mode & 0o077 == 0
     assert waiting._held == set()
+
+
+def test_no_lock_is_made_through_a_linked_folder(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "profiles").symlink_to(tmp_path / "elsewhere")
+    with Turn(tmp_path / "profiles" / "key.tuning.lock", limit_s=1, tell=print) as turn:
+        assert turn.wait()
+        assert "is a link" in (turn.trouble or "")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_the_folder_is_its_owners_alone(tmp_path):
+    with Turn(tmp_path / "cache" / "profiles" / "key.tuning.lock", limit_s=1, tell=print) as turn:
+        assert turn.wait()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "cache", tmp_path / "cache/profiles")] == [
+        0o700
+    ] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from autosplit.commands.answers import Exported
 from autosplit.commands.saying import Manner, json_text, note
 from autosplit.commands.stored import named_or_newest, told
 from autosplit.errors import InputError
+from autosplit.files import what_stands_at
 
 __all__ = ["export"]
 
 
-def export(which: str | None, to: str | None, manner: Manner, *, output: str | None) -> int:
+def export(which: str | None, to: str | None, manner: Manner, *, output: str | None, force: bool) -> int:
     """Print a plan's settings, or save them.
 
     Args:
@@ -22,8 +24,9 @@ def export(which: str | None, to: str | None, manner: Manner, *, output: str | N
         to: The format.
         manner: How; as JSON it is all there is to know of the settings, in place of the text to paste.
         output: The file for what would be printed; None for stdout.
+        force: Replace a file that is there.
     """
-    to = _checked(to, output)
+    to = _checked(to, output, force=force)
     path, plan = named_or_newest(which)
     if which is None:
         note(f"plan: {told(path, plan)}", manner)
@@ -43,13 +46,23 @@ def export(which: str | None, to: str | None, manner: Manner, *, output: str | N
     return 0
 
 
-def _checked(to: str | None, output: str | None) -> str:
+def _checked(to: str | None, output: str | None, *, force: bool) -> str:
     """Refuse bad flags before a plan is looked for, and return the format."""
     from autosplit.export import FORMATS
 
     if to not in FORMATS:
         given = "--to is missing" if to is None else f"--to {to!r}"
         raise InputError(f"{given}: expected one of {', '.join(FORMATS)}; write it as --to {FORMATS[0]}")
-    if output is not None and Path(output).is_dir():
-        raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'settings'}")
+    if output is None:
+        return to
+    stands = what_stands_at(output)
+    if stands is not None:
+        raise InputError(
+            f"--output {output} is {stands}; expected a new file; "
+            + (f"write it as {Path(output) / 'settings'}" if stands == "a folder" else "choose another name")
+        )
+    if not force and os.path.lexists(output):
+        raise InputError(
+            f"--output {output} exists; expected a new file; choose another name, or replace it with --force"
+        )
     return to

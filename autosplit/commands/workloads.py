@@ -25,6 +25,10 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     if "devices" in keywords:
         parse_devices(keywords["devices"])
     parse_reserve(keywords.get("reserve"))
+    if output is not None and "\0" in output:
+        raise InputError(
+            f"--output {output!r} has a null character in it; expected a file's name; write it as plan.json"
+        )
     if output is not None and Path(output).is_dir():
         raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}")
     if output is not None and Path(output).exists():
