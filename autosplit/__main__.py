@@ -1,6 +1,30 @@
-"""`python -m autosplit`: the command line."""
+"""`python -m autosplit` and the script `autosplit`: the command line.
 
-from autosplit.cli import run
+Importing it takes a moment, in which Ctrl-C may come.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import NoReturn
+
+__all__ = ["main"]
+
+
+def main() -> NoReturn:
+    """Run this process's command line, and exit."""
+    try:
+        from autosplit.cli import run
+
+        run()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        from autosplit.commands.saying import EXIT_INTERRUPTED, failed
+        from autosplit.outcome import reported
+
+        failed("interrupted before it began; run it again", EXIT_INTERRUPTED)
+        raise SystemExit(reported(EXIT_INTERRUPTED)) from None
+
 
 if __name__ == "__main__":
-    run()
+    main()

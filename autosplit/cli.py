@@ -18,6 +18,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -27,13 +28,16 @@ from autosplit.commands.saying import EXIT_INTERRUPTED, Manner, failed
 from autosplit.errors import AutosplitError, InputError, UserCodeError, shown
 from autosplit.interrupts import leaves_at_the_second
 from autosplit.outcome import reported
-from autosplit.terminal import restored_terminal
+from autosplit.terminal import restored_terminal, sent_nowhere, streams_made_fit
 
 __all__ = ["main", "run"]
 
 EXIT_USAGE = 2
 TYPERS_INTERRUPTED = 130
 """What typer returns where Ctrl-C comes while it parses."""
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO, errno.EAGAIN)
+"""Errors of a stdout that takes no more: its disk is full, its terminal gone, it is for reading only."""
 
 Command = Callable[[], int]
 """A command with its arguments, parsed and not yet run: typer is to parse only, its handling of errors is not ours."""
@@ -75,7 +79,9 @@ def main(argv: list[str] | None = None) -> int:
         parsed = _parser().main(arguments, prog_name="autosplit", standalone_mode=False)
         if parsed == TYPERS_INTERRUPTED:
             raise KeyboardInterrupt
-        return parsed() if callable(parsed) else int(parsed or 0)
+        code = parsed() if callable(parsed) else int(parsed or 0)
+        sys.stdout.flush()  # here, where it can still be told that it can't be written
+        return code
     except typer.TyperException as error:
         return failed(f"{error.format_message().rstrip('.')}; see autosplit {_help_for(arguments)}", EXIT_USAGE)
     except UserCodeError as error:
@@ -85,18 +91,39 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return failed("interrupted before there was any plan; run it again", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; python would complain once more when it flushes at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sent_nowhere(sys.stdout)  # the reader, such as `head`, has seen enough
         return 0
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        said = _users_to_mend(error)
+        if said is None:
             raise
-        named = shown(error.filename)
-        return failed(f"{named} is longer than a file's name can be; expected a file; correct it", EXIT_USAGE)
+        return failed(said, EXIT_USAGE)
+
+
+def _users_to_mend(error: OSError) -> str | None:
+    """Return what to say of an error of the system that has an end of the user's; None where it is ours."""
+    if error.errno == errno.ENAMETOOLONG:
+        return f"{shown(error.filename)} is longer than a file's name can be; expected a file; correct it"
+    if error.filename is None and error.errno in UNWRITABLE:  # errors of files that are ours to write name them
+        sent_nowhere(sys.stdout)
+        return f"stdout can't be written: {error.strerror}; expected one that takes the answer; send it elsewhere"
+    if error.errno == errno.ENOENT and _is_nowhere():
+        return "the working directory is gone; expected one that exists; change to another one with cd"
+    return None
+
+
+def _is_nowhere() -> bool:
+    """Whether the working directory was removed."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def run() -> NoReturn:
     """Run this process's command line, and exit; a second Ctrl-C ends it at once, with the same exit code."""
+    streams_made_fit()
     if sys.argv[1:2] in (["show"], ["profiles"]):
         gc.disable()  # what is made is kept to the end, which comes soon: looking for garbage is a tenth of the time
     # torchrun passes on what its processes may have had themselves.

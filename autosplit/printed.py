@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["LONGEST", "printable", "printable_json", "shortened", "without_passwords"]
+__all__ = ["LONGEST", "ascii_json", "printable", "printable_json", "shortened", "without_passwords"]
 
 LONGEST = 4000
 """Characters of one text that are shown; of a longer one the middle is left out."""
@@ -62,6 +62,11 @@ def printable_json(text: str) -> str:
     return "".join(
         character if character.isprintable() or character == "\n" else _json_escape(character) for character in text
     )
+
+
+def ascii_json(text: str) -> str:
+    r"""Return the same JSON in ASCII: every other character, which can only stand inside strings, is ``\uXXXX``."""
+    return "".join(character if character.isascii() else _json_escape(character) for character in text)
 
 
 def _json_escape(character: str) -> str:

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 
     from autosplit.tuning import Progress
 
-__all__ = ["PLAIN_WIDTH", "console_for", "progress_bar", "restored_terminal", "stdout_kept_clean", "width_of"]
+__all__ = [
+    "PLAIN_WIDTH",
+    "console_for",
+    "progress_bar",
+    "restored_terminal",
+    "sent_nowhere",
+    "stdout_kept_clean",
+    "streams_made_fit",
+    "width_of",
+]
 
 PLAIN_WIDTH = 100
 """Columns where there is no terminal, unless ``COLUMNS`` says otherwise."""
@@ -74,6 +83,44 @@ def width_of(stream: TextIO) -> int:
         with contextlib.suppress(OSError, ValueError):
             return os.get_terminal_size(stream.fileno()).columns or PLAIN_WIDTH
     return PLAIN_WIDTH
+
+
+def streams_made_fit() -> None:
+    """Make stdout and stderr take any text: where one is closed it goes nowhere, and what it can't encode is escaped.
+
+    A closed descriptor is filled, too: the next file that is opened would get its number, and be written to by
+    whatever prints.
+    """
+    for number in range(3):
+        with contextlib.suppress(OSError):
+            _fill(number)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115, PTH123
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _fill(number: int) -> None:
+    """Let a descriptor that is closed be one of the null device."""
+    try:
+        os.fstat(number)
+    except OSError:
+        opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which may be the one
+        if opened != number:
+            os.dup2(opened, number)
+            os.close(opened)
+        else:
+            os.set_inheritable(number, True)
+
+
+def sent_nowhere(stream: TextIO) -> None:
+    """Let a stream that can't be written to take the rest: python would complain when it flushes at the end."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 @contextlib.contextmanager

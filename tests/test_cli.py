@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import json
 import os
 import shlex
@@ -15,6 +17,7 @@ from handmade import made_ceiling, made_plan
 
 import autosplit.survey
 from autosplit import probe, tuning
+from autosplit.__main__ import main as start
 from autosplit.cli import app, main
 from autosplit.commands.tune import _say_if_waiting
 from autosplit.cost import Ceiling
@@ -858,3 +861,122 @@ def test_a_second_interrupt_on_the_way_out_changes_no_exit_code():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 4, done.stderr
+
+
+# Streams, and where it runs
+
+
+def in_a_shell(line, folder, **environment):
+    """Run a line of a shell in which `autosplit` is the command line, and return its exit code, stdout and stderr."""
+    function = f'autosplit() {{ {shlex.quote(sys.executable)} -m autosplit "$@"; }}\n'
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(
+        ["/bin/bash", "-c", function + line], cwd=folder, env=settings, capture_output=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+class Full(io.RawIOBase):
+    """A stream on a disk without room."""
+
+    has_room = False
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if not self.has_room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["show", "plan.json"],
+        ["show", "plan.json", "--json"],
+        ["profiles"],
+        ["profiles", "path"],
+        ["export", "plan.json", "--to", "env"],
+        ["report", "plan.json", "-o", "-"],
+        ["--help"],
+    ],
+)
+def test_a_stdout_without_room_is_one_line(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    made_plan((100, 156), kind="sim").save("plan.json")
+    full = io.TextIOWrapper(io.BufferedWriter(Full()), encoding="utf-8")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert main(words) == 2
+    full.buffer.raw.has_room = True  # for what it holds still
+    err = capsys.readouterr().err
+    assert err.startswith("error: stdout can't be written: No space left on device; ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_streams_that_are_full_or_closed(tmp_path):
+    code, _, err = in_a_shell("autosplit profiles path > /dev/full", tmp_path)
+    assert code == 2
+    assert err.startswith("error: stdout can't be written: No space left on device; ")
+    assert err.count("\n") == 1
+    assert in_a_shell("autosplit profiles path >&-", tmp_path) == (0, "", "")
+    assert in_a_shell("autosplit show nothing.json 2>&- <&-", tmp_path) == (2, "", "")
+    assert in_a_shell("autosplit show nothing.json 2> /dev/full", tmp_path) == (2, "", "")
+
+
+def test_an_encoding_that_lacks_a_name_of_the_plan(tmp_path):
+    plan = made_plan((100, 156), kind="sim")
+    named = dataclasses.replace(plan.devices[0], name="RTX \u00e9\U0001f600")
+    plan = dataclasses.replace(plan, devices=(named, plan.devices[1]))
+    plan.save(tmp_path / "plan.json")
+    code, out, err = in_a_shell("autosplit show plan.json", tmp_path, PYTHONIOENCODING="ascii")
+    assert (code, err) == (0, "")
+    assert "RTX \\xe9\\U0001f600" in out
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code, out, err = in_a_shell("autosplit show plan.json --json", tmp_path, **plain)
+    assert (code, err) == (0, "")
+    assert "RTX \\u00e9\\ud83d\\ude00" in out
+    assert Plan.from_json(out).devices[0].name == "RTX \u00e9\U0001f600"
+
+
+def test_names_of_files_that_are_not_utf8_as_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", f"{tmp_path}/c\udcff")
+    assert main(["profiles", "path", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "c\\udcff" in out
+    assert json.loads(out) == {"path": f"{tmp_path}/c\udcff/profiles"}
+    monkeypatch.chdir(tmp_path)
+    made_plan((100, 156), kind="sim").save("plan.json")
+    assert main(["report", "plan.json", "-o", "r\udcff.html", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": "r\udcff.html"}
+
+
+def test_a_working_directory_that_is_gone(tmp_path, monkeypatch, fails):
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "train.py").write_text(WORKLOAD)
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "working directory is gone" in fails("tune", "../train.py", *SIM)[0]
+    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", "relative")
+    assert "working directory is gone" in fails("profiles", "path")[0]
+
+
+def test_ctrl_c_while_it_is_imported(monkeypatch, capsys):
+    class Interrupting:
+        @staticmethod
+        def find_spec(name, _path=None, _target=None):
+            if name == "autosplit.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "autosplit.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting, *sys.meta_path])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as left:
+            start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert left.value.code == 4
+    assert capsys.readouterr().err == "error: interrupted before it began; run it again\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.commands.answers import Exported
-from autosplit.commands.saying import Manner, json_text, note
+from autosplit.commands.saying import Manner, json_text, note, write_json
 from autosplit.commands.stored import named_or_newest, told
 from autosplit.errors import InputError
 from autosplit.files import what_stands_at
@@ -40,7 +40,9 @@ def export(which: str | None, to: str | None, manner: Manner, *, output: str | N
     if not manner.as_json and (output is not None or not found.tells_notes):
         for one in found.notes:
             note(f"note: {one}", manner)
-    if output is None:
+    if output is None and manner.as_json:
+        write_json(text)
+    elif output is None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
     return 0

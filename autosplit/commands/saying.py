@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError
-from autosplit.printed import printable, printable_json, without_passwords
-from autosplit.terminal import progress_bar, width_of
+from autosplit.printed import ascii_json, printable, printable_json, without_passwords
+from autosplit.terminal import progress_bar, sent_nowhere, width_of
 
 if TYPE_CHECKING:
     from autosplit.plan import Plan
@@ -31,6 +31,7 @@ __all__ = [
     "print_plan",
     "progress",
     "speaks",
+    "write_json",
 ]
 
 EXIT_INTERRUPTED = 4
@@ -76,14 +77,25 @@ def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
     """
     lines = [*_fitted(f"error: {_harmless(' '.join(message.split()))}"), *(f"  {_harmless(frame)}" for frame in frames)]
     if speaks():
-        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        _tell(lines)
     return exit_code
 
 
 def note(message: str, manner: Manner) -> None:
     """Say what is to be known beside the answer, unless it is to be quiet."""
     if speaks() and not manner.quiet:
-        sys.stderr.write("".join(f"{line}\n" for line in _fitted(_harmless(message))))
+        _tell(_fitted(_harmless(message)))
+
+
+def _tell(lines: list[str]) -> None:
+    """Write lines to stderr; one that takes none has no part in how the command ends."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        sys.stderr.flush()
+    except OSError:
+        sent_nowhere(sys.stderr)
 
 
 def _harmless(text: str) -> str:
@@ -92,7 +104,7 @@ def _harmless(text: str) -> str:
 
 def _fitted(line: str) -> list[str]:
     """Break a line for the terminal that stderr is; paths, and what else is one word, stay whole to be copied."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         return [line]
     import textwrap
 
@@ -111,8 +123,7 @@ def progress(manner: Manner) -> AbstractContextManager[Callable[[Progress], None
 def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
     """Print a plan: for reading, or as JSON."""
     if manner.as_json:
-        sys.stdout.write(printable_json(plan.to_json()) + "\n")
-        sys.stdout.flush()
+        write_json(printable_json(plan.to_json()))
         return
     from autosplit.report import print_plan as print_report
     from autosplit.terminal import console_for
@@ -122,7 +133,16 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
 
 def print_json(answer: Any) -> None:
     """Print an answer, one of `commands.answers` or a plan, as JSON with its attributes' names as keys."""
-    sys.stdout.write(json_text(answer) + "\n")
+    write_json(json_text(answer))
+
+
+def write_json(text: str) -> None:
+    """Write JSON to stdout, whose encoding may lack some of its characters: they are escaped in JSON's own way."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = ascii_json(text)
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
@@ -130,4 +150,10 @@ def json_text(answer: Any) -> str:
     """Return an answer as `print_json` prints it."""
     import msgspec
 
-    return printable_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+    try:
+        text = msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()
+    except UnicodeEncodeError:  # the name of a file that is not UTF-8: Python has its bytes as lone surrogates
+        import json
+
+        text = json.dumps(msgspec.to_builtins(answer), indent=2, ensure_ascii=False)
+    return printable_json(text)
