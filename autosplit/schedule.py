@@ -348,7 +348,7 @@ class OptimizerStep:
         self._backwards = 0
         self._iterated = False
         self._meets = False
-        self._losses: list[torch.Tensor] = []
+        self._loss: torch.Tensor | None = None
 
     def __len__(self) -> int:
         """Count the micro-batches of this step."""
@@ -388,7 +388,7 @@ class OptimizerStep:
         On a rank of a DDP job, the mean over this rank's own samples: the other ranks are not asked.
         """
         own = sum(self.micro_batch_sizes) * self.num_ranks
-        return float(sum(loss.reshape(()) for loss in self._losses)) * (self.num_samples / own) if own else 0.0
+        return float(self._loss) * (self.num_samples / own) if own and self._loss is not None else 0.0
 
     def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         """Weight the current micro-batch's mean loss and run its backward pass.
@@ -416,9 +416,13 @@ class OptimizerStep:
             return
         weighted = loss * weight
         if weight:
-            self._losses.append(weighted.detach())  # added up by who reads them: few do, and each addition is a kernel
+            self._add(weighted.detach().reshape(()))
         with nullcontext() if weight else self.silenced():
             (weighted if scaler is None else scaler.scale(weighted)).backward()
+
+    def _add(self, loss: torch.Tensor) -> None:
+        """Add a loss to those before, in the first one's place: a block kept for each is not in a plan's memory."""
+        self._loss = loss if self._loss is None else self._loss.add_(loss)
 
     def check_finished(self) -> None:
         """Make sure that every micro-batch of the step had its backward; `steps` does so before it goes on.

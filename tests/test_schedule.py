@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 from typing import Any, NamedTuple
 
 import pytest
@@ -407,3 +408,16 @@ class ShortLoader:
 
     def __iter__(self) -> Any:
         return iter(range(self._batches))
+
+
+def test_a_step_of_many_forwards_holds_one_loss() -> None:
+    """A loss of each, 512 bytes on a device, once took a training of 19 forwards out of the memory of its plan."""
+    weight = torch.tensor(3.0, requires_grad=True)
+    step = OptimizerStep(iter(range(40)), [1] * 40, index=0)
+    alive = []
+    for number in step:
+        step.backward(weight * number)
+        alive.append(sum(isinstance(one, torch.Tensor) and one.numel() == 1 for one in gc.get_objects()))
+    assert alive[-1] == alive[1]
+    assert step.loss == pytest.approx(3 * sum(range(40)) / 40)
+    assert weight.grad == pytest.approx(sum(range(40)) / 40)
