@@ -417,7 +417,7 @@ def test_a_step_of_many_forwards_holds_one_loss() -> None:
     alive = []
     for number in step:
         step.backward(weight * number)
-        alive.append(sum(isinstance(one, torch.Tensor) and one.numel() == 1 for one in gc.get_objects()))
+        alive.append(sum(type(one) is torch.Tensor and one.numel() == 1 for one in gc.get_objects()))
     assert alive[-1] == alive[1]
     assert step.loss == pytest.approx(3 * sum(range(40)) / 40)
     assert weight.grad == pytest.approx(sum(range(40)) / 40)
