@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError
-from autosplit.integrations.loaders import loader_options, taken_mark
+from autosplit.integrations.loaders import loader_options
 from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.weighing import weighted_backward
 from autosplit.plan import Plan
@@ -58,7 +58,6 @@ class SharesLoader(DataLoaderShard):
         self.weight = 0.0
         self._count = count
         self._over_processes = over_processes
-        self._skipped_steps = 0
 
     def skipping(self, num_batches: int) -> SharesLoader:
         """Let the next iteration, and only that one, begin after so many micro-batches.
@@ -109,7 +108,6 @@ class SharesLoader(DataLoaderShard):
                 sizes = [self._count(batch) if size else 0 for batch, size in counted]
                 total = self._over_processes(sum(sizes))
             for index, (batch, size) in enumerate(zip(drawn, sizes, strict=True), 1):
-                taken_mark(batch)
                 self.weight = size * self.share.num_processes / total if total else 0.0
                 self.end_of_dataloader = number == len(schedule) and index == len(sizes)
                 yield batch if self.device is None else send_to_device(batch, self.device)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from autosplit.ddp.loops import gathered
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError, PlanError
-from autosplit.integrations.loaders import loader_options, taken_mark
+from autosplit.integrations.loaders import loader_options
 from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.plan import Plan
 
@@ -74,7 +74,6 @@ class SharesLoader:
                 sizes = [self._count(batch) if size else 0 for batch, size in counted]
                 total = self._over_processes(sum(sizes))
             for batch, size in zip(drawn, sizes, strict=True):
-                taken_mark(batch)
                 self.weights[number] = size * self._share.num_processes / total if total else 0.0
                 number += 1
                 self._handed_out = number

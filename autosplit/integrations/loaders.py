@@ -1,8 +1,9 @@
 """The loader that hands out one process's share: a tool's own loader, made again around another batch sampler.
 
 What the data set, the collator, the workers and the pinning were stays as it was. A micro-batch of which this process
-has no share comes with a mark, because the tool has to run it (the ranks' gradients meet there) and must not count it.
-The mark travels with the samples: through the workers, and past what skips batches to resume.
+has no share has to be run (the ranks' gradients meet there) and must not be counted. Where the tool draws batches by
+itself, as transformers' Trainer does, it comes with a mark that says so. The mark travels with the samples: through the
+workers, and past what skips batches to resume.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def taken_mark(batch: Any) -> bool:
 
 
 def loader_options(
-    loader: DataLoader[Any], share: Share, *, shuffle: bool, seed: int, drop_last: bool
+    loader: DataLoader[Any], share: Share, *, shuffle: bool, seed: int, drop_last: bool, marks: bool = False
 ) -> dict[str, Any]:
     """Return what a DataLoader is made of that gives this process's share of what another one would.
 
@@ -91,6 +92,8 @@ def loader_options(
         shuffle: Draw in a new order each epoch.
         seed: Of that order.
         drop_last: Leave out the epoch's last step where it is short of samples.
+        marks: Put a mark on batches that count for nothing, which have to be mappings; for a tool that draws batches
+            where nobody knows their place in the schedule.
 
     Returns:
         The keywords.
@@ -106,10 +109,11 @@ def loader_options(
             "take any loader"
         )
     workers = loader.num_workers
+    collate = loader.collate_fn or default_collate
     return {
-        "dataset": MarkingDataset(dataset),
+        "dataset": MarkingDataset(dataset) if marks else dataset,
         "batch_sampler": share.batch_sampler(len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last),
-        "collate_fn": MarkingCollate(loader.collate_fn or default_collate),
+        "collate_fn": MarkingCollate(collate) if marks else collate,
         "num_workers": workers,
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,

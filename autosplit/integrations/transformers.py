@@ -102,6 +102,7 @@ class SharesMixin(Mixed):
             shuffle=self.args.train_sampling_strategy != "sequential",
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_last=self.args.dataloader_drop_last,
+            marks=True,
         )
         non_blocking = bool(getattr(loader, "_non_blocking", False))
         made = DataLoaderShard(device=self.accelerator.device, _non_blocking=non_blocking, **options)
