@@ -18,7 +18,7 @@ from xml.etree import ElementTree as ET
 
 from autosplit.cost import MemoryParts, Region
 from autosplit.errors import InputError
-from autosplit.explaining import Explanation
+from autosplit.explanation import Explanation
 from autosplit.markup import printable
 from autosplit.plan import Plan, PlanDevice
 from autosplit.sizes import rate_text, size_text

@@ -323,6 +323,11 @@ class StepTime:
     contention: float = 1.0
     keeps: bool = True
 
+    def __post_init__(self) -> None:
+        """Let devices that are alike share their curve, so that what is known of one is known of all."""
+        known: dict[TimeCurve, TimeCurve] = {}
+        object.__setattr__(self, "curves", tuple(known.setdefault(curve, curve) for curve in self.curves))
+
     @classmethod
     def bare(cls, curves: tuple[TimeCurve, ...], update_s: float, *, adds_up: bool) -> StepTime:
         """Return the time of devices that have nothing to do with each other."""

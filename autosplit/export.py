@@ -19,7 +19,7 @@ from typing import Any
 from autosplit.cost import Ceiling
 from autosplit.errors import InputError, PlanError, shown
 from autosplit.even_ranks import EvenProblem, EvenRanks
-from autosplit.explaining import BINDING_SHARE
+from autosplit.explanation import BINDING_SHARE
 from autosplit.files import READ_BY_ALL, replace_file
 from autosplit.plan import Plan
 from autosplit.printed import printable

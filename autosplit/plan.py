@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ import msgspec
 
 from autosplit.cost import Ceiling, Fit, MemoryParts, Region
 from autosplit.errors import DeviceError, PlanError, PlanVersionError
+from autosplit.explanation import Explained, Explanation, Solved, SolvedDevice
 from autosplit.files import read_bounded, replace_file
 from autosplit.findings import Check
 from autosplit.printed import printable
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autosplit.balanced import BalancedDataParallel
-    from autosplit.explaining import Explanation
     from autosplit.export import Export
     from autosplit.runtime.tracking import Tracker
     from autosplit.schedule import OptimizerStep, ScheduledBatchSampler
@@ -179,6 +179,7 @@ class Plan:
         notes: What was assumed or could not be done, a sentence each.
         real_steps: Training steps that were run to find it.
         real_ooms: How many of them ran out of memory.
+        explained: What `explain` says, once it was asked and is kept; it is no part of what plans are compared by.
         schema_version: Of the JSON.
     """
 
@@ -211,6 +212,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     real_steps: int = 0
     real_ooms: int = 0
+    explained: Explained | None = field(default=None, compare=False, repr=False)
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -294,13 +296,25 @@ class Plan:
     def explain(self) -> Explanation:
         """Say why the plan is what it is: what bounds it, what else there is, how good its fit was.
 
-        It works on a loaded plan, too: from the stored numbers, running nothing.
+        It works on a loaded plan, too: from the stored numbers, running nothing. For many devices it takes seconds,
+        unless it is kept in the plan: see `with_explanation`.
 
         Returns:
             Plain numbers; `str()` of them is the text for people.
         """
-        from autosplit.explaining import Solved, SolvedDevice, explanation_of
+        solved = self._solved()
+        if self.explained is not None and self.explained.of == solved.digest():
+            return self.explained.explanation
+        from autosplit.explaining import explanation_of
 
+        return explanation_of(solved)
+
+    def with_explanation(self) -> Plan:
+        """Return the plan with its explanation in it, so that who reads it from a file has it at once."""
+        return replace(self, explained=Explained(self._solved().digest(), self.explain()))
+
+    def _solved(self) -> Solved:
+        """Return what an explanation is of."""
         alone = {rank.rank: rank.ceiling.batch_size for rank in self.ddp.ranks}
         devices = tuple(
             SolvedDevice(
@@ -314,25 +328,23 @@ class Plan:
             )
             for index, device in enumerate(self.devices)
         )
-        return explanation_of(
-            Solved(
-                split=self.split,
-                effective_batch_size=self.effective_batch_size,
-                samples_per_s=self.samples_per_s,
-                even_samples_per_s=self.even_samples_per_s,
-                devices=devices,
-                region=self.region,
-                fit=self.fit,
-                trials=self.trials,
-                ddp_samples_per_s=self.ddp.samples_per_s,
-                ddp_measured=self.ddp.measured,
-                fastest=self.fastest,
-                effective_batch_sizes=self.effective_batch_sizes,
-                max_batch_size=self.max_batch_size,
-                accumulates=self.accumulates,
-                sample_batch_size=self.sample_batch_size,
-                simulated=self.simulated,
-            )
+        return Solved(
+            split=self.split,
+            effective_batch_size=self.effective_batch_size,
+            samples_per_s=self.samples_per_s,
+            even_samples_per_s=self.even_samples_per_s,
+            devices=devices,
+            region=self.region,
+            fit=self.fit,
+            trials=self.trials,
+            ddp_samples_per_s=self.ddp.samples_per_s,
+            ddp_measured=self.ddp.measured,
+            fastest=self.fastest,
+            effective_batch_sizes=self.effective_batch_sizes,
+            max_batch_size=self.max_batch_size,
+            accumulates=self.accumulates,
+            sample_batch_size=self.sample_batch_size,
+            simulated=self.simulated,
         )
 
     def export(self, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from autosplit.comparing import ComparedMachine, Comparison
-    from autosplit.explaining import Explanation
+    from autosplit.explanation import Explanation
     from autosplit.survey import DeviceReport
 
 __all__ = [

@@ -56,6 +56,7 @@ def _unsound(plan: Any) -> Iterator[str]:
     yield from _unsound_devices(plan)
     yield from _unsound_ranks(plan, count)
     yield from _unsound_measurements(plan, count)
+    yield from _unsound_explanation(plan)
     if plan.accumulation_steps > MOST_FORWARDS:
         yield f"accumulation_steps is {plan.accumulation_steps}; expected at most {MOST_FORWARDS}"
     if plan.batch_dim >= _MOST_DIMS:
@@ -107,6 +108,22 @@ def _unsound_measurements(plan: Any, count: int) -> Iterator[str]:
         yield f"fit has {sorted(lengths)} entries; expected {count}, one for each device"
     if any(len(residual.split) != count for residual in plan.fit.residuals):
         yield f"a residual is of another number of devices; expected {count}"
+
+
+def _unsound_explanation(plan: Any) -> Iterator[str]:
+    if plan.explained is None:
+        return
+    told = plan.explained.explanation
+    alternatives = [one for one in (told.even, told.even_measured, *told.alone) if one is not None]
+    named = {label for one in alternatives for label in one.devices}
+    named |= {one.device for one in (*told.bounds, told.more_memory) if one is not None and one.device is not None}
+    strangers = named - {device.label for device in plan.devices}
+    if strangers:
+        yield f"its explanation names {min(strangers)!r:.40}; expected its devices only"
+    if not all(one.devices for one in told.alone):
+        yield "its explanation tells of no device alone; expected one in each"
+    if not told.samples_per_s > 0:
+        yield f"its explanation is of {told.samples_per_s} samples/s; expected more than 0"
 
 
 def _huge_number(value: object, name: str) -> str | None:

@@ -160,14 +160,46 @@ def fastest_split(
     _require_room(batch_size, limits, "caps")
     _check_floors(batch_size, least, limits)
     free = [i for i, (floor, limit) in enumerate(zip(least, limits, strict=True)) if floor < limit]
-    if len(free) == 1:  # nothing to choose
-        least[free[0]] += batch_size - sum(least)
-        _seconds(times, free[0], min(1, batch_size) if batch_size <= _HEAP_SAMPLES_PER_DEVICE else least[free[0]])
+    if not free:
         return tuple(least)
-    low, high, tied = _bracket(batch_size, times, least, limits)
-    shares = _level(batch_size, low, high) if tied else _hand_out(batch_size, times, low, limits)
-    assert sum(shares) == batch_size
-    return tuple(shares)
+    open_samples = batch_size - sum(least) + sum(least[i] for i in free)
+    try:
+        chosen = _fastest_shares(
+            open_samples, [times[i] for i in free], [least[i] for i in free], [limits[i] for i in free]
+        )
+    except _NotFiniteError as error:
+        index = free[error.position]
+        raise InputError(
+            f"times[{index}]({error.samples}) is {error.seconds}; expected finite seconds up to the cap; lower "
+            f"caps[{index}] to the largest size with a known time"
+        ) from None
+    for index, share in zip(free, chosen, strict=True):
+        least[index] = share
+    assert sum(least) == batch_size
+    return tuple(least)
+
+
+class _NotFiniteError(Exception):
+    """A time that no split can be chosen by."""
+
+    def __init__(self, position: int, samples: int, seconds: float) -> None:
+        super().__init__(position, samples, seconds)
+        self.position, self.samples, self.seconds = position, samples, seconds
+
+
+def _fastest_shares(
+    batch_size: int, times: Sequence[Callable[[int], float]], floors: Sequence[int], caps: Sequence[int]
+) -> Sequence[int]:
+    """Split over devices of which each may have more than its floor."""
+    if len(times) == 1:
+        _seconds(times, 0, min(1, batch_size) if batch_size <= _HEAP_SAMPLES_PER_DEVICE else batch_size)
+        return [batch_size]
+    if len(set(map(id, times))) == 1:  # who has fewer samples never ends later
+        shares = _level(batch_size, floors, caps)
+        _seconds(times, 0, max(shares))
+        return shares
+    low, high, tied = _bracket(batch_size, times, floors, caps)
+    return _level(batch_size, low, high) if tied else _hand_out(batch_size, times, low, caps)
 
 
 def micro_batch_sizes(effective_batch_size: int, batch_size: int) -> tuple[int, ...]:
@@ -308,34 +340,58 @@ def _bracket(
             return low, high, True
         middle = _counts(times, middle_s, low, high)
         if sum(middle) > batch_size:
-            high, high_s = middle, middle_s
+            # The last of them end no later than this, and where they all do, none is left to tell apart.
+            high, high_s = middle, min(middle_s, _last_s(times, floors, middle))
         else:
             low, low_s = middle, middle_s
+        if _next_s(times, low, high) >= high_s:
+            return low, high, True
     return low, high, False
+
+
+def _last_s(times: Sequence[Callable[[int], float]], floors: Sequence[int], shares: Sequence[int]) -> float:
+    """Return when the last device ends that has more than its floor."""
+    return max(time(n) for time, floor, n in zip(times, floors, shares, strict=True) if n > floor)
+
+
+def _next_s(times: Sequence[Callable[[int], float]], low: Sequence[int], high: Sequence[int]) -> float:
+    """Return when the first sample beyond `low` would end."""
+    open_ones = (time(least + 1) for time, least, most in zip(times, low, high, strict=True) if least < most)
+    return min(open_ones, default=math.inf)
 
 
 def _counts(
     times: Sequence[Callable[[int], float]], finish_s: float, low: Sequence[int], high: Sequence[int]
 ) -> list[int]:
     """Per device, the most samples from `low` to `high` that end by `finish_s`; `low` where none above does."""
+    known: dict[tuple[int, int, int], int] = {}  # of devices that are alike, one is asked
     counts = []
     for time, least, most in zip(times, low, high, strict=True):
-        within: Callable[[float, int, int], int] | None = getattr(time, "most_within", None)
-        if within is not None:  # a curve knows by itself
-            counts.append(within(finish_s, least, most))
-            continue
-        while least < most:
-            middle = (least + most + 1) // 2
-            if time(middle) <= finish_s:
-                least = middle
-            else:
-                most = middle - 1
-        counts.append(least)
+        asked = (id(time), least, most)
+        if asked not in known:
+            known[asked] = _count(time, finish_s, least, most)
+        counts.append(known[asked])
     return counts
+
+
+def _count(time: Callable[[int], float], finish_s: float, least: int, most: int) -> int:
+    within: Callable[[float, int, int], int] | None = getattr(time, "most_within", None)
+    if within is not None:  # a curve knows by itself
+        return within(finish_s, least, most)
+    while least < most:
+        middle = (least + most + 1) // 2
+        if time(middle) <= finish_s:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def _level(batch_size: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
     """Raise `low` towards `high` until the sum is `batch_size`, the smallest shares first, then the lower index."""
+    even = even_split(batch_size, len(low))
+    if max(low) <= even[-1] and even[0] <= min(high):  # nothing is in the way
+        return list(even)
     floor, ceiling = 0, max(high)
     while floor < ceiling:
         middle = (floor + ceiling + 1) // 2
@@ -378,10 +434,7 @@ def _hand_out(
 def _seconds(times: Sequence[Callable[[int], float]], index: int, samples: int) -> float:
     seconds = times[index](samples)
     if not math.isfinite(seconds):
-        raise InputError(
-            f"times[{index}]({samples}) is {seconds}; expected finite seconds up to the cap; lower caps[{index}] to "
-            "the largest size with a known time"
-        )
+        raise _NotFiniteError(index, samples, seconds)
     return seconds
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.bounded import TooLarge, built_within
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
 from autosplit.interrupts import held_interrupts
@@ -25,8 +27,14 @@ from autosplit.workload import PRECISIONS, Workload
 
 __all__ = ["Built", "Followed", "Source", "build", "follow", "isolated_runtime", "runtime_for", "workload_source"]
 
+_log = logging.getLogger(__name__)
+
 Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
+
+SMALL_BYTES = 256 * 2**20
+"""What is built for simulated cards has its memory up to here: it is there sooner than torch's compiler, which building
+without memory needs."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ def _in_precision(source: Source, precision: Any) -> Source:
 
 
 def build(source: Source, devices: Sequence[Device]) -> Built:
-    """Build the workload; for simulated cards without its memory, where that can be.
+    """Build the workload; for simulated cards without its memory, where it is not small and that can be.
 
     Args:
         source: See `Source`.
@@ -137,6 +145,10 @@ def build(source: Source, devices: Sequence[Device]) -> Built:
     """
     if devices[0].kind != "sim" or isinstance(source, Workload):
         return Built(source, _built(source))
+    try:
+        return Built(source, built_within(lambda: _built(source), SMALL_BYTES))
+    except (TooLarge, Exception) as error:  # noqa: BLE001  # what is wrong with it shows again below
+        _log.info("the workload is built without its memory: %s", one_line(error) or "it is large")
     try:
         with held_interrupts():
             return Built(source, built_without_memory(lambda: _built(source), fake_mode()), fake=True)

@@ -100,7 +100,8 @@ def tune(
 
     Args:
         model_or_workload: A module with its `sample_batch`, a `Workload`, or a function that returns a `Workload`
-            (for ``sim:`` it is called under fake tensors, so that a model larger than this machine can be planned).
+            (for ``sim:`` it is called under fake tensors where it makes more than 256 MiB, so that a model larger than
+            this machine can be planned; then it may be called several times).
         sample_batch: One batch as training sees it; see `Workload`, as for all up to `make_batch`.
         loss_fn: ``loss_fn(outputs, targets)``.
         compute_loss: ``compute_loss(model, batch)``.
@@ -524,6 +525,8 @@ def _kept(
         unreadable: Some of these are that a profile could not be read.
         trouble: Why nobody could be waited for.
     """
+    if wanted.request.profile != "off":
+        plan = plan.with_explanation()  # once, here, where nobody waits for a line
     path, failed = wanted.stored(plan)
     if failed and unreadable:
         said = ()

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import char_gpt
 
-from autosplit import tune
+from autosplit import explaining, tune
 from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Residual, StepTime, TimeCurve
 from autosplit.errors import PlanError
-from autosplit.explaining import Bound
+from autosplit.explanation import Bound
 from autosplit.plan import DdpPlan, Plan, RankSettings
+from autosplit.profiles import profile_paths, read_profile
 from autosplit.relaxing import NO_LIMIT_BYTES, Problem
 from autosplit.sizes import rate_text
 from autosplit.space import Trial
@@ -336,6 +337,61 @@ def plans(draw: st.DrawFn) -> Plan:
 @settings(max_examples=25)
 def test_a_loaded_plan_is_explained_as_the_one_that_was_saved(plan):
     assert Plan.from_json(plan.to_json()).explain() == plan.explain()
+
+
+class TestAnExplanationThatIsKept:
+    """With many devices it takes seconds to make one, and a plan that is remembered is shown at once."""
+
+    @staticmethod
+    def kept(monkeypatch) -> Plan:
+        plan = Plan.from_json(solved_plan((50, 50), (1, 1), (60, 60)).with_explanation().to_json())
+
+        def fail(_solved):
+            raise AssertionError("it was made again")
+
+        monkeypatch.setattr(explaining, "explanation_of", fail)
+        return plan
+
+    def test_it_is_read_from_the_file(self, monkeypatch):
+        fresh = solved_plan((50, 50), (1, 1), (60, 60)).explain()
+        assert self.kept(monkeypatch).explain() == fresh
+
+    def test_notes_leave_it_as_it_is(self, monkeypatch):
+        replace(self.kept(monkeypatch), notes=("said",), real_steps=7).explain()
+
+    @pytest.mark.parametrize(
+        "changed", [{"samples_per_s": 1.0}, {"ceilings": (60, 60), "max_batch_size": 100}, {"fit": None}]
+    )
+    def test_a_plan_of_other_numbers_is_explained_anew(self, monkeypatch, changed):
+        plan = replace(self.kept(monkeypatch), **changed)
+        with pytest.raises(AssertionError, match="made again"):
+            plan.explain()
+
+    def test_it_does_not_tell_plans_apart(self):
+        plan = solved_plan((50, 50), (1, 1), (60, 60))
+        assert plan.with_explanation() == plan
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            ('"device": "cuda:0"', '"device": "cuda:\\u001b[31m"'),
+            (
+                '"alone": [',
+                '"alone": [{"devices": [], "split": [], "accumulation_steps": 0, "samples_per_s": 1, "gain": 1}, ',
+            ),
+            ('"what": "device"', '"what": "moon"'),
+        ],
+    )
+    def test_one_that_was_tampered_with_is_refused(self, old, new):
+        text = solved_plan((70, 30), (1, 2), (100, 100)).with_explanation().to_json()
+        assert old in text
+        with pytest.raises(PlanError):
+            Plan.from_json(text.replace(old, new))
+
+    def test_one_that_is_remembered_has_it(self):
+        tune(char_gpt(), devices="sim:2xRTX3090", n_trials=1)
+        (path,) = profile_paths()
+        assert read_profile(path).explained is not None
 
 
 def problem_of(plan: Plan) -> Problem:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit import split as splits
+from autosplit.cost import TimeCurve
 from autosplit.errors import InputError
 
 batch_sizes = st.integers(0, 200)
@@ -57,6 +58,20 @@ def one_by_one(
         open_devices = [i for i, n in enumerate(given_out) if n < caps[i]]
         given_out[min(open_devices, key=lambda i: (times[i](given_out[i] + 1), given_out[i], i))] += 1
     return tuple(given_out)
+
+
+@st.composite
+def alike_devices(draw: st.DrawFn) -> tuple[int, list[TimeCurve], list[int], list[int]]:
+    """Devices of one to three kinds, whose curves are flat at first: a batch, curves, caps and floors."""
+    kinds = []
+    for _ in range(draw(st.integers(1, 3))):
+        sizes = sorted(draw(st.sets(st.integers(1, 400), min_size=1, max_size=4)))
+        seconds = itertools.accumulate(draw(st.lists(st.integers(0, 9), min_size=len(sizes), max_size=len(sizes))))
+        kinds.append(TimeCurve(tuple(zip(sizes, (0.1 * (1 + s) for s in seconds), strict=True))))
+    curves = [draw(st.sampled_from(kinds)) for _ in range(draw(st.integers(1, 6)))]
+    caps = [draw(st.sampled_from((0, 3, 50, 400))) for _ in curves]
+    floors = [min(cap, draw(st.sampled_from((0, 0, 0, 2)))) for cap in caps]
+    return draw(st.integers(sum(floors), sum(caps))), curves, caps, floors
 
 
 class TestEvenSplit:
@@ -212,6 +227,26 @@ class TestFastestSplit:
         expected = one_by_one(total, times, case_caps, case_floors)
         assert splits.fastest_split(total, times, case_caps, case_floors) == expected
 
+    @given(alike_devices())
+    def test_devices_that_are_alike_are_asked_once_and_served_alike(
+        self, case: tuple[int, list[TimeCurve], list[int], list[int]]
+    ) -> None:
+        """Once eight alike cards took 20 seconds to explain: each was asked, and flat curves were halved to the end."""
+        batch_size, curves, caps, floors = case
+        expected = one_by_one(batch_size, curves, caps, floors)
+        assert splits.fastest_split(batch_size, curves, caps, floors) == expected
+        apart = [TimeCurve(curve.points) for curve in curves]  # equal, and not known to be
+        assert splits.fastest_split(batch_size, apart, caps, floors) == expected
+
+    def test_flat_curves_are_not_halved_to_the_last_digit(self) -> None:
+        asked = []
+
+        def flat(seconds: float) -> Callable[[int], float]:
+            return lambda n: asked.append(n) or (seconds if n else 0.0)
+
+        assert splits.fastest_split(2000, [flat(0.1), flat(0.3), flat(0.2)], [900, 900, 900]) == (900, 200, 900)
+        assert len(asked) < 400
+
     def test_twice_the_speed_gets_twice_the_samples(self) -> None:
         assert splits.fastest_split(30, [linear(0, 1.0), linear(0, 2.0)], [100, 100]) == (20, 10)
 
@@ -293,6 +328,8 @@ ONE = linear(1, 1)
         (lambda: splits.fastest_split(4, [ONE, ONE], [1, 4], [2, 0]), "floors[0] is 2, above the cap of 1"),
         (lambda: splits.fastest_split(2, [lambda n: float("nan")], [4]), "times[0](1) is nan; expected finite"),
         (lambda: splits.fastest_split(99, [lambda n: n and float("inf")], [99]), "times[0](99) is inf"),
+        (lambda: splits.fastest_split(9, [abs, abs, lambda n: float("nan")], [0, 9, 9]), "times[2]("),
+        (lambda: splits.fastest_split(9, [float("inf").__mul__] * 3, [0, 9, 9]), "times[1](5) is inf"),
         (lambda: splits.micro_batch_sizes(0, 4), "effective_batch_size is 0; expected a whole number, 1 or more"),
         (lambda: splits.accumulation_steps(4, 0), "batch_size is 0"),
     ],

@@ -13,8 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from workloads import Uncopyable, branching, net, net_batch, small
 
+from autosplit import staging
 from autosplit.devices import parse_devices
 from autosplit.errors import UserCodeError, WorkloadError
+from autosplit.profiles import workload_of
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.staging import Followed, build, follow, runtime_for, workload_source
@@ -29,6 +31,63 @@ def staged(source, devices, closing) -> Followed:
 SIM, CPU = parse_devices("sim:RTX3090"), parse_devices("cpu:1MiB")
 
 
+@pytest.fixture
+def nothing_is_small(monkeypatch):
+    """Have everything built as what is large."""
+    monkeypatch.setattr(staging, "SMALL_BYTES", 0)
+
+
+def test_what_is_small_is_built_once_and_for_real_for_cards_that_are_not_there():
+    """The plan of it is then found, where it is remembered, without waiting for torch's compiler."""
+    calls = []
+    with ExitStack() as closing:
+        followed = staged(lambda: calls.append(1) or small(), SIM, closing)
+    assert len(calls) == 1
+    assert not any(isinstance(parameter, FakeTensor) for parameter in followed.workload.model.parameters())
+    assert followed.tracer.fake
+    assert followed.rebuild is None
+
+
+class Masked(nn.Module):
+    """A model that keeps tensors and numbers of its own beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25)
+        self.register_buffer("mask", torch.tril(torch.ones(3, 3)))
+        self.scale, self.positions = 0.5, torch.arange(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        small,
+        lambda: Workload(Masked(), torch.rand(4, 3, 8), optimizer=torch.optim.SGD),
+        lambda: Workload(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.rand(2, 3, 8, 8)),
+        lambda: Workload(model := nn.Linear(3, 3), torch.rand(2, 3), optimizer=torch.optim.AdamW(model.parameters())),
+        lambda: Workload(nn.Linear(3, 3).half(), torch.rand(2, 3).half()),
+    ],
+)
+def test_it_is_the_same_workload_to_a_profile_however_it_is_built(made, monkeypatch):
+    """Or its plan would not be found again by a version of torch in which it grows past what is small."""
+    for_real = build(made, SIM)
+    monkeypatch.setattr(staging, "SMALL_BYTES", 0)
+    without_memory = build(made, SIM)
+    assert (for_real.fake, without_memory.fake) == (False, True)
+    assert workload_of(for_real.workload) == workload_of(without_memory.workload)
+
+
+def test_it_is_the_same_plan_however_it_is_built(monkeypatch):
+    plan = tune(small, devices="sim:2xRTX3090", n_trials=2, profile="off")
+    monkeypatch.setattr(staging, "SMALL_BYTES", 0)
+    other = tune(small, devices="sim:2xRTX3090", n_trials=2, profile="off")
+    assert (plan.split, plan.ceilings, plan.samples_per_s) == (other.split, other.ceilings, other.samples_per_s)
+
+
+@pytest.mark.usefixtures("nothing_is_small")
 def test_a_function_is_built_under_fake_tensors_for_cards_that_are_not_there():
     with ExitStack() as closing:
         followed = staged(small, SIM, closing)
@@ -42,6 +101,7 @@ def test_a_function_is_built_for_real_on_the_processor():
     assert not any(isinstance(parameter, FakeTensor) for parameter in followed.workload.model.parameters())
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 def test_a_function_that_reads_numbers_is_built_for_real_and_said_so():
     def reading() -> Workload:
         workload = small()

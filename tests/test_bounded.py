@@ -1,0 +1,131 @@
+"""Building for real what stays small: what is large is left before it takes its memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit.bounded import TooLarge, built_within
+
+MIB = 2**20
+HUGE = 10**6
+"""Of each side of a matrix: no machine that runs these tests has the memory for it."""
+
+
+def mask(positions: int) -> torch.Tensor:
+    """A causal mask: one operation makes a matrix of two small vectors."""
+    return torch.arange(positions)[None] > torch.arange(positions)[:, None]
+
+
+def trained() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(3, 8)).sum().backward()
+    optimizer.step()
+    return model
+
+
+SMALL = {
+    "layers": lambda: nn.TransformerEncoderLayer(16, 2, 32),
+    "an embedding": lambda: nn.Embedding(100, 16, padding_idx=0),
+    "half precision": lambda: nn.Linear(16, 16).half(),
+    "on the processor": lambda: nn.Linear(16, 16).to("cpu"),
+    "a generator": lambda: torch.randn(3, generator=torch.Generator().manual_seed(1)),
+    "labels of a large vocabulary": lambda: torch.randint(0, 50_000, (8, 1024)),
+    "a mask": lambda: mask(64),
+    "an identity": lambda: torch.eye(64),
+    "no memory at all": lambda: nn.Linear(HUGE, HUGE, device="meta"),
+    "a size to be found": lambda: nn.LazyLinear(4),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "a step": trained,
+    "views of much": lambda: torch.ones(1).expand(HUGE, HUGE),
+}
+
+LARGE = {
+    "drawn": lambda: torch.randn(HUGE, HUGE),
+    "a layer": lambda: nn.Linear(HUGE, HUGE),
+    "filled": lambda: torch.full((HUGE, HUGE), 2.0),
+    "an identity": lambda: torch.eye(HUGE),
+    "like another": lambda: torch.ones(1).new_zeros((HUGE, HUGE)),
+    "a mask": lambda: mask(HUGE),
+    "a view that is computed with": lambda: torch.ones(1).expand(HUGE, HUGE) + 1,
+    "a view that is copied": lambda: torch.ones(1).expand(HUGE, HUGE).contiguous(),
+    "many": lambda: [torch.ones(MIB // 16) for _ in range(5)],
+    "many that are dropped": lambda: sum(torch.ones(MIB // 16).sum() for _ in range(5)),
+}
+
+ELSEWHERE = {
+    "a factory": lambda: torch.empty(3, device="cuda"),
+    "by number": lambda: torch.empty(3, device=0),
+    "a model": lambda: nn.Linear(3, 3).cuda(),
+    "moved": lambda: nn.Linear(3, 3).to("cuda:1"),
+    "another kind": lambda: torch.ones(3).to(torch.device("xpu")),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_is_small_is_built_as_ever(name):
+    assert built_within(SMALL[name], MIB) is not None
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_is_large_is_left(name):
+    with pytest.raises(TooLarge, match=f"more than {MIB} bytes"):
+        built_within(LARGE[name], MIB)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_is_on_a_gpu_is_left_before_the_gpu_is_asked(name):
+    with pytest.raises(TooLarge):
+        built_within(ELSEWHERE[name], MIB)
+
+
+def test_random_numbers_are_those_of_a_build_without_a_bound():
+    torch.manual_seed(3)
+    expected = nn.Linear(4, 4).weight
+    torch.manual_seed(3)
+    torch.testing.assert_close(built_within(lambda: nn.Linear(4, 4), MIB).weight, expected, rtol=0, atol=0)
+
+
+def test_code_that_goes_on_after_every_exception_is_left_all_the_same():
+    def stubborn() -> torch.Tensor:
+        try:
+            return torch.ones(HUGE, HUGE)
+        except:  # noqa: E722 - as some do
+            return torch.ones(1)
+
+    with pytest.raises(TooLarge):
+        built_within(stubborn, MIB)
+
+
+def test_a_file_that_is_read_counts(tmp_path):
+    torch.save(torch.ones(MIB // 2), tmp_path / "weights.pt")
+    assert built_within(lambda: torch.load(tmp_path / "weights.pt"), 3 * MIB).numel() == MIB // 2
+    with pytest.raises(TooLarge):
+        built_within(lambda: torch.load(tmp_path / "weights.pt"), MIB)
+
+
+def test_an_error_of_the_code_is_its_own():
+    with pytest.raises(ZeroDivisionError):
+        built_within(lambda: 1 // 0, MIB)
+
+
+def test_the_bound_ends_with_the_build():
+    with pytest.raises(TooLarge):
+        built_within(lambda: torch.ones(2 * MIB), MIB)
+    assert torch.ones(2 * MIB).numel() == 2 * MIB
+
+
+def test_torchs_compiler_is_not_loaded_for_it():
+    """It takes as long as torch itself, which a plan that is remembered would be held up by."""
+    code = (
+        "import sys; from torch import nn; from autosplit.bounded import built_within\n"
+        "built_within(lambda: nn.Sequential(nn.Embedding(9, 8), nn.TransformerEncoderLayer(8, 2, 8)), 2**20)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
