@@ -313,6 +313,10 @@ class Plan:
         """Return the plan with its explanation in it, so that who reads it from a file has it at once."""
         return replace(self, explained=Explained(self._solved().digest(), self.explain()))
 
+    def bare(self) -> Plan:
+        """Return the plan without what tells how this process came by it, and why: what is left, ranks agree on."""
+        return replace(self, notes=(), explained=None)
+
     def _solved(self) -> Solved:
         """Return what an explanation is of."""
         alone = {rank.rank: rank.ceiling.batch_size for rank in self.ddp.ranks}

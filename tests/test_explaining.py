@@ -371,6 +371,12 @@ class TestAnExplanationThatIsKept:
         plan = solved_plan((50, 50), (1, 1), (60, 60))
         assert plan.with_explanation() == plan
 
+    def test_ranks_agree_on_a_plan_that_one_of_them_has_explained(self):
+        """Once the rank that keeps a plan refused the others': only its own had the explanation in it."""
+        plan = solved_plan((50, 50), (1, 1), (60, 60))
+        kept = replace(plan.with_explanation(), notes=("tuned here",))
+        assert kept.bare().to_json() == plan.bare().to_json()
+
     @pytest.mark.parametrize(
         ("old", "new"),
         [

@@ -14,13 +14,15 @@ pytest.importorskip("transformers", reason="needs transformers (the extra `integ
 import lightning.pytorch as pl
 import shared_training as shared
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plans import simulated_plan
 from ranks import found_by, run_ranks
 from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
 from torch.utils.data import DataLoader, IterableDataset
 
+from autosplit import tune
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.integrations.lightning import NoPlanWarning, Shares
+from autosplit.integrations.lightning import NoPlanWarning, Shares, workload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # of torch 2.13 at Lightning's use of it
@@ -127,7 +129,27 @@ def refused_in_training() -> None:
         trainer.fit(Module("bert"), Data("bert"))
 
 
+def tuned_where_lightning_refuses() -> dict[str, Any]:
+    """Lightning's own finder is for one device; ours finds what each of unlike ranks holds, and the fit takes it."""
+    trainer = make_trainer(pl.callbacks.BatchSizeFinder(), devices=2, strategy="ddp")
+    with pytest.raises(MisconfigurationException, match="not supported with distributed strategies"):
+        trainer.fit(Module("bert"), Data("bert"))
+    plan = tune(
+        workload(Module("bert"), Data("bert")), devices=UNLIKE, strategy="ddp", effective_batch_size=20, n_trials=2
+    )
+    shares, watch, module = Shares(plan), Watch(), Module("bert")
+    make_trainer(shares, watch, devices=2, strategy="ddp", max_steps=6).fit(
+        module, shares.data(Data("bert"), seed=shared.SEED)
+    )
+    ranks = [(rank.batch_size, rank.ceiling.batch_size, rank.accumulation_steps) for rank in plan.ddp.ranks]
+    return {"ranks": ranks, "measured": plan.ddp.measured, "weights": shared.weights_of(module), "seen": watch.seen}
+
+
+UNLIKE = "cpu:500KiB,cpu:400KiB"
+"""Where the small BERT and its optimizer leave room for a few samples, and unlike numbers of them."""
+
 TWO = {
+    "tuned": tuned_where_lightning_refuses,
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
     "unweighted": partial(trained, "gpt", (6, 2), 16, weighted=False),
@@ -168,6 +190,17 @@ class TestTwoRanks:
     @pytest.mark.parametrize("name", ["unlike plans", "another loader"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
+
+    def test_a_module_is_tuned_by_its_ranks_where_lightning_refuses(self, two):
+        for found in found_by(two, "tuned"):
+            (first, first_ceiling, steps), (second, second_ceiling, _) = found["ranks"]
+            assert found["measured"]
+            assert first > second
+            assert (first <= first_ceiling, second <= second_ceiling) == (True, True)
+            assert first_ceiling > second_ceiling
+            assert (first + second, steps) == (20, 1)
+            assert float((found["weights"] - shared.by_hand("bert", 20)["weights"][5]).abs().max()) < 1e-9
+        shared.check_epochs([found["seen"] for found in found_by(two, "tuned")], (first, second), 20)
 
     def test_the_example_takes_the_plan(self, two):
         (printed, without_plan), (nothing, _) = found_by(two, "example")

@@ -128,6 +128,7 @@ ORDER = (
     "integrations.weighing",
     "integrations.transformers",
     "integrations.accelerate",
+    "integrations.lightning_step",
     "integrations.lightning",
     "integrations",
     "loading",
@@ -318,6 +319,7 @@ def test_tools_are_imported_by_their_integrations_only() -> None:
     assert {name: tools for name, tools in found.items() if tools} == {
         "integrations.accelerate": {"accelerate"},
         "integrations.lightning": {"lightning"},
+        "integrations.lightning_step": {"lightning"},
         "integrations.transformers": {"accelerate", "transformers"},  # which it is made of
     }
 

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 
 import torch
 from torch import distributed as dist
@@ -116,9 +115,9 @@ def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> It
 def agree_on(plan: Plan, rank: int) -> None:
     """Compare the ranks' plans; all of them refuse where one is different.
 
-    Notes are left out: they tell how each process came by the plan.
+    Notes and explanations are left out: of the ranks of a job one keeps these.
     """
-    digest = hashlib.sha256(replace(plan, notes=()).to_json().encode()).hexdigest()
+    digest = hashlib.sha256(plan.bare().to_json().encode()).hexdigest()
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, digest)
     others = [str(other) for other, found in enumerate(digests) if found != digests[0]]

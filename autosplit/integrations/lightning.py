@@ -24,11 +24,12 @@ from torch.utils.data import DataLoader
 from autosplit.ddp.loops import gathered
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError, PlanError
+from autosplit.integrations.lightning_step import workload
 from autosplit.integrations.loaders import loader_options
 from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.plan import Plan
 
-__all__ = ["NoPlanWarning", "Shares", "SharesLoader"]
+__all__ = ["NoPlanWarning", "Shares", "SharesLoader", "workload"]
 
 
 class SharesLoader:

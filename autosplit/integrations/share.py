@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from autosplit import profiles
@@ -195,7 +195,7 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
         for _, plan in profiles.usable_here()
         if _is_for(plan, place) and parameters in {None, plan.workload.get("parameters")}
     ]
-    unlike = {replace(plan, notes=()).to_json(): plan for plan in fitting}
+    unlike = {plan.bare().to_json(): plan for plan in fitting}
     if not unlike:
         return None
     if len(unlike) > 1:

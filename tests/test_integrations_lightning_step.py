@@ -1,0 +1,298 @@
+"""A LightningModule's training step as a workload: what a Trainer would run, and a module that stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="needs lightning (the extra `integrations`)")
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from autosplit import tune
+from autosplit.errors import InputError, UserCodeError, WorkloadError
+from autosplit.integrations.lightning import workload
+from autosplit.profiles import workload_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch 2.13 at Lightning's use of it
+
+SAMPLES = [(torch.full((4,), float(i)), i % 3) for i in range(40)]
+
+
+class Classifier(pl.LightningModule):
+    """A small module as anybody writes it: it logs, and has a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        loss = F.cross_entropy(self.layers(inputs), labels)
+        self.log("loss", loss, prog_bar=True)
+        self.log_dict({"twice": 2 * loss})
+        return {"loss": loss, "labels": labels}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
+
+    def train_dataloader(self):
+        return DataLoader(SAMPLES, batch_size=8)
+
+
+class Data(pl.LightningDataModule):
+    """Somebody's own data module, which notes what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def prepare_data(self):
+        self.asked.append("prepare_data")
+
+    def setup(self, stage):
+        self.asked.append(stage)
+
+    def train_dataloader(self):
+        return DataLoader(SAMPLES, batch_size=10)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        inputs, labels = batch
+        return inputs[:, :4] + 1, labels
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        inputs, labels = batch
+        return inputs * 2, labels
+
+
+def loader(batch_size: int = 8) -> DataLoader[Any]:
+    return DataLoader(SAMPLES, batch_size=batch_size, shuffle=True)
+
+
+def plain_trainer(**options: Any) -> pl.Trainer:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(accelerator="cpu", devices=1, **quiet, **options)
+
+
+def loss_of(made) -> torch.Tensor:
+    return made.loss(made.model, made.sample_batch)
+
+
+def test_the_loss_and_its_gradient_are_the_modules():
+    module = Classifier()
+    made = workload(module, loader())
+    assert made.sample_batch_size == 8
+    got = loss_of(made)
+    got.backward()
+    found = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    inputs, labels = made.sample_batch
+    expected = F.cross_entropy(module.layers(inputs), labels)
+    expected.backward()
+    assert torch.equal(got.detach(), expected.detach())
+    assert all(torch.equal(one, parameter.grad) for one, parameter in zip(found, module.parameters(), strict=True))
+
+
+def test_the_optimizer_is_that_of_the_module():
+    optimizer = workload(Classifier(), loader()).optimizer
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.defaults["momentum"] == 0.9
+    assert workload(Classifier(), loader(), optimizer=torch.optim.Adam).optimizer is torch.optim.Adam
+
+
+@pytest.mark.parametrize("devices", ["cpu:2MiB,cpu:1MiB", "sim:2xRTX3090"])
+def test_a_module_is_tuned_and_left_as_it_was(devices):
+    module, drawn = Classifier(), loader()
+    before, attributes = copy.deepcopy(module.state_dict()), set(vars(module))
+    seed = torch.get_rng_state()
+    plan = tune(workload(module, drawn), devices=devices, strategy="ddp", effective_batch_size=64)
+    assert plan.workload["model"] == "Classifier"
+    assert plan.effective_batch_size == 64
+    assert sum(rank.batch_size for rank in plan.ddp.ranks) <= 64
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert set(vars(module)) == attributes
+    assert module._trainer is None
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_a_lightning_module_is_told_apart_by_its_own_code():
+    class Other(Classifier):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)["loss"] * 2
+
+    torch.manual_seed(0)
+    described = [workload_of(workload(kind(), loader())) for kind in (Classifier, Other, Classifier)]
+    assert described[0] != described[1]
+    assert described[0] == described[2]
+
+
+def test_a_data_module_is_prepared_and_its_hooks_are_run_on_the_sample_batch():
+    data = Data()
+    made = workload(Classifier(), data)
+    assert data.asked == ["prepare_data", "fit"]
+    inputs, _ = made.sample_batch
+    assert torch.equal(inputs, 2 * (torch.stack([sample for sample, _ in SAMPLES[:10]]) + 1))
+
+
+def test_the_modules_own_loader_and_its_hook_on_the_device():
+    class Hooked(Classifier):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            inputs, labels = batch
+            return inputs * 0, labels
+
+    torch.manual_seed(1)
+    module = Hooked()
+    made = workload(module)
+    assert torch.equal(made.sample_batch[0], torch.stack([sample for sample, _ in SAMPLES[:8]]))
+    nothing = F.cross_entropy(module.layers(torch.zeros(8, 4)), made.sample_batch[1])
+    assert torch.equal(loss_of(made).detach(), nothing.detach())
+
+
+def test_a_step_without_the_number_of_its_batch():
+    class Short(Classifier):
+        def training_step(self, batch):
+            return super().training_step(batch, 0)["loss"]
+
+    assert float(loss_of(workload(Short(), loader()))) > 0
+
+
+def test_layers_that_are_made_late_are_made_in_a_copy():
+    class Late(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = None
+
+        def configure_model(self):
+            if self.layers is None:
+                self.layers = nn.Linear(4, 3)
+
+    module = Late()
+    made = workload(module, loader())
+    assert module.layers is None
+    assert sum(parameter.numel() for parameter in made.model.parameters()) == 15
+    assert float(loss_of(made)) > 0
+
+
+class Asking(Classifier):
+    """A module that needs its Trainer, within its step and for its schedule."""
+
+    def training_step(self, batch, batch_idx):
+        assert self.trainer.max_steps == 7
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, self.trainer.max_steps),
+        }
+
+
+def test_a_trainer_that_is_given_is_found():
+    module = Asking()
+    made = workload(module, loader(), trainer=plain_trainer(max_steps=7))
+    assert float(loss_of(made)) > 0
+    copied = copy.deepcopy(made.model)  # as it is trained
+    assert float(made.compute_loss(copied, made.sample_batch)) > 0
+    assert module._trainer is None
+    assert tune(made, devices="cpu:1MiB", effective_batch_size=16).effective_batch_size == 16
+
+
+def test_one_that_is_missing_is_asked_for():
+    with pytest.raises(InputError, match=r"configure_optimizers asks for self\.trainer; .* pass trainer="):
+        workload(Asking(), loader())
+    made = workload(Asking(), loader(), optimizer=torch.optim.SGD)
+    with pytest.raises(InputError, match=r"training_step asks for self\.trainer"):
+        tune(made, devices="cpu:1MiB")
+
+
+@pytest.mark.parametrize(("named", "ours"), [("32-true", "none"), ("bf16-mixed", "bf16")])
+def test_the_trainers_precision_counts(named, ours):
+    assert workload(Classifier(), loader(), trainer=plain_trainer(precision=named)).precision == ours
+
+
+def test_a_precision_that_is_not_mixed_is_refused():
+    trainer = plain_trainer(precision="64-true")
+    with pytest.raises(InputError, match="precision is '64-true'; expected one of '32-true'"):
+        workload(Classifier(), loader(), trainer=trainer)
+    assert workload(Classifier(), loader(), trainer=trainer, precision="none").precision == "none"
+
+
+def test_it_can_be_sent_to_another_process():
+    made = workload(Classifier(), loader())
+    again = pickle.loads(pickle.dumps(made))
+    torch.testing.assert_close(loss_of(again), loss_of(made), rtol=0, atol=0)
+
+
+class TestRefusals:
+    def test_another_module(self):
+        with pytest.raises(InputError, match=r"module is a Linear; expected a lightning\.pytorch\.LightningModule"):
+            workload(nn.Linear(3, 3), loader())
+
+    def test_manual_optimization(self):
+        module = Classifier()
+        module.automatic_optimization = False
+        with pytest.raises(InputError, match="automatic_optimization is False; expected it True"):
+            workload(module, loader())
+
+    def test_a_step_that_takes_an_iterator(self):
+        class Iterating(Classifier):
+            def training_step(self, dataloader_iter):
+                raise AssertionError
+
+        with pytest.raises(InputError, match="takes the iterator of its loader; expected a batch"):
+            workload(Iterating(), loader())
+
+    @pytest.mark.parametrize(
+        ("configured", "named"),
+        [
+            (lambda a, b: (a, b), "SGD, SGD"),
+            (lambda a, b: ({"optimizer": a}, {"optimizer": b}), "SGD, SGD"),
+            (lambda a, b: ([a, b], []), "SGD, SGD"),
+            (lambda a, b: None, "NoneType"),
+            (lambda a, b: [], "nothing"),
+        ],
+    )
+    def test_several_optimizers_or_none(self, configured, named, monkeypatch):
+        def configure_optimizers(self):
+            return configured(*(torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)))
+
+        monkeypatch.setattr(Classifier, "configure_optimizers", configure_optimizers)
+        with pytest.raises(InputError, match=rf"returned {named}; expected one torch\.optim\.Optimizer"):
+            workload(Classifier(), loader())
+
+    @pytest.mark.parametrize(
+        "configured",
+        [lambda o: o, lambda o: [o], lambda o: {"optimizer": o}, lambda o: ([o], []), lambda o: [{"optimizer": o}]],
+    )
+    def test_but_one_in_any_wrapping(self, configured, monkeypatch):
+        def configure_optimizers(self):
+            return configured(torch.optim.SGD(self.parameters(), lr=0.1))
+
+        monkeypatch.setattr(Classifier, "configure_optimizers", configure_optimizers)
+        assert isinstance(workload(Classifier(), loader()).optimizer, torch.optim.SGD)
+
+    def test_several_loaders(self):
+        with pytest.raises(InputError, match="training loader is a dict; expected one loader"):
+            workload(Classifier(), {"a": loader(), "b": loader()})
+
+    def test_no_sample(self):
+        with pytest.raises(WorkloadError, match="no sample"):
+            workload(Classifier(), DataLoader([], batch_size=2))
+
+    def test_a_step_that_skips(self):
+        class Skipping(Classifier):
+            def training_step(self, batch, batch_idx):
+                return None
+
+        with pytest.raises((InputError, UserCodeError), match="training_step returned a NoneType for its loss"):
+            tune(workload(Skipping(), loader()), devices="cpu:1MiB")
