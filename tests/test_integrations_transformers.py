@@ -128,6 +128,7 @@ def trained(
         "seen": list(zip(trainer.seen, trainer.counted, strict=True)),
         "evaluated": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
         "evaluated_by_transformers": plain.evaluate()["eval_loss"],
+        "as_bucket_view": trainer.model_wrapped.gradient_as_bucket_view,
         "losses": {entry["step"]: entry["loss"] for entry in log if "loss" in entry},
     }
     if resumes:
@@ -179,6 +180,9 @@ class TestTwoRanks:
 
     def test_a_loss_of_ones_own_gets_the_items_of_the_whole_step(self, two):
         shared.check_trained(found_by(two, "own loss"), ("bert", (7, 1), 20))
+
+    def test_gradients_take_the_memory_that_the_plan_counted(self, two):
+        assert all(found["as_bucket_view"] for name in JOBS[2] for found in found_by(two, name))
 
     def test_evaluation_is_transformers_own(self, two):
         """Its mean over several processes is no mean over the samples for every model (transformers 5.23)."""

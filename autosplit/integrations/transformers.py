@@ -92,6 +92,9 @@ class SharesMixin(Mixed):
         else:
             apply(self.share.plan, training_args, share=self.share)
         super().__init__(*args, **kwargs)
+        if self.share is not None and self.accelerator.ddp_handler is not None:
+            # No argument is for it, and the plan's batch sizes fit the memory of a step that was run with it.
+            self.accelerator.ddp_handler.gradient_as_bucket_view = self.share.plan.ddp.options.gradient_as_bucket_view
 
     # What the Trainer asks for
 
