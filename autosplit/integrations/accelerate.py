@@ -11,9 +11,9 @@
             scheduler.step()
             optimizer.zero_grad()
 
-A loader that shuffles is taken for one to train with and hands out shares; all others are accelerate's own. The mean
-loss of each micro-batch is weighted by its samples, or by what `count` says. Without a plan the Accelerator is
-accelerate's own.
+A loader that shuffles is taken for one to train with and hands out shares; all others are accelerate's own, and a
+backward of their batches is refused. The mean loss of each micro-batch is weighted by its samples, or by what `count`
+says. Without a plan the Accelerator is accelerate's own.
 """
 
 from __future__ import annotations
