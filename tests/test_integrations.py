@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +16,22 @@ from hypothesis import strategies as st
 from plans import simulated_plan
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from autosplit.ddp.place import Place
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.integrations.counting import TOLERANCE, count_by, fitting_rule
 from autosplit.integrations.loaders import MARK, MarkingDataset, loader_options, taken_mark
 from autosplit.integrations.share import Share, Uncounted, find_share, share_of
-from autosplit.integrations.weighing import weighted_backward
+from autosplit.integrations.weighing import weighed, weighted_backward
 
 
 def as_job(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
@@ -288,6 +297,97 @@ class TestWeighing:
             weighted_backward(failing, model(torch.ones(1, 2)).sum(), 0.0, [model])
         model(torch.ones(1, 2)).sum().backward()
         assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+class Twice:
+    """A batch sampler of somebody's own."""
+
+    def __iter__(self):
+        yield from ([0, 0], [1, 1])
+
+    def __len__(self):
+        return 2
+
+
+class TestOrder:
+    """A loader's own order was ignored: a weighted sampler's samples came as if there were none."""
+
+    @pytest.mark.parametrize("shuffle", [False, True])
+    @pytest.mark.parametrize("drop_last", [False, True])
+    def test_what_the_loader_does_the_shares_do(self, shuffle, drop_last):
+        share = made_share(0, (8,), 16)
+        loader = DataLoader(Rows(), batch_size=4, shuffle=shuffle, drop_last=drop_last)
+        sampler = loader_options(loader, share, seed=0)["batch_sampler"]
+        assert (sampler.shuffle, sampler.drop_last) == (shuffle, drop_last)
+        sampler = loader_options(loader, share, shuffle=not shuffle, seed=0, drop_last=not drop_last)["batch_sampler"]
+        assert (sampler.shuffle, sampler.drop_last) == (not shuffle, not drop_last), "unless it is said otherwise"
+
+    def test_samples_that_are_dealt_out_are_those_of_all(self):
+        dealt = DistributedSampler(Rows(), num_replicas=2, rank=1, shuffle=True)
+        sampler = loader_options(DataLoader(Rows(), sampler=dealt), made_share(0, (8,), 16), seed=0)["batch_sampler"]
+        assert (sampler.num_samples, sampler.shuffle) == (50, True)
+
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            ({"sampler": WeightedRandomSampler([1.0] * 50, 50)}, "WeightedRandomSampler"),
+            ({"sampler": SubsetRandomSampler([1, 2])}, "SubsetRandomSampler"),
+            ({"sampler": RandomSampler(range(50), replacement=True)}, "RandomSampler"),
+            ({"sampler": RandomSampler(range(50), num_samples=9)}, "RandomSampler"),
+            ({"batch_sampler": Twice()}, "Twice"),
+        ],
+    )
+    def test_a_sampler_that_chooses_is_refused(self, options, named):
+        with pytest.raises(InputError, match=rf"loader draws by a {named}; expected every sample once an epoch"):
+            loader_options(DataLoader(Rows(), **options), made_share(0, (8,), 16), seed=0)
+
+    def test_what_gives_no_samples_is_refused(self):
+        share = made_share(0, (8,), 16)
+        with pytest.raises(InputError, match="batch_size is None, by which the data set makes the batches"):
+            loader_options(DataLoader(Rows(), batch_size=None), share, seed=0)
+        with pytest.raises(InputError, match="the training loader is a dict; expected a DataLoader of PyTorch"):
+            loader_options({"a": DataLoader(Rows())}, share, seed=0)
+
+
+class TestWeighed:
+    @given(
+        sizes=st.lists(st.integers(0, 5), min_size=1, max_size=3).filter(any),
+        effective=st.integers(1, 20),
+        num_samples=st.integers(1, 45),
+        where=st.integers(0, 99),
+        length=st.integers(1, 99),
+    )
+    def test_the_weights_of_a_step_add_up_also_of_a_part_of_it(self, sizes, effective, num_samples, where, length):
+        """An epoch that ended within a step (Lightning's limit_train_batches) had the gradient of half a step."""
+        plan = shared.shares_plan(tuple(sizes), effective)
+        weights: Counter[int] = Counter()
+        for rank in range(len(sizes)):
+            share = Share(plan, Place(rank, len(sizes)), tuple(sizes), -(-effective // sum(sizes)), effective)
+            sampler = share.batch_sampler(num_samples)
+            step_of = [index for index, step in enumerate(sampler.schedule) for _ in step.micro_batch_sizes]
+            batches, begin = [*sampler], where % len(sampler)
+            end = min(begin + length, len(sampler))
+            sampler.resume(step_of[begin] * effective)
+            found = [*weighed(sampler, sampler, begin=begin, end=end)]
+            assert [one.number for one in found] == [*range(begin, end)]
+            assert [one.batch for one in found] == batches[begin:end]
+            assert [one.is_last for one in found] == [False] * (end - begin - 1) + [True]
+            for one in found:
+                weights[step_of[one.number]] += one.weight / len(sizes)
+                assert one.weight == 0 if isinstance(one.batch, Uncounted) else one.weight > 0
+        assert all(math.isclose(weight, 1) for weight in weights.values())
+
+    def test_what_counts_is_counted_over_the_part_of_a_step_that_is_run(self):
+        sampler = made_share(0, (8,), 20).batch_sampler(50)
+        found = [*weighed(sampler, sampler, count=lambda batch: torch.tensor(sum(batch)), end=5)]
+        first, second, third = sum(range(8)), sum(range(8, 16)), sum(range(16, 20))
+        assert [one.weight for one in found[:3]] == [n / (first + second + third) for n in (first, second, third)]
+        assert sum(one.weight for one in found[3:]) == 1
+
+    def test_a_count_that_is_none(self):
+        sampler = made_share(0, (8,), 20).batch_sampler(50)
+        with pytest.raises(InputError, match="the count of a batch is None; expected a whole number"):
+            next(weighed(sampler, sampler, count=lambda batch: None))
 
 
 def test_without_marks_batches_are_of_any_kind() -> None:

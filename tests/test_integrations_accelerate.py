@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,17 @@ import accelerate
 import shared_training as shared
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from plans import simulated_plan
 from ranks import found_by, run_ranks
 from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
 from torch.utils.data import DataLoader, IterableDataset
 
 from autosplit.balanced import BalancedDataParallel
+from autosplit.ddp.place import Place
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.integrations.accelerate import Accelerator, NoPlanWarning
+from autosplit.integrations.accelerate import Accelerator, NoPlanWarning, _apply
+from autosplit.integrations.share import share_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 
@@ -269,8 +273,127 @@ class TestOneProcess:
         assert [len(batch["labels"]) for batch in in_order] == [4] * 12 + [2]
 
 
+def error_after(accelerator: Any, parts: tuple[Any, ...], effective: int, steps: int, then: Any = None) -> float:
+    """Train BERT as any script does, something else after each step; return how far it is from training by hand."""
+    model, optimizer, schedule, loader, _ = parts
+    done = 0
+    while True:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(shared.loss_on(model, batch))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
+            done += 1
+            if done == steps:
+                expected = shared.by_hand("bert", effective)["weights"][steps - 1]
+                return float((shared.weights_of(accelerator.unwrap_model(model)) - expected).abs().max())
+            if then is not None:
+                then()
+
+
+@pytest.mark.usefixtures("_alone")
+class TestFeatures:
+    """What of accelerate's own is in use beside the shares."""
+
+    def test_an_evaluation_that_is_left_before_its_end(self):
+        """It stays accelerate's active loader: the next losses went unweighted, and the epoch's end made no step."""
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
+        parts = prepared("bert", accelerator)
+        assert error_after(accelerator, parts, 20, 7, lambda: next(iter(parts[4]))) < 1e-12
+
+    def test_the_environment_of_its_launcher(self, monkeypatch):
+        """`accelerate launch` leaves its own number of steps there, which was taken in place of the plan's."""
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
+        assert accelerator.gradient_accumulation_steps == 3
+        assert error_after(accelerator, prepared("bert", accelerator), 20, 4) < 1e-12
+
+    @pytest.mark.parametrize("effective", [8, 20])
+    def test_a_plugin_for_accumulation(self, effective):
+        """Its number was taken in place of the plan's where that is 1, and came to accelerate's error elsewhere."""
+        plugin = GradientAccumulationPlugin(num_steps=4, sync_each_batch=True)
+        accelerator = make_accelerator(
+            plan=shared.shares_plan((8,), effective), gradient_accumulation_plugin=plugin, gradient_accumulation_steps=9
+        )
+        assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"]
+        assert error_after(accelerator, prepared("bert", accelerator), effective, 4) < 1e-12
+
+    def test_the_epoch_may_be_chosen_after_what_is_skipped(self):
+        """It was the other way round only: otherwise the epoch began anew, and nobody said so."""
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
+        loader = accelerator.shares_of(DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["bert"]), seed=shared.SEED)
+        loader.set_epoch(2)
+        whole = [shared.samples_in(batch) for batch in loader]
+        loader.set_epoch(0)
+        skipped = accelerator.skip_first_batches(loader, 3)
+        skipped.set_epoch(2)
+        assert [shared.samples_in(batch) for batch in skipped] == whole[3:]
+        skipped.set_epoch(2)
+        assert [shared.samples_in(batch) for batch in skipped] == whole, "skipped once"
+
+    def test_metrics_are_gathered_of_every_sample(self):
+        """The last micro-batch has 5 samples, and was cut to 41 % 8."""
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 12))
+        loader = accelerator.prepare(DataLoader(TEXTS[:41], shuffle=True, collate_fn=COLLATE["bert"]))
+        assert sum(len(accelerator.gather_for_metrics(batch["labels"])) for batch in loader) == 41
+
+    def test_a_data_set_is_told_the_epoch(self):
+        class Texts(list[Any]):
+            epoch = -1
+
+            def set_epoch(self, epoch: int) -> None:
+                self.epoch = epoch
+
+        texts = Texts(TEXTS)
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
+        loader = accelerator.prepare(DataLoader(texts, shuffle=True, collate_fn=COLLATE["bert"]))
+        for epoch in range(2):
+            assert len(list(loader)) == 8
+            assert texts.epoch == epoch
+
+    @pytest.mark.parametrize("plan", [shared.shares_plan((8,), 20), shared.shares_plan((5, 3), 20, in_one=True)])
+    def test_mixed_precision(self, plan):
+        """On several devices of one process the model ran in full precision."""
+        accelerator = make_accelerator(plan=plan, mixed_precision="bf16")
+        model, seen = accelerator.prepare(shared.make_model("bert").float()), []
+        accelerator.unwrap_model(model).classifier.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+        assert model(**COLLATE["bert"](TEXTS[:8])).logits.dtype == torch.float32
+        assert {*seen} == {torch.bfloat16}
+
+    def test_distributed_data_parallel_is_given_what_the_plan_was_measured_with(self):
+        """A model of which some parameters are not used in a step was tuned, and then refused by DDP."""
+        plan = shared.shares_plan((7, 1), 20)
+        options = replace(plan.ddp.options, find_unused_parameters=True)
+        share = share_of(replace(plan, ddp=replace(plan.ddp, options=options)), Place(0, 2))
+        given: dict[str, Any] = {}
+        _apply(share, given)
+        (handler,) = given["kwargs_handlers"]
+        assert (handler.find_unused_parameters, handler.gradient_as_bucket_view) == (True, True)
+        own = DistributedDataParallelKwargs(bucket_cap_mb=5)
+        given = {"kwargs_handlers": [own]}
+        _apply(share, given)
+        assert given["kwargs_handlers"] == [own]
+
+
 @pytest.mark.usefixtures("_alone")
 class TestRefusals:
+    def test_a_plugin_that_joins_epochs(self):
+        plugin = GradientAccumulationPlugin(sync_with_dataloader=False)
+        with pytest.raises(InputError, match="sync_with_dataloader=False; expected True"):
+            make_accelerator(plan=shared.shares_plan((8,), 20), gradient_accumulation_plugin=plugin)
+
+    def test_to_train_on_a_loader_without_shares(self):
+        """It trained the tool's even batches, their losses unweighted, and nobody said so."""
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 20))
+        model, optimizer, schedule, _, in_order = prepared("bert", accelerator)
+        with pytest.raises(InputError, match=r"of a loader that does not shuffle, .* accelerator\.shares_of\(loader\)"):
+            error_after(accelerator, (model, optimizer, schedule, in_order, None), 20, 1)
+
     def test_plans_for_other_jobs(self):
         with pytest.raises(PlanError, match="the plan is for 2 processes, and this is one"):
             make_accelerator(plan=shared.shares_plan((6, 2), 16))

@@ -269,7 +269,110 @@ class TestOneProcess:
         assert float((shared.weights_of(module) - expected).abs().max()) < 1e-9
 
 
+class Gradients(pl.Callback):
+    """Keeps the gradient of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.kept.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]))
+
+
+class Saves(pl.Callback):
+    """Saves a checkpoint after every micro-batch, also where an optimizer step has not ended."""
+
+    def __init__(self, folder: Any) -> None:
+        self.folder, self.saved = folder, []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.saved.append(str(self.folder / f"{len(self.saved):02}.ckpt"))
+        trainer.save_checkpoint(self.saved[-1])
+
+
+def run(
+    plan: Any, *callbacks: pl.Callback, kind: str = "bert", data: Any = None, ckpt_path: Any = None, **options: Any
+):
+    """Train a new module; return its error against training by hand, and what was seen."""
+    shares, module, watch = Shares(plan, count=COUNT[kind]), Module(kind), Watch()
+    trainer = make_trainer(shares, watch, *callbacks, devices=1, limit_val_batches=0, **options)
+    trainer.fit(module, shares.data(data or Data(kind), seed=shared.SEED), ckpt_path=ckpt_path)
+    expected = shared.by_hand(kind, plan.effective_batch_size)["weights"][trainer.global_step - 1]
+    return float((shared.weights_of(module) - expected).abs().max()), [samples for samples, _ in watch.seen]
+
+
+THREE_FORWARDS = shared.shares_plan((8,), 20)
+"""Of 8, 8 and 4 samples; the epoch's last step has 8 and 2."""
+
+
+class TestFeatures:
+    """What of Lightning's own is in use beside the shares."""
+
+    @pytest.mark.parametrize(
+        ("options", "sizes"),
+        [({"limit_train_batches": 4, "max_steps": 2}, [8, 8, 4, 8]), ({"fast_dev_run": True}, [8])],
+    )
+    def test_an_epoch_that_is_cut_within_a_step(self, options, sizes):
+        """The step of what is left of it had a part of the gradient only."""
+        gradients = Gradients()
+        _, seen = run(THREE_FORWARDS, gradients, gradient_clip_val=None, **options)
+        assert [len(samples) for samples in seen] == sizes
+        # At step 0 of the warmup the learning rate is 0: every gradient here is that of the first weights.
+        model = shared.make_model("bert")
+        loss = shared.loss_on(model, COLLATE["bert"]([TEXTS[index] for index in seen[-1]]))
+        expected = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, [*model.parameters()])])
+        assert float((gradients.kept[-1] - expected).abs().max()) < 1e-12
+
+    def test_it_can_overfit(self):
+        """Every epoch drew other samples."""
+        _, seen = run(shared.shares_plan((8,), 8), overfit_batches=1, max_epochs=3, max_steps=-1)
+        assert seen == [[*range(8)]] * 3
+
+    def test_loaders_that_are_made_again(self):
+        """The weights were those of the first epoch's loader, whose batches counted for something else."""
+        error, _ = run(THREE_FORWARDS, kind="gpt", max_steps=8, reload_dataloaders_every_n_epochs=1)
+        assert error < 1e-9
+
+    def test_a_checkpoint_of_any_micro_batch_goes_on_behind_it(self, tmp_path):
+        """One from within an optimizer step came to a KeyError; of that step what is left is trained."""
+        saves = Saves(tmp_path)
+        _, whole = run(THREE_FORWARDS, saves, max_steps=6)
+        for number, path in enumerate(saves.saved[:-1], 1):
+            error, seen = run(THREE_FORWARDS, max_steps=6, ckpt_path=path)
+            assert seen == whole[number:], number
+            assert (error < 1e-9) == (number % 8 in {0, 3, 6}), "gradients are in no checkpoint"
+
+    def test_the_length_of_the_data_set(self):
+        class Asks(Module):
+            def on_train_start(self):
+                assert len(self.trainer.train_dataloader.dataset) == 50
+
+        shares = Shares(THREE_FORWARDS)
+        make_trainer(shares, devices=1, max_steps=1).fit(Asks("bert"), shares.data(Data("bert")))
+
+
 class TestRefusals:
+    def test_another_number_of_micro_batches_in_some_epochs(self):
+        """It was trained with: four steps' gradients added up."""
+        later = pl.callbacks.GradientAccumulationScheduler({1: 4})
+        with pytest.raises(InputError, match="accumulate_grad_batches was set to 4; expected the plan's 1"):
+            run(shared.shares_plan((8,), 8), later, max_steps=9)
+
+    def test_a_checkpoint_of_other_batches(self, tmp_path):
+        """In mid-epoch it came to a KeyError."""
+        saves = Saves(tmp_path)
+        make_trainer(saves, devices=1, max_steps=2, limit_val_batches=0).fit(Module("bert"), Data("bert"))
+        with pytest.raises(InputError, match="goes on after 2 micro-batches of the epoch, and the loader after 0"):
+            run(THREE_FORWARDS, max_steps=8, ckpt_path=saves.saved[1])
+
+    def test_several_loaders(self):
+        class Two(Data):
+            def train_dataloader(self):
+                return {"first": super().train_dataloader(), "second": super().train_dataloader()}
+
+        with pytest.raises(InputError, match="the training loader is a dict; expected a DataLoader"):
+            run(THREE_FORWARDS, data=Two("bert"))
+
     def test_plans_for_other_jobs(self):
         with pytest.raises(PlanError, match="the plan is for 2 processes, and this is one"):
             Shares(shared.shares_plan((6, 2), 16))

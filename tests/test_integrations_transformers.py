@@ -128,6 +128,7 @@ def trained(
         "seen": list(zip(trainer.seen, trainer.counted, strict=True)),
         "evaluated": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
         "evaluated_by_transformers": plain.evaluate()["eval_loss"],
+        "as_bucket_view": trainer.model_wrapped.gradient_as_bucket_view,
         "losses": {entry["step"]: entry["loss"] for entry in log if "loss" in entry},
     }
     if resumes:
@@ -179,6 +180,9 @@ class TestTwoRanks:
 
     def test_a_loss_of_ones_own_gets_the_items_of_the_whole_step(self, two):
         shared.check_trained(found_by(two, "own loss"), ("bert", (7, 1), 20))
+
+    def test_gradients_take_the_memory_that_the_plan_counted(self, two):
+        assert all(found["as_bucket_view"] for name in JOBS[2] for found in found_by(two, name))
 
     def test_evaluation_is_transformers_own(self, two):
         """Its mean over several processes is no mean over the samples for every model (transformers 5.23)."""
@@ -297,7 +301,59 @@ class TestOneProcess:
             trainer.train()
 
 
+def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss of one's own that makes no use of the step's items."""
+    return nn.functional.cross_entropy(outputs["logits"], labels)
+
+
+class TestFeatures:
+    """What of the Trainer's own is in use beside the shares."""
+
+    @pytest.mark.parametrize("loss", [loss_by_items, mean_loss])
+    @pytest.mark.parametrize("plan", [shared.shares_plan((8,), 20), shared.shares_plan((5, 3), 20, in_one=True)])
+    def test_a_loss_of_ones_own(self, tmp_path, plan, loss):
+        """One that takes a mean was taken for one over the step's items, and a step was the sum of its forwards."""
+        trainer = make_single("bert", plan, make_args(tmp_path, max_steps=6), compute_loss_func=loss)
+        trainer.train()
+        assert error(trainer, 20, 6) < 1e-9
+
+    @pytest.mark.parametrize("evaluates_before", [False, True])
+    @pytest.mark.parametrize("plan", [shared.shares_plan((8,), 20), shared.shares_plan((5, 3), 20, in_one=True)])
+    def test_mixed_precision(self, tmp_path, plan, evaluates_before):
+        """Several devices of one process trained in full precision, up to the first evaluation in between."""
+        between = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": EVALUATES_BY}
+        model, seen = shared.make_model("bert").float(), []
+        model.classifier.register_forward_hook(lambda *call: seen.append((model.training, call[-1].dtype)))
+        trainer = Mixed(
+            model,
+            make_args(tmp_path, max_steps=3, bf16=True, **between),
+            data_collator=COLLATE["bert"],
+            train_dataset=TEXTS,
+            eval_dataset=TEXTS[:HELD_OUT],
+            plan=replace(plan, precision="bf16"),
+        )
+        if evaluates_before:
+            trainer.evaluate()
+        trainer.train()
+        trainer.train()
+        trainer.evaluate()
+        assert {*seen} == {(True, torch.bfloat16), (False, torch.bfloat16)}
+        if trainer.share.wraps:
+            assert "forward" not in vars(model), "what is around it would be around the replicas' with its parameters"
+
+
 class TestRefusals:
+    def test_a_sampler_of_ones_own(self, tmp_path):
+        """Its choice was ignored, and nobody said so."""
+
+        class Weighted(Mixed):
+            def _get_train_sampler(self, train_dataset=None):
+                return torch.utils.data.WeightedRandomSampler([1.0] * len(TEXTS), len(TEXTS))
+
+        trainer = make_trainer("bert", shared.shares_plan((8,), 16), make_args(tmp_path), cls=Weighted)
+        with pytest.raises(InputError, match="draws by a WeightedRandomSampler; expected every sample once"):
+            trainer.train()
+
     def test_an_iterable_data_set(self, tmp_path):
         class Stream(IterableDataset):
             def __iter__(self):
@@ -320,6 +376,15 @@ class TestRefusals:
     def test_arguments_that_draw_batches_of_their_own(self, tmp_path, option, value):
         with pytest.raises(InputError, match=f"{option} is {value!r}; expected it off"):
             make_trainer("bert", shared.shares_plan((8,), 16), make_args(tmp_path, **{option: value}))
+
+    @pytest.mark.parametrize(
+        ("precision", "options", "said"),
+        [("none", {"bf16": True}, "say bf16: .* set bf16=False"), ("bf16", {}, "say none: .* set bf16=True")],
+    )
+    def test_another_precision_is_said(self, tmp_path, precision, options, said):
+        plan = replace(shared.shares_plan((8,), 16), precision=precision)
+        with pytest.warns(UserWarning, match=f"precision '{precision}', and the arguments {said}"):
+            make_trainer("bert", plan, make_args(tmp_path, **options))
 
     def test_no_arguments(self):
         with pytest.raises(InputError, match="args is not given"):
@@ -347,6 +412,34 @@ class TestTuning:
             plan.accumulation_steps,
         )
         assert (share.wraps, args.average_tokens_across_devices) == (True, True)
+
+    @pytest.mark.parametrize("option", ["its method", "smoothed labels", "its function"])
+    def test_the_loss_is_the_trainers(self, tmp_path, option):
+        """The model's own was tuned, whatever the Trainer makes of it."""
+
+        class Weightier(transformers.Trainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                return 5 * super().compute_loss(model, inputs)
+
+        args = make_args(tmp_path, label_smoothing_factor=0.3 if option == "smoothed labels" else 0.0)
+        trainer = (Weightier if option == "its method" else transformers.Trainer)(
+            shared.make_model("bert"),
+            args,
+            data_collator=COLLATE["bert"],
+            train_dataset=TEXTS,
+            compute_loss_func=loss_by_items if option == "its function" else None,
+        )
+        made, batch = workload(trainer), COLLATE["bert"](TEXTS[:8])
+        logits = trainer.model(**batch).logits
+        expected = nn.functional.cross_entropy(logits, batch["labels"])
+        if option == "smoothed labels":
+            expected = 0.7 * expected - 0.3 * nn.functional.log_softmax(logits, -1).mean()
+        elif option == "its method":
+            expected = 5 * expected
+        assert float(made.compute_loss(trainer.model, batch).detach()) == pytest.approx(
+            float(expected.detach()), rel=1e-7
+        )
+        assert "labels" in batch
 
     def test_a_trainer_without_data_is_refused(self, tmp_path):
         trainer = transformers.Trainer(shared.make_model("bert"), make_args(tmp_path))

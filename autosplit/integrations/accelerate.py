@@ -11,31 +11,32 @@
             scheduler.step()
             optimizer.zero_grad()
 
-A loader that shuffles is taken for one to train with and hands out shares; all others are accelerate's own. The mean
-loss of each micro-batch is weighted by its samples, or by what `count` says. Without a plan the Accelerator is
-accelerate's own.
+A loader that shuffles is taken for one to train with and hands out shares; all others are accelerate's own, and a
+backward of their batches is refused. The mean loss of each micro-batch is weighted by its samples, or by what `count`
+says. Without a plan the Accelerator is accelerate's own.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from itertools import islice
+from dataclasses import replace
 from typing import Any
 
 import accelerate
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader, RandomSampler
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, send_to_device
+from torch.utils.data import DataLoader
 
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError
-from autosplit.integrations.loaders import loader_options
+from autosplit.integrations.loaders import is_shuffled, loader_options
 from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
-from autosplit.integrations.weighing import weighted_backward
+from autosplit.integrations.weighing import weighed, weighted_backward
 from autosplit.plan import Plan
+from autosplit.split import micro_batch_sizes
 
 __all__ = ["Accelerator", "NoPlanWarning"]
 
@@ -58,9 +59,10 @@ class SharesLoader(DataLoaderShard):
         self.weight = 0.0
         self._count = count
         self._over_processes = over_processes
+        self._consumed = 0
 
     def skipping(self, num_batches: int) -> SharesLoader:
-        """Let the next iteration, and only that one, begin after so many micro-batches.
+        """Let the next iteration, and only that one, begin after so many micro-batches, of whatever epoch it is.
 
         Args:
             num_batches: The end of an optimizer step.
@@ -77,8 +79,7 @@ class SharesLoader(DataLoaderShard):
                 f"num_batches is {num_batches}; expected the end of an optimizer step, of "
                 f"{self.share.accumulation_steps} micro-batches each, and {batches} in an epoch; resume from one"
             )
-        consumed = sum(step.num_samples for step in self.sampler_of_shares.schedule[: ends.index(num_batches)])
-        self.sampler_of_shares.resume(consumed)
+        self._consumed = sum(step.num_samples for step in self.sampler_of_shares.schedule[: ends.index(num_batches)])
         return self
 
     @property
@@ -88,32 +89,44 @@ class SharesLoader(DataLoaderShard):
         return sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, and with it the order."""
+        """Choose the epoch, and with it the order; a data set that wants to know it is told."""
         self.iteration = epoch
-        if self.sampler_of_shares.epoch != epoch:
-            self.sampler_of_shares.set_epoch(epoch)
+        self.sampler_of_shares.set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def begin(self) -> None:
+        """Begin, and say how many samples the epoch's last micro-batch has, as `gather_for_metrics` asks."""
+        super().begin()
+        last = self.sampler_of_shares.schedule[-1:]
+        sizes = [
+            size for step in last for size in micro_batch_sizes(step.num_samples, self.sampler_of_shares.batch_size)
+        ]
+        self.remainder = sizes[-1] if sizes else 0
 
     def __iter__(self) -> Iterator[Any]:
         self.begin()
         self.set_epoch(self.iteration)
-        schedule = self.sampler_of_shares.schedule[self.sampler_of_shares.start_step :]
-        batches = iter(self.base_dataloader)
-        for number, step in enumerate(schedule, 1):
-            sizes = list(step.micro_batch_sizes)
-            total = step.num_samples
-            drawn: Any = islice(batches, len(sizes))
-            if self._count is not None:
-                drawn = list(drawn)
-                counted = zip(drawn, sizes, strict=True)
-                sizes = [self._count(batch) if size else 0 for batch, size in counted]
-                total = self._over_processes(sum(sizes))
-            for index, (batch, size) in enumerate(zip(drawn, sizes, strict=True), 1):
-                self.weight = size * self.share.num_processes / total if total else 0.0
-                self.end_of_dataloader = number == len(schedule) and index == len(sizes)
-                yield batch if self.device is None else send_to_device(batch, self.device)
-        next(batches, None)  # a loader's workers finish in order
+        consumed, self._consumed = self._consumed, 0
+        if consumed:
+            self.sampler_of_shares.resume(consumed)
+        walked = weighed(
+            self.base_dataloader,
+            self.sampler_of_shares,
+            count=self._count,
+            over_processes=self._over_processes,
+        )
+        for batch, self.weight, _, self.end_of_dataloader in walked:
+            self._become_active()
+            yield batch if self.device is None else send_to_device(batch, self.device, non_blocking=self._non_blocking)
         self.iteration += 1
         self.end()
+
+    def _become_active(self) -> None:
+        """Be the loader that the loop is at: one within it that was left before its end stays accelerate's active."""
+        if self.gradient_state.active_dataloader is not self:
+            self.gradient_state._remove_dataloader(self)
+            self.gradient_state._add_dataloader(self)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -125,7 +138,8 @@ class Accelerator(accelerate.Accelerator):
             or else the only plan remembered for this machine and this number of processes.
         count: ``count(batch) -> int``: what the mean loss of a batch is over, where that is not samples, such as labels
             that are no padding. An optimizer step's micro-batches are then held back until all are counted.
-        **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's.
+        **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's, also that of a plugin, and so is what
+            DistributedDataParallel is given, unless a handler for it is among them.
 
     Attributes:
         share: What this process does of the plan; None without one.
@@ -133,6 +147,7 @@ class Accelerator(accelerate.Accelerator):
     Raises:
         PlanError: The plan can't be read, or is for another number of processes, or several could be meant.
         DeviceError: It is for simulated cards, or for other GPUs.
+        InputError: The plugin for accumulation would join an epoch's last optimizer step with the next.
 
     Warns:
         NoPlanWarning: There is none.
@@ -150,7 +165,7 @@ class Accelerator(accelerate.Accelerator):
         if self.share is None:
             tell_of_no_plan()
         else:
-            kwargs["gradient_accumulation_steps"] = self.share.accumulation_steps
+            _apply(self.share, kwargs)
         super().__init__(*args, **kwargs)
         if self.share is not None:
             self.share.refuse_other_device(self.device, "accelerate")
@@ -160,39 +175,40 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a model: on one process with several devices, by `BalancedDataParallel`."""
         if self.share is not None and self.share.wraps and not kwargs.get("evaluation_mode"):
-            wrapped = self.share.plan.wrap(model)
-            self._models.append(wrapped)
-            return wrapped
+            # What is left to do of accelerate's own preparing, such as autocast, is around the wrapper.
+            return super().prepare_model(self.share.plan.wrap(model), device_placement=False, evaluation_mode=True)
         return super().prepare_model(model, *args, **kwargs)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader: one that shuffles hands out shares."""
         if isinstance(data_loader, SharesLoader):
             return data_loader
-        trains = isinstance(getattr(data_loader, "sampler", None), RandomSampler)
-        if self.share is None or not trains:
+        if self.share is None or not is_shuffled(data_loader):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         return self.shares_of(data_loader)
 
     def shares_of(
-        self, loader: DataLoader[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+        self, loader: DataLoader[Any], *, shuffle: bool | None = None, seed: int = 0, drop_last: bool | None = None
     ) -> Any:
         """Make a loader that hands out this process's share; what `prepare` does to loaders that shuffle.
 
         Args:
             loader: PyTorch's own; its batch size does not matter.
-            shuffle: Draw in a new order each epoch.
+            shuffle: Draw in a new order each epoch. Default: as the loader does.
             seed: Of that order.
-            drop_last: Leave out the epoch's last step where it is short of samples.
+            drop_last: Leave out the epoch's last step where it is short of samples. Default: if the loader leaves out
+                a batch that is.
 
         Raises:
-            InputError: There is no plan, or the data set is iterable.
+            InputError: There is no plan, or the data set is iterable, or a sampler chooses the samples.
         """
         if self.share is None:
             raise InputError("there is no plan; expected one whose shares are meant; pass plan= to the Accelerator")
         options = loader_options(loader, self.share, shuffle=shuffle, seed=seed, drop_last=drop_last)
         device = self.device if self.device_placement else None
-        made = SharesLoader(self.share, self._count, self._over_processes, device=device, **options)
+        made = SharesLoader(
+            self.share, self._count, self._over_processes, device=device, _non_blocking=self.non_blocking, **options
+        )
         self._dataloaders.append(made)
         return made
 
@@ -210,7 +226,11 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward of a micro-batch's mean loss, by its weight."""
+        """Run the backward of a micro-batch's mean loss, by its weight.
+
+        Raises:
+            InputError: The loss is of a prepared loader that hands out no shares.
+        """
         loader = self.gradient_state.active_dataloader
         if self.share is None or not _has_shares(loader):
             super().backward(loss, **kwargs)
@@ -220,7 +240,10 @@ class Accelerator(accelerate.Accelerator):
         weighted_backward(super().backward, loss, weight, self._models, **kwargs)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Skip micro-batches to resume within an epoch; of a loader of shares, by whole optimizer steps."""
+        """Skip micro-batches to resume within an epoch; of a loader of shares, by whole optimizer steps.
+
+        As ever with accelerate, the epoch is yours to say: ``loader.set_epoch(epoch)``.
+        """
         if isinstance(dataloader, SharesLoader):
             return dataloader.skipping(num_batches)
         return super().skip_first_batches(dataloader, num_batches)
@@ -231,8 +254,27 @@ class Accelerator(accelerate.Accelerator):
         return int(self.gather(torch.tensor([number], device=self.device)).sum())
 
 
+def _apply(share: Share, kwargs: dict[str, Any]) -> None:
+    """Put a plan's numbers into an Accelerator's arguments."""
+    # As a plugin: of the number alone, accelerate takes what its launcher left in the environment instead.
+    plugin = kwargs.get("gradient_accumulation_plugin") or GradientAccumulationPlugin()
+    if not plugin.sync_with_dataloader:
+        raise InputError(
+            "the gradient_accumulation_plugin has sync_with_dataloader=False; expected True, because an epoch's last "
+            "optimizer step ends with the epoch; leave it out"
+        )
+    kwargs["gradient_accumulation_plugin"] = replace(plugin, num_steps=share.accumulation_steps)
+    kwargs.pop("gradient_accumulation_steps", None)
+    handlers = list(kwargs.get("kwargs_handlers") or [])
+    if share.num_processes > 1 and not any(isinstance(one, DistributedDataParallelKwargs) for one in handlers):
+        # The plan's batch sizes fit a step that was run with these.
+        kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.plan.ddp.options.keywords())]
+
+
 def _has_shares(loader: Any) -> bool:
-    """Tell whether a loader is one of shares, and refuse one that lost track of them."""
+    """Tell whether a loader is one of shares, and refuse one that is not, or lost track of them."""
+    if loader is None:
+        return False
     if isinstance(loader, SharesLoader):
         return True
     inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
@@ -241,4 +283,7 @@ def _has_shares(loader: Any) -> bool:
             "the loader was made by accelerate.skip_first_batches, which knows no shares; expected the Accelerator's "
             "own; write accelerator.skip_first_batches(loader, n)"
         )
-    return False
+    raise InputError(
+        "the loss is of a loader that does not shuffle, of which accelerate gives every process as much; expected one "
+        "that hands out the plan's shares; pass accelerator.shares_of(loader) to prepare"
+    )

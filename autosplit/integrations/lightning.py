@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import lightning.pytorch
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from autosplit.ddp.loops import gathered
 from autosplit.ddp.process import agree_on
@@ -27,9 +26,18 @@ from autosplit.errors import InputError, PlanError
 from autosplit.integrations.lightning_step import workload
 from autosplit.integrations.loaders import loader_options
 from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
+from autosplit.integrations.weighing import batches_of, weighed
 from autosplit.plan import Plan
 
 __all__ = ["NoPlanWarning", "Shares", "SharesLoader", "workload"]
+
+
+class _EpochTeller(SequentialSampler):
+    """Tells a batch sampler the epoch; by its class, Lightning asks for no other where it overfits."""
+
+    def __init__(self, batch_sampler: MarkingBatchSampler) -> None:
+        super().__init__(range(batch_sampler.num_samples))
+        self.set_epoch = batch_sampler.set_epoch
 
 
 class SharesLoader:
@@ -43,57 +51,90 @@ class SharesLoader:
         count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples.
 
     Attributes:
-        sampler: The batch sampler; Lightning tells it the epoch.
+        batch_sampler: The plan's.
+        sampler: Lightning tells it the epoch, and looks at it in order to overfit.
+        dataset: As of a DataLoader.
         weights: What the micro-batches of this epoch that were handed out count for, by their number.
     """
 
     def __init__(self, loader: DataLoader[Any], share: Share, count: Callable[[Any], int] | None) -> None:
         sampler = loader.batch_sampler
         assert isinstance(sampler, MarkingBatchSampler), sampler
-        self.sampler = sampler
+        self.batch_sampler = sampler
+        self.sampler = _EpochTeller(sampler)
+        self.dataset = loader.dataset
         self.weights: dict[int, float] = {}
         self._loader = loader
         self._share = share
         self._count = count
-        self._handed_out = 0
+        self._end: int | None = None
+        self._progress: Any = None
+        self._resumes = False
 
     def __len__(self) -> int:
-        return sum(len(step.micro_batch_sizes) for step in self.sampler.schedule)
+        return len(self.batch_sampler)
+
+    def follow(self, trainer: lightning.pytorch.Trainer) -> None:
+        """Keep to a Trainer's limits, and to its count of micro-batches: it is what ends an optimizer step.
+
+        Args:
+            trainer: It fits.
+        """
+        self._progress = trainer.fit_loop.epoch_loop.batch_progress
+        self._end = int(trainer.num_training_batches)
+        if trainer.overfit_batches > 0:
+            self.batch_sampler.shuffle = False  # the same samples in every epoch, as of Lightning's own loaders
 
     def __iter__(self) -> Iterator[Any]:
-        schedule, start = self.sampler.schedule, self.sampler.start_step
-        number = sum(len(step.micro_batch_sizes) for step in schedule[:start])
+        begin = self._begin()
         self.weights = {}
-        self._handed_out = number
-        batches = iter(self._loader)
-        for step in schedule[start:]:
-            sizes, total = list(step.micro_batch_sizes), step.num_samples
-            drawn: Any = islice(batches, len(sizes))
-            if self._count is not None:
-                drawn = list(drawn)
-                counted = zip(drawn, sizes, strict=True)
-                sizes = [self._count(batch) if size else 0 for batch, size in counted]
-                total = self._over_processes(sum(sizes))
-            for batch, size in zip(drawn, sizes, strict=True):
-                self.weights[number] = size * self._share.num_processes / total if total else 0.0
-                number += 1
-                self._handed_out = number
-                yield batch
-        next(batches, None)  # a loader's workers finish in order
+        walked = weighed(
+            self._loader,
+            self.batch_sampler,
+            count=self._count,
+            over_processes=self._over_processes,
+            begin=begin,
+            end=self._end,
+        )
+        for batch, weight, number, _ in walked:
+            self.weights[number] = weight
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch is, by whole optimizer steps; Lightning keeps it in its checkpoints."""
+        done = 0 if self._progress is None else self._progress.current.processed
         consumed = batches = 0
-        for step in self.sampler.schedule:
+        for step in self.batch_sampler.schedule:
             batches += len(step.micro_batch_sizes)
-            if batches > self._handed_out:
+            if batches > done:
                 break
             consumed += step.num_samples
-        return {**self.sampler.state_dict(), "samples_consumed": consumed}
+        return {**self.batch_sampler.state_dict(), "samples_consumed": consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration begin where another loader was."""
-        self.sampler.load_state_dict(state)
+        self.batch_sampler.load_state_dict(state)
+        self._resumes = True
+
+    def _begin(self) -> int:
+        """Return the micro-batch that Lightning is at; what it has run of an optimizer step, a resumed one lacks.
+
+        Raises:
+            InputError: It is not where the samples are.
+        """
+        start = self.batch_sampler.start_step
+        first, after = batches_of(self.batch_sampler, start), batches_of(self.batch_sampler, start + 1)
+        if self._progress is None:
+            return first
+        begin: int = self._progress.current.ready
+        resumes, self._resumes = self._resumes, False
+        if (begin and not resumes) or not first <= begin < max(after, first + 1):
+            raise InputError(
+                f"Lightning goes on after {begin} micro-batches of the epoch, and the loader after {first}: the "
+                "checkpoint was made without this plan; expected one of the same plan, or of an epoch's end; resume "
+                "from such a one, or load the weights alone"
+            )
+        return begin
 
     def _over_processes(self, number: int) -> int:
         if self._share.num_processes == 1:
@@ -138,17 +179,18 @@ class Shares(lightning.pytorch.Callback):
                 "and start the script with autosplit launch"
             )
 
-    def loader(self, loader: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> Any:
+    def loader(self, loader: Any, *, shuffle: bool | None = None, seed: int = 0, drop_last: bool | None = None) -> Any:
         """Make a training loader that hands out this process's share; without a plan, it is the loader itself.
 
         Args:
             loader: PyTorch's own; its batch size does not matter.
-            shuffle: Draw in a new order each epoch.
+            shuffle: Draw in a new order each epoch. Default: as the loader does.
             seed: Of that order.
-            drop_last: Leave out the epoch's last step where it is short of samples.
+            drop_last: Leave out the epoch's last step where it is short of samples. Default: if the loader leaves out
+                a batch that is.
 
         Raises:
-            InputError: The data set is iterable.
+            InputError: It is no DataLoader, or its data set is iterable, or a sampler chooses the samples.
         """
         if self.share is None:
             return loader
@@ -193,19 +235,36 @@ class Shares(lightning.pytorch.Callback):
                 "automatic_optimization is False; expected it True, because Lightning says nowhere else when an "
                 "optimizer step ends; set it, or train with autosplit.ddp, whose loop is yours"
             )
+        self._find_loader(trainer)
+
+    def on_train_epoch_start(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
+        """Find the loader again, which may be another one in each epoch."""
+        del pl_module
+        if self.share is not None:
+            self._find_loader(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note what the micro-batch counts for."""
+        del pl_module, batch
+        if self._loader is None or self.share is None:
+            return
+        if trainer.accumulate_grad_batches != self.share.accumulation_steps:
+            raise InputError(
+                f"accumulate_grad_batches was set to {trainer.accumulate_grad_batches}; expected the plan's "
+                f"{self.share.accumulation_steps} in every epoch; leave out what sets it, such as a "
+                "GradientAccumulationScheduler"
+            )
+        self._weight = self._loader.weights[batch_idx]
+
+    def _find_loader(self, trainer: lightning.pytorch.Trainer) -> None:
         loader = trainer.train_dataloader
         if not isinstance(loader, SharesLoader):
             raise InputError(
                 f"the training loader is a {type(loader).__name__}; expected one that hands out the plan's shares; "
                 "pass shares.loader(loader), or shares.data(datamodule)"
             )
+        loader.follow(trainer)
         self._loader = loader
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Note what the micro-batch counts for."""
-        del trainer, pl_module, batch
-        if self._loader is not None:
-            self._weight = self._loader.weights[batch_idx]
 
     def on_before_backward(self, trainer: Any, pl_module: nn.Module, loss: torch.Tensor) -> None:
         """Weight the gradient; Lightning has divided the loss by the micro-batches of a full step."""

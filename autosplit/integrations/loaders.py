@@ -11,13 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from torch.utils.data.dataloader import default_collate
 
 from autosplit.errors import InputError
 from autosplit.integrations.share import Share, Uncounted
 
-__all__ = ["loader_options", "taken_mark"]
+__all__ = ["is_shuffled", "loader_options", "taken_mark"]
 
 MARK = "autosplit_uncounted"
 """A key of a batch, there where it counts for nothing."""
@@ -81,17 +88,43 @@ def taken_mark(batch: Any) -> bool:
     return bool(batch.pop(MARK, False)) if isinstance(batch, dict) else False
 
 
+def is_shuffled(loader: Any) -> bool | None:
+    """Tell whether a loader draws every sample once in a new order, or in the data set's own; None where neither.
+
+    Args:
+        loader: PyTorch's own, also with a tool's samplers around its batch sampler.
+    """
+    drawn = getattr(loader, "batch_sampler", None)
+    while (inner := getattr(drawn, "batch_sampler", None)) is not None:
+        drawn = inner  # accelerate's own deal the batches of this one out
+    sampler = getattr(drawn, "sampler", None)
+    if type(drawn) is not BatchSampler:
+        return None
+    if isinstance(sampler, DistributedSampler):  # it deals out, which the shares do in its place
+        return bool(sampler.shuffle)
+    if isinstance(sampler, RandomSampler):
+        return None if sampler.replacement or sampler.num_samples != len(loader.dataset) else True
+    return False if isinstance(sampler, SequentialSampler) else None
+
+
 def loader_options(
-    loader: DataLoader[Any], share: Share, *, shuffle: bool, seed: int, drop_last: bool, marks: bool = False
+    loader: Any,
+    share: Share,
+    *,
+    shuffle: bool | None = None,
+    seed: int,
+    drop_last: bool | None = None,
+    marks: bool = False,
 ) -> dict[str, Any]:
     """Return what a DataLoader is made of that gives this process's share of what another one would.
 
     Args:
         loader: The tool's.
         share: What this process does.
-        shuffle: Draw in a new order each epoch.
+        shuffle: Draw in a new order each epoch. Default: as the loader does.
         seed: Of that order.
-        drop_last: Leave out the epoch's last step where it is short of samples.
+        drop_last: Leave out the epoch's last step where it is short of samples. Default: if the loader leaves out a
+            batch that is.
         marks: Put a mark on batches that count for nothing, which have to be mappings; for a tool that draws batches
             where nobody knows their place in the schedule.
 
@@ -99,8 +132,13 @@ def loader_options(
         The keywords.
 
     Raises:
-        InputError: The data set is iterable.
+        InputError: It is no DataLoader, or its data set is iterable, or a sampler chooses the samples.
     """
+    if not isinstance(loader, DataLoader):
+        raise InputError(
+            f"the training loader is a {type(loader).__name__}; expected a DataLoader of PyTorch; give each of several "
+            "its shares by itself, or train with autosplit.ddp, whose steps take any loader"
+        )
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise InputError(
@@ -108,11 +146,28 @@ def loader_options(
             "index, of which each process can take its share; load it whole, or train with autosplit.ddp, whose steps "
             "take any loader"
         )
+    if loader.batch_sampler is None:
+        raise InputError(
+            "the training loader's batch_size is None, by which the data set makes the batches; expected one that is "
+            "made of samples, of which each process can take its share; give it a batch size, whatever it is"
+        )
+    in_new_order = is_shuffled(loader)
+    if in_new_order is None:
+        raise InputError(
+            f"the training loader draws by a {_drawn_by(loader)}; expected every sample once an epoch, in order or "
+            "shuffled, because a plan's shares are parts of that; leave the sampler out, or train with autosplit.ddp, "
+            "whose steps take any loader"
+        )
     workers = loader.num_workers
     collate = loader.collate_fn or default_collate
     return {
         "dataset": MarkingDataset(dataset) if marks else dataset,
-        "batch_sampler": share.batch_sampler(len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last),
+        "batch_sampler": share.batch_sampler(
+            len(dataset),
+            shuffle=in_new_order if shuffle is None else shuffle,
+            seed=seed,
+            drop_last=_drops_last(loader) if drop_last is None else drop_last,
+        ),
         "collate_fn": MarkingCollate(collate) if marks else collate,
         "num_workers": workers,
         "pin_memory": loader.pin_memory,
@@ -123,3 +178,14 @@ def loader_options(
         "prefetch_factor": loader.prefetch_factor if workers else None,
         "persistent_workers": loader.persistent_workers,
     }
+
+
+def _drawn_by(loader: DataLoader[Any]) -> str:
+    drawn: Any = loader.batch_sampler
+    while hasattr(drawn, "batch_sampler"):
+        drawn = drawn.batch_sampler
+    return type(drawn.sampler if type(drawn) is BatchSampler else drawn).__name__
+
+
+def _drops_last(loader: DataLoader[Any]) -> bool:
+    return bool(getattr(loader.batch_sampler, "drop_last", False))

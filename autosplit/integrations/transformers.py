@@ -49,6 +49,10 @@ class UnevenLossWarning(UserWarning):
     """A loss is no mean over what a process can count of its own samples."""
 
 
+_ITEMS = "items"
+"""Of a loss that divides by the whole step's items itself, beside what a loss may be a mean over."""
+
+
 class SharesMixin(Mixed):
     """Gives a Trainer a plan's shares; it stands before the Trainer among the bases.
 
@@ -88,6 +92,9 @@ class SharesMixin(Mixed):
         else:
             apply(self.share.plan, training_args, share=self.share)
         super().__init__(*args, **kwargs)
+        if self.share is not None and self.accelerator.ddp_handler is not None:
+            # No argument is for it, and the plan's batch sizes fit the memory of a step that was run with it.
+            self.accelerator.ddp_handler.gradient_as_bucket_view = self.share.plan.ddp.options.gradient_as_bucket_view
 
     # What the Trainer asks for
 
@@ -99,7 +106,6 @@ class SharesMixin(Mixed):
         options = loader_options(
             getattr(loader, "base_dataloader", loader),
             self.share,
-            shuffle=self.args.train_sampling_strategy != "sequential",
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_last=self.args.dataloader_drop_last,
             marks=True,
@@ -116,12 +122,12 @@ class SharesMixin(Mixed):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = list(islice(epoch_iterator, num_batches))
         counts = [not taken_mark(batch) for batch in batches]
-        if self.compute_loss_func is not None:  # it divides by the whole step's items itself
+        if self._rule is None:
+            self._rule = self._agreed_rule(device)
+        if self._rule == _ITEMS:
             self._weights = deque(float(counted) for counted in counts)
             ignoring = [batch if counted else _ignored(batch) for batch, counted in zip(batches, counts, strict=True)]
             return batches, self._get_num_items_in_batch(ignoring, device)
-        if self._rule is None:
-            self._rule = self._agreed_rule(device)
         items = [count_by(self._rule, one) if counted else 0 for one, counted in zip(batches, counts, strict=True)]
         total = sum(items)
         if self.share.num_processes > 1:
@@ -147,9 +153,22 @@ class SharesMixin(Mixed):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         unwrapped = self.accelerator.unwrap_model(model, keep_torch_compile=False) is model
-        if self.share is not None and self.share.wraps and training and unwrapped:
-            return self.share.plan.wrap(model)
-        return super()._wrap_model(model, training, dataloader)
+        if self.share is None or not self.share.wraps or not training:
+            return super()._wrap_model(model, training, dataloader)
+        if unwrapped:
+            # An evaluation before has put autocast around the model's own forward, which replicas would share.
+            if "_original_forward" in vars(model):
+                del model._original_forward, model.forward
+            model = self.share.plan.wrap(model)
+        if not any(known is model for known in self.accelerator._models):
+            self.accelerator._models.append(model)  # or an evaluation would do so again
+        return model
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """Return the arguments' autocast, where no model is prepared by accelerate, which has it around the forward."""
+        if self.share is None or not self.share.wraps:
+            return super().autocast_smart_context_manager(cache_enabled)
+        return self.accelerator.autocast()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; the processes make sure first that they have one plan, and hear of each other's failures."""
@@ -178,7 +197,7 @@ class SharesMixin(Mixed):
         """Find what the model's loss is a mean over; the first process's finding is everyone's."""
         assert self.share is not None, "without a plan nothing is weighed"
         rule, error = self._found_rule()
-        names = list(RULES)
+        names = [*RULES, _ITEMS]
         if self.share.num_processes > 1:
             rule = names[int(self.accelerator.gather(torch.tensor([names.index(rule)], device=device))[0])]
         if error > TOLERANCE and self.is_world_process_zero():
@@ -193,11 +212,18 @@ class SharesMixin(Mixed):
     def _found_rule(self) -> tuple[str, float]:
         loader = self.callback_handler.train_dataloader
         dataset = loader.dataset
-        batch = loader.collate_fn([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
+        device = self.args.device
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), torch.random.fork_rng(), self.compute_loss_context_manager():
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+                self.compute_loss_context_manager(),
+            ):
+                batch = loader.collate_fn([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
+                if self._divides_by_items(batch):
+                    return _ITEMS, 0.0
                 return fitting_rule(
                     lambda rows: float(self.compute_loss(self.model, self._prepare_inputs(rows))),
                     batch,
@@ -205,6 +231,20 @@ class SharesMixin(Mixed):
                 )
         finally:
             self.model.train(was_training)
+
+    def _divides_by_items(self, batch: Any) -> bool:
+        """Tell whether a loss of one's own makes use of the step's items, which it is given: some take a mean."""
+        if self.compute_loss_func is None or "labels" not in batch:
+            return False
+        first, second = (
+            float(
+                self.compute_loss(
+                    self.model, self._prepare_inputs(batch), num_items_in_batch=torch.tensor(items).to(self.args.device)
+                )
+            )
+            for items in (8, 16)
+        )
+        return abs(first - 2 * second) <= TOLERANCE * abs(first)
 
 
 class Trainer(SharesMixin, transformers.Trainer):
@@ -241,9 +281,10 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
     unlike = [name for name, value in wanted.items() if bool(getattr(args, name)) != value]
     if unlike:
         has = next((name for name in wanted if getattr(args, name)), "none")
+        wants = f"{plan.precision}=True" if plan.precision in wanted else f"{has}=False"
         warnings.warn(
             f"the plan is for precision {plan.precision!r}, and the arguments say {has}: its batch sizes may not fit "
-            f"or may be slow; set {'bf16' if plan.precision == 'bf16' else plan.precision}, or tune with the other",
+            f"or may be slow; set {wants}, or tune with the other",
             stacklevel=3,
         )
     return share
@@ -294,7 +335,7 @@ def workload(trainer: Any) -> Workload:
     return Workload(
         trainer.model,
         dict(loader.collate_fn(samples)),
-        compute_loss=_loss_of,
+        compute_loss=partial(_loss_by, trainer) if _has_own_loss(trainer) else _loss_of,
         optimizer=partial(optimizer_class, **options),
         precision=precision,
     )
@@ -307,6 +348,22 @@ _SAMPLES = 8
 def _loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     outputs = model(**batch)
     loss: torch.Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    return loss
+
+
+def _has_own_loss(trainer: Any) -> bool:
+    own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
+    return own or trainer.label_smoother is not None or trainer.compute_loss_func is not None
+
+
+def _loss_by(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the loss that a Trainer makes of a batch that is all there is of an optimizer step."""
+    labels = batch.get("labels")
+    given = {}
+    if trainer.compute_loss_func is not None and labels is not None:
+        shifted = "shifted labels" if trainer._loss_shifts_labels else "labels"
+        given["num_items_in_batch"] = torch.tensor(count_by(shifted, batch), device=labels.device)
+    loss: torch.Tensor = trainer.compute_loss(model, dict(batch), **given)
     return loss
 
 
