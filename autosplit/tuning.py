@@ -242,7 +242,7 @@ def _fastest_of(
             if not plans:
                 raise
             found = plans if interrupted.plan is None else [*plans, interrupted.plan]
-            raise TuningInterrupted(_with_notes(_fastest(found), INTERRUPTED_NOTE), interrupted.path) from None
+            raise _interrupted_among(found, interrupted, asked.request) from None
         except DoesNotFitError as misfit:  # the others may
             misfits.append(misfit)
             notes = (*notes, f"precision {one} is left out: {misfit}")
@@ -252,6 +252,15 @@ def _fastest_of(
 
 
 INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned for: this is the best of those that were"
+
+
+def _interrupted_among(found: list[Plan], interrupted: TuningInterrupted, request: Request) -> TuningInterrupted:
+    """Return what carries the best of the plans so far, with the file of that very plan."""
+    best, path = _fastest(found), interrupted.path
+    if best is not interrupted.plan:
+        path = None if request.profile == "off" else profiles.profile_holding(best)
+    # Whole for its precision, as it may be, it is not what was asked for.
+    return TuningInterrupted(_with_notes(replace(best, complete=False), INTERRUPTED_NOTE), path)
 
 
 def _fastest(plans: list[Plan]) -> Plan:
