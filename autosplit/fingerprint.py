@@ -1,12 +1,14 @@
 """What a Python value is, as plain JSON that is the same in every process: for telling workloads apart.
 
 Tensors count by shape and dtype, never by their numbers; functions and classes by their compiled code and by what that
-code refers to; modules by their classes, parameters and plain attributes. A description that differs needlessly costs
-a search; one that is the same for two workloads gives a wrong plan. So what may matter is in it.
+code refers to; objects by their classes and attributes, modules by their parameters and hooks, too. A description that
+differs needlessly costs a search; one that is the same for two workloads gives a wrong plan. So what may matter is in
+it.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import json
@@ -16,7 +18,7 @@ import sysconfig
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from types import CodeType, ModuleType
+from types import CodeType, GetSetDescriptorType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
 __all__ = ["Describer", "digest_of", "qualified_name", "shape_of"]
@@ -26,6 +28,9 @@ _VALUES = 20_000  # in all, so that a function beside a large data set is descri
 _ITEMS = 256  # of a container; its length counts in full
 _CHARACTERS = 1000  # of a text; its length counts in full
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_PLAIN = (bool, int, float, str)
+_RECORDS = (SimpleNamespace, argparse.Namespace)  # Python's own, for what somebody puts into them
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -102,7 +107,7 @@ class Describer:
         if isinstance(value, (tuple, list)):
             return [qualified_name(type(value)), len(value), *(self.of(item, depth) for item in value[:_ITEMS])]
         if isinstance(value, (set, frozenset)):
-            return [qualified_name(type(value)), len(value)]
+            return [qualified_name(type(value)), len(value), _members(value)]
         if isinstance(value, (Mapping, UserDict)):
             pairs = [[str(key), self.of(item, depth)] for key, item in list(value.items())[:_ITEMS]]
             return [qualified_name(type(value)), len(value), pairs]
@@ -115,8 +120,9 @@ class Describer:
         return self._object(value, depth)
 
     def _object(self, value: Any, depth: int) -> Any:
-        """Describe an instance by its class and fields; a bound method by its function and its instance."""
-        name = qualified_name(type(value))
+        """Describe an instance by its class and attributes; a bound method by its function and its instance."""
+        kind = type(value)
+        name = qualified_name(kind)
         method = getattr(value, "__func__", None)
         if method is not None:
             return [name, self.of(method, depth), self.of(value.__self__, depth)]
@@ -124,8 +130,25 @@ class Describer:
             return [name, {field.name: self.of(getattr(value, field.name, None), depth) for field in fields(value)}]
         if isinstance(value, ModuleType):
             return value.__name__
-        named = [str(value)] if type(value).__module__ == "torch" else []  # a dtype, a device, a layout
-        return [name, *named, qualified_name(value), self.of(type(value), depth), _plain_attributes(value)]
+        inner = getattr(value, "__wrapped__", None)
+        if inner is not None:  # a function in a cache
+            return [name, self.of(inner, depth)]
+        described = [name, *_torch_text(value), qualified_name(value), self.of(kind, depth), _plain_attributes(value)]
+        others = self._other_attributes(value, depth)
+        return [*described, others] if others else described
+
+    def _other_attributes(self, value: Any, depth: int) -> dict[str, Any]:
+        """Describe the attributes that `_plain_attributes` leaves out, as far as they are the user's to set.
+
+        Of what a library made, that is containers of plain values under public names: the rest of it is its own, and
+        may be another in each process.
+        """
+        others = {name: item for name, item in _attributes(value).items() if not isinstance(item, _PLAIN)}
+        if _extends_library(type(value)):
+            others = {name: item for name, item in others.items() if name[:1] != "_"}
+        if _is_installed(type(value).__module__) and not isinstance(value, _RECORDS):
+            others = {name: item for name, item in others.items() if _is_plain(item)}
+        return {name: self.of(item, depth) for name, item in others.items()}
 
     # Code
 
@@ -153,7 +176,7 @@ class Describer:
             function = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(getattr(function, "__code__", None), CodeType):
                 members[key] = self.of(function, depth)
-            elif not key.startswith("__") and isinstance(member, (bool, int, float, str)):
+            elif not key.startswith("__") and not _is_slot(member):
                 members[key] = self.of(member, depth)
         return [name, members, [self.of(base, depth) for base in kind.__bases__]]
 
@@ -172,11 +195,32 @@ class Describer:
         lines: list[Any] = []
         for name, part in module.named_modules():
             self._seen.setdefault(id(part), (len(self._seen), part))
-            lines.append([name, qualified_name(type(part)), self.of(type(part), depth + 1), _plain_attributes(part)])
+            line = [name, qualified_name(type(part)), self.of(type(part), depth + 1), _plain_attributes(part)]
+            others = self._others_of_module(part, depth + 1)
+            lines.append([*line, others] if others else line)
             config = getattr(part, "config", None)  # where models of the Hugging Face kind keep what they are
             if config is not None:
                 lines.append(_plain_attributes(config))
         return lines
+
+    def _others_of_module(self, module: Any, depth: int) -> dict[str, Any]:
+        """Describe what else of a module decides on what it does: hooks, and what was put in place of its `forward`.
+
+        Of a class of the user's all its attributes count; of a library's its `repr` and its parameters tell enough.
+        """
+        own, extends = not _is_installed(type(module).__module__), _extends_library(type(module))
+        others: dict[str, Any] = {}
+        for name, item in _attributes(module).items():
+            if name in _HOOKS:
+                if item:
+                    others[name] = [self.of(hook, depth) for hook in item.values()]
+            elif name == "_compiled_call_impl":
+                others[name] = item is not None
+            elif extends and name[:1] == "_":
+                continue
+            elif name == "forward" or (own and name not in _modules_own() and not isinstance(item, _PLAIN)):
+                others[name] = self.of(item, depth)
+        return others
 
 
 def tensors_in(module: Any) -> list[Any]:
@@ -193,18 +237,84 @@ def text_of(module: Any) -> str:
         return qualified_name(type(module))
 
 
-def _plain_attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes that are numbers, switches or texts; `training` is set by whoever runs the model."""
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return what an instance holds, also in slots."""
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    held = {name: getattr(value, name) for name in slots if isinstance(name, str) and hasattr(value, name)}
     try:
-        attributes = dict(vars(value))
+        return {**held, **{str(name): item for name, item in vars(value).items()}}
     except TypeError:  # no __dict__
-        return {}
+        return held
+
+
+def _extends_library(kind: type) -> bool:
+    """Tell whether a class has a base that an installed package brings, which keeps things in private attributes."""
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__ if _is_installed(base.__module__))
+    return any(root != "torch" and root not in sys.stdlib_module_names for root in roots)
+
+
+def _slots_of(kind: type) -> tuple[Any, ...]:
+    """Return the names of a class's own slots, if it is one of the user's."""
+    slots = () if _is_installed(kind.__module__) else kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _is_slot(member: Any) -> bool:
+    """Tell whether a class's member is only the place of its instances' attribute."""
+    return isinstance(member, (MemberDescriptorType, GetSetDescriptorType))
+
+
+def _plain_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes that are numbers, switches or texts.
+
+    `training` is set by whoever runs the model, and a hash, which transformers keep, is another in each process.
+    """
     describer = Describer()
     return {
-        str(name): describer.of(item)
-        for name, item in attributes.items()
-        if isinstance(item, (bool, int, float, str)) and name != "training"
+        name: describer.of(item)
+        for name, item in _attributes(value).items()
+        if isinstance(item, _PLAIN) and name != "training" and not name.endswith("_hash")
     }
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Tell whether a value is a container of plain values, and of such containers."""
+    if value is None or isinstance(value, _PLAIN):
+        return True
+    if depth > _DEPTH or not isinstance(value, (tuple, list, set, frozenset, Mapping)):
+        return False
+    items = list(value.values() if isinstance(value, Mapping) else value)[:_ITEMS]
+    return all(_is_plain(item, depth + 1) for item in items)
+
+
+def _members(values: Any) -> str | None:
+    """Return a digest of a set's members, whose order changes from process to process; None of a large one."""
+    return None if len(values) > _VALUES else digest_of(sorted(map(_member, values)))
+
+
+def _member(value: Any) -> str:
+    if value is None or isinstance(value, (*_PLAIN, bytes)):
+        return repr(value)
+    if isinstance(value, tuple):
+        return str([_member(item) for item in value])
+    if isinstance(value, frozenset):
+        return str(_members(value))
+    return qualified_name(value if isinstance(value, type) else type(value))
+
+
+def _torch_text(value: Any) -> list[str]:
+    """Return what torch's small values are: a dtype, a layout; of a device its kind, for its number changes nothing."""
+    if type(value).__module__ != "torch":
+        return []
+    return [str(value.type) if type(value).__name__ == "device" else str(value)]
+
+
+@functools.lru_cache(maxsize=1)
+def _modules_own() -> frozenset[str]:
+    """Return the attributes that every module has for itself."""
+    from torch import nn
+
+    return frozenset(vars(nn.Module()))
 
 
 def _code(code: CodeType) -> str:

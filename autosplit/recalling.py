@@ -137,17 +137,23 @@ class Wanted:
         return () if told is None else (told,)
 
     def stored(self, plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
-        """Remember a plan.
+        """Remember a plan; the best so far does not take the place of one whose search ended.
 
         Returns:
             Its file, and what is to be said where that failed.
         """
         if self.request.profile == "off":
             return None, ()
+        if not plan.complete and self._whole_one_is_there():
+            return None, (f"{NOT_REMEMBERED}its search was interrupted, and that of the remembered one was not",)
         try:
             return profiles.store(self.key, plan), ()
         except ProfileError as error:
             return None, (f"{NOT_REMEMBERED}{error}",)
+
+    def _whole_one_is_there(self) -> bool:
+        found = profiles.find(self.key, machine=self.machine, workload=self.described, request=self.asked)
+        return found.plan is not None and found.plan.complete
 
     def with_facts(self, plan: Plan) -> Plan:
         """Return a plan with the facts of the devices that are here, on which a step has confirmed it."""

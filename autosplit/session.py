@@ -64,7 +64,6 @@ class Session:
         followed: The workload with its tracer.
         tell: Told how far it is.
         closing: Gets what has to be undone at the end.
-        notes: What is to be said already.
         study_name: Of the search's study.
     """
 
@@ -75,14 +74,13 @@ class Session:
         tell: Callable[[Progress], None],
         closing: ExitStack,
         *,
-        notes: tuple[str, ...],
         study_name: str,
     ) -> None:
         request = subject.request
         self.subject, self.request = subject, request
         self.tell, self.study_name, self.isolated = tell, study_name, followed.isolated
         self.rebuild = followed.rebuild
-        self.notes = [*notes, *followed.notes]
+        self.notes = [*followed.notes]
         self.runtime = runtime_for(request.devices, request.capacities_bytes, followed, closing)
         self.prober = Prober(self.runtime, followed.tracer, request.largest_batch, self._report)
         self.stage = "ceilings"

@@ -243,7 +243,7 @@ def _fastest_of(
             if not plans:
                 raise
             found = plans if interrupted.plan is None else [*plans, interrupted.plan]
-            raise TuningInterrupted(_with_notes(_fastest(found), INTERRUPTED_NOTE), interrupted.path) from None
+            raise _interrupted_among(found, interrupted, asked.request) from None
         except DoesNotFitError as misfit:  # the others may
             misfits.append(misfit)
             notes = (*notes, f"precision {one} is left out: {misfit}")
@@ -253,6 +253,15 @@ def _fastest_of(
 
 
 INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned for: this is the best of those that were"
+
+
+def _interrupted_among(found: list[Plan], interrupted: TuningInterrupted, request: Request) -> TuningInterrupted:
+    """Return what carries the best of the plans so far, with the file of that very plan."""
+    best, path = _fastest(found), interrupted.path
+    if best is not interrupted.plan:
+        path = None if request.profile == "off" else profiles.profile_holding(best)
+    # Whole for its precision, as it may be, it is not what was asked for.
+    return TuningInterrupted(_with_notes(replace(best, complete=False), INTERRUPTED_NOTE), path)
 
 
 def _fastest(plans: list[Plan]) -> Plan:
@@ -315,21 +324,22 @@ def _tuned(asked: _Asked, source: Source) -> Plan:
         turn = closing.enter_context(wanted.turn(_waiting_told(asked)))
         found, waited = _recalled(wanted, turn, lambda run: run())
         _log.info("profile %s: %s", wanted.key, "remembered" if found.plan else "; ".join(found.notes) or "not there")
+        # Of this run and not of the plan, which is remembered for whoever names the processor, too.
+        defaulted = (NO_GPU_NOTE,) if asked.request.defaulted and asked.request.kind == "cpu" else ()
         if found.holds:
-            return found.told(f"{found.origin}: nothing was run; {REFRESH_HINT}", *waited.notes)
+            return found.told(f"{found.origin}: nothing was run; {REFRESH_HINT}", *waited.notes, *defaulted)
         request = asked.waited(waited.seconds)
         isolated = _isolated(request, source, closing) if asked.isolate else None
         followed = follow(built, request.devices, closing, isolated)
         if found.plan is not None:
             plan, found = _tried_again(replace(wanted, request=request), found, followed)
             if plan is not None:
-                return _with_losses(plan, isolated)
+                return _with_losses(replace(plan, notes=(*plan.notes, *defaulted)), isolated)
         said = (*waited.notes, *found.notes, *(() if found.notes else wanted.nearest(asked.ignoring)))
-        notes = (NO_GPU_NOTE,) if request.defaulted and request.kind == "cpu" else ()
         subject = Subject(request, followed.workload, machine, described, wanted.asked)
         study_name = _study_name(request, wanted.key)
-        session = Session(subject, followed, asked.progress, closing, notes=notes, study_name=study_name)
-        kept = partial(_kept, wanted, said=said, unreadable=found.unreadable, trouble=waited.trouble)
+        session = Session(subject, followed, asked.progress, closing, study_name=study_name)
+        kept = partial(_kept, wanted, said=said, always=defaulted, unreadable=found.unreadable, trouble=waited.trouble)
         try:
             plan = session.plan()
         except KeyboardInterrupt:
@@ -367,7 +377,7 @@ def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
         subject = Subject(whole, followed.workload, job.machine, described, wanted.asked)
         tell = asked.progress if first else _quiet
         study_name = _study_name(whole, wanted.key)
-        session = JointSession(job, subject, followed, tell, closing, probing, notes=(), study_name=study_name)
+        session = JointSession(job, subject, followed, tell, closing, probing, study_name=study_name)
         plan = session.plan()
         said, path = (*waited.notes, *found.notes, *nearest), None
         if job.is_first_of_machine:
@@ -514,7 +524,13 @@ def _makeshift(wanted: Wanted, found: Recalled, again: Plan) -> Plan:
 
 
 def _kept(
-    wanted: Wanted, plan: Plan, *, said: tuple[str, ...], unreadable: bool, trouble: str | None
+    wanted: Wanted,
+    plan: Plan,
+    *,
+    said: tuple[str, ...],
+    unreadable: bool,
+    trouble: str | None,
+    always: tuple[str, ...] = (),
 ) -> tuple[Plan, Path | None]:
     """Remember a plan, and say what is to be said of the cache; of one that is of no use, once.
 
@@ -524,6 +540,7 @@ def _kept(
         said: Notes.
         unreadable: Some of these are that a profile could not be read.
         trouble: Why nobody could be waited for.
+        always: Notes that do not concern the cache.
     """
     if wanted.request.profile != "off":
         plan = plan.with_explanation()  # once, here, where nobody waits for a line
@@ -532,7 +549,7 @@ def _kept(
         said = ()
     if path is not None and trouble is not None:
         said = (*said, f"others that tune the same could not be waited for: {trouble}")
-    return replace(plan, notes=(*said, *plan.notes, *failed)), path
+    return replace(plan, notes=(*said, *always, *plan.notes, *failed)), path
 
 
 def _isolated(request: Request, source: Source, closing: ExitStack) -> IsolatedRuntime | None:

@@ -850,6 +850,17 @@ def test_show_what_is_no_plan(fails, tmp_path):
     assert "is not a plan" in fails("show", str(path))[0]
 
 
+def test_a_file_may_be_named_in_any_way(fails, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_plan().save("plan.json")
+    Path("link.json").symlink_to("plan.json")  # the user's own, and named by them
+    for which in ("./plan.json", "./link.json", ".//plan.json"):
+        assert main(["show", which]) == 0
+        assert main(["export", which, "--to", "env"]) == 0
+    capsys.readouterr()
+    assert "no such file" in fails("show", "./none.json")[0].lower()
+
+
 def test_a_second_interrupt_on_the_way_out_changes_no_exit_code():
     """It killed the process, which then told its caller of a signal and not of the best plan that it had saved."""
     script = (

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,23 @@ class Net(nn.Module):
 class Batch:
     x: torch.Tensor
     scale: int = 1
+
+
+class Slotted:
+    __slots__ = ("sizes",)
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+
+class HeldLoss:
+    """A loss with something that is neither a number nor a text."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).sum()
 
 
 def build() -> Net:
@@ -216,6 +234,65 @@ class TestWorkload:
         first, second = (workload(**{"batch": PAIR, **options}) for options in (one, other))
         assert workload_of(first) != workload_of(second)
 
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ((1, 2), (1, 3)),
+            ([8, 8], [8, 16]),
+            ({"rates": [1, 2]}, {"rates": [1, 4]}),
+            ({"a", "b"}, {"a", "c"}),
+            (nn.functional.relu, nn.functional.gelu),
+            (torch.float16, torch.float32),
+            (SimpleNamespace(sizes=[1]), SimpleNamespace(sizes=[2])),
+            (first_loss, second_loss),
+            (functools.cache(first_loss), functools.cache(second_loss)),
+            (Slotted([1]), Slotted([2])),
+            ([nn.Linear(8, 8)], [nn.Linear(8, 80)]),
+        ],
+    )
+    def test_what_objects_and_modules_hold_matters(self, one, other):
+        """A loss that holds a network, a module that holds its activation: these told no workloads apart."""
+
+        def with_module(held) -> Workload:
+            model = Net()
+            model.held = held
+            return workload(model)
+
+        def with_loss(held) -> Workload:
+            return workload(compute_loss=HeldLoss(held))
+
+        def with_constant(held) -> Workload:
+            return workload(compute_loss=lambda model, batch: model(batch).sum() * len(vars(held)))
+
+        def with_class(held) -> Workload:
+            kind = type("Kind", (HeldLoss,), {"of_class": held})
+            return workload(compute_loss=kind(None))
+
+        for make in (with_module, with_loss, with_constant, with_class):
+            assert workload_of(make(one)) != workload_of(make(other))
+            assert workload_of(make(one)) == workload_of(make(one))
+
+    def test_hooks_and_what_replaces_a_forward_matter(self):
+        def hooked(model: nn.Module) -> nn.Module:
+            model.register_forward_hook(lambda module, inputs, outputs: outputs.clone())
+            return model
+
+        def replaced(model: nn.Module) -> nn.Module:
+            model.forward = lambda inputs: inputs * 2
+            return model
+
+        def compiled(model: nn.Module) -> nn.Module:
+            model._compiled_call_impl = model.forward  # as model.compile() leaves it, which takes seconds
+            return model
+
+        made = [make(nn.Linear(8, 8)) for make in (lambda model: model, hooked, replaced, compiled)]
+        assert len({json.dumps(workload_of(workload(model))) for model in made}) == len(made)
+
+    def test_on_which_device_a_loss_computes_does_not_matter(self):
+        """Each rank has its own, and all of them describe the same workload."""
+        first, second = (workload(compute_loss=HeldLoss(torch.device("cuda", index))) for index in (0, 1))
+        assert workload_of(first) == workload_of(second)
+
     def test_frozen_parameters_differ(self):
         assert workload_of(workload(Net(depth=2))) != workload_of(workload(FROZEN_FIRST))
 
@@ -278,9 +355,11 @@ class TestWorkload:
         code = (
             "import sys; sys.path.insert(0, sys.argv[1]); import test_profiles as t, json\n"
             "w = [t.workload(), t.workload(t.build), t.workload(batch=t.PAIR, loss_fn=t.first_loss)]\n"
+            "w.append(t.workload(compute_loss=t.HeldLoss([{'a', 'b', 'c'}, t.Slotted([1]), t.torch.relu])))\n"
             "print(json.dumps([t.workload_of(one) for one in w]))"
         )
         here = [workload(), workload(build), workload(batch=PAIR, loss_fn=first_loss)]
+        here.append(workload(compute_loss=HeldLoss([{"c", "b", "a"}, Slotted([1]), torch.relu])))
         command = [sys.executable, "-c", code, str(Path(__file__).parent)]
         run = subprocess.run(
             command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}

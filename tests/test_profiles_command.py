@@ -180,3 +180,19 @@ def test_the_newest_is_one_of_a_search_that_ended(capsys):
     store("cd" * 16, replace(made_plan(), complete=False))
     assert main(["export", "--to", "env"]) == 0
     assert capsys.readouterr().err.startswith("plan: abababababab (")
+
+
+@pytest.mark.parametrize("written_s", [1e15, -1e13])
+def test_a_file_of_a_time_that_no_calendar_has_is_listed(capsys, monkeypatch, written_s):
+    path, true_stat = store("ab" * 16, made_plan()), Path.lstat
+
+    def lstat(self):
+        status = true_stat(self)
+        return os.stat_result((*status[:7], written_s, written_s, written_s)) if self == path else status
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert main(["profiles"]) == 0
+    assert "?" in capsys.readouterr().out
+    assert main(["profiles", "--json"]) == 0
+    [one] = json.loads(capsys.readouterr().out)["profiles"]
+    assert (one["saved_at"], one["age_s"], one["problem"]) == (None, None, None)

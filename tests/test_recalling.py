@@ -523,3 +523,13 @@ def test_what_a_killed_writer_left_behind_is_removed_by_the_next(cache_dir):
     profiles.store(path.stem, plan)
     assert not left_over.exists()
     assert recalling.NOT_REMEMBERED not in "".join(plan.notes)
+
+
+def test_that_no_gpu_was_found_is_said_to_whoever_named_no_device_and_not_remembered(monkeypatch):
+    """It was kept with the plan: told to those who asked for the processor, and not to those who asked for nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = {"max_batch_size": 4, "n_trials": 1}
+    model, batch = torch.nn.Linear(4, 4), torch.zeros(4, 4)
+    for named in (None, "cpu", None):
+        plan = tune(model, batch, compute_loss=lambda model, batch: model(batch).sum(), devices=named, **options)
+        assert sum("no GPU is visible" in note for note in plan.notes) == (named is None)

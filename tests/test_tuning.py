@@ -484,7 +484,9 @@ class TestStateGuard:
 
     @pytest.mark.parametrize("devices", DEVICES)
     def test_nor_does_a_remembered_plan(self, live, devices):
+        trap = live.model.trap
         for _ in range(2):
+            trap.calls, trap.stage = 0, "predict"  # the copies count into it, and what a model holds is what it is
             plan = tune_live(live, devices, profile="auto")
             live.check()
         assert "nothing was run" in plan.notes[0]
@@ -516,6 +518,20 @@ class TestInterrupted:
         again = tune(workload, devices="sim:2xRTX3090", effective_batch_size=64)
         assert again.complete
         assert any("interrupted" in note for note in again.notes)
+
+    def test_a_refresh_that_is_interrupted_leaves_the_remembered_plan(self, monkeypatch):
+        def stop(progress):
+            if progress.stage == "search" and progress.best_samples_per_s is not None:
+                raise KeyboardInterrupt
+
+        workload, options = small(), {"devices": "sim:2xRTX3090", "effective_batch_size": 64}
+        tune(workload, **options)
+        with pytest.raises(TuningInterrupted) as caught:
+            tune(workload, **options, profile="refresh", progress=stop)
+        assert caught.value.path is None
+        assert any("its search was interrupted, and that of the remembered" in one for one in caught.value.plan.notes)
+        forbid_search(monkeypatch)
+        assert tune(workload, **options).complete
 
     def test_nothing_is_kept_where_no_trial_had_succeeded(self, cache_dir):
         def stop(progress):
@@ -671,6 +687,21 @@ class TestSeveralPrecisions:
             quick(one_block(), "sim:1xRTX3090", precision=("none", "bf16"), progress=interrupt)
         assert caught.value.plan is not None
         assert any("before every precision" in note for note in caught.value.plan.notes)
+        assert not caught.value.plan.complete
+        assert caught.value.path is None
+
+    def test_the_file_that_is_named_is_of_the_plan_that_is_shown(self):
+        """It was of the precision that was being tuned for, whichever was the faster."""
+
+        def interrupt(progress):
+            last = progress.message.startswith("none") and progress.stage == "search"
+            if last and progress.best_samples_per_s is not None:
+                raise KeyboardInterrupt
+
+        with pytest.raises(TuningInterrupted) as caught:
+            tune(one_block(), devices="sim:1xRTX3090", precision=("bf16", "none"), progress=interrupt)
+        assert caught.value.plan.precision == "bf16"
+        assert Plan.load(caught.value.path).precision == "bf16"
 
 
 class TestPrecisionsThatDoNotFit:

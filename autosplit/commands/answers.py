@@ -197,9 +197,9 @@ class Compared:
     """The same workload on several machines.
 
     Attributes:
-        schema_version: Of a plan's JSON.
+        schema_version: Of this JSON.
         sorted_by: What the order of the machines goes by.
-        complete: False where Ctrl-C left machines out.
+        complete: False where Ctrl-C left machines out, or cut a search short.
         machines: The best first; those that the workload does not fit come last.
         not_compared: Machines that were left out because of Ctrl-C.
         errors: How far predictions were off where the project measured it; empty where nothing here is simulated.

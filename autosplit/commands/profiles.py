@@ -45,8 +45,8 @@ def _described(path: Path) -> Profile:
         written_s: float | None = path.lstat().st_mtime
     except OSError:
         written_s = None
-    saved_at = None if written_s is None else datetime.fromtimestamp(written_s).astimezone().isoformat("T", "seconds")
-    age_s = None if written_s is None else max(0.0, time.time() - written_s)
+    saved_at = None if written_s is None else _time_text(written_s)
+    age_s = None if written_s is None or saved_at is None else max(0.0, time.time() - written_s)
     try:
         plan = read_profile(path)
     except PlanError as error:
@@ -72,6 +72,14 @@ def _described(path: Path) -> Profile:
         simulated=plan.simulated,
         complete=plan.complete,
     )
+
+
+def _time_text(written_s: float) -> str | None:
+    """Write a time as ISO 8601; None for one that no calendar has: a file may bear any."""
+    try:
+        return datetime.fromtimestamp(written_s).astimezone().isoformat("T", "seconds")
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def show_path(key: str | None, manner: Manner) -> int:

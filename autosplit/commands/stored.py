@@ -41,14 +41,17 @@ def stored_plan(which: str) -> tuple[Path, Plan]:
         InputError: Neither is there, or what is there is no plan.
     """
     path = plan_file(which)
-    return path, Plan.load(path) if str(path) == which else read_profile(path)
+    return path, Plan.load(path) if _is_file(which) else read_profile(path)
 
 
 def plan_file(which: str) -> Path:
     """Return the file of a plan that somebody named; see `stored_plan`. A file goes before a key."""
-    if which and (Path(which).is_file() or not is_key(which)):
-        return Path(which)
-    return profile_path(which)
+    return Path(which) if _is_file(which) else profile_path(which)
+
+
+def _is_file(which: str) -> bool:
+    """Tell whether somebody named a file, and not a key."""
+    return bool(which) and (Path(which).is_file() or not is_key(which))
 
 
 def profile_path(key: str) -> Path:

@@ -108,7 +108,6 @@ class JointSession:
         closing: Gets what has to be undone at the end.
         probing: Ends what measures this rank's device by itself: a GPU's memory has to be free of it before all ranks
             step together.
-        notes: What is to be said already.
         study_name: Of the search's study.
     """
 
@@ -121,12 +120,11 @@ class JointSession:
         closing: ExitStack,
         probing: ExitStack,
         *,
-        notes: tuple[str, ...],
         study_name: str,
     ) -> None:
         self.job, self.peers, self.subject, self.followed = job, job.peers, subject, followed
         self.request, self.tell, self.study_name = subject.request, tell, study_name
-        self.notes = [*notes, *followed.notes]
+        self.notes = [*followed.notes]
         self.stage = "ceilings"
         self.trials: list[Trial] = []
         self.checks: tuple[Check, ...] = ()
