@@ -20,7 +20,7 @@ from autosplit.errors import InputError
 from autosplit.findings import Check, error_text
 from autosplit.plan import Plan, PlanDevice, RankSettings
 from autosplit.printed import printable
-from autosplit.sizes import rate_text, size_text
+from autosplit.sizes import ms_text, rate_text, size_text
 from autosplit.split import even_split
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
             *([f"{device.share:,}"] if several else []),
             _memory_text(device.peak_bytes, device.capacity_bytes),
             f"{ceiling:,}{_limit_text(device, simulated=plan.simulated)}",
-            _ms_text(device.busy_s),
+            ms_text(device.busy_s),
         )
 
 
@@ -763,11 +763,6 @@ def _tuple_text(split: Sequence[int]) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
-def _ms_text(seconds: float) -> str:
-    ms = seconds * 1000
-    return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms"
 
 
 def _bytes_text(nbytes: int) -> str:

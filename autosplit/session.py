@@ -140,7 +140,7 @@ class Session:
         best = self._best_trial()
         if best is None:
             raise self._nothing_fits()
-        _log.info("the answer is trial %d", best.number + 1)
+        _log.info("the answer is trial %d", best.number)
         self._doubt_the_times()
         even = self._even_rate(best)
         ceilings = self._final_ceilings(best)
@@ -541,7 +541,7 @@ class Session:
 
     def _keep(self, trial: Trial) -> None:
         self.trials.append(trial)
-        self._report(f"trial {trial.number + 1} of at most {self.request.n_trials}")
+        self._report(f"{len(self.trials)} of at most {self.request.n_trials} trials")
 
     def _evaluate(self, number: int, configuration: Configuration) -> Trial:
         """Run a configuration; one that fails is a failed trial."""

@@ -486,7 +486,7 @@ class JointSession:
 
     def _keep(self, trial: Trial) -> None:
         self.trials.append(trial)
-        self._report(f"trial {trial.number + 1} of at most {self.request.n_trials}")
+        self._report(f"{len(self.trials)} of at most {self.request.n_trials} trials")
 
     def _report(self, message: str) -> None:
         done = len(self.trials) / self.request.n_trials if self.stage == "search" else 0.0
