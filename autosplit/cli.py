@@ -28,7 +28,7 @@ from autosplit.commands.saying import EXIT_INTERRUPTED, Manner, failed
 from autosplit.errors import AutosplitError, InputError, UserCodeError, shown
 from autosplit.interrupts import leaves_at_the_second
 from autosplit.outcome import reported
-from autosplit.terminal import restored_terminal, sent_nowhere, streams_made_fit
+from autosplit.terminal import bars_say_it_stops, restored_terminal, sent_nowhere, streams_made_fit
 
 __all__ = ["main", "run"]
 
@@ -127,7 +127,7 @@ def run() -> NoReturn:
     if sys.argv[1:2] in (["show"], ["profiles"]):
         gc.disable()  # what is made is kept to the end, which comes soon: looking for garbage is a tenth of the time
     # torchrun passes on what its processes may have had themselves.
-    leaves_at_the_second(_left, apart_s=1.0 if os.environ.get("RANK") else 0.0)
+    leaves_at_the_second(_left, first=bars_say_it_stops, apart_s=1.0 if os.environ.get("RANK") else 0.0)
     try:
         code = main()
     except KeyboardInterrupt:  # while the first was being told of

@@ -579,6 +579,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         all_are = all(machine.predicted for machine in comparison.machines)
         which = "predicted" if all_are else "predicted where it says so"
         _print(Text(f"{which}: for cards that are not here", "yellow"), console)
+    if len(comparison.machines) > 1:
+        priced = comparison.sorted_by == "cost_per_million_samples"
+        _print(Text(f"sorted by {'the cost of 1M samples' if priced else 'samples/s'}, as each plan trains"), console)
     _print(_comparison_table(comparison, narrow=console.width < NARROW), console)
     left = [f"not compared: {', '.join(comparison.not_compared)}"] if comparison.not_compared else []
     if lines := [*left, *comparison.notes]:

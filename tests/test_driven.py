@@ -87,6 +87,7 @@ def test_ctrl_c_twice_leaves_at_once(script):
     terminal = opened([*AUTOSPLIT, "tune", script(STUBBORN), "--devices", "cpu:8MiB", "--no-isolate"])
     terminal.wait_for("here")
     terminal.press(CTRL_C)
+    terminal.wait_for("stopping with the best so far, if any; Ctrl-C again ends at once")
     time.sleep(0.5)  # or the system makes one signal of the two
     terminal.press(CTRL_C)
     assert terminal.end(timeout_s=20) == 4
