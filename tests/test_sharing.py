@@ -61,14 +61,22 @@ def test_what_stays(text):
     assert without_private(text) == text
 
 
-@given(st.lists(st.sampled_from(["/home/ann", " ", "~/x", UUID, "a://b", "runs/a.json", "c:\\", "..", "/", "[path]", ":", "pid 77"])))
+@given(
+    st.lists(
+        st.sampled_from(
+            ["/home/ann", " ", "~/x", UUID, "a://b", "runs/a.json", "c:\\", "..", "/", "[path]", ":", "pid 77"]
+        )
+    )
+)
 def test_once_is_enough(parts):
     once = without_private("".join(parts))
     assert without_private(once) == once
     assert "/home/ann" not in once
 
 
-@pytest.mark.parametrize("part", ["/", "/a", "/a b", "a ", "~", "x://", "\\\\", "../", "GPU-a", "a/", "a.py/", "a", "a:", "pid  "])
+@pytest.mark.parametrize(
+    "part", ["/", "/a", "/a b", "a ", "~", "x://", "\\\\", "../", "GPU-a", "a/", "a.py/", "a", "a:", "pid  "]
+)
 def test_no_text_takes_long(part):
     without_private(part * 50_000 + "!")  # a pattern that goes back and forth would never end
 
