@@ -10,7 +10,7 @@ import importlib
 import itertools
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ __all__ = [
     "print_comparison",
     "print_devices",
     "print_plan",
+    "request_text",
     "told_of",
 ]
 
@@ -374,6 +375,16 @@ def _ranks_text(ranks: Sequence[RankSettings]) -> str:
     if last is not first:
         who = f"ranks {first.rank} to {last.rank} ({first.device} to {last.device})"
     return f"{who}: batch_size {first.batch_size}, accumulation_steps {first.accumulation_steps}"
+
+
+def request_text(request: Mapping[str, Any]) -> str:
+    """Say what was asked for, less the devices, the name and what is the default: ``effective_batch_size 256:512``."""
+    defaults = {"strategy": "auto"}
+    texts = []
+    for name, value in request.items():
+        if name not in ("devices", "name") and value not in (None, defaults.get(name)):
+            texts.append(f"{name} {':'.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")
+    return ", ".join(texts)
 
 
 # ---------------------------------------------------------------------------------------------------------- devices

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from autosplit.assembly import DDP_NOTE, Answer, Subject, assembled, lone_rank, rank_answer, residuals_of, solved_ranks
-from autosplit.checks import checks_for
+from autosplit.checks import checks_for, not_checked
 from autosplit.compiling import has_compiled_parts
 from autosplit.cost import Ceiling, Fit, MemoryFit, MemoryParts, Region, Role, StepTime, TimeCurve
 from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line
@@ -123,7 +123,7 @@ class Session:
             else:
                 self.checks, notes = checks_for(self.subject.workload, self.rebuild)
         except AutosplitError as error:
-            notes = (f"whether splitting changes the training was not checked: {error}",)
+            notes = (not_checked(error),)
         for found in self.checks:
             _log.info("check: %s", found)
         self.notes += notes

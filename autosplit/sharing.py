@@ -48,7 +48,7 @@ LONGEST = 20_000
 """Characters of one text that are kept; of a longer one the middle is left out."""
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-"""A text that is one and nothing else, as a plan's parts are held against a workload's by; a UUID stands among words."""
+"""A text that is one and nothing else: parts of a workload are told apart by these. A UUID stands among words."""
 
 _MOST_PASSES = 4
 """What was left out may show that what stands next to it is a path."""
