@@ -32,7 +32,7 @@ from autosplit.trainee import built_without_memory, fake_mode, mode_of
 from autosplit.watching import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
 from autosplit.workload import Workload, modules_of
 
-__all__ = ["check", "checks_for"]
+__all__ = ["check", "checks_for", "not_checked"]
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +119,19 @@ def checks_for(
             why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the processor takes over {FIRST_S:g} s"
         except Exception as error:  # noqa: BLE001  # the tuning itself says better what is wrong with a workload
             why = one_line(error)
-    return (), (f"whether splitting changes the training was not checked: {why}; autosplit.check(workload) does it",)
+    return (), (not_checked(why),)
+
+
+def not_checked(why: object) -> str:
+    """Return the note that a plan keeps, and shows as often as it is found again, where nothing was checked.
+
+    Args:
+        why: In a few words.
+    """
+    return (
+        f"whether splitting changes the training was not checked: {why}; autosplit check FILE "
+        "(autosplit.check(workload)) does it"
+    )
 
 
 def _without_rounding(found: Check) -> Check:

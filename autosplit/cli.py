@@ -28,7 +28,7 @@ from autosplit.commands.saying import EXIT_INTERRUPTED, Manner, failed
 from autosplit.errors import AutosplitError, InputError, UserCodeError, shown
 from autosplit.interrupts import leaves_at_the_second
 from autosplit.outcome import reported
-from autosplit.terminal import restored_terminal, sent_nowhere, streams_made_fit
+from autosplit.terminal import bars_say_it_stops, restored_terminal, sent_nowhere, streams_made_fit
 
 __all__ = ["main", "run"]
 
@@ -127,7 +127,7 @@ def run() -> NoReturn:
     if sys.argv[1:2] in (["show"], ["profiles"]):
         gc.disable()  # what is made is kept to the end, which comes soon: looking for garbage is a tenth of the time
     # torchrun passes on what its processes may have had themselves.
-    leaves_at_the_second(_left, apart_s=1.0 if os.environ.get("RANK") else 0.0)
+    leaves_at_the_second(_left, first=bars_say_it_stops, apart_s=1.0 if os.environ.get("RANK") else 0.0)
     try:
         code = main()
     except KeyboardInterrupt:  # while the first was being told of
@@ -537,7 +537,7 @@ def profiles_list_command(
 def profiles_show_command(
     context: typer.Context, key: _Key = None, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
 ) -> Command:
-    """Show a remembered plan; without a key, list them and show the newest."""
+    """Show a remembered plan. Without a key, list them and show the newest."""
     return _to_run("show.show_profile", _manner(context, as_json, quiet, verbose), key)
 
 
@@ -563,7 +563,7 @@ def profiles_remove_command(
     quiet: _Quiet = False,
     verbose: _Verbose = False,
 ) -> Command:
-    """Forget remembered plans, and say which; nothing outside the cache is ever removed."""
+    """Forget remembered plans, and say which. Nothing outside the cache is ever removed."""
     manner = _manner(context, as_json, quiet, verbose)
     return _to_run("profiles.remove_profiles", manner, keys or [], everything=everything, confirmed=confirmed)
 
@@ -588,7 +588,7 @@ def report_command(
     quiet: _Quiet = False,
     verbose: _Verbose = False,
 ) -> Command:
-    """Make a page of a plan that works offline: its charts, its checks, every setting to copy. Needs matplotlib."""
+    """Make a page of a plan that works offline. It has charts, checks, every setting to copy; needs matplotlib."""
     return _to_run("report.report", Manner(as_json, quiet, verbose), which, output, force=force)
 
 
@@ -649,5 +649,5 @@ def launch_command(
     quiet: _Quiet = False,
     verbose: _Verbose = False,
 ) -> Command:
-    """Start a training script by torchrun, with the plan's processes, and the plan for each of them."""
+    """Start a training script by torchrun with a plan's processes. Each of them is given the plan."""
     return _to_run("launch.launch", Manner(as_json, quiet, verbose), arguments, plan, print_only=print_only)

@@ -495,7 +495,8 @@ def _remarks(machines: Sequence[ComparedMachine]) -> tuple[str, ...]:
     faster = [_by_ddp(machine) for machine in machines if machine.plan is not None and machine.plan.fastest == "ddp"]
     if faster:
         said.append(
-            f"DDP is predicted to be faster on {', '.join(faster)}; --strategy ddp (strategy='ddp') compares by it"
+            f"DDP is predicted to be faster on {', '.join(faster)}, by which nothing is sorted here; --strategy ddp "
+            "(strategy='ddp') compares by it"
         )
     interrupted = [name for name, plan in plans if not plan.complete]
     if interrupted:

@@ -40,7 +40,9 @@ def held_interrupts() -> Iterator[None]:
             handler(came[0], None)
 
 
-def leaves_at_the_second(last: Callable[[], int], *, apart_s: float = 0.0) -> None:
+def leaves_at_the_second(
+    last: Callable[[], int], *, first: Callable[[], object] | None = None, apart_s: float = 0.0
+) -> None:
     """Let the second Ctrl-C of this process end it at once, for good; the first is Python's, as ever.
 
     Python runs handlers between two instructions of the main thread, which may be in a long one, or in a `finally`
@@ -48,6 +50,7 @@ def leaves_at_the_second(last: Callable[[], int], *, apart_s: float = 0.0) -> No
 
     Args:
         last: Called in that thread, before the end; it returns the exit code.
+        first: Called in that thread at the first Ctrl-C; it must not wait for anything, or the second is not heard.
         apart_s: Signals that come closer together than this are of one key.
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
@@ -62,6 +65,8 @@ def leaves_at_the_second(last: Callable[[], int], *, apart_s: float = 0.0) -> No
             for number in os.read(hears, 4096):
                 if number == signal.SIGINT and (not came_s or time.monotonic() - came_s[-1] >= apart_s):
                     came_s.append(time.monotonic())
+                    if first is not None and len(came_s) == 1:
+                        first()
         os._exit(last())
 
     def leave_alone() -> None:

@@ -5,18 +5,22 @@ What a plan's file says of itself is not believed, only shown, and no more of it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from autosplit.errors import shown
 from autosplit.plan import Plan
+from autosplit.printed import listed
 from autosplit.sizes import size_text
 
 __all__ = ["differences", "nearest_told"]
 
 MOST_TOLD = 3
-"""Of the parts that differ."""
+"""Of the parts that differ, or one more; the log has all of them."""
+
+_log = logging.getLogger(__name__)
 
 _VERSIONS = {"torch": "torch", "cuda": "CUDA", "autosplit": "autosplit"}
 _DIGESTS = {
@@ -63,8 +67,10 @@ def nearest_told(
     if not found:
         return None
     count, path, told = min(found, key=lambda one: one[0])
-    more = f"; and {count - MOST_TOLD} more" if count > MOST_TOLD else ""
-    return f"no plan is remembered for just this; in the nearest, {path.stem[:8]}: {'; '.join(told[:MOST_TOLD])}{more}"
+    said = f"in the nearest, {path.stem[:8]}: "
+    if count > MOST_TOLD:
+        _log.info("%s%s", said, "; ".join(told))
+    return f"no plan is remembered for just this; {said}{listed(told, MOST_TOLD, separator='; ', last='; ')}"
 
 
 def differences(

@@ -20,7 +20,7 @@ from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
 from autosplit.findings import error_text
 from autosplit.markup import printable
 from autosplit.plan import Plan
-from autosplit.report import Told, paste_lines, told_of
+from autosplit.report import Told, paste_lines, request_text, told_of
 from autosplit.sharing import shareable
 from autosplit.sizes import size_text
 
@@ -153,12 +153,14 @@ class _Page:
         title: The page's.
         told: What the terminal's report says, too.
         headline: The numbers to set, large.
+        made: What was asked for, and what versions answered.
         charts: All of them; one that could not be drawn says why.
         lines: Names of the charts of memory against samples.
         parts: A row for each device: its name, and what its peak is made of; empty where that is known of none.
         part_names: Headings of these.
         checks: A row for each: what, split, accumulated, verdict, what to do.
         ranks: A row for each DDP rank.
+        ddp: What is said of them besides, or why there are none.
         trials: A row for each.
         settings: Each with its name and what to set it to.
         code: The lines to paste.
@@ -167,12 +169,14 @@ class _Page:
     title: str
     told: Told
     headline: tuple[tuple[str, str], ...]
+    made: tuple[tuple[str, str], ...]
     charts: tuple[Chart, ...]
     lines: tuple[str, ...]
     part_names: tuple[str, ...]
     parts: tuple[tuple[str, ...], ...]
     checks: tuple[tuple[str, ...], ...]
     ranks: tuple[tuple[str, ...], ...]
+    ddp: tuple[str, ...]
     trials: tuple[tuple[str, ...], ...]
     settings: tuple[tuple[str, str], ...]
     code: str
@@ -183,17 +187,20 @@ class _Page:
         explanation = plan.explain()
         told, charts = told_of(plan, explanation), charts_of(plan, explanation)
         model = plan.workload.get("model")
+        ranks = tuple(_rank_rows(plan))
         parts = tuple(_part_rows(plan)) if any(known_parts(device) for device in plan.devices) else ()
         return cls(
             title=f"autosplit: {model}" if isinstance(model, str) and model else "autosplit",
             told=told,
             headline=tuple(_headline(plan, told)),
+            made=tuple(_made(plan)),
             charts=charts,
             lines=tuple(chart.name for chart in charts if chart.name.startswith("line")),
             part_names=tuple(label for _, label, _ in MEMORY_PARTS),
             parts=parts,
             checks=tuple(_check_rows(plan)),
-            ranks=tuple(_rank_rows(plan)),
+            ranks=ranks,
+            ddp=told.ddp[-1:] if ranks else told.ddp,  # the rest is in the table
             trials=tuple(_trial_rows(plan)),
             settings=tuple(_settings(plan)),
             code="\n".join(paste_lines(plan)),
@@ -203,7 +210,7 @@ class _Page:
     def other_numbers(self) -> tuple[tuple[str, str], ...]:
         """What is said of the plan besides the headline."""
         names = {name for name, _ in self.headline}
-        return tuple((name, text) for name, text in self.told.numbers if name not in names)
+        return (*((name, text) for name, text in self.told.numbers if name not in names), *self.made)
 
 
 def _headline(plan: Plan, told: Told) -> Iterator[tuple[str, str]]:
@@ -211,6 +218,16 @@ def _headline(plan: Plan, told: Told) -> Iterator[tuple[str, str]]:
     for name, text in told.numbers:
         if name in ("split", "gpu0_bsz", "batch_size", "accumulation_steps", "throughput"):
             yield name, text.removesuffix(" (simulated)") if plan.simulated else text
+
+
+def _made(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what of its making the plan keeps: older ones do not tell what was asked for."""
+    if plan.request:
+        yield "asked for", request_text(plan.request) or "nothing but the defaults"
+    names = {"autosplit": "autosplit", "torch": "torch", "cuda": "CUDA"}
+    versions = [f"{name} {plan.machine[part]}" for part, name in names.items() if plan.machine.get(part) is not None]
+    if versions:
+        yield "made with", ", ".join(versions)
 
 
 def _part_rows(plan: Plan) -> Iterator[tuple[str, ...]]:

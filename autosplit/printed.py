@@ -8,8 +8,9 @@ bidirectional override shows a text as another one.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-__all__ = ["LONGEST", "ascii_json", "printable", "printable_json", "shortened", "without_passwords"]
+__all__ = ["LONGEST", "ascii_json", "listed", "printable", "printable_json", "shortened", "without_passwords"]
 
 LONGEST = 4000
 """Characters of one text that are shown; of a longer one the middle is left out."""
@@ -45,6 +46,20 @@ def shortened(text: str, longest: int) -> str:
         longest: Characters that are kept, more than 500.
     """
     return text if len(text) <= longest else f"{text[: longest - _TAIL - 3]}...{text[-_TAIL:]}"
+
+
+def listed(texts: Sequence[str], most: int, *, separator: str = ", ", last: str = " ") -> str:
+    """List the first of some texts, and count the rest; a single one is named, which takes no more room.
+
+    Args:
+        texts: All of them.
+        most: So many are listed, or one more.
+        separator: Between two of them.
+        last: Before ``and 3 more``.
+    """
+    shown = texts if len(texts) <= most + 1 else texts[:most]
+    more = len(texts) - len(shown)
+    return separator.join(shown) + (f"{last}and {more} more" if more else "")
 
 
 def _shown_as(character: str) -> str:

@@ -28,7 +28,7 @@ from autosplit.runtime.isolated import IsolatedRuntime, StepLostError
 from autosplit.runtime.measurement import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import traced_parts, traced_peaks
 from autosplit.runtime.tracing import Tracer
-from autosplit.sizes import size_text
+from autosplit.sizes import ms_text, size_text
 from autosplit.split import proportional_split
 from autosplit.staging import Source, build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.timings import TimedSize
@@ -442,8 +442,8 @@ class Prober:
                 _log.info("timed %s: out of memory (%s)", _shape_text(shape), error)
                 self._count(1, ooms=1)
                 raise
-            told = timed.seconds, timed.error_s, timed.repeats
-            _log.info("timed %s: %.4g s, give or take %.2g, in %d of it", _shape_text(shape), *told)
+            told = ms_text(timed.seconds), ms_text(timed.error_s), timed.repeats
+            _log.info("timed %s: %s, give or take %s, in %d of it", _shape_text(shape), *told)
             self._count(timed.repeats)
         return self._measured[shape]
 

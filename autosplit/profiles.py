@@ -50,6 +50,7 @@ __all__ = [
     "profiles_folder",
     "read_profile",
     "refuse_linked_folder",
+    "remove_left_over",
     "remove_profile",
     "store",
     "turn_path",
@@ -62,6 +63,12 @@ MOST_DEVICES = 2**16
 
 LOCK_TIMEOUT_S = 10.0
 """Writing takes milliseconds: whoever holds the lock for longer than this hangs."""
+
+LOCK_SUFFIX = ".lock"
+"""Of the file by whose lock those who write a profile take turns."""
+
+TURN_SUFFIX = ".tuning.lock"
+"""Of the file by whose lock those who tune for it do."""
 
 BAD_SUFFIX = ".bad"
 """Of what stood in a profile's place and was none; the last one is kept, for whoever wonders."""
@@ -262,7 +269,7 @@ def turn_path(key: str) -> Path:
     Raises:
         ProfileError: As by `profiles_folder`.
     """
-    return _path_of(key).with_suffix(".tuning.lock")
+    return _path_of(key).with_suffix(TURN_SUFFIX)
 
 
 def find(
@@ -323,6 +330,8 @@ def _moved_if_still_spoiled(
             if not isinstance(now, _SpoiledError):
                 return plan, now
             aside = moved_aside(path, BAD_SUFFIX)
+    except _LockError as failure:
+        return None, ProfileError(f"{error}; it can't be moved aside: {failure}")
     except (OSError, NotImplementedError, ProfileError) as failure:
         reason = getattr(failure, "strerror", None) or failure
         return None, ProfileError(f"{error}; it can't be moved aside ({reason}): remove it")
@@ -367,11 +376,35 @@ def refuse_linked_folder(folder: Path) -> None:
         )
 
 
-def _locked(path: Path) -> Any:
-    """Return the lock of a profile's file, to be held by `with`."""
+class _LockError(ProfileError):
+    """What stands in the place of a lock can't be locked; where nothing stands there, the folder is to blame."""
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, suffix: str = LOCK_SUFFIX, timeout_s: float | None = None) -> Iterator[Path]:
+    """Hold the lock of a profile's file, and yield the lock's.
+
+    Raises:
+        _LockError: Its file is there and can't be locked.
+        OSError: It can't be made; `filelock.Timeout` if another has held it for so long.
+        NotImplementedError: The file system has no locks.
+    """
     import filelock  # not needed for reading, and slow to import
 
-    return filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S, mode=OWNER_ONLY, fallback_to_soft=False)
+    lock = path.with_suffix(suffix)
+    timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(filelock.FileLock(lock, timeout=timeout_s, mode=OWNER_ONLY, fallback_to_soft=False))
+        except filelock.Timeout:
+            raise
+        except OSError as error:
+            if not os.path.lexists(lock):
+                raise
+            raise _LockError(
+                f"{lock} can't be locked ({error.strerror or error}); expected a file to write to, or none; remove it"
+            ) from error
+        yield lock
 
 
 def _refuse_foreign(
@@ -423,7 +456,7 @@ def store(key: str, plan: Plan) -> Path:
     import filelock  # not needed for reading, and slow to import
 
     path = _path_of(key)
-    lock = path.with_suffix(".lock")
+    lock = path.with_suffix(LOCK_SUFFIX)
     # No lock that is a file's mere presence: it would outlive a process that is killed.
     advice = "set AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'"
     try:
@@ -449,8 +482,16 @@ def store(key: str, plan: Plan) -> Path:
 def _sweep(path: Path) -> None:
     """Remove what writers of a profile that were killed have left behind: whoever has the lock is the only one."""
     for left_over in path.parent.glob(f".{path.name}.*"):
-        with contextlib.suppress(OSError):
-            left_over.unlink()
+        _discard(left_over)
+
+
+def _discard(path: Path) -> None:
+    """Remove a file, a link or an empty folder, where that can be."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink()
 
 
 def _spare_newer(path: Path) -> None:
@@ -491,7 +532,9 @@ def read_profile(path: Path) -> Plan:
 
 
 def remove_profile(path: Path) -> None:
-    """Remove a file of the cache: never anything else, and never what a link leads to.
+    """Remove a file of the cache with what stands beside it: never anything else, and never what a link leads to.
+
+    Locks that somebody holds stay, and so does what a later version of autosplit wrote.
 
     Raises:
         ProfileError: It is none, or can't be removed.
@@ -502,12 +545,42 @@ def remove_profile(path: Path) -> None:
     try:
         path.unlink()
     except FileNotFoundError:
-        return  # by somebody else: it is gone
+        pass  # by somebody else: it is gone
     except OSError as error:
         raise ProfileError(
             f"{path} can't be removed ({error.strerror or error}); expected a file in a folder that may be written; "
             "remove it by hand"
         ) from error
+    _remove_beside(path)
+
+
+def remove_left_over() -> None:
+    """Remove what stands beside profiles that are gone."""
+    folder = profiles_folder()
+    keys = {path.name.partition(".")[0] for path in folder.glob("[!.]*") if path.suffix in (LOCK_SUFFIX, BAD_SUFFIX)}
+    keys |= {path.name.split(".")[1] for path in folder.glob(".*.json.*")}
+    for key in filter(_KEY_CHARACTERS.issuperset, keys - {""}):
+        if not os.path.lexists(folder / f"{key}.json"):
+            _remove_beside(folder / f"{key}.json")
+
+
+def _remove_beside(path: Path) -> None:
+    """Remove the locks of a profile that is gone, what was moved aside for it, and what killed writers have left.
+
+    A lock is removed by who holds it, so that it is nobody else's: who has opened the file by then sees that it is
+    gone, and makes another.
+    """
+    if os.path.islink(path.parent) or not path.parent.is_dir():  # noqa: PTH114 - as above
+        return
+    for suffix in (LOCK_SUFFIX, TURN_SUFFIX):
+        with (
+            contextlib.suppress(OSError, NotImplementedError, ProfileError),
+            _locked(path, suffix=suffix, timeout_s=0) as lock,
+        ):
+            if suffix == LOCK_SUFFIX:
+                _sweep(path)
+                _discard(path.with_suffix(BAD_SUFFIX))
+            _discard(lock)
 
 
 def newest(most: int) -> Iterator[tuple[Path, Plan | None]]:

@@ -10,7 +10,7 @@ import importlib
 import itertools
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from autosplit.errors import InputError
 from autosplit.findings import Check, error_text
 from autosplit.plan import Plan, PlanDevice, RankSettings
 from autosplit.printed import printable
-from autosplit.sizes import rate_text, size_text
+from autosplit.sizes import ms_text, rate_text, size_text
 from autosplit.split import even_split
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ __all__ = [
     "print_comparison",
     "print_devices",
     "print_plan",
+    "request_text",
     "told_of",
 ]
 
@@ -272,7 +273,7 @@ def _device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
             *([f"{device.share:,}"] if several else []),
             _memory_text(device.peak_bytes, device.capacity_bytes),
             f"{ceiling:,}{_limit_text(device, simulated=plan.simulated)}",
-            _ms_text(device.busy_s),
+            ms_text(device.busy_s),
         )
 
 
@@ -374,6 +375,16 @@ def _ranks_text(ranks: Sequence[RankSettings]) -> str:
     if last is not first:
         who = f"ranks {first.rank} to {last.rank} ({first.device} to {last.device})"
     return f"{who}: batch_size {first.batch_size}, accumulation_steps {first.accumulation_steps}"
+
+
+def request_text(request: Mapping[str, Any]) -> str:
+    """Say what was asked for, less the devices, the name and what is the default: ``effective_batch_size 256:512``."""
+    defaults = {"strategy": "auto"}
+    texts = []
+    for name, value in request.items():
+        if name not in ("devices", "name") and value not in (None, defaults.get(name)):
+            texts.append(f"{name} {':'.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")
+    return ", ".join(texts)
 
 
 # ---------------------------------------------------------------------------------------------------------- devices
@@ -579,6 +590,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         all_are = all(machine.predicted for machine in comparison.machines)
         which = "predicted" if all_are else "predicted where it says so"
         _print(Text(f"{which}: for cards that are not here", "yellow"), console)
+    if len(comparison.machines) > 1:
+        priced = comparison.sorted_by == "cost_per_million_samples"
+        _print(Text(f"sorted by {'the cost of 1M samples' if priced else 'samples/s'}, as each plan trains"), console)
     _print(_comparison_table(comparison, narrow=console.width < NARROW), console)
     left = [f"not compared: {', '.join(comparison.not_compared)}"] if comparison.not_compared else []
     if lines := [*left, *comparison.notes]:
@@ -763,11 +777,6 @@ def _tuple_text(split: Sequence[int]) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
-def _ms_text(seconds: float) -> str:
-    ms = seconds * 1000
-    return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms"
 
 
 def _bytes_text(nbytes: int) -> str:

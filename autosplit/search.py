@@ -19,6 +19,7 @@ from typing import Any
 from autosplit.errors import InputError
 from autosplit.printed import without_passwords
 from autosplit.proposals import Proposal
+from autosplit.sizes import rate_text
 from autosplit.space import Configuration, Space, Trial
 
 __all__ = ["check_storage", "search"]
@@ -82,7 +83,7 @@ def search(
     while len(done) < n_trials and asked < (1 + MOST_REPEATS) * n_trials and not _over(deadline_s, done):
         proposal = propose(tuple(done.values()))
         if proposal.enough:
-            _log.info("the search ends after trial %d: %s", len(done), proposal.why)
+            _log.info("the search ends after %d trials: %s", len(done), proposal.why)
             break
         sampler = _sampler(seed, asked)
         asked += 1
@@ -107,9 +108,9 @@ def _log_trial(trial: Trial, why: str) -> None:
     if trial.samples_per_s is None:
         gave = f"failed: {trial.failure}"
     else:
-        gave = f"{trial.samples_per_s:,.4g} samples/s, give or take {trial.error_share:.1%}"
+        gave = f"{rate_text(trial.samples_per_s)}, give or take {100 * trial.error_share:.1f} %"
     split, steps = trial.split, trial.accumulation_steps
-    _log.info("trial %d, split %s x %d (%s): %s", trial.number + 1, split, steps, why, gave)
+    _log.info("trial %d, split %s x %d (%s): %s", trial.number, split, steps, why, gave)
 
 
 class _Kept:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from autosplit.assembly import DDP_NOTE, Answer, Subject, assembled, lone_rank, rank_answer, residuals_of, solved_ranks
-from autosplit.checks import checks_for
+from autosplit.checks import checks_for, not_checked
 from autosplit.compiling import has_compiled_parts
 from autosplit.cost import Ceiling, Fit, MemoryFit, MemoryParts, Region, Role, StepTime, TimeCurve
 from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line
@@ -121,7 +121,7 @@ class Session:
             else:
                 self.checks, notes = checks_for(self.subject.workload, self.rebuild)
         except AutosplitError as error:
-            notes = (f"whether splitting changes the training was not checked: {error}",)
+            notes = (not_checked(error),)
         for found in self.checks:
             _log.info("check: %s", found)
         self.notes += notes
@@ -138,7 +138,7 @@ class Session:
         best = self._best_trial()
         if best is None:
             raise self._nothing_fits()
-        _log.info("the answer is trial %d", best.number + 1)
+        _log.info("the answer is trial %d", best.number)
         self._doubt_the_times()
         even = self._even_rate(best)
         ceilings = self._final_ceilings(best)
@@ -539,7 +539,7 @@ class Session:
 
     def _keep(self, trial: Trial) -> None:
         self.trials.append(trial)
-        self._report(f"trial {trial.number + 1} of at most {self.request.n_trials}")
+        self._report(f"{len(self.trials)} of at most {self.request.n_trials} trials")
 
     def _evaluate(self, number: int, configuration: Configuration) -> Trial:
         """Run a configuration; one that fails is a failed trial."""

@@ -22,17 +22,23 @@ _PART = rf"{_LETTER}{{1,255}}"
 _INNER = rf"{_PART}(?:[ ]{_PART}){{0,8}}[/\\]+"
 _PATH = rf"(?:{_INNER}){{0,64}}(?:{_PART})?"
 
+# Of relative paths what is surely one: samples/s, and/or and 1/2.5 have slashes as well.
+_FILE = "bad|bin|ckpt|csv|db|html|ipynb|json|lock|log|npy|npz|pdf|pkl|pth?|py|safetensors|so|sqlite3?|toml|txt|ya?ml"
+_RELATIVE = rf"(?:[\w.-]{{1,255}}[/\\]{{1,4}}){{1,64}}[\w.-]{{0,255}}\.(?:{_FILE})(?!\w)"
+
 _PRIVATE = re.compile(
     rf"""
     (?P<url>\b[a-z][a-z0-9+.-]{{1,30}}:/{{2,4}}(?:\S|[ ](?=[^\s'"<>:;,()]{{1,255}}/)){{1,2000}})
     |(?P<uuid>\b(?:MIG-)?(?:GPU|MIG)-[0-9a-f][0-9a-f-]{{3,}}(?:/\d+/\d+)?(?!\w)
-        |\b[0-9a-f]{{8}}-(?:[0-9a-f]{{4}}-){{3}}[0-9a-f]{{12}}\b)
+        |\b[0-9a-f]{{8}}-(?:[0-9a-f]{{4}}-){{3}}[0-9a-f]{{12}}\b
+        |(?<![0-9a-z])[0-9a-f]{{32}}(?![0-9a-z]|\.\w))
     |(?P<pid>\b(?:pid|process\ id|process)[\s=:\#]{{1,3}}\d{{2,20}}\b(?:\ on\ \S{{1,255}})?)
     |(?P<path>
         (?:(?<![\w/~])|(?=/{{1,4}}(?:home|users)/))(?:/+|~[\w.-]{{0,64}}[/\\]+)(?={_LETTER}){_PATH}
         |(?<!\w)[a-z]:[\\/]+{_PATH}
         |(?<![\w\\])\\\\{_PATH}
-        |(?<!\w)(?:\.\.[/\\])+{_PATH})
+        |(?<!\w)(?:\.{{1,2}}[/\\])+{_PATH}
+        |(?<![\w./\\~-]){_RELATIVE})
     """,
     re.IGNORECASE | re.VERBOSE,
 )
@@ -40,6 +46,9 @@ _PRIVATE = re.compile(
 
 LONGEST = 20_000
 """Characters of one text that are kept; of a longer one the middle is left out."""
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+"""A text that is one and nothing else: parts of a workload are told apart by these. A UUID stands among words."""
 
 _MOST_PASSES = 4
 """What was left out may show that what stands next to it is a path."""
@@ -68,6 +77,8 @@ def without_private(text: str, known: tuple[str, ...] = ()) -> str:
         text: Any.
         known: UUIDs that are left out, of whatever form.
     """
+    if _DIGEST.fullmatch(text) and text not in known:
+        return text
     text = shortened(text, LONGEST)  # no honest text of a plan is as long, and searching it takes time
     for one in known:
         text = text.replace(one, "[uuid]")

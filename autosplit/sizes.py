@@ -1,4 +1,4 @@
-"""Bytes as people write and read them, and samples per second as they read them."""
+"""Bytes as people write and read them; times and samples per second as they read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from autosplit.errors import InputError, shown
 
-__all__ = ["parse_bytes", "rate_text", "size_text"]
+__all__ = ["ms_text", "parse_bytes", "rate_text", "size_text"]
 
 _UNIT_BYTES = {
     "": 1,
@@ -63,6 +63,12 @@ def size_text(nbytes: int) -> str:
             # Past four digits, `g` would write an exponent.
             return f"{value:.0f} {unit}" if abs(value) >= 1000 else f"{value:.4g} {unit}"
     return f"{nbytes} B"
+
+
+def ms_text(seconds: float) -> str:
+    """Write how long something takes: in whole milliseconds, or three digits of what is over before that."""
+    ms = seconds * 1000
+    return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms"
 
 
 def rate_text(samples_per_s: float) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLAIN_WIDTH",
+    "bars_say_it_stops",
     "console_for",
     "progress_bar",
     "restored_terminal",
@@ -41,6 +43,10 @@ NARROW = 80
 KEYS_SHOWN = 4
 """Columns that a bar leaves free: a terminal writes ``^C`` there, in two lines that no one would clear otherwise."""
 
+STOPPING = "stopping with the best so far, if any; Ctrl-C again ends at once"
+"""What a bar says from the first Ctrl-C on: it may take as long as the step that runs."""
+
+_stopping = threading.Event()
 _DUMB = ("dumb", "unknown")
 
 
@@ -147,12 +153,17 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
     from rich.table import Column, Table
+    from rich.text import Text
 
     console, narrow = console_for(sys.stderr), width_of(sys.stderr) < NARROW
 
     class Narrower(Bar):
         def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
-            table = super().make_tasks_table(tasks)
+            if _stopping.is_set():  # alone: beside figures there is no room for it
+                table = Table.grid()
+                table.add_row(Text(STOPPING))
+            else:
+                table = super().make_tasks_table(tasks)
             table.width = max(1, console.width - KEYS_SHOWN)
             return table
 
@@ -168,6 +179,11 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
     task = bar.add_task("starting", total=1.0, counts="")
     with bar:
         yield functools.partial(_advance, bar, task, narrow=narrow)
+
+
+def bars_say_it_stops() -> None:
+    """Let a bar say that Ctrl-C was heard, from when it is drawn next: from any thread, waiting for nothing."""
+    _stopping.set()
 
 
 def _advance(bar: Bar, task: Any, progress: Progress, *, narrow: bool) -> None:

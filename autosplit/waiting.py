@@ -173,7 +173,9 @@ class Turn:
         except filelock.Timeout:
             return
         except (OSError, NotImplementedError, ProfileError) as error:  # no such folder, no right to write, no locks
-            self.trouble = getattr(error, "strerror", None) or str(error)
+            reason = getattr(error, "strerror", None) or str(error)
+            # Where nothing stands there, the folder is to blame.
+            self.trouble = f"{self.path} can't be locked ({reason})" if os.path.lexists(self.path) else reason
             return
         self.held = True
         _held.add(self._mine)

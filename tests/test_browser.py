@@ -174,3 +174,25 @@ def test_the_page_is_drawn_fits_its_window_and_asks_for_nothing(browser, tmp_pat
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     urls = [one["params"]["request"]["url"] for one in sent if one["method"] == "Network.requestWillBeSent"]
     assert {url.removeprefix(address) for url in urls if not url.startswith("data:")} <= {"/report.html"}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_on_paper_nothing_is_cut_off(browser, tmp_path, name):
+    """Tables ran off the sheet, where nobody can scroll; the trials' stayed folded."""
+    write_page(PLANS[name](), tmp_path / "report.html")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": []})
+    metrics = {"width": 718, "height": 1000, "deviceScaleFactor": 1, "mobile": False}  # A4 less its margins
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        browser.get(f"file://{tmp_path / 'report.html'}")
+        seen = browser.execute_script(LOOK)
+        tables = browser.execute_script(
+            "return [...document.querySelectorAll('table')].map(t => t.getBoundingClientRect())"
+            ".map(b => [b.height, b.right])"
+        )
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+    assert seen["width"] <= seen["inner"], seen
+    assert seen["faint"] == []
+    assert all(one["font"] >= 9 for one in seen["pictures"]), seen
+    assert all(height > 0 and right <= 718 for height, right in tables), tables

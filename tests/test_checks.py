@@ -602,6 +602,7 @@ def test_too_few_samples_are_refused_and_made_where_they_can_be():
     found, notes = checks_for(workload)
     assert found == ()
     assert "not checked: WorkloadError: the sample batch has 3 samples" in notes[0]
+    assert notes[0].endswith("; autosplit check FILE (autosplit.check(workload)) does it")
     only_gradient(check(replace(workload, make_batch=lambda n: (torch.randn(n, 4), torch.randint(0, 3, (n,))))))
 
 

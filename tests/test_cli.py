@@ -108,6 +108,16 @@ def test_help_names_the_commands(capsys):
     assert err == ""
 
 
+@pytest.mark.parametrize("words", [[], ["profiles"]])
+def test_no_line_of_a_list_of_commands_is_cut(capsys, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*words, "--help"]) == 0
+    out = capsys.readouterr().out
+    commands = out.split("Commands:\n")[1].split("\n\n")[0].splitlines()
+    assert len(commands) > 3
+    assert all(line.startswith("  ") and line.endswith(".") and not line.endswith("...") for line in commands), out
+
+
 def test_every_keyword_of_tune_has_its_flag(capsys):
     import inspect
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from handmade import made_plan
+from handmade import made_plan, solved_plan
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -338,6 +338,7 @@ def rented() -> Comparison:
 def test_the_table_is_sorted_marked_and_says_what_it_does_not_know():
     lines = printed(rented(), 120).splitlines()
     assert lines[0] == "predicted where it says so: for cards that are not here"
+    assert lines[1] == "sorted by the cost of 1M samples, as each plan trains"
     rows = [line.split() for line in lines if line.strip().startswith(("sim:", "cpu"))]
     assert [row[0] for row in rows] == ["cpu", "sim:A100-40GB", "sim:8xL4", "sim:T4"]
     assert [row[-1] for row in rows] == ["measured", "predicted", "predicted", "predicted"]
@@ -366,6 +367,15 @@ def test_without_prices_there_is_no_cost():
     assert text.startswith("predicted: for cards that are not here")
     assert "cost" not in text
     assert "price" not in text
+
+
+def test_without_prices_the_table_says_that_the_fastest_comes_first():
+    """And that DDP, where a note says that it is faster, has no part in the order."""
+    faster = solved_plan(kind="sim", samples_per_s=9.0)
+    found = comparison_of({"sim:L4": one_device_plan(10.0), "sim:2xL4": faster})
+    assert [machine.devices for machine in found.machines] == ["sim:L4", "sim:2xL4"]
+    assert "\nsorted by samples/s, as each plan trains\n" in printed(found, 100)
+    assert any(note.startswith("DDP is") and "by which nothing is sorted here" in note for note in found.notes)
 
 
 def test_precisions_are_shown_where_they_differ():

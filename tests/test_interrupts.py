@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows tells o
 SETUP = """
 import os, signal, sys, time
 from autosplit.interrupts import held_interrupts, leaves_at_the_second
-leaves_at_the_second(lambda: 4 if os.write(1, b"left ") else 0, apart_s=APART)
+leaves_at_the_second(lambda: 4 if os.write(1, b"left ") else 0, first=lambda: os.write(2, FIRST), apart_s=APART)
 def interrupted():
     try:
         signal.raise_signal(signal.SIGINT)
@@ -20,8 +20,8 @@ def interrupted():
 """
 
 
-def run(body, *, apart_s=0.0):
-    code = SETUP.replace("APART", str(apart_s)) + body
+def run(body, *, apart_s=0.0, first=b""):
+    code = SETUP.replace("APART", str(apart_s)).replace("FIRST", repr(first)) + body
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -32,6 +32,16 @@ def test_the_first_is_pythons_and_the_second_ends_it_in_whatever_it_is():
         "with held_interrupts():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(50)\nprint('not this')"
     )
     assert (done.returncode, done.stdout, done.stderr) == (4, "once left ", "")
+
+
+def test_the_first_is_told_of_at_once_although_it_is_held_back():
+    body = (
+        "try:\n    with held_interrupts():\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(0.5)\n"
+        "        os.write(2, b' held')\n"
+        "except KeyboardInterrupt:\n    print('once')"
+    )
+    done = run(body, first=b"told")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "once\n", "told held")
 
 
 def test_one_that_was_held_back_is_one():

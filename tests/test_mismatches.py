@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,12 +148,26 @@ def test_what_is_tuned_for_as_well_is_no_mismatch():
     assert nearest(other, ignoring=("precision",)) is None
 
 
-def test_a_few_are_told_and_the_rest_counted():
+def test_a_few_are_told_and_the_rest_counted(caplog):
+    """The log has them all."""
     other = {**REQUEST, "effective_batch_size": 1, "strategy": "ddp", "max_batch_size": 3, "name": "x"}
-    said = nearest(replace(PLAN, request=other, machine={**MACHINE, "torch": "2.11.0"}))
+    with caplog.at_level(logging.INFO, logger="autosplit"):
+        said = nearest(replace(PLAN, request=other, machine={**MACHINE, "torch": "2.11.0"}))
     assert said is not None
     assert said.endswith(f"; and {5 - MOST_TOLD} more")
     assert said.count("; ") == 1 + MOST_TOLD
+    (logged,) = caplog.messages
+    assert logged.startswith("in the nearest, 0bcdef01: tuned with torch")
+    assert all(f"{part} was " in logged for part in ("strategy", "effective_batch_size", "max_batch_size", "name"))
+    assert logged.count("; ") == 4
+
+
+def test_one_more_than_a_few_is_named():
+    other = {**REQUEST, "effective_batch_size": 1, "strategy": "ddp", "max_batch_size": 3, "name": "x"}
+    said = nearest(replace(PLAN, request=other))
+    assert said is not None
+    assert said.endswith("; name was x, now none")
+    assert said.count("; ") == 4
 
 
 JSON = st.recursive(

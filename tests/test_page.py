@@ -84,6 +84,21 @@ class TestWords:
         assert "Whether splitting changes the training was not checked." in texts
         assert "cuda:1 can't hold a rank" in texts
 
+    def test_what_was_asked_for_and_what_answered_stand_in_the_head(self):
+        """A page told neither, so that two of them could not be held against each other."""
+        request = {"devices": ["cuda:0"], "reserve": "5%", "strategy": "auto", "effective_batch_size": [256, 512]}
+        machine = {"devices": [], "autosplit": "1.0", "torch": "2.13.0", "cuda": None}
+        texts = Reader(page_of(solved_plan(request={**request, "name": None}, machine=machine))).texts
+        assert texts[texts.index("asked for") + 1] == "reserve 5%, effective_batch_size 256:512"
+        assert texts[texts.index("made with") + 1] == "autosplit 1.0, torch 2.13.0"
+        assert texts.index("made with") < texts.index("Devices")
+        assert not {"asked for", "made with"} & set(Reader(page_of(made_plan())).texts)
+
+    def test_the_ranks_of_ddp_are_told_once(self):
+        texts = Reader(page_of(solved_plan())).texts
+        assert any(text.startswith("together ") for text in texts)
+        assert not any("batch_size 128, accumulation_steps 2" in text for text in texts)
+
     def test_one_device_has_neither_split_nor_ranks(self):
         texts = Reader(page_of(made_plan((256,)))).texts
         assert not {"split", "gpu0_bsz", "DDP: batch_size by rank"} & set(texts)

@@ -17,7 +17,7 @@ from autosplit.cli import main
 from autosplit.ddp.plans import plan_for_job
 from autosplit.errors import DeviceError
 from autosplit.findings import Check
-from autosplit.printed import LONGEST, printable, printable_json, without_passwords
+from autosplit.printed import LONGEST, listed, printable, printable_json, without_passwords
 from autosplit.progress import Progress
 from autosplit.report import Origin, print_checks, print_devices, print_plan
 from autosplit.survey import DeviceReport
@@ -55,6 +55,14 @@ def test_a_text_shows_itself(text, shown):
 def test_any_text_is_harmless(text):
     assert_harmless(printable(text), lines=False)
     assert printable(printable(text)) == printable(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(0, ""), (1, "a"), (2, "a, b"), (3, "a, b, c"), (4, "a, b and 2 more"), (5, "a, b and 3 more")]
+)
+def test_a_single_one_more_is_named(count, said):
+    """``and 1 more`` took as much room as its name."""
+    assert listed("abcde"[:count], 2) == said
 
 
 def test_of_a_long_text_both_ends_are_shown():

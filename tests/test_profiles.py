@@ -567,9 +567,18 @@ class TestHostileFiles:
         own = tmp_path / "own.txt"
         own.write_text("mine")
         path.with_suffix(".lock").symlink_to(own)
-        with pytest.raises(ProfileError, match="can't be written"):
+        with pytest.raises(ProfileError, match=rf"{KEY}\.lock can't be locked .*; remove it"):
             store(KEY, PLAN)
         assert own.read_text() == "mine"
+
+    def test_a_lock_that_can_not_be_locked_is_named(self):
+        """It was the profile that could not be written, which nothing was wrong with."""
+        path = put("{")
+        lock = path.with_suffix(".lock")
+        lock.mkdir()
+        with pytest.raises(ProfileError, match=rf"{KEY}\.lock can't be locked \(Is a directory\); .*; remove it"):
+            store(KEY, PLAN)
+        assert f"it can't be moved aside: {lock} can't be locked (Is a directory)" in ignored(path)
 
     def test_files_are_their_owners_alone(self, tmp_path, monkeypatch):
         monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(tmp_path / "new" / "cache"))

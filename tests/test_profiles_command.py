@@ -124,6 +124,51 @@ def test_nothing_is_removed_unless_all_are_found(stored, capsys):
     assert len(profile_paths()) == 3
 
 
+def left_by(key):
+    """What may stand beside a profile, but for the locks that one makes by storing and tuning."""
+    folder = profiles_folder()
+    (folder / f"{key}.tuning.lock").touch()
+    (folder / f"{key}.bad").write_text("{")
+    (folder / f".{key}.json.0123").write_text("half a pl")
+    (folder / f".{key}.json.dir").mkdir()
+    (folder / f"{key}.newer").write_text("of a later version")
+
+
+def beside(key):
+    return sorted(path.name.replace(key, "KEY") for path in profiles_folder().iterdir() if key in path.name)
+
+
+def test_what_stands_beside_goes_along(stored, capsys):
+    """Locks, and what was moved aside, stayed for ever."""
+    for key in (AB, CD):
+        left_by(key)
+    listed(capsys, "remove", "ab")
+    assert beside(AB) == ["KEY.newer"]
+    assert len(beside(CD)) == 7
+
+
+def test_a_lock_that_is_held_stays(stored, capsys):
+    import filelock
+
+    left_by(AB)
+    with filelock.FileLock(profiles_folder() / f"{AB}.tuning.lock"):
+        listed(capsys, "remove", "ab")
+        assert beside(AB) == ["KEY.newer", "KEY.tuning.lock"]
+    (profiles_folder() / f"{CD}.bad").write_text("{")
+    with filelock.FileLock(profiles_folder() / f"{CD}.lock"):
+        listed(capsys, "remove", "cd")
+        assert beside(CD) == ["KEY.bad", "KEY.lock"], "who has the lock may be writing"
+
+
+def test_all_is_with_what_is_left_of_those_that_are_gone(stored, capsys):
+    for key in (AB, CD):
+        left_by(key)
+    stored[AB].unlink()
+    (profiles_folder() / "notes.lock").write_text("mine")
+    listed(capsys, "remove", "--all", "--yes")
+    assert {path.name for path in profiles_folder().iterdir()} == {f"{AB}.newer", f"{CD}.newer", "notes.lock"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -21,6 +21,7 @@ from torch import nn
 from workloads import with_loss
 
 from autosplit import confirming, devices, probe, profiles, recalling, request, session, staging, tuning
+from autosplit.checks import not_checked
 from autosplit.cli import main
 from autosplit.cost import Ceiling
 from autosplit.errors import InputError
@@ -126,6 +127,25 @@ def twins(monkeypatch) -> Callable[..., list[Any]]:
     monkeypatch.setattr(staging, "_real_runtime", real_runtime)
     monkeypatch.setattr(profiles, "_total_bytes", lambda _device: 24 * GIB)
     return be
+
+
+def test_what_was_not_checked_is_said_of_a_remembered_plan_too(monkeypatch, no_search):
+    """Once the machine was busy, and ever after the plan had no checks; it says so, and what makes them."""
+
+    def too_dear(*_: object) -> tuple[tuple[()], tuple[str, ...]]:
+        return (), (not_checked("a forward of 4 samples takes over 2 s"),)
+
+    monkeypatch.setattr(session, "checks_for", too_dear)
+    first = tune(bias, **SIM)
+    no_search()
+    again = tune(bias, **SIM)
+    assert (first.checks, again.checks) == ((), ())
+    said = (
+        "not checked: a forward of 4 samples takes over 2 s; autosplit check FILE (autosplit.check(workload)) does it"
+    )
+    for plan in (first, again):
+        assert any(note.endswith(said) for note in plan.notes)
+    assert any("nothing was run" in note for note in again.notes)
 
 
 def test_a_plan_serves_the_twins_of_its_machine_after_one_step(twins, no_search):

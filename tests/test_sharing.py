@@ -28,8 +28,11 @@ UUID = "3f2a91c0-1a2b-4c3d-8e4f-0123456789ab"
         (r"\\server\share\ann: no", "[path]: no"),
         ("../../ann/x.py: no", "[path]: no"),
         ("HOME=/home/ann", "HOME=[path]"),
+        ("../secret/x.json, runs/a.json and ./runs of 3", "[path], [path] and [path] of 3"),
+        ("'runs/ann/study.db' is full; see ann\\train.py:12", "'[path]' is full; see [path]:12"),
         (f"cuda:0 is GPU-{UUID}, the plan's was {UUID}", "cuda:0 is [uuid], the plan's was [uuid]"),
         (f"MIG-GPU-{UUID}/1/0 and MIG-{UUID}", "[uuid] and [uuid]"),
+        (f"cuda:0 is {UUID.replace('-', '')}, not GPU-{UUID.replace('-', '')}", "cuda:0 is [uuid], not [uuid]"),
         ("pid 4711 and process 812 died", "[process] and [process] died"),
         ("storage is 'mysql://ann:secret@db.corp/x' (denied)", "storage is '[url]' (denied)"),
         ("sqlite:////home/ann lee/study.db", "[url]"),
@@ -50,20 +53,30 @@ def test_what_is_left_out(text, shown):
         "see https://pytorch.org/docs/stable/ddp.html; GPU-bound; train.py: line 3",
         "BatchNorm2d at features.1: freeze it",
         "a" * 32,
+        f"moved aside as {'a' * 32}.bad, of digest {'b' * 64}",
+        "12 of 36.json, 1/2.5 samples/s.json5, bf16/fp16.",
     ],
 )
 def test_what_stays(text):
     assert without_private(text) == text
 
 
-@given(st.lists(st.sampled_from(["/home/ann", " ", "~/x", UUID, "a://b", "c:\\", "..", "/", "[path]", ":", "pid 77"])))
+@given(
+    st.lists(
+        st.sampled_from(
+            ["/home/ann", " ", "~/x", UUID, "a://b", "runs/a.json", "c:\\", "..", "/", "[path]", ":", "pid 77"]
+        )
+    )
+)
 def test_once_is_enough(parts):
     once = without_private("".join(parts))
     assert without_private(once) == once
     assert "/home/ann" not in once
 
 
-@pytest.mark.parametrize("part", ["/", "/a", "/a b", "a ", "~", "x://", "\\\\", "../", "GPU-a", "a:", "pid  "])
+@pytest.mark.parametrize(
+    "part", ["/", "/a", "/a b", "a ", "~", "x://", "\\\\", "../", "GPU-a", "a/", "a.py/", "a", "a:", "pid  "]
+)
 def test_no_text_takes_long(part):
     without_private(part * 50_000 + "!")  # a pattern that goes back and forth would never end
 

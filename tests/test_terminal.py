@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from autosplit.terminal import console_for, progress_bar, stdout_kept_clean
+from autosplit import terminal as terminals
+from autosplit.terminal import bars_say_it_stops, console_for, progress_bar, stdout_kept_clean
 from autosplit.tuning import Progress
 
 
@@ -113,6 +115,18 @@ def test_a_narrow_bar_says_what_is_done(terminal, monkeypatch):
 
 def test_a_terminal_has_its_own_width(terminal):
     assert console_for(terminal).width == 80
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_after_ctrl_c_a_bar_says_what_comes_of_it(terminal, monkeypatch, columns):
+    """It went on as if nothing had been pressed, and who saw that pressed once more."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(terminals, "_stopping", threading.Event())
+    bars_say_it_stops()
+    text = drawn_bar(terminal, Progress("search", "trial 3 of 24", 0.5, steps=31))
+    said = "stopping with the best so far, if any; Ctrl-C again ends at once"
+    assert said in " ".join(re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text).split())
+    assert "31 steps" not in text
 
 
 def test_what_is_written_meanwhile_goes_to_stderr(capfd):

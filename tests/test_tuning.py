@@ -964,7 +964,7 @@ class TestErrors:
             raise OSError("No space left on device")
 
         def break_it(progress):
-            if progress.message.startswith("trial 1"):
+            if progress.message.startswith("1 of "):
                 monkeypatch.setattr(search, "_tell", full)
 
         url = f"sqlite:///{tmp_path / 'study.db'}"
@@ -981,7 +981,7 @@ class TestErrors:
         """The plan said that it was found with so many trials, and had run but some of them."""
 
         def stop(progress):
-            if progress.message.startswith("trial 2"):
+            if progress.message.startswith("2 of "):
                 raise KeyboardInterrupt
 
         options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}

@@ -135,6 +135,13 @@ def test_without_a_folder_to_write_to_nobody_waits(tmp_path):
         assert (own.held, own.trouble) == (False, "File exists")
 
 
+def test_a_folder_in_the_locks_place_is_named(lock):
+    lock.mkdir(parents=True)
+    with turn(lock) as own:
+        assert own.wait()
+        assert (own.held, own.trouble) == (False, f"{lock} can't be locked (Is a directory)")
+
+
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EROFS, errno.ENOSPC])
 def test_without_locks_nobody_waits_and_nothing_warns(lock, monkeypatch, code):
     import fcntl
@@ -147,7 +154,7 @@ def test_without_locks_nobody_waits_and_nothing_warns(lock, monkeypatch, code):
         warnings.simplefilter("error")  # filelock's own, of falling back to another kind of lock
         with turn(lock) as own:
             assert own.wait()
-            assert (own.held, own.trouble) == (False, os.strerror(code))
+            assert (own.held, own.trouble) == (False, f"{lock} can't be locked ({os.strerror(code)})")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.commands.stored import KEY_DIGITS
-from autosplit.report import _add_row, _count, _pairs, _print, _short_name, _table, _tuple_text
+from autosplit.report import _add_row, _count, _pairs, _print, _short_name, _table, _tuple_text, request_text
 from autosplit.sizes import rate_text
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _cells(profile: Profile) -> dict[str, str]:
         "name": profile.name or "",
         "model": _model_text(profile),
         "devices": _devices_text(profile),
-        "asked for": _request_text(profile),
+        "asked for": request_text(profile.request or {}),
         "plan": _plan_text(profile) if read else "",
         "age": "?" if profile.age_s is None else _age_text(profile.age_s),
         "notes": ", ".join(notes),
@@ -154,18 +154,6 @@ def _devices_text(profile: Profile) -> str:
         count = len(list(alike))
         label = kind if kind == name else f"{kind} {name}"
         texts.append(label if count == 1 else f"{count}x {label}")
-    return ", ".join(texts)
-
-
-def _request_text(profile: Profile) -> str:
-    """What was asked for, less the devices and what is the default."""
-    request = {} if profile.request is None else profile.request
-    defaults = {"devices": request.get("devices"), "strategy": "auto"}
-    texts = []
-    for name, value in request.items():
-        if name not in defaults or value != defaults[name]:
-            shown = ":".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            texts.append(f"{name} {shown}")
     return ", ".join(texts)
 
 

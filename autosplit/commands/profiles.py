@@ -12,7 +12,7 @@ from autosplit.commands.listing import Profile, print_profiles
 from autosplit.commands.saying import Manner, print_json
 from autosplit.commands.stored import profile_path
 from autosplit.errors import InputError, PlanError, ProfileError
-from autosplit.profiles import profile_paths, profiles_folder, read_profile, remove_profile
+from autosplit.profiles import profile_paths, profiles_folder, read_profile, remove_left_over, remove_profile
 
 __all__ = ["list_profiles", "print_listed", "remove_profiles", "show_path"]
 
@@ -118,6 +118,8 @@ def remove_profiles(keys: Sequence[str], manner: Manner, *, everything: bool, co
             removed.append(str(path))
         except ProfileError as error:
             problems.append(error)
+    if everything and paths:
+        remove_left_over()
     if manner.as_json:
         from autosplit.commands.answers import Removed
 

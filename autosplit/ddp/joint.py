@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autosplit.assembly import Subject, assembled, measured_ranks, rank_answer, residuals_of, why_no_ranks
-from autosplit.checks import checks_for
+from autosplit.checks import checks_for, not_checked
 from autosplit.cost import Ceiling, Fit, MemoryFit, RankStepTime, Region, StepTime, TimeCurve
 from autosplit.ddp.consensus import Failure
 from autosplit.ddp.job import Job
@@ -182,7 +182,7 @@ class JointSession:
         try:
             self.checks, notes = checks_for(self.subject.workload, self.followed.rebuild)
         except AutosplitError as error:
-            notes = (f"whether splitting changes the training was not checked: {error}",)
+            notes = (not_checked(error),)
         self.notes += notes
 
     # Each rank by itself
@@ -484,7 +484,7 @@ class JointSession:
 
     def _keep(self, trial: Trial) -> None:
         self.trials.append(trial)
-        self._report(f"trial {trial.number + 1} of at most {self.request.n_trials}")
+        self._report(f"{len(self.trials)} of at most {self.request.n_trials} trials")
 
     def _report(self, message: str) -> None:
         done = len(self.trials) / self.request.n_trials if self.stage == "search" else 0.0

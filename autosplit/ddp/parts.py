@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.sharding import is_shard, is_sharded
 from autosplit.errors import CheckpointError
+from autosplit.printed import listed
 from autosplit.schedule import ScheduledBatchSampler
 from autosplit.states import matching_state_dict
 
@@ -92,9 +93,8 @@ def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None
         ),
     ):
         if keys:
-            more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
             raise CheckpointError(
-                f"{name!r} is of another model: it {says} {', '.join(keys[:_SHOWN])}{more}; expected the very names "
+                f"{name!r} is of another model: it {says} {listed(keys, _SHOWN)}; expected the very names "
                 "and shapes; build the model as it was when it was saved"
             )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from autosplit import profiles
 from autosplit.errors import PlanError
 from autosplit.plan import Plan
-from autosplit.printed import printable
+from autosplit.printed import listed, printable
 from autosplit.torchrun import PLAN_VARIABLE, refuse_unfit
 
 __all__ = ["PLAN_VARIABLE", "described", "plan_for_job"]
@@ -57,10 +57,9 @@ def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Pat
             f"{given}, and none that is remembered is for this machine{job}; expected a plan, or the file of one; pass "
             f"it, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote"
         )
-    listed = "; ".join(f"{path} ({described(plan)})" for plan, path in usable[:_SHOWN])
-    more = f"; and {len(usable) - _SHOWN} more" if len(usable) > _SHOWN else ""
+    all_of_them = listed([f"{path} ({described(plan)})" for plan, path in usable], _SHOWN, separator="; ", last="; ")
     raise PlanError(
-        f"{given}, and {len(usable)} that are remembered are for this machine{job}: {listed}{more}; "
+        f"{given}, and {len(usable)} that are remembered are for this machine{job}: {all_of_them}; "
         f"expected one; pass the one that is meant (launch --plan), or set {PLAN_VARIABLE} to its file"
     )
 
