@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,17 @@ class Trap:
             self.left -= 1
             if self.left < 0:
                 self.spring()
+        return squared(model, batch)
+
+
+class HeldLoss:
+    """A loss with something of its rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        self.parts = [rank]
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the loss."""
         return squared(model, batch)
 
 
@@ -445,6 +457,18 @@ class TestTwoRanks:
         assert first == second == DoesNotFitError.__name__, "a smaller precision may do, on all of them"
         assert code == own_code == 3
         assert own in said
+
+
+def test_a_loss_that_holds_its_ranks_own_is_the_same_workload() -> None:
+    """Its rank's number, or its part of the data: other ranks have others, and one profile serves the job."""
+    every = [profiles.workload_of(workload(compute_loss=HeldLoss(rank))) for rank in (0, 1)]
+    assert every[0] != every[1]
+    said = []
+    for mine in every:
+        peers = SimpleNamespace(gathered=lambda _: every, each_run=lambda run: run())
+        said.append(jobs.Job(None, peers, None, None, {}).agreed("the workload", mine))  # type: ignore[arg-type]
+    assert said[0] == said[1]
+    assert {name for name in said[0] if said[0][name] != every[0][name]} == {"compute_loss"}
 
 
 # ----------------------------------------------------------------------------------------------------- a rank dies

@@ -19,12 +19,16 @@ from autosplit.ddp.faults import Watch, group_sockets, open_sockets
 from autosplit.ddp.place import Place, explain_loopback, import_without_group, meeting_place, place_here
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
+from autosplit.fingerprint import digest_of
 from autosplit.profiles import machine_of
 from autosplit.request import Request
 
 __all__ = ["Job", "in_a_job", "joined"]
 
 T = TypeVar("T")
+
+_CODE = ("model_tree", "model_factory", "loss_fn", "compute_loss", "step", "make_batch")
+"""Parts of a workload's description that are digests of code and of what that holds."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,23 @@ class Job:
     def agreed(self, what: str, described: dict[str, Any]) -> dict[str, Any]:
         """Return a description that is the same on all ranks.
 
+        Code may hold what is a rank's own (its number, its part of the data): where only that differs, a digest of all
+        of them stands for it.
+
         Raises:
             InputError: It is another one on some rank.
         """
         everyones = self.peers.gathered(described)
 
         def compare() -> dict[str, Any]:
+            agreed = dict(described)
             for name in described:
-                _refuse_differing(f"{what}'s {name}", [one.get(name) for one in everyones])
-            return described
+                values = [one.get(name) for one in everyones]
+                if name in _CODE and None not in values and any(value != values[0] for value in values):
+                    agreed[name] = digest_of(values)
+                else:
+                    _refuse_differing(f"{what}'s {name}", values)
+            return agreed
 
         return self.peers.each_run(compare)
 
