@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from autosplit.accumulation import current_accumulation
 from autosplit.batches import batch_size_of, chunk, leaves_of, map_tensors, tensors_of, unmarked
-from autosplit.compiling import is_compiled
+from autosplit.compiling import is_compiled, scripted_part
 from autosplit.copies import GpuCopies, PlacedCopies
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.gathering import Gathering, Link, PlacedLink
@@ -455,6 +455,11 @@ def _refuse_compiled(module: nn.Module) -> None:
                 f"{what} a compiled {type(part).__name__}; expected an eager one; wrap the eager module and compile "
                 "the wrapper: torch.compile(BalancedDataParallel(...))"
             )
+    scripted = scripted_part(module)
+    if scripted is not None:
+        raise InputError(
+            f"of the module, {scripted}; expected a Python module; wrap the one that was scripted or traced"
+        )
 
 
 def _devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple[torch.device, ...]:

@@ -1,15 +1,17 @@
 """Modules that torch compiled: told apart, taken back to their eager form, and compiled again as they were.
 
 A compiled module can be neither replicated nor followed op by op: its memory and time are predicted in its eager form.
+One of TorchScript has no eager form, so that it is refused.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["compiled_like", "eager_of", "has_compiled_parts", "is_compiled", "with_eager_parts"]
+__all__ = ["compiled_like", "eager_of", "has_compiled_parts", "is_compiled", "scripted_part", "with_eager_parts"]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -22,6 +24,17 @@ def is_compiled(module: nn.Module) -> bool:
 def has_compiled_parts(module: nn.Module) -> bool:
     """Tell whether a module or a part of it is compiled."""
     return any(is_compiled(part) for part in module.modules())
+
+
+def scripted_part(module: nn.Module) -> str | None:
+    """Say which part of a module is TorchScript, of ``torch.jit.script`` or ``torch.jit.trace``; None where none is.
+
+    Its tensors lie in C++: no copy of it can be given others, and a deep copy's parameters can't be trained.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            return f"{f'its part {name}' if name else 'it'} is TorchScript (a {type(part).__name__})"
+    return None
 
 
 def eager_of(module: nn.Module) -> nn.Module:
@@ -61,4 +74,4 @@ def compiled_like(original: nn.Module, module: nn.Module) -> nn.Module:
 
 def _eager(module: nn.Module) -> Any:
     # Not getattr: a compiled module hands on what it does not know to the eager one, and so may others.
-    return module._modules.get("_orig_mod")
+    return None if isinstance(module, torch.jit.ScriptModule) else module._modules.get("_orig_mod")

@@ -267,13 +267,14 @@ def _is_slot(member: Any) -> bool:
 def _plain_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes that are numbers, switches or texts.
 
-    `training` is set by whoever runs the model, and a hash, which transformers keep, is another in each process.
+    `training` is set by whoever runs the model. A hash, which transformers keep, and the number that torch's compiler
+    gives a module are others in each process.
     """
     describer = Describer()
     return {
         name: describer.of(item)
         for name, item in _attributes(value).items()
-        if isinstance(item, _PLAIN) and name != "training" and not name.endswith("_hash")
+        if isinstance(item, _PLAIN) and name != "training" and not name.endswith(("_hash", "_torchdynamo_wrapper_id"))
     }
 
 

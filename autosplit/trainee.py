@@ -19,10 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from autosplit.accumulation import Accumulation
 from autosplit.batches import Whole, map_leaves, map_tensors, resize, tensors_of
-from autosplit.compiling import compiled_like, eager_of, is_compiled, with_eager_parts
+from autosplit.compiling import compiled_like, eager_of, is_compiled, scripted_part, with_eager_parts
 from autosplit.errors import WorkloadError
 from autosplit.transfer import Placement, adopt_module
 from autosplit.workload import Workload, call_model, modules_of, on_first_device
@@ -323,12 +324,14 @@ def training_copy(
         The copy, in training mode unless the model mixes modes.
 
     Raises:
-        WorkloadError: A model on the meta device where a real copy was asked for, or an optimizer that fits no model.
+        WorkloadError: A model of TorchScript or with parameters that have no shape yet, one on the meta device where a
+            real copy was asked for, or an optimizer that fits no model.
         UserCodeError: The model factory raised.
         Exception: Whatever a fake copy raises in the model's own code.
     """
     memo: dict[int, Any] = {}
     models, is_fresh = _given_models(workload, mode)
+    _refuse_unready(models)
     restore: Callable[[], None] = _nothing
     if mode is not None:
         _fake_into(memo, models, workload, mode)
@@ -445,6 +448,22 @@ def _fake_into(memo: dict[int, Any], models: Any, workload: Workload, mode: Fake
         for tensor in (*_state_tensors(optimizer), *settings):
             if tensor.dim() == 0 and not tensor.is_meta and not isinstance(tensor, FakeTensor):
                 memo[id(tensor)] = _fake_scalar(tensor, mode)
+
+
+def _refuse_unready(models: Any) -> None:
+    for module in modules_of(models):
+        scripted = scripted_part(module)
+        if scripted is not None:
+            raise WorkloadError(
+                f"of the model, {scripted}; expected Python modules, whose copies can be trained and followed; pass "
+                "the module that was scripted or traced"
+            )
+        for name, parameter in module.named_parameters():
+            if is_lazy(parameter):
+                raise WorkloadError(
+                    f"parameter {name} has no shape yet: its layer is a lazy one; expected a model with all its "
+                    "parameters; run it once on the sample batch"
+                )
 
 
 def _refuse_meta(models: Any) -> None:

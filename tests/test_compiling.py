@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autosplit import find_ceiling, tune
+from autosplit import BalancedDataParallel, find_ceiling, tune
 from autosplit.compiling import compiled_like, eager_of, has_compiled_parts, is_compiled, with_eager_parts
+from autosplit.errors import InputError, WorkloadError
+from autosplit.profiles import workload_of
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.trainee import training_copy
 from autosplit.workload import Workload
@@ -105,3 +107,26 @@ def test_the_runtime_says_nothing_of_a_compiled_steps_memory():
 
     trainee = training_copy(Workload(compiled(), BATCH, loss_fn=F.cross_entropy), device=torch.device("cpu"))
     assert CpuRuntime(parse_devices("cpu:1MiB"), (2**20,), trainee).peaks(StepShape(((4,),), compiled=True)) == ()
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_plan_of_one_is_found_again(name):
+    """It never was: torch numbers what it compiles by its place in memory."""
+    first, second = COMPILED[name](), COMPILED[name]()  # both are kept, so that neither has the other's place
+    described, again, eager = (workload_of(Workload(model, BATCH[0])) for model in (first, second, net()))
+    assert described == again
+    assert described != eager
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compile_it", [torch.jit.script, lambda module: torch.jit.trace(module, BATCH[0])])
+def test_one_of_torchscript_is_refused_by_name(compile_it):
+    """It ended in what a container of TorchScript's lacks: 'OrderedModuleDict' object has no attribute 'get'."""
+    whole, part = compile_it(net()), nn.Sequential(net(), compile_it(nn.Linear(8, 8)))
+    for devices in ("sim:2xRTX3090", "cpu:1MiB"):
+        with pytest.raises(WorkloadError, match=r"of the model, it is TorchScript \(a .*; pass the module that was"):
+            tune(whole, BATCH[0], devices=devices)
+    with pytest.raises(WorkloadError, match="its part 1 is TorchScript"):
+        tune(part, BATCH[0], devices="cpu:1MiB")
+    with pytest.raises(InputError, match="it is TorchScript"):
+        BalancedDataParallel(2, whole, ["cpu", "cpu"])

@@ -543,3 +543,12 @@ def test_bucket_bytes():
     model[0].requires_grad_(False)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert bucket_bytes(training_copy(workload(model))) == 4 * trained
+
+
+def test_a_model_whose_layers_have_no_shape_yet_is_refused_by_name(mode):
+    """It ended in advice on a method of torch's that autosplit had called."""
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3))
+    with pytest.raises(WorkloadError, match=r"parameter 0\.weight has no shape yet.*run it once on the sample"):
+        training_copy(workload(model), mode=mode)
+    model(BATCH[0])
+    assert len(training_copy(workload(model), mode=mode).parameters()) == 4
