@@ -16,13 +16,17 @@ MADE = "autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))"
 
 @pytest.fixture(autouse=True)
 def _own_modules(monkeypatch):
-    """Undo what loading leaves in the process."""
+    """Undo what loading leaves in the process, here and in the tests before."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
+    for name in _loaded():
+        monkeypatch.delitem(sys.modules, name)
     yield
-    for name in set(sys.modules) - before:
-        if name.startswith(("autosplit_file_", "own_package")):
-            del sys.modules[name]
+    for name in _loaded():
+        del sys.modules[name]
+
+
+def _loaded() -> list[str]:
+    return [name for name in sys.modules if name.startswith(("autosplit_file_", "own_package"))]
 
 
 @pytest.fixture
