@@ -103,7 +103,7 @@ def check_drawing(what: str) -> None:
         importlib.import_module("matplotlib.backends.backend_svg")
     except ImportError:
         raise InputError(
-            f"{what} needs matplotlib, which is not installed; expected it to be; pip install 'autosplit[report]'"
+            f"{what} needs matplotlib, which is not installed; expected the extra; pip install 'autosplit[report]'"
         ) from None
 
 

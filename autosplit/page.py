@@ -99,7 +99,7 @@ def _check_template() -> None:
         importlib.import_module("jinja2")
     except ImportError:
         raise InputError(
-            "the report needs jinja2, which is not installed; expected it to be; pip install 'autosplit[report]'"
+            "the report needs jinja2, which is not installed; expected the extra; pip install 'autosplit[report]'"
         ) from None
 
 

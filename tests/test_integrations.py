@@ -26,11 +26,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from autosplit.ddp.place import Place
+from autosplit.ddp.place import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.integrations.counting import TOLERANCE, count_by, fitting_rule
 from autosplit.integrations.loaders import MARK, MarkingDataset, loader_options, taken_mark
-from autosplit.integrations.share import Share, Uncounted, find_share, share_of
+from autosplit.integrations.share import OtherModelWarning, Share, Uncounted, find_share, share_of
 from autosplit.integrations.weighing import weighed, weighted_backward
 
 
@@ -121,20 +121,43 @@ class TestFindShare:
             find_share("", parameters=None)
 
     def test_of_what_is_remembered_only_what_fits(self, monkeypatch):
-        alone, ranks = shared.shares_plan((8,), 40), shared.shares_plan((7, 1), 20)
-        sized = replace(alone, workload={"parameters": 12}, effective_batch_size=41, accumulation_steps=6)
-        remembered = [alone, ranks, replace(alone, notes=("again",))]
+        alone, ranks = (
+            replace(shared.shares_plan(*job), workload={"parameters": 12}) for job in (((8,), 40), ((7, 1), 20))
+        )
+        larger = replace(alone, workload={"parameters": 13}, effective_batch_size=41, accumulation_steps=6)
+        remembered = [alone, ranks, replace(alone, notes=("again",)), larger]
         monkeypatch.setattr("autosplit.profiles.usable_here", lambda: tuple((None, plan) for plan in remembered))
-        assert find_share(None, parameters=None).plan in remembered
-        assert find_share(None, parameters=12) is None
-        remembered.append(sized)
-        assert find_share(None, parameters=12).plan == sized
+        assert find_share(None, parameters=12).plan.bare() == alone.bare()
+        assert find_share(None, parameters=13).plan == larger
+        assert find_share(None, parameters=14) is None
+        remembered.append(replace(larger, workload={"parameters": 12}))
         with pytest.raises(PlanError, match=r"2 plans are remembered .*; expected one; pass plan="):
-            find_share(None, parameters=None)
+            find_share(None, parameters=12)
         as_job(monkeypatch, 1, 2)
-        assert find_share(None, parameters=None).plan == ranks
+        assert find_share(None, parameters=12).plan == ranks
         as_job(monkeypatch, 1, 3)
+        assert find_share(None, parameters=12) is None
+
+    def test_of_an_unknown_model_nothing_is_remembered(self, monkeypatch):
+        """Once the plan of another model, the only one there, set the batch size of whatever Lightning trained next."""
+        plans = [shared.shares_plan((8,), 40), replace(shared.shares_plan((8,), 40), workload={"parameters": 12})]
+        monkeypatch.setattr("autosplit.profiles.usable_here", lambda: tuple((None, plan) for plan in plans))
         assert find_share(None, parameters=None) is None
+
+
+class TestAnotherModel:
+    plan = replace(shared.shares_plan((8,), 40), workload={"model": "Large\x1b[31m", "parameters": 12_345})
+
+    def test_it_is_warned_of(self):
+        with pytest.warns(
+            OtherModelWarning, match=r"for Large\S* with 12,345 parameters, and this model has 6:"
+        ) as told:
+            share_of(self.plan, place_here()).tell_of_other_model(nn.Linear(2, 2))
+        assert "\x1b" not in str(told[0].message)
+
+    @pytest.mark.parametrize("model", [nn.Linear(12_344, 1), nn.LazyLinear(3), lambda: None, None])
+    def test_the_same_and_the_unknown_are_not(self, model):
+        share_of(self.plan, place_here()).tell_of_other_model(model)
 
 
 class Rows(Dataset[Any]):

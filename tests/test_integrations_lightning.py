@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from autosplit import tune
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.integrations.lightning import NoPlanWarning, Shares, workload
+from autosplit.integrations.share import OtherModelWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # of torch 2.13 at Lightning's use of it
@@ -253,6 +255,22 @@ class TestOneProcess:
         ours, _ = fitted(shares, shares.data(Data("gpt")), accumulate_grad_batches=2)
         plain, _ = fitted(None, Data("gpt"), accumulate_grad_batches=2)
         assert torch.equal(ours, plain)
+
+    def test_the_remembered_plan_of_another_model_is_not_taken(self, monkeypatch):
+        module = Module("gpt")
+        own = sum(parameter.numel() for parameter in module.parameters())
+        plans = [replace(shared.shares_plan((8,), 40), workload={"model": "Other", "parameters": own + 1})]
+        monkeypatch.setattr("autosplit.profiles.usable_here", lambda: tuple((None, plan) for plan in plans))
+        for given in ({}, {"model": module}):
+            with pytest.warns(NoPlanWarning):
+                assert Shares(**given).share is None
+        plans.append(replace(plans[0], workload={"parameters": own}))
+        assert Shares(model=module).share.plan is plans[1]
+
+    def test_a_plan_that_is_given_for_another_model_is_warned_of(self):
+        shares = Shares(replace(shared.shares_plan((8,), 40), workload={"model": "Other", "parameters": 7}))
+        with pytest.warns(OtherModelWarning, match="for Other with 7 parameters, and this model has"):
+            fitted(shares, shares.data(Data("gpt"), seed=shared.SEED), steps=1)
 
     def test_a_plan_for_one_device_accumulates(self):
         shares = Shares(shared.shares_plan((8,), 40), count=COUNT["gpt"])

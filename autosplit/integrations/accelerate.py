@@ -28,12 +28,20 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, send_to_device
+from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError
 from autosplit.integrations.loaders import is_shuffled, loader_options
-from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
+from autosplit.integrations.share import (
+    MarkingBatchSampler,
+    NoPlanWarning,
+    Share,
+    find_share,
+    parameters_in,
+    tell_of_no_plan,
+)
 from autosplit.integrations.weighing import weighed, weighted_backward
 from autosplit.plan import Plan
 from autosplit.split import micro_batch_sizes
@@ -135,7 +143,9 @@ class Accelerator(accelerate.Accelerator):
     Args:
         *args: accelerate's.
         plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
-            or else the only plan remembered for this machine and this number of processes.
+            or else, where `model` is given, the only plan remembered for this machine, this number of processes and a
+            model of this size.
+        model: What is to be trained: only by it is a remembered plan known to be for it.
         count: ``count(batch) -> int``: what the mean loss of a batch is over, where that is not samples, such as labels
             that are no padding. An optimizer step's micro-batches are then held back until all are counted.
         **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's, also that of a plugin, and so is what
@@ -151,16 +161,18 @@ class Accelerator(accelerate.Accelerator):
 
     Warns:
         NoPlanWarning: There is none.
+        OtherModelWarning: Once a model is prepared: the plan is for one of another size.
     """
 
     def __init__(
         self,
         *args: Any,
         plan: Plan | str | os.PathLike[str] | None = None,
+        model: nn.Module | None = None,
         count: Callable[[Any], int] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.share = find_share(plan, parameters=None)
+        self.share = find_share(plan, parameters=parameters_in(model))
         self._count = count
         if self.share is None:
             tell_of_no_plan()
@@ -174,6 +186,8 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a model: on one process with several devices, by `BalancedDataParallel`."""
+        if self.share is not None and not self._models and not kwargs.get("evaluation_mode"):
+            self.share.tell_of_other_model(model, stacklevel=5)  # through prepare
         if self.share is not None and self.share.wraps and not kwargs.get("evaluation_mode"):
             # What is left to do of accelerate's own preparing, such as autocast, is around the wrapper.
             return super().prepare_model(self.share.plan.wrap(model), device_placement=False, evaluation_mode=True)

@@ -1,6 +1,6 @@
 """Lightning's Trainer with a plan's shares: each process its own, and the gradient that of the whole step.
 
-    shares = Shares()                                   # finds the plan
+    shares = Shares()                                   # the plan of autosplit launch; or Shares("plan.json")
     trainer = lightning.Trainer(callbacks=[shares], ...)  # accumulate_grad_batches is set by the plan
     trainer.fit(model, shares.loader(train_loader))     # or shares.data(datamodule)
 
@@ -25,7 +25,14 @@ from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError, PlanError
 from autosplit.integrations.lightning_step import workload
 from autosplit.integrations.loaders import loader_options
-from autosplit.integrations.share import MarkingBatchSampler, NoPlanWarning, Share, find_share, tell_of_no_plan
+from autosplit.integrations.share import (
+    MarkingBatchSampler,
+    NoPlanWarning,
+    Share,
+    find_share,
+    parameters_in,
+    tell_of_no_plan,
+)
 from autosplit.integrations.weighing import batches_of, weighed
 from autosplit.plan import Plan
 
@@ -148,7 +155,9 @@ class Shares(lightning.pytorch.Callback):
 
     Args:
         plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
-            or else the only plan remembered for this machine and this number of processes.
+            or else, where `model` is given, the only plan remembered for this machine, this number of processes and a
+            model of this size.
+        model: What is to be trained: only by it is a remembered plan known to be for it.
         count: ``count(batch) -> int``: what the mean loss of a batch is over, where that is not samples, such as labels
             that are no padding. An optimizer step's micro-batches are then held back until all are counted.
 
@@ -161,12 +170,17 @@ class Shares(lightning.pytorch.Callback):
 
     Warns:
         NoPlanWarning: There is none.
+        OtherModelWarning: Once it is fit: the plan is for a model of another size.
     """
 
     def __init__(
-        self, plan: Plan | str | os.PathLike[str] | None = None, *, count: Callable[[Any], int] | None = None
+        self,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        *,
+        model: nn.Module | None = None,
+        count: Callable[[Any], int] | None = None,
     ) -> None:
-        self.share = find_share(plan, parameters=None)
+        self.share = find_share(plan, parameters=parameters_in(model))
         self._count = count
         self._loader: SharesLoader | None = None
         self._weight = 1.0
@@ -213,9 +227,9 @@ class Shares(lightning.pytorch.Callback):
 
     def setup(self, trainer: lightning.pytorch.Trainer, pl_module: Any, stage: str) -> None:
         """Set what the plan decides, once the processes know each other."""
-        del pl_module
         if self.share is None or stage != "fit":
             return
+        self.share.tell_of_other_model(pl_module)
         self.share.refuse_other_device(trainer.strategy.root_device, "Lightning")
         if trainer.world_size != self.share.num_processes:
             raise PlanError(

@@ -20,13 +20,28 @@ from autosplit.ddp.place import Place, place_here
 from autosplit.ddp.plans import PLAN_VARIABLE, described, plan_for_job
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan import Plan
+from autosplit.printed import printable
 from autosplit.schedule import RankSlice, ScheduledBatchSampler
 
-__all__ = ["MarkingBatchSampler", "NoPlanWarning", "Share", "Uncounted", "find_share", "share_of", "tell_of_no_plan"]
+__all__ = [
+    "MarkingBatchSampler",
+    "NoPlanWarning",
+    "OtherModelWarning",
+    "Share",
+    "Uncounted",
+    "find_share",
+    "parameters_in",
+    "share_of",
+    "tell_of_no_plan",
+]
 
 
 class NoPlanWarning(UserWarning):
     """There is no plan for this training: the tool trains as it would without autosplit."""
+
+
+class OtherModelWarning(UserWarning):
+    """The plan that was given is for a model of another size."""
 
 
 class Uncounted(list[int]):
@@ -104,6 +119,27 @@ class Share:
             rank_slice=RankSlice(self.place.rank, self.batch_sizes),
         )
 
+    def tell_of_other_model(self, model: Any, *, stacklevel: int = 3) -> None:
+        """Warn where the plan is for a model of another size.
+
+        Args:
+            model: What is trained.
+            stacklevel: Whose line it is that is warned of.
+
+        Warns:
+            OtherModelWarning: It has another number of parameters.
+        """
+        wanted, given = self.plan.workload.get("parameters"), parameters_in(model)
+        if wanted is None or given is None or wanted == given:
+            return
+        name = printable(str(self.plan.workload.get("model", "a model")), longest=100)
+        warnings.warn(
+            f"the plan is for {name} with {wanted:,} parameters, and this model has {given:,}: its batch sizes may not "
+            "fit, or be far too small; tune for this model, and pass that plan",
+            OtherModelWarning,
+            stacklevel=stacklevel,
+        )
+
     def refuse_other_device(self, device: Any, tool: str) -> None:
         """Make sure that the tool computes where the plan says.
 
@@ -171,7 +207,8 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
     Args:
         profile: A plan, or the file of one; None for the file that AUTOSPLIT_PROFILE names, or else for the only
             remembered plan for this machine, this number of processes and a model of this size.
-        parameters: Of the model that is to be trained; None where that is unknown.
+        parameters: Of the model that is to be trained; None where that is unknown, and nothing remembered is taken for
+            its plan.
 
     Returns:
         It; None where nothing is given and nothing remembered.
@@ -193,7 +230,7 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
     fitting = [
         plan
         for _, plan in profiles.usable_here()
-        if _is_for(plan, place) and parameters in {None, plan.workload.get("parameters")}
+        if parameters is not None and parameters == plan.workload.get("parameters") and _is_for(plan, place)
     ]
     unlike = {plan.bare().to_json(): plan for plan in fitting}
     if not unlike:
@@ -207,6 +244,14 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
     return share_of(next(iter(unlike.values())), place)
 
 
+def parameters_in(model: Any) -> int | None:
+    """Count a model's parameters; None where there is no model, or they have no size yet."""
+    try:
+        return sum(int(parameter.numel()) for parameter in model.parameters())
+    except (AttributeError, RuntimeError, ValueError):  # a function that makes it; torch's lazy parameters
+        return None
+
+
 def tell_of_no_plan() -> None:
     """Warn the caller's caller that the tool trains as it would without autosplit.
 
@@ -214,8 +259,8 @@ def tell_of_no_plan() -> None:
         NoPlanWarning: Always.
     """
     warnings.warn(
-        "autosplit has no plan for this training, which goes on as without it; pass plan=, or make one with autosplit "
-        "tune",
+        "autosplit has no plan for this training, which goes on as without it; pass plan= (or model=, where one is "
+        "remembered for it), or make one with autosplit tune",
         NoPlanWarning,
         stacklevel=3,
     )

@@ -32,7 +32,7 @@ from autosplit import ddp
 from autosplit.errors import InputError
 from autosplit.integrations.counting import IGNORED, MOST_SAMPLES, RULES, TOLERANCE, count_by, fitting_rule
 from autosplit.integrations.loaders import loader_options, taken_mark
-from autosplit.integrations.share import NoPlanWarning, Share, find_share, tell_of_no_plan
+from autosplit.integrations.share import NoPlanWarning, Share, find_share, parameters_in, tell_of_no_plan
 from autosplit.integrations.weighing import weighted_backward
 from autosplit.plan import Plan
 from autosplit.workload import Workload
@@ -73,6 +73,7 @@ class SharesMixin(Mixed):
 
     Warns:
         NoPlanWarning: There is none.
+        OtherModelWarning: The plan is for a model of another size.
     """
 
     share: Share | None
@@ -80,7 +81,7 @@ class SharesMixin(Mixed):
     def __init__(self, *args: Any, plan: Plan | str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         given = _argument("model", 0, args, kwargs)
         training_args = _argument("args", 1, args, kwargs)
-        self.share = find_share(plan, parameters=_count(given))
+        self.share = find_share(plan, parameters=parameters_in(given))
         self._weights: deque[float] = deque()
         self._rule: str | None = None
         if self.share is None:
@@ -91,6 +92,7 @@ class SharesMixin(Mixed):
             )
         else:
             apply(self.share.plan, training_args, share=self.share)
+            self.share.tell_of_other_model(given)
         super().__init__(*args, **kwargs)
         if self.share is not None and self.accelerator.ddp_handler is not None:
             # No argument is for it, and the plan's batch sizes fit the memory of a step that was run with it.
@@ -375,7 +377,3 @@ def _ignored(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _argument(name: str, position: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return kwargs.get(name, args[position] if len(args) > position else None)
-
-
-def _count(model: Any) -> int | None:
-    return sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None
