@@ -378,7 +378,7 @@ def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
         tell = asked.progress if first else _quiet
         study_name = _study_name(whole, wanted.key)
         session = JointSession(job, subject, followed, tell, closing, probing, study_name=study_name)
-        plan = session.plan()
+        plan = _explained(wanted, session.plan())  # by each rank, so that all have the very same plan
         said, path = (*waited.notes, *found.notes, *nearest), None
         if job.is_first_of_machine:
             plan, path = _kept(wanted, plan, said=said, unreadable=found.unreadable, trouble=waited.trouble)
@@ -542,14 +542,18 @@ def _kept(
         trouble: Why nobody could be waited for.
         always: Notes that do not concern the cache.
     """
-    if wanted.request.profile != "off":
-        plan = plan.with_explanation()  # once, here, where nobody waits for a line
+    plan = _explained(wanted, plan)
     path, failed = wanted.stored(plan)
     if failed and unreadable:
         said = ()
     if path is not None and trouble is not None:
         said = (*said, f"others that tune the same could not be waited for: {trouble}")
     return replace(plan, notes=(*said, *always, *plan.notes, *failed)), path
+
+
+def _explained(wanted: Wanted, plan: Plan) -> Plan:
+    """Return a plan that is to be remembered with its explanation: now, when nobody waits for a line of it."""
+    return plan if wanted.request.profile == "off" else plan.with_explanation()
 
 
 def _isolated(request: Request, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
