@@ -5,7 +5,8 @@ To build without memory, torch loads its compiler, which takes as long as torch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import zip_longest
 from math import prod
 from typing import Any, NoReturn, TypeVar
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["TooLarge", "built_within"]
+__all__ = ["TooLarge", "built_within", "settings_kept_on_failure"]
 
 T = TypeVar("T")
 
@@ -27,6 +28,9 @@ FACTORIES = frozenset(
     }
 )
 """What makes tensors of a size that is among its arguments, and can make them on the meta device, too."""
+
+COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+"""Layouts that have no places of each value in each dimension."""
 
 
 class TooLarge(BaseException):  # no error: a signal, which code that catches every Exception lets through
@@ -51,11 +55,29 @@ def built_within(build: Callable[[], T], most_bytes: int) -> T:
         Exception: What `build` raises.
     """
     bound = _Bound(most_bytes)
-    with bound:
-        built = build()
-    if bound.passed:  # by code that goes on after whatever happens
-        bound.end()
+    with settings_kept_on_failure():
+        with bound:
+            built = build()
+        if bound.passed:  # by code that goes on after whatever happens
+            bound.end()
     return built
+
+
+@contextmanager
+def settings_kept_on_failure() -> Iterator[None]:
+    """Put torch's default dtype, default device and grad mode back where code that is called again was left.
+
+    Code that changes one of them for a while, and was left meanwhile, would take it for what was there before.
+    """
+    dtype, device, has_gradients = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    try:
+        yield
+    except BaseException:
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(has_gradients)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
+        raise
 
 
 class _Bound(TorchFunctionMode):
@@ -87,7 +109,7 @@ class _Bound(TorchFunctionMode):
             if tensor.device.type not in {"cpu", "meta"}:
                 self.end()
             if tensor.device.type == "cpu" and _address(tensor) not in known:
-                self._left_bytes -= tensor.numel() * tensor.element_size()
+                self._left_bytes -= _bytes_of(tensor)
         if self._left_bytes < 0:
             self.end()
         return result
@@ -106,6 +128,17 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
                 yield item
 
 
+def _bytes_of(tensor: Tensor) -> int:
+    """Return what a tensor takes, of a sparse one its values with their places."""
+    if tensor.layout is torch.sparse_coo:
+        places = tensor.sparse_dim() * torch.int64.itemsize
+        values = prod(tensor.shape[tensor.sparse_dim() :]) * tensor.element_size()
+        return tensor._nnz() * (places + values)  # noqa: SLF001  # `values()` refuses what is not coalesced
+    if tensor.layout in COMPRESSED:
+        return tensor.values().numel() * (tensor.element_size() + torch.int64.itemsize)
+    return tensor.numel() * tensor.element_size()
+
+
 def _address(tensor: Tensor) -> object:
     """Return what the tensors that share a memory have in common."""
     try:
@@ -117,6 +150,8 @@ def _address(tensor: Tensor) -> object:
 def _asks_for_elsewhere(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Tell whether a tensor is to be on another device than the processor."""
     asked = [options.get("device"), *(args[1:] if func is Tensor.to else ())]
+    if func in FACTORIES and asked[0] is None and not _is_like_another(func):
+        asked[0] = torch.get_default_device()
     devices = [torch.device(one) for one in asked if isinstance(one, (str, torch.device))]
     by_number = any(isinstance(one, int) and not isinstance(one, bool) for one in asked)
     return func is Tensor.cuda or by_number or any(device.type not in {"cpu", "meta"} for device in devices)
@@ -130,7 +165,7 @@ def _foreseen_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]
             prod(sizes * 2 if len(sizes) == 1 else sizes) * (options.get("dtype") or torch.get_default_dtype()).itemsize
         )
     if func in FACTORIES:
-        if options.get("device") is not None and torch.device(options["device"]).type == "meta":
+        if _is_meta(func, options, given) or options.get("layout", torch.strided) is not torch.strided:
             return 0
         drawn_apart = {name: value for name, value in options.items() if name not in {"generator", "pin_memory", "out"}}
         try:
@@ -138,7 +173,21 @@ def _foreseen_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]
         except (RuntimeError, TypeError, ValueError):  # it says so itself
             return 0
         return int(planned.numel() * planned.element_size())
+    if func is Tensor.to_dense:
+        return sum(one.numel() * one.element_size() for one in given)
     dense = [one for one in given if one.device.type != "meta" and one.layout is torch.strided and not one.is_nested]
     shapes = (reversed(tensor.shape) for tensor in dense)  # as they would be broadcast
     together = prod(max(sizes) for sizes in zip_longest(*shapes, fillvalue=1))
     return together * min((one.element_size() for one in dense), default=0)
+
+
+def _is_meta(func: Any, options: Mapping[str, Any], given: list[Tensor]) -> bool:
+    """Tell whether what a factory makes takes no memory: on the device it names, its tensor's, or the default."""
+    if options.get("device") is not None:
+        return torch.device(options["device"]).type == "meta"
+    return (given[0].device if _is_like_another(func) else torch.get_default_device()).type == "meta"
+
+
+def _is_like_another(func: Any) -> bool:
+    """Tell whether a factory makes tensors on the device of one that it is given."""
+    return bool(func.__name__.startswith("new_"))

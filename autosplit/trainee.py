@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from autosplit.accumulation import Accumulation
 from autosplit.batches import Whole, map_leaves, map_tensors, resize, tensors_of
+from autosplit.bounded import settings_kept_on_failure
 from autosplit.compiling import compiled_like, eager_of, is_compiled, scripted_part, with_eager_parts
 from autosplit.errors import WorkloadError
 from autosplit.transfer import Placement, adopt_module
@@ -258,12 +259,12 @@ def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
         Exception: What it raised under fake tensors, where it raised on the meta device, too.
     """
     try:
-        with mode:
+        with settings_kept_on_failure(), mode:
             return build()
     except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
         failure = error
     try:
-        with torch.device("meta"):
+        with settings_kept_on_failure(), torch.device("meta"):
             return build()
     except Exception:  # noqa: BLE001  # the first failure is the one to tell of
         raise failure from None
@@ -281,13 +282,24 @@ def _fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """Make the fake of a tensor, on the CPU wherever the tensor is: a CPU build of torch has no fake GPUs."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
+    if tensor.layout != torch.strided:
+        return _fake_sparse(tensor, mode)
     with mode:
-        if tensor.layout != torch.strided:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout)
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)
+
+
+def _fake_sparse(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Make the fake of a sparse tensor, with as many values, which are what it takes: torch's own fakes have none."""
+    if tensor.layout is not torch.sparse_coo:
+        raise NotImplementedError(f"a tensor of {tensor.layout} can't be faked with its values")
+    indices, values = (_fake_like(part, mode) for part in (tensor.detach()._indices(), tensor.detach()._values()))
+    with mode:
+        return torch.sparse_coo_tensor(
+            indices, values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
+        )
 
 
 def _fake_scalar(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

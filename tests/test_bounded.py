@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,15 @@ HUGE = 10**6
 def mask(positions: int) -> torch.Tensor:
     """A causal mask: one operation makes a matrix of two small vectors."""
     return torch.arange(positions)[None] > torch.arange(positions)[:, None]
+
+
+def on(device: str, build: Callable[[], Any]) -> Any:
+    with torch.device(device):
+        return build()
+
+
+def graph(places: Any, values: Any) -> torch.Tensor:
+    return torch.sparse_coo_tensor(places, values, check_invariants=True)
 
 
 def trained() -> nn.Module:
@@ -41,6 +52,11 @@ SMALL = {
     "no memory at all": lambda: nn.Linear(HUGE, HUGE, device="meta"),
     "a size to be found": lambda: nn.LazyLinear(4),
     "sparse": lambda: torch.eye(4).to_sparse(),
+    "little of a large graph": lambda: graph([[1, 2], [3, HUGE]], [1.0, 2.0]) * 2,
+    "little of a large graph by rows": lambda: torch.ones(9, 9).to_sparse_csr().to(torch.float64),
+    "nothing of a large graph": lambda: torch.zeros(HUGE, HUGE, layout=torch.sparse_coo),
+    "no memory by default": lambda: on("meta", lambda: nn.Linear(HUGE, HUGE)),
+    "like what has none": lambda: torch.empty(1, device="meta").new_zeros(HUGE, HUGE),
     "a step": trained,
     "views of much": lambda: torch.ones(1).expand(HUGE, HUGE),
 }
@@ -52,6 +68,8 @@ LARGE = {
     "an identity": lambda: torch.eye(HUGE),
     "like another": lambda: torch.ones(1).new_zeros((HUGE, HUGE)),
     "a mask": lambda: mask(HUGE),
+    "a graph made dense": lambda: torch.zeros(HUGE, HUGE, layout=torch.sparse_coo).to_dense(),
+    "many edges": lambda: graph(torch.zeros(2, MIB // 16), torch.ones(MIB // 16)),
     "a view that is computed with": lambda: torch.ones(1).expand(HUGE, HUGE) + 1,
     "a view that is copied": lambda: torch.ones(1).expand(HUGE, HUGE).contiguous(),
     "many": lambda: [torch.ones(MIB // 16) for _ in range(5)],
@@ -63,10 +81,12 @@ ELSEWHERE = {
     "by number": lambda: torch.empty(3, device=0),
     "a model": lambda: nn.Linear(3, 3).cuda(),
     "moved": lambda: nn.Linear(3, 3).to("cuda:1"),
+    "by default": lambda: on("cuda", lambda: torch.empty(3)),
     "another kind": lambda: torch.ones(3).to(torch.device("xpu")),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 @pytest.mark.parametrize("name", SMALL)
 def test_what_is_small_is_built_as_ever(name):
     assert built_within(SMALL[name], MIB) is not None
@@ -118,6 +138,35 @@ def test_the_bound_ends_with_the_build():
     with pytest.raises(TooLarge):
         built_within(lambda: torch.ones(2 * MIB), MIB)
     assert torch.ones(2 * MIB).numel() == 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "meanwhile"),
+    [
+        (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+        (torch.get_default_device, torch.set_default_device, torch.device("meta")),
+        (torch.is_grad_enabled, torch.set_grad_enabled, False),
+    ],
+)
+@pytest.mark.parametrize("fails", [lambda: torch.ones(HUGE, HUGE, device="cpu"), lambda: 1 // 0])
+def test_what_was_changed_for_a_while_is_as_before_once_code_was_left(read, write, meanwhile, fails):
+    """Called again it took float64 for what was there before, and left all of the process with it."""
+
+    def build() -> None:
+        before = read()
+        write(meanwhile)
+        fails()
+        write(before)
+
+    before = read()
+    try:
+        with pytest.raises((TooLarge, ZeroDivisionError)):
+            built_within(build, MIB)
+        assert read() == before
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
 
 
 def test_torchs_compiler_is_not_loaded_for_it():

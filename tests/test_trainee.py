@@ -19,7 +19,7 @@ from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.placed import bucket_bytes, run_placed, wrapper_for
 from autosplit.runtime.tracing import make_tracer
 from autosplit.runtime.tracking import Tracker
-from autosplit.trainee import fake_mode, listed, training_copy
+from autosplit.trainee import built_without_memory, fake_mode, listed, training_copy
 from autosplit.workload import Workload, modules_of
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
@@ -552,3 +552,39 @@ def test_a_model_whose_layers_have_no_shape_yet_is_refused_by_name(mode):
         training_copy(workload(model), mode=mode)
     model(BATCH[0])
     assert len(training_copy(workload(model), mode=mode).parameters()) == 4
+
+
+class Graph(nn.Module):
+    """A layer over a graph that is kept as a sparse matrix."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 3)
+        self.register_buffer("edges", torch.ones(256, 256).to_sparse(layout=layout))
+
+    def forward(self, x):
+        return self.layer(torch.sparse.mm(self.edges, x.t()).t())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize(("layout", "is_faked"), [(torch.sparse_coo, True), (torch.sparse_csr, False)])
+def test_a_sparse_tensors_values_take_memory_also_where_they_are_fake(layout, is_faked):
+    """Plans for cards that are not there counted none of them: torch fakes a sparse tensor as an empty one."""
+    made = Workload(Graph(layout), (torch.randn(4, 256), torch.zeros(4, dtype=torch.long)), loss_fn=F.cross_entropy)
+    tracer, note = make_tracer(made, like_gpu=True)
+    assert tracer.fake == is_faked
+    assert (note is None) == is_faked
+    (peak,) = tracer.trace(StepShape(((4,),))).peak_bytes
+    assert peak > 256 * 256 * (8 + 4)  # a place and a number each, at least
+
+
+def test_what_was_changed_for_a_while_is_as_before_where_it_can_not_be_built_without_memory():
+    def build() -> None:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        torch.ones(1).item()  # neither a fake nor a meta tensor has a number
+        torch.set_default_dtype(before)
+
+    with pytest.raises(RuntimeError):
+        built_without_memory(build, fake_mode())
+    assert torch.get_default_dtype() is torch.float32
