@@ -47,10 +47,13 @@ def with_eager_parts(module: nn.Module) -> nn.Module:
     """Put the eager form of each compiled part in its place.
 
     Args:
-        module: A copy: it is changed. One compiled in place is eager already where it was copied.
+        module: A copy: it is changed.
     """
     module = eager_of(module)
     for part in module.modules():
+        if getattr(part, "_compiled_call_impl", None) is not None:
+            # torch leaves it out of a copy, which a class with a `__getstate__` of its own may not.
+            part._compiled_call_impl = None
         for name, child in part._modules.items():
             if child is not None:
                 part._modules[name] = eager_of(child)

@@ -34,13 +34,26 @@ def in_place():
     return module
 
 
+class Stateful(nn.Sequential):
+    """Its copies have all that it has, as a LightningModule's."""
+
+    def __getstate__(self):
+        return dict(vars(self))
+
+
+def in_place_and_stateful():
+    module = Stateful(*net())
+    module.compile(backend="eager")
+    return module
+
+
 def in_part():
     module = net()
     module[0] = torch.compile(module[0], backend="eager")
     return module
 
 
-COMPILED = {"whole": compiled, "in_place": in_place, "in_part": in_part}
+COMPILED = {"whole": compiled, "in_place": in_place, "stateful": in_place_and_stateful, "in_part": in_part}
 
 
 @pytest.mark.parametrize("name", COMPILED)
