@@ -12,6 +12,7 @@ pytest.importorskip("lightning", reason="needs lightning (the extra `integration
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -227,6 +228,128 @@ def test_a_precision_that_is_not_mixed_is_refused():
     assert workload(Classifier(), loader(), trainer=trainer, precision="none").precision == "none"
 
 
+class TestAllOfAModuleStaysAsItWas:
+    """Parts of it did not: modules within it lost their Trainer, and it lost a `log` of its own."""
+
+    def test_modules_within_it_find_the_trainer_log_nothing_and_keep_their_own(self):
+        class Whole(Classifier):
+            def __init__(self) -> None:
+                super().__init__()
+                self.part = Asking()
+
+            def training_step(self, batch, batch_idx):
+                return (
+                    self.part.training_step(batch, batch_idx)["loss"] + super().training_step(batch, batch_idx)["loss"]
+                )
+
+        module, own, given = Whole(), plain_trainer(), plain_trainer(max_steps=7)
+        module.part.trainer = own
+        made = workload(module, loader(), trainer=given)
+        assert loss_of(made) > 0
+        assert (module._trainer, module.part._trainer) == (None, own)
+        assert "log" not in vars(module.part)
+
+    def test_a_log_of_its_own(self):
+        module, seen = Classifier(), []
+        own = module.log = lambda *_args, **_options: seen.append(1)
+        loss_of(workload(module, loader()))
+        assert module.log is own
+        assert not seen
+
+    def test_after_a_step_that_fails(self):
+        class Failing(Classifier):
+            def training_step(self, batch, batch_idx):
+                raise ZeroDivisionError
+
+        module = Failing()
+        attributes = dict(vars(module))
+        with pytest.raises(ZeroDivisionError):
+            loss_of(workload(module, loader()))
+        assert vars(module) == attributes
+
+    def test_random_numbers_also_where_layers_are_made_late(self):
+        class Late(Classifier):
+            def configure_model(self):
+                self.more = nn.Linear(4, 4)
+
+        module, seed = Late(), torch.get_rng_state()
+        workload(module, loader())
+        assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_what_is_in_evaluation_mode_stays_so_in_a_copy():
+    """A frozen BatchNorm was trained, and a part's dropout took memory that it does not take in Lightning."""
+    module = Classifier()
+    module.layers[1].eval()
+    copied = copy.deepcopy(workload(module, loader()).model)
+    assert [part.training for part in copied.module.layers] == [True, False, True]
+
+
+@pytest.mark.parametrize("wrapped", ["args", "named"])
+def test_a_step_in_a_wrapper_of_any_signature_gets_the_number(wrapped):
+    """As Lightning calls it: one that takes whatever comes was given the batch alone."""
+
+    class Wrapped(Classifier):
+        def training_step(self, *args):
+            batch, number = args
+            return Classifier.training_step(self, batch, number)
+
+    class Named(Classifier):
+        def training_step(self, batch, batch_idx=None, more=5):
+            assert (batch_idx, more) == (0, 5)
+            return super().training_step(batch, batch_idx)
+
+    assert loss_of(workload({"args": Wrapped, "named": Named}[wrapped](), loader())) > 0
+
+
+def test_a_step_that_asks_for_its_optimizer():
+    class Watching(Classifier):
+        def training_step(self, batch, batch_idx):
+            self.log("rate", rate := self.optimizers().param_groups[0]["lr"])
+            return rate * super().training_step(batch, batch_idx)["loss"]
+
+    made = workload(Watching(), loader())
+    assert loss_of(made) > 0
+    assert made.compute_loss(copy.deepcopy(made.model), made.sample_batch) > 0
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_module_is_tuned_in_its_eager_form(in_place):
+    """Lightning takes both, which were refused: a copy of one that is compiled in place stayed compiled."""
+    module = Classifier()
+    if in_place:
+        module.compile(backend="eager")
+    made = workload(module if in_place else torch.compile(module, backend="eager"), loader())
+    plan = tune(made, devices="sim:2xRTX3090", strategy="ddp", effective_batch_size=64)
+    assert plan.effective_batch_size == 64
+    assert (module._compiled_call_impl is not None) == in_place
+
+
+def test_a_data_module_finds_the_trainer_that_is_given():
+    class Sharded(Data):
+        def setup(self, stage):
+            assert self.trainer.max_steps == 7
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            assert self.trainer.max_steps == 7
+            return batch
+
+    data = Sharded()
+    workload(Classifier(), data, trainer=plain_trainer(max_steps=7))
+    assert data.trainer is None
+
+
+def test_a_hook_of_the_module_finds_the_trainer_that_is_given():
+    class Hooked(Classifier):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            assert self.trainer.max_steps == 7
+            return batch
+
+    assert workload(Hooked(), loader(), trainer=plain_trainer(max_steps=7)).sample_batch_size == 8
+    with pytest.raises(InputError, match=r"on_before_batch_transfer asks for self\.trainer"):
+        workload(Hooked(), loader())
+
+
 def test_it_can_be_sent_to_another_process():
     made = workload(Classifier(), loader())
     again = pickle.loads(pickle.dumps(made))
@@ -284,6 +407,15 @@ class TestRefusals:
     def test_several_loaders(self):
         with pytest.raises(InputError, match="training loader is a dict; expected one loader"):
             workload(Classifier(), {"a": loader(), "b": loader()})
+
+    def test_several_loaders_in_one(self):
+        """It yields its batches beside two numbers, of which a step knows nothing."""
+        with pytest.raises(InputError, match="training loader is a CombinedLoader; expected one loader"):
+            workload(Classifier(), CombinedLoader({"a": loader(), "b": loader()}))
+
+    def test_another_trainer(self):
+        with pytest.raises(InputError, match=r"trainer is a str; expected a lightning\.pytorch\.Trainer, or none"):
+            workload(Classifier(), loader(), trainer="gpu")
 
     def test_no_sample(self):
         with pytest.raises(WorkloadError, match="no sample"):

@@ -12,15 +12,18 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autosplit.compiling import eager_of
 from autosplit.drawing import largest_batch
 from autosplit.errors import InputError
+from autosplit.rng import kept_rng
 from autosplit.workload import Workload
 
 __all__ = ["TrainingStep", "workload"]
@@ -35,13 +38,16 @@ class TrainingStep(nn.Module):
     Args:
         module: The LightningModule.
         trainer: What its code finds as ``self.trainer`` meanwhile; None for none.
+        optimizer: What ``self.optimizers()`` returns meanwhile, where it is an optimizer.
     """
 
-    def __init__(self, module: lightning.pytorch.LightningModule, trainer: Any) -> None:
+    def __init__(self, module: lightning.pytorch.LightningModule, trainer: Any, optimizer: Any = None) -> None:
         super().__init__()
         self.module = module
+        self.training = module.training  # parts of it may be in evaluation mode, and stay so
         self._trainer = trainer
-        self._takes_number = len(_positional(module.training_step)) > 1
+        self._optimizer = optimizer
+        self._takes_number = _takes_number(module.training_step)
 
     @property
     def named_by(self) -> nn.Module:
@@ -49,13 +55,12 @@ class TrainingStep(nn.Module):
         return self.module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingStep:
-        """Copy the module, and keep the Trainer, which is no part of it."""
-        copied = TrainingStep(copy.deepcopy(self.module, memo), self._trainer)
-        return copied.train(self.training)
+        """Copy the module, and keep the Trainer and the optimizer, which are no part of it."""
+        return TrainingStep(copy.deepcopy(self.module, memo), self._trainer, self._optimizer)
 
     def forward(self, batch: Any) -> Tensor:
         """Return the loss of a batch."""
-        with _attached(self.module, self._trainer):
+        with _attached(self.module, self._trainer, self._optimizer):
             batch = self.module.on_after_batch_transfer(batch, 0)
             given = (batch, 0) if self._takes_number else (batch,)
             output = _asking_for_trainer(lambda: self.module.training_step(*given), "training_step")
@@ -85,11 +90,13 @@ def workload(
     devices of one process. `self.log` does nothing meanwhile.
 
     Args:
-        module: The module; nothing of it is changed. `configure_model` is called on a copy.
+        module: The module, or what ``torch.compile`` made of one; nothing of it is changed but by its own
+            `configure_optimizers`. `configure_model` is called on a copy.
         data: A loader, or a data module, whose `prepare_data` and `setup("fit")` are called. Default: the module's own
             `train_dataloader`.
         trainer: The one that is to train it: its precision counts, and code that asks for ``self.trainer`` finds it. It
-            is not run.
+            is not run, so that it does not know how many steps there will be (`estimated_stepping_batches`): with a
+            schedule that has to know, pass ``optimizer=``.
         batches: How many batches are drawn, of which the one with the most elements per sample is the sample batch.
         **options: The other arguments of `Workload`, such as ``precision``, ``make_batch`` or ``loss_reduction``; an
             ``optimizer`` replaces what `configure_optimizers` returns.
@@ -102,20 +109,26 @@ def workload(
             is not mixed, or code that asks for a Trainer where none is given.
         WorkloadError: No sample was drawn.
     """
-    _refuse_unlike(module)
+    module = eager_of(module) if isinstance(module, nn.Module) else module
+    _refuse_unlike(module, trainer)
+    with kept_rng():
+        return _workload(module, data, trainer, batches, options)
+
+
+def _workload(module: Any, data: Any, trainer: Any, batches: int, options: dict[str, Any]) -> Workload:
     if _overrides(module, "configure_model"):
         module = copy.deepcopy(module)
         with _attached(module, trainer):
             _asking_for_trainer(module.configure_model, "configure_model")
-    loader, prepared = _loader_of(module, data, trainer)
     if "optimizer" not in options:
         with _attached(module, trainer):
             configured = _asking_for_trainer(module.configure_optimizers, "configure_optimizers")
         options["optimizer"] = _optimizer_of(configured)
     if "precision" not in options:
         options["precision"] = "none" if trainer is None else _precision_of(trainer)
-    sample_batch = prepared(largest_batch(loader, batches, options.get("batch_dim", 0)))
-    return Workload(TrainingStep(module, trainer), sample_batch, compute_loss=_loss_of, **options)
+    sample_batch = _sample_batch(module, data, trainer, batches, options.get("batch_dim", 0))
+    optimizer = options["optimizer"] if isinstance(options["optimizer"], Optimizer) else None
+    return Workload(TrainingStep(module, trainer, optimizer), sample_batch, compute_loss=_loss_of, **options)
 
 
 def _loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -123,7 +136,7 @@ def _loss_of(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def _refuse_unlike(module: Any) -> None:
+def _refuse_unlike(module: Any, trainer: Any) -> None:
     if not isinstance(module, lightning.pytorch.LightningModule):
         raise InputError(
             f"module is a {type(module).__name__}; expected a lightning.pytorch.LightningModule; of another module "
@@ -134,6 +147,8 @@ def _refuse_unlike(module: Any) -> None:
             "automatic_optimization is False; expected it True, because an optimizer step is then the module's own "
             "secret; write it as Workload(models, batch, step=...)"
         )
+    if trainer is not None and not isinstance(trainer, lightning.pytorch.Trainer):
+        raise InputError(f"trainer is a {type(trainer).__name__}; expected a lightning.pytorch.Trainer, or none")
     if any(name == "dataloader_iter" for name in _positional(module.training_step)):
         raise InputError(
             "training_step takes the iterator of its loader; expected a batch, of which other sizes can be made; take "
@@ -141,31 +156,41 @@ def _refuse_unlike(module: Any) -> None:
         )
 
 
-def _loader_of(module: Any, data: Any, trainer: Any) -> tuple[Iterable[Any], Any]:
-    """Return the training loader, and what is done to each of its batches on the host."""
-    if isinstance(data, lightning.pytorch.LightningDataModule):
-        data.prepare_data()
-        data.setup("fit")
-        loader: Any = data.train_dataloader()
-        owner: Any = data
-    else:
-        owner, loader = module, data
-        if loader is None:
-            with _attached(module, trainer):
-                loader = _asking_for_trainer(module.train_dataloader, "train_dataloader")
-    if loader is None or isinstance(loader, (Mapping, list, tuple)):
-        raise InputError(
-            f"the training loader is a {type(loader).__name__}; expected one loader, of whose batches other sizes can "
-            "be made; pass the loader that the memory depends on"
-        )
-    whole = owner if owner is not module and _overrides(owner, "on_after_batch_transfer") else None
-
-    def prepared(batch: Any) -> Any:
+def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim: int) -> Any:
+    """Return the largest of a few batches of the training loader, as the hooks of whoever owns it leave it."""
+    is_module = isinstance(data, lightning.pytorch.LightningDataModule)
+    owner = data if is_module else module
+    with _attached(module, trainer), _known_to(data if is_module else None, trainer):
+        if is_module:
+            data.prepare_data()
+            data.setup("fit")
+        loader = data
+        if is_module or data is None:
+            loader = _asking_for_trainer(owner.train_dataloader, "train_dataloader")
+        if loader is None or isinstance(loader, (Mapping, list, tuple, CombinedLoader)):
+            raise InputError(
+                f"the training loader is a {type(loader).__name__}; expected one loader, of whose batches other sizes "
+                "can be made; pass the loader that the memory depends on"
+            )
+        batch = largest_batch(loader, batches, batch_dim)
         hooks = owner if _overrides(owner, "on_before_batch_transfer") else module
-        batch = hooks.on_before_batch_transfer(batch, 0)
-        return batch if whole is None else whole.on_after_batch_transfer(batch, 0)
+        batch = _asking_for_trainer(lambda: hooks.on_before_batch_transfer(batch, 0), "on_before_batch_transfer")
+        if is_module and _overrides(data, "on_after_batch_transfer"):
+            batch = data.on_after_batch_transfer(batch, 0)
+        return batch
 
-    return loader, prepared
+
+@contextmanager
+def _known_to(data: Any, trainer: Any) -> Iterator[None]:
+    """Let a data module find a Trainer."""
+    if data is None or trainer is None:
+        yield
+        return
+    before, data.trainer = data.trainer, trainer
+    try:
+        yield
+    finally:
+        data.trainer = before
 
 
 def _optimizer_of(configured: Any) -> Optimizer:
@@ -206,17 +231,28 @@ def _asking_for_trainer(call: Any, name: str) -> Any:
 
 
 @contextmanager
-def _attached(module: Any, trainer: Any) -> Iterator[None]:
-    """Let a module find a Trainer, and log nothing: no loop is there that would collect it."""
-    before = module._trainer
-    module.trainer = before if trainer is None else trainer
-    module.__dict__.update(log=_nothing, log_dict=_nothing)
-    try:
+def _attached(module: Any, trainer: Any, optimizer: Any = None) -> Iterator[None]:
+    """Let a module find a Trainer and its optimizer, and log nothing: no loop is there that would collect it.
+
+    So do the LightningModules in it, which Lightning attaches along.
+    """
+    shadows = {"log": _nothing, "log_dict": _nothing}
+    if optimizer is not None:
+        shadows["optimizers"] = lambda **_options: optimizer
+    with ExitStack() as stack:
+        for part in module.modules():
+            if isinstance(part, lightning.pytorch.LightningModule):
+                own = {name: vars(part)[name] for name in ("_trainer", *shadows) if name in vars(part)}
+                stack.callback(_put_back, part, own, ("_trainer", *shadows))
+                found = own["_trainer"] if trainer is None else trainer
+                part.__dict__.update(shadows, _trainer=found)  # its property would reach those in it, too
         yield
-    finally:
-        module.trainer = before
-        for name in ("log", "log_dict"):
-            del module.__dict__[name]
+
+
+def _put_back(part: Any, own: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        part.__dict__.pop(name, None)
+    part.__dict__.update(own)
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -237,3 +273,10 @@ def _positional(function: Any) -> list[str]:
     """Return the names of a bound method's parameters that a batch and its number may be given as."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [one.name for one in inspect.signature(function).parameters.values() if one.kind in kinds]
+
+
+def _takes_number(function: Any) -> bool:
+    """Tell whether a training step takes its batch's number, by the rule that Lightning calls it by."""
+    parameters = inspect.signature(function).parameters.values()
+    several = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
+    return several or len(_positional(function)) > 1
