@@ -227,12 +227,17 @@ class Explanation:
         """Say which of DDP and the plan's own split is faster, and by how much; empty where there is only one."""
         if self.fastest is None:
             return ""
-        ratio = self.ddp_samples_per_s / self.samples_per_s
-        if abs(ratio - 1) <= BINDING_SHARE:
+        ddp, own = self.ddp_samples_per_s, self.samples_per_s
+        if abs(ddp / own - 1) <= BINDING_SHARE:
             return "DDP is as fast as BalancedDataParallel"
         if self.fastest == "ddp":
-            return f"DDP is {ratio:.2f} times as fast as BalancedDataParallel"
-        return f"BalancedDataParallel is {1 / ratio:.2f} times as fast as DDP"
+            return f"DDP is {ddp / own:.2f} times as fast as BalancedDataParallel"
+        return f"BalancedDataParallel is {own / ddp:.2f} times as fast as DDP"
+
+    def repeats(self, plan: Solved) -> bool:
+        """Tell whether what it repeats of a plan's numbers is what they are: it was read from a file with them."""
+        names = ("samples_per_s", "ddp_samples_per_s", "ddp_measured", "fastest", "simulated")
+        return all(getattr(self, name) == getattr(plan, name) for name in names)
 
     def sentences(self) -> dict[str, str]:
         """Return what there is to say, by subject: only what says something."""

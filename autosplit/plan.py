@@ -303,8 +303,9 @@ class Plan:
             Plain numbers; `str()` of them is the text for people.
         """
         solved = self._solved()
-        if self.explained is not None and self.explained.of == solved.digest():
-            return self.explained.explanation
+        kept = self.explained
+        if kept is not None and kept.of == solved.digest() and kept.explanation.repeats(solved):
+            return kept.explanation
         from autosplit.explaining import explanation_of
 
         return explanation_of(solved)

@@ -24,6 +24,9 @@ LARGEST = 2**62
 DEEPEST = 32
 """Levels of what describes the machine and the workload; ours have about five."""
 
+_MOST_OTHER_BOUNDS = 8
+"""What may bound a plan beside the memory and the time of each device."""
+
 _MOST_DIMS = 64
 """torch has no tensor of more."""
 
@@ -56,7 +59,7 @@ def _unsound(plan: Any) -> Iterator[str]:
     yield from _unsound_devices(plan)
     yield from _unsound_ranks(plan, count)
     yield from _unsound_measurements(plan, count)
-    yield from _unsound_explanation(plan)
+    yield from _unsound_explanation(plan, count)
     if plan.accumulation_steps > MOST_FORWARDS:
         yield f"accumulation_steps is {plan.accumulation_steps}; expected at most {MOST_FORWARDS}"
     if plan.batch_dim >= _MOST_DIMS:
@@ -110,11 +113,16 @@ def _unsound_measurements(plan: Any, count: int) -> Iterator[str]:
         yield f"a residual is of another number of devices; expected {count}"
 
 
-def _unsound_explanation(plan: Any) -> Iterator[str]:
+def _unsound_explanation(plan: Any, count: int) -> Iterator[str]:
     if plan.explained is None:
         return
     told = plan.explained.explanation
+    if len(told.bounds) > 2 * count + _MOST_OTHER_BOUNDS or len(told.alone) > count:
+        yield f"its explanation has {len(told.bounds)} bounds and {len(told.alone)} devices alone; expected a few"
+        return
     alternatives = [one for one in (told.even, told.even_measured, *told.alone) if one is not None]
+    if any(len(one.split) not in (0, count) or len(one.devices) > count for one in alternatives):
+        yield f"its explanation is of splits over another number of devices; expected {count}"
     named = {label for one in alternatives for label in one.devices}
     named |= {one.device for one in (*told.bounds, told.more_memory) if one is not None and one.device is not None}
     strangers = named - {device.label for device in plan.devices}

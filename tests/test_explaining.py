@@ -386,6 +386,11 @@ class TestAnExplanationThatIsKept:
                 '"alone": [{"devices": [], "split": [], "accumulation_steps": 0, "samples_per_s": 1, "gain": 1}, ',
             ),
             ('"what": "device"', '"what": "moon"'),
+            (
+                '"bounds": [',
+                '"bounds": [' + 9 * '{"what": "copies", "device": null, "samples_per_s": 1, "gain": 1}, ' * 9,
+            ),
+            ('"split": []', '"split": [1, 2, 3]'),
         ],
     )
     def test_one_that_was_tampered_with_is_refused(self, old, new):
@@ -393,6 +398,24 @@ class TestAnExplanationThatIsKept:
         assert old in text
         with pytest.raises(PlanError):
             Plan.from_json(text.replace(old, new))
+
+    @pytest.mark.parametrize(
+        "told",
+        [
+            {"fastest": "balanced", "ddp_samples_per_s": 0.0},  # once a division by zero
+            {"fastest": "ddp", "ddp_samples_per_s": 9.0},
+            {"samples_per_s": 1e18},
+            {"simulated": True},
+        ],
+    )
+    def test_one_that_contradicts_its_plan_is_made_anew(self, told):
+        """Its digest is the plan's, which whoever changes the file can write."""
+        plan = solved_plan((70, 30), (1, 2), (100, 100)).with_explanation()
+        explanation = plan.explained.explanation
+        tampered = replace(plan, explained=replace(plan.explained, explanation=replace(explanation, **told)))
+        again = Plan.from_json(tampered.to_json())
+        assert again.explained != plan.explained
+        assert str(again.explain()) == str(explanation)
 
     def test_one_that_is_remembered_has_it(self):
         tune(char_gpt(), devices="sim:2xRTX3090", n_trials=1)
