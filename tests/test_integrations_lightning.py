@@ -198,10 +198,10 @@ class TestTwoRanks:
         for found in found_by(two, "tuned"):
             (first, first_ceiling, steps), (second, second_ceiling, _) = found["ranks"]
             assert found["measured"]
-            assert first > second
-            assert (first <= first_ceiling, second <= second_ceiling) == (True, True)
             assert first_ceiling > second_ceiling
-            assert (first + second, steps) == (20, 1)
+            # Which of the splits that fit is the fastest, is for the machine to say.
+            assert (first <= first_ceiling, second <= second_ceiling) == (True, True)
+            assert (first + second) * (steps - 1) < 20 <= (first + second) * steps
             assert float((found["weights"] - shared.by_hand("bert", 20)["weights"][5]).abs().max()) < 1e-9
         shared.check_epochs([found["seen"] for found in found_by(two, "tuned")], (first, second), 20)
 
