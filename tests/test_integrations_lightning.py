@@ -138,7 +138,7 @@ def tuned_where_lightning_refuses() -> dict[str, Any]:
     with pytest.raises(MisconfigurationException, match="not supported with distributed strategies"):
         trainer.fit(Module("bert"), Data("bert"))
     plan = tune(
-        workload(Module("bert"), Data("bert")), devices=UNLIKE, strategy="ddp", effective_batch_size=20, n_trials=2
+        workload(Module("bert"), Data("bert")), devices=UNLIKE, strategy="ddp", effective_batch_size=22, n_trials=2
     )
     shares, watch, module = Shares(plan), Watch(), Module("bert")
     make_trainer(shares, watch, devices=2, strategy="ddp", max_steps=6).fit(
@@ -148,7 +148,7 @@ def tuned_where_lightning_refuses() -> dict[str, Any]:
     return {"ranks": ranks, "measured": plan.ddp.measured, "weights": shared.weights_of(module), "seen": watch.seen}
 
 
-UNLIKE = "cpu:500KiB,cpu:400KiB"
+UNLIKE = "cpu:500KiB,cpu:322KiB"
 """Where the small BERT and its optimizer leave room for a few samples, and unlike numbers of them."""
 
 TWO = {
@@ -199,11 +199,12 @@ class TestTwoRanks:
             (first, first_ceiling, steps), (second, second_ceiling, _) = found["ranks"]
             assert found["measured"]
             assert first_ceiling > second_ceiling
-            # Which of the splits that fit is the fastest, is for the machine to say.
+            # The second holds so few that the first has more, be it one forward of 22 samples or two.
+            assert first > second
             assert (first <= first_ceiling, second <= second_ceiling) == (True, True)
-            assert (first + second) * (steps - 1) < 20 <= (first + second) * steps
-            assert float((found["weights"] - shared.by_hand("bert", 20)["weights"][5]).abs().max()) < 1e-9
-        shared.check_epochs([found["seen"] for found in found_by(two, "tuned")], (first, second), 20)
+            assert (first + second) * (steps - 1) < 22 <= (first + second) * steps
+            assert float((found["weights"] - shared.by_hand("bert", 22)["weights"][5]).abs().max()) < 1e-9
+        shared.check_epochs([found["seen"] for found in found_by(two, "tuned")], (first, second), 22)
 
     def test_the_example_takes_the_plan(self, two):
         (printed, without_plan), (nothing, _) = found_by(two, "example")
