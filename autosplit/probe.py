@@ -356,7 +356,10 @@ class Prober:
     def timed_sizes(
         self, index: int, ceiling: int, *, role: Role, budget_s: float, alone: bool = True
     ) -> list[TimedSize]:
-        """Time one device alone on a few sizes up to a ceiling.
+        """Time one device alone on its ceiling and every half of it, down to the least share.
+
+        A slow device among fast ones gets a hundredth of its ceiling; a curve that ended above would hold its time for
+        constant there, and leave the device with next to nothing.
 
         Args:
             index: The device's position.
@@ -377,7 +380,7 @@ class Prober:
         apart = alone and role == "replica"
         shape_of = self._forward_and_backward(index) if apart else self._shapes(index, role, (), False)
         timed: list[TimedSize] = []
-        for n in sorted({max(least, ceiling // 2**halvings) for halvings in range(5)}):
+        for n in sorted({max(least, ceiling >> halvings) for halvings in range(ceiling.bit_length())}):
             self.report(f"{self.runtime.devices[index].label}: time of {n} samples")
             try:
                 seconds = self.micro_seconds(shape_of(n), budget_s=budget_s)

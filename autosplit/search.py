@@ -1,19 +1,20 @@
 """Optuna, and only Optuna: which configuration of those that fit is the fastest?
 
-The caller evaluates, and proposes what it can tell by itself; nothing here runs a step or knows a model. What is
-proposed is enqueued. Where nothing is, Optuna's sampler chooses. The study keeps every trial with all there is to it,
-so that a search that was killed goes on where it was: its trials are not run again.
+The caller evaluates, and proposes what it can tell by itself; nothing here runs a step or knows a model. The loop,
+the storage and the resumption are Optuna's. A sampler of our own (`cost_model_sampler`) draws what is proposed, and
+leaves the rest to Optuna's. The study keeps every trial with its reason and all there is to it, so that a search that
+was killed goes on where it was: its trials are not run again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autosplit.errors import InputError
@@ -32,6 +33,9 @@ Propose = Callable[[Sequence[Trial]], Proposal]
 _ENDED = "ended_at"
 """A study's attribute: trials with a lower number are those of searches that came to their end."""
 
+_CEILINGS = "ceilings"
+"""A study's attribute: the ceilings of a search that did not come to its end, by what they are of."""
+
 MOST_REPEATS = 3
 """For each trial so many more are asked for, at most: a sampler may suggest over and over what was tried already."""
 
@@ -43,6 +47,7 @@ def search(
     *,
     n_trials: int,
     seed: int,
+    sampler: Any = None,
     deadline_s: float | None = None,
     storage: str | None = None,
     study_name: str = "autosplit",
@@ -55,13 +60,14 @@ def search(
         space: What may be searched.
         evaluate: ``evaluate(number, configuration) -> Trial``; a configuration that fails is a failed trial.
         propose: ``propose(trials) -> Proposal``: what to try after these, or that it is enough. What is not in the
-            space is left to the sampler.
+            space is left to the explorer.
         n_trials: At most so many.
-        seed: Of Optuna's sampler; what it draws depends on the seed and the trials before, and on nothing else.
+        seed: Of the explorer; what it draws depends on the seed and the trials before, and on nothing else.
+        sampler: One of Optuna's, which draws every trial instead; then nothing is proposed, and all trials are made.
         deadline_s: `time.monotonic()` after which no trial begins; one is made in any case.
         storage: An Optuna URL to keep the study in; None keeps it in memory. A search that was killed goes on from the
             trials that it left there. Those of a search that came to its end only guide the sampler: their times are
-            of another moment.
+            of another moment. Trials that somebody enqueued there are made first.
         study_name: Its name there.
         on_trial: Told of each trial, also of those that a killed search left.
         on_trouble: Told why the storage is done without, where it fails in mid-search.
@@ -75,32 +81,136 @@ def search(
     if space.region.largest_batch < 1:
         return ()
     _imported()
-    kept = _Kept(storage, study_name, on_trouble)
-    done, asked = _resumed(kept.study, space)
-    for trial in done.values():
-        on_trial(trial)
-        _log_trial(trial, "of the search that was cut off")
-    while len(done) < n_trials and asked < (1 + MOST_REPEATS) * n_trials and not _over(deadline_s, done):
-        proposal = propose(tuple(done.values()))
-        if proposal.enough:
-            _log.info("the search ends after %d trials: %s", len(done), proposal.why)
-            break
-        sampler = _sampler(seed, asked)
-        asked += 1
-        asking, configuration = kept.ask(space, proposal.configuration, sampler)
-        seen = done.get(configuration)
+    running = _Search(space, evaluate, propose, n_trials, seed, sampler, deadline_s, on_trial)
+    study = _opened(storage, study_name)
+    try:
+        running.resume(study)
+    except Exception as error:
+        raise _unusable(storage, error) from error
+    while not running.is_over:
         try:
-            trial = seen or evaluate(len(done), configuration)
-        except BaseException:  # an interrupt, too: a trial that nobody ends would be running for ever in the storage
-            kept.tell(asking, None)
-            raise
-        kept.tell(asking, trial)
-        if seen is None:
-            done[configuration] = trial
-            _log_trial(trial, proposal.why if configuration == proposal.configuration else "drawn by Optuna's sampler")
-            on_trial(trial)
-    kept.end()
-    return tuple(done.values())
+            running.optimize(study)
+        except Exception as error:
+            if error is running.raised or storage is None:
+                raise
+            on_trouble(f"{_unusable(storage, error)}; the search went on without it")
+            storage, study = None, _opened(None, study_name)
+    with contextlib.suppress(Exception):  # the search is done, whatever becomes of its storage
+        study.set_user_attr(_ENDED, len(study.get_trials(deepcopy=False)))
+        study.set_user_attr(_CEILINGS, {})
+    return tuple(running.done.values())
+
+
+class _Search:
+    """What Optuna's loop calls.
+
+    Args:
+        space: What may be searched.
+        evaluate: See `search`.
+        propose: See `search`.
+        n_trials: See `search`.
+        seed: See `search`.
+        sampler: See `search`.
+        deadline_s: See `search`.
+        on_trial: See `search`.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        evaluate: Evaluate,
+        propose: Propose,
+        n_trials: int,
+        seed: int,
+        sampler: Any,
+        deadline_s: float | None,
+        on_trial: Callable[[Trial], None],
+    ) -> None:
+        from autosplit.cost_model_sampler import CostModelSampler
+
+        self.space, self.evaluate, self.n_trials = space, evaluate, n_trials
+        self.deadline_s, self.on_trial = deadline_s, on_trial
+        self.done: dict[Configuration, Trial] = {}
+        self.asked = 0
+        self.model = None if sampler is not None else CostModelSampler(propose, self._trials, space, seed=seed)
+        self.sampler = sampler or self.model
+        self.raised: BaseException | None = None
+        """By the evaluation: whatever else ends Optuna's loop is the storage's."""
+
+    def _trials(self) -> Sequence[Trial]:
+        return tuple(self.done.values())
+
+    def resume(self, study: Any) -> None:
+        """Take over the trials of a search that did not come to its end; what it left running is failed."""
+        import optuna
+
+        for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+        self.done, self.asked = _resumed(study, self.space)
+        for trial in self.done.values():
+            self.on_trial(trial)
+            _log_trial(trial, "of the search that was cut off")
+
+    def optimize(self, study: Any) -> None:
+        """Let Optuna ask and tell until the search is over."""
+        import optuna
+
+        study.sampler = self.sampler
+        with _quiet_optuna(), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+            # Suppressed: another search of the same study took a trial of this one for one that was cut off.
+            study.optimize(self._objective, callbacks=[self._stop_if_over])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more to try, or no more time to."""
+        if len(self.done) >= self.n_trials or self.asked >= (1 + MOST_REPEATS) * self.n_trials:
+            return True
+        if self.deadline_s is not None and self.done and time.monotonic() >= self.deadline_s:
+            return True
+        if self.model is None or not self.model.next().enough:
+            return False
+        _log.info("the search ends after %d trials: %s", len(self.done), self.model.next().why)
+        return True
+
+    def _stop_if_over(self, study: Any, _trial: Any) -> None:
+        if self.is_over:
+            study.stop()
+
+    def _objective(self, asking: Any) -> float:
+        """Evaluate what Optuna suggests; what was evaluated before is told again, and not run.
+
+        Raises:
+            optuna.TrialPruned: It can't be run, or did not fit.
+        """
+        import optuna
+
+        self.asked += 1
+        configuration, why = _suggested(asking, self.space), self._reason_of(asking)
+        asking.set_user_attr("why", why)
+        trial = self.done.get(configuration)
+        if trial is None:
+            try:
+                trial = self.evaluate(len(self.done), configuration)
+            except BaseException as error:
+                self.raised = error
+                raise
+            self.done[configuration] = trial
+            _log_trial(trial, why)
+            self.on_trial(trial)
+        asking.set_user_attr("split", list(trial.split))
+        asking.set_user_attr("error_share", trial.error_share)
+        asking.set_user_attr("peak_bytes", list(trial.peak_bytes))
+        asking.set_constraint("fits", 0.0 if trial.failure is None else 1.0)
+        if trial.samples_per_s is None:
+            asking.set_user_attr("failure", trial.failure)
+            asking.set_user_attr("failed_device", trial.failed_device)
+            raise optuna.TrialPruned(trial.failure)
+        return trial.samples_per_s
+
+    def _reason_of(self, asking: Any) -> str:
+        if "fixed_params" in asking.study.get_trials(deepcopy=False)[asking.number].system_attrs:
+            return "enqueued in the study"
+        return f"drawn by {type(self.sampler).__name__}" if self.model is None else self.model.reason
 
 
 def _log_trial(trial: Trial, why: str) -> None:
@@ -111,62 +221,6 @@ def _log_trial(trial: Trial, why: str) -> None:
         gave = f"{rate_text(trial.samples_per_s)}, give or take {100 * trial.error_share:.1f} %"
     split, steps = trial.split, trial.accumulation_steps
     _log.info("trial %d, split %s x %d (%s): %s", trial.number, split, steps, why, gave)
-
-
-class _Kept:
-    """A study, and what becomes of it when its storage fails: the search goes on in memory.
-
-    Args:
-        storage: An Optuna URL, or None.
-        study_name: Its name there.
-        on_trouble: Told why the storage is done without.
-
-    Raises:
-        InputError: Optuna can't open the storage.
-    """
-
-    def __init__(self, storage: str | None, study_name: str, on_trouble: Callable[[str], None]) -> None:
-        self.storage, self.study_name, self.on_trouble = storage, study_name, on_trouble
-        self.study = _opened(storage, study_name)
-        try:
-            _end_unfinished(self.study)
-        except Exception as error:
-            raise _unusable(storage, error) from error
-
-    def ask(self, space: Space, wanted: Configuration | None, sampler: Any) -> tuple[Any, Configuration]:
-        """Begin a trial of what is wanted, or else of what the sampler likes."""
-        try:
-            return _asked(self.study, space, wanted, sampler)
-        except Exception as error:  # noqa: BLE001  # whatever the database's driver raises
-            self._do_without(error)
-            return _asked(self.study, space, wanted, sampler)
-
-    def tell(self, asking: Any, trial: Trial | None) -> None:
-        """End a trial; None is one that was broken off."""
-        import optuna
-
-        try:
-            if trial is None:
-                self.study.tell(asking, state=optuna.trial.TrialState.FAIL)
-            else:
-                _tell(self.study, asking, trial)
-        except optuna.exceptions.UpdateFinishedTrialError:
-            pass  # another search of the same study took it for one that was cut off
-        except Exception as error:  # noqa: BLE001  # whatever the database's driver raises
-            self._do_without(error)
-
-    def end(self) -> None:
-        """Mark the search as one that came to its end."""
-        try:
-            self.study.set_user_attr(_ENDED, len(self.study.get_trials(deepcopy=False)))
-        except Exception as error:  # noqa: BLE001  # whatever the database's driver raises
-            self._do_without(error)
-
-    def _do_without(self, error: Exception) -> None:
-        if self.storage is None:
-            raise error
-        self.on_trouble(f"{_unusable(self.storage, error)}; the search went on without it")
-        self.storage, self.study = None, _opened(None, self.study_name)
 
 
 def check_storage(storage: str, study_name: str) -> None:
@@ -197,7 +251,7 @@ def _unusable(storage: str | None, error: Exception) -> InputError:
     )
 
 
-def _imported() -> Any:
+def _imported() -> None:
     """Import Optuna where nobody waits with a model in hand.
 
     While it is imported it catches the error of a database driver that is not there, and keeps it for later. An error
@@ -208,42 +262,35 @@ def _imported() -> Any:
         thread = threading.Thread(target=importlib.import_module, args=("optuna",), name="autosplit-import")
         thread.start()
         thread.join()
-    return importlib.import_module("optuna")
+    importlib.import_module("optuna")
 
 
 def _opened(storage: str | None, study_name: str) -> Any:
-    """Open the study, without Optuna's log line about it."""
+    """Open the study."""
+    import optuna
+
+    with _quiet_optuna():
+        try:
+            return optuna.create_study(
+                direction="maximize", storage=storage, study_name=study_name, load_if_exists=True
+            )
+        except Exception as error:
+            if storage is None:
+                raise
+            raise _unusable(storage, error) from error
+
+
+@contextlib.contextmanager
+def _quiet_optuna() -> Iterator[None]:
+    """Keep Optuna's log to what a user has to know: each trial is in our own."""
     import optuna
 
     verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(max(verbosity, optuna.logging.ERROR))
     try:
-        return optuna.create_study(direction="maximize", storage=storage, study_name=study_name, load_if_exists=True)
-    except Exception as error:
-        if storage is None:
-            raise
-        raise _unusable(storage, error) from error
+        yield
     finally:
         optuna.logging.set_verbosity(verbosity)
-
-
-def _sampler(seed: int, asked: int) -> Any:
-    """Make the sampler of one trial: what it draws must not depend on how often the search was killed before."""
-    import optuna
-
-    mixed = zlib.crc32(f"{seed} {asked}".encode())
-    return optuna.samplers.TPESampler(seed=mixed, n_startup_trials=4)
-
-
-def _end_unfinished(study: Any) -> None:
-    """Fail what a killed search left waiting or running: nobody else ends it."""
-    import optuna
-
-    states = optuna.trial.TrialState
-    while study.get_trials(deepcopy=False, states=(states.WAITING,)):
-        study.tell(study.ask(), state=states.FAIL)
-    for trial in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
-        study.tell(trial.number, state=states.FAIL)
 
 
 def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]:
@@ -280,6 +327,7 @@ def _remembered(frozen: Any, number: int) -> tuple[Configuration, Trial] | None:
             error_share=float(attributes["error_share"]),
             peak_bytes=tuple(int(nbytes) for nbytes in attributes["peak_bytes"]),
             failure=attributes.get("failure"),
+            failed_device=attributes.get("failed_device"),
         )
     except (KeyError, TypeError, ValueError):
         return None
@@ -301,52 +349,29 @@ def _is_sound(trial: Trial) -> bool:
     )
 
 
+_PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
+
 LEAST_RATE = 1e-9
 """Samples per second below which, and above whose inverse, nothing was measured."""
 
 
-def _over(deadline_s: float | None, done: dict[Configuration, Trial]) -> bool:
-    return deadline_s is not None and bool(done) and time.monotonic() >= deadline_s
-
-
-_PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
-
-
-def _parameters(configuration: Configuration) -> dict[str, int]:
-    return {name: getattr(configuration, name) for name in _PARAMETERS}
-
-
-def _asked(study: Any, space: Space, wanted: Configuration | None, sampler: Any) -> tuple[Any, Configuration]:
-    study.sampler = sampler
-    if wanted is not None and space.holds(wanted):
-        study.enqueue_trial(_parameters(wanted))
-    asking = study.ask()
-    return asking, _suggested(asking, space)
-
-
 def _suggested(trial: Any, space: Space) -> Configuration:
-    """Ask for the parameters one within the bounds that the one before leaves."""
-    steps = trial.suggest_int("accumulation_steps", *space.steps_bounds())
-    batches = space.batch_bounds(steps)
-    while batches is None:  # no batch makes an effective batch in so many micro-steps: one fewer has larger ones
-        steps -= 1
-        batches = space.batch_bounds(steps)
-    batch_size = trial.suggest_int("batch_size", *batches)
-    shares = space.region_of(steps).gpu0_bounds(batch_size)
-    assert shares is not None, (batch_size, space)
-    return Configuration(trial.suggest_int("gpu0_bsz", *shares), batch_size, steps)
+    """Ask for the parameters one within the bounds that the one before leaves.
 
-
-def _tell(study: Any, asking: Any, trial: Trial) -> None:
-    """Tell the study of a trial: one that failed breaks a constraint, and has no value that it could be taken for."""
+    Raises:
+        optuna.TrialPruned: They are none of the space's.
+    """
     import optuna
 
-    asking.set_user_attr("split", list(trial.split))
-    asking.set_user_attr("error_share", trial.error_share)
-    asking.set_user_attr("peak_bytes", list(trial.peak_bytes))
-    asking.set_constraint("fits", 0.0 if trial.failure is None else 1.0)
-    if trial.failure is None:
-        study.tell(asking, trial.samples_per_s)
-    else:
-        asking.set_user_attr("failure", trial.failure)
-        study.tell(asking, state=optuna.trial.TrialState.PRUNED)
+    fewest, most = space.steps_bounds()
+    steps = trial.suggest_int("accumulation_steps", fewest, most)
+    batches = space.batch_bounds(steps) or (1, 1)
+    batch_size = trial.suggest_int("batch_size", *batches)
+    shares = space.region_of(steps).gpu0_bounds(batch_size) or (0, 0)
+    configuration = Configuration(trial.suggest_int("gpu0_bsz", *shares), batch_size, steps)
+    if not space.holds(configuration):
+        # No batch makes an effective batch in so many micro-steps, or somebody enqueued what does not fit.
+        trial.set_constraint("fits", 1.0)
+        trial.set_user_attr("failure", "not in the search space: see the bounds of its parameters")
+        raise optuna.TrialPruned(f"{configuration} is not in the search space")
+    return configuration

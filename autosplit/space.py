@@ -37,6 +37,7 @@ class Trial:
         error_share: Standard error of that, as a share of it; 0 where it is exact.
         peak_bytes: The most each device held; empty where it was not measured.
         failure: Why it failed, in a sentence that names the device; None where it did not.
+        failed_device: Position of the device that ran out of memory; None where none did, or nobody knows which.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Trial:
     error_share: float = 0.0
     peak_bytes: tuple[int, ...] = ()
     failure: str | None = None
+    failed_device: int | None = None
 
 
 def configuration_of(trial: Trial) -> Configuration:

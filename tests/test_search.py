@@ -273,9 +273,12 @@ class TestStorage:
         study = optuna.create_study(study_name="autosplit", storage=url_of(tmp_path), direction="maximize")
         first = Configuration(14, 86, 3)
         for trial in (replace(sound, **changed), replace(sound, gpu0_bsz=15, split=(15, 71, 0))):
-            configuration = replace(first, gpu0_bsz=trial.gpu0_bsz)
-            asked, _ = search_module._asked(study, SPACE, configuration, optuna.samplers.RandomSampler(seed=0))
-            search_module._tell(study, asked, trial)
+            study.enqueue_trial({"gpu0_bsz": trial.gpu0_bsz, "batch_size": 86, "accumulation_steps": 3})
+            asked = study.ask()
+            search_module._suggested(asked, SPACE)
+            for name in ("split", "error_share", "peak_bytes"):
+                asked.set_user_attr(name, getattr(trial, name))
+            study.tell(asked, trial.samples_per_s)
         evaluation = Evaluation()
         evaluation.asked = [Configuration(15, 86, 3)]
         trials = run(evaluation, first=[first], n_trials=2, storage=url_of(tmp_path))
