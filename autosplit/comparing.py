@@ -45,6 +45,7 @@ _CHECKED = (
     "n_trials",
     "time_limit_s",
     "storage",
+    "sampler",
     "profile",
     "name",
     "seed",

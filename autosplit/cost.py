@@ -547,6 +547,7 @@ def largest_fitting(
     slope: float = 0.0,
     straight_within: float = 0.0,
     max_calls: int = 24,
+    enough: Callable[[], bool] = lambda: False,
 ) -> int:
     """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n, in few calls.
 
@@ -564,6 +565,7 @@ def largest_fitting(
             line through the first look and the last says so clearly, as long as its slope is `slope` to within this
             share of it; 0 for a look in any case.
         max_calls: After this many looks the largest size that was seen to fit is returned.
+        enough: Told after each look whether what was seen to fit will do, because there is no more time.
 
     Returns:
         The largest n that fits; exact where `max_calls` is more than the times that ``most - least`` can be halved.
@@ -584,7 +586,7 @@ def largest_fitting(
         straight = _straight_end(known, n, capacity_bytes, slope, straight_within)
         if straight is not None:
             return straight
-        if high - low <= 1:
+        if high - low <= 1 or (low > least and enough()):
             break
         widths.append(high - low)
         halvings = (high - low - 1).bit_length()  # looks that halving would take from here

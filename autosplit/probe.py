@@ -83,7 +83,8 @@ class Prober:
         report: Told what is being done, in a few words.
         num_ranks: DDP processes in the job; 0 for one on each device.
         exact: Confirm that one sample more than a ceiling runs out of memory.
-        deadline_s: `time.monotonic()` after which no further real step confirms a ceiling; None for no limit.
+        deadline_s: `time.monotonic()` after which the largest batch that was seen to fit is the ceiling, and two sizes
+            are timed; None for no limit.
     """
 
     runtime: Runtime
@@ -166,6 +167,7 @@ class Prober:
             start=start,
             slope=real_slope or slope,
             straight_within=SLOPE_TOLERANCE if real_slope else 0.0,
+            enough=lambda: self.out_of_time,
         )
         if real_slope:
             seen.draw_line(start, batch_size, real_slope)
@@ -177,6 +179,8 @@ class Prober:
         peak_bytes = seen.ran[batch_size] if confirmed else int(predicted(batch_size)) if batch_size else 0
         fixed_bytes, bytes_per_sample = self._line(predicted, batch_size, seen.known())
         limit: Limit = seen.limit or ("max_batch_size" if batch_size >= self.max_batch_size else "memory")
+        if limit == "memory" and self.out_of_time and not seen.ends_at(batch_size):
+            limit = "time"
         self._log_ceiling(index, role, batch_size, limit, peak_bytes, confirmed=confirmed)
         return Ceiling(
             device=self.runtime.devices[index].label,
@@ -328,6 +332,7 @@ class Prober:
             least=0,
             most=self.max_batch_size,
             start=max(1, start),
+            enough=lambda: self.out_of_time,
         )
         return 0 if found < least else found
 
@@ -379,17 +384,32 @@ class Prober:
         least = min(self.least_batch(), ceiling)
         apart = alone and role == "replica"
         shape_of = self._forward_and_backward(index) if apart else self._shapes(index, role, (), False)
+        halves = {max(least, ceiling >> halvings) for halvings in range(ceiling.bit_length())} - {ceiling, least}
         timed: list[TimedSize] = []
-        for n in sorted({max(least, ceiling >> halvings) for halvings in range(ceiling.bit_length())}):
+        lacking: OutOfMemoryError | None = None
+        for n in dict.fromkeys((ceiling, least, *sorted(halves, reverse=True))):  # both ends first: time may run out
+            if len(timed) > 1 and self.out_of_time:
+                break
             self.report(f"{self.runtime.devices[index].label}: time of {n} samples")
             try:
                 seconds = self.micro_seconds(shape_of(n), budget_s=budget_s)
-            except OutOfMemoryError:
-                if timed:
-                    break
-                raise
+            except OutOfMemoryError as error:
+                lacking = error
+                continue
             timed.append(TimedSize(n, seconds, self.measured(shape_of(n), budget_s=budget_s).error_s))
-        return timed
+        if not timed:
+            assert lacking is not None, "there is at least one size"
+            raise lacking
+        return sorted(timed, key=lambda size: size.samples)
+
+    def rank_seconds(self, index: int, samples: int, *, budget_s: float) -> float:
+        """Time a micro-step of one device as a DDP rank.
+
+        Raises:
+            OutOfMemoryError: It ran out of memory.
+        """
+        self.report(f"{self.runtime.devices[index].label}: time of {samples} samples")
+        return self.micro_seconds(self._shapes(index, "rank", (), False)(samples), budget_s=budget_s)
 
     def update_seconds(self) -> float:
         """Return the optimizer's time, by the steps that were timed already: it is the same at any batch."""
@@ -834,6 +854,10 @@ class _Seen:
         known = {**{n: (n, nbytes, False) for n, nbytes in self.traced.items()}}
         known.update({n: (n, nbytes, True) for n, nbytes in self.ran.items()})
         return tuple(known[n] for n in sorted(known))
+
+    def ends_at(self, n: int) -> bool:
+        """Tell whether one sample more was looked at."""
+        return any(n + 1 in sizes for sizes in (self.traced, self.on_line, self.failed))
 
     @property
     def exact_size(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autosplit.solver import Solver
-from autosplit.space import Configuration, Trial, best_trial, configuration_of
+from autosplit.space import KNEE_SHARE, Configuration, Trial, best_trial, configuration_of
 
 __all__ = ["PATIENCE", "Proposal", "Proposer", "error_of", "steadied"]
 
@@ -23,8 +23,11 @@ PATIENCE = 8
 LEAST_GAIN = 0.001
 """No trial is made for less."""
 
-BESIDE_GAIN = 0.01
-"""One sample more or less is tried where it may bring so much: step by step, it would go on for ever otherwise."""
+BESIDE_SHARE = 0.005
+"""Of a share of device 0: so much more or less is tried beside the best. By single samples it would go on for ever."""
+
+KNEE_STEP = 0.1
+"""The knee is looked for to so much of its batch."""
 
 LEAST_MODEL_ERROR = 0.01
 """The model is not believed to be nearer to the truth, as a share of it: steps so near are few, and fitted to."""
@@ -67,12 +70,11 @@ class Proposer:
         for configuration in self.first:
             if configuration not in tried:
                 return Proposal(configuration, why="the solver's answer, and what is beside it")
-        knee = self.solver.space.effective_batch_sizes is None
-        best = best_trial(steadied(self.solver.refitted(trials), trials), knee=knee)
+        solver = self.solver.refitted(trials)
+        best = best_trial(solver.space, steadied(solver, trials), solver.samples_per_s)
         if best is None:  # all failed: what is smaller may not
             enough = len(trials) > len(self.first) + self.patience
             return Proposal(self._smaller(trials, tried), enough, "none has run so far: a smaller one may")
-        solver = self.solver.refitted(trials)
         top = max(trials, key=lambda trial: trial.samples_per_s or 0.0)
         noise = max(LEAST_GAIN, top.error_share)
         promised = self._promised(solver, trials, tried, best, top, noise)
@@ -98,33 +100,55 @@ class Proposer:
         """Return the untried configuration that the corrected model promises the most of, if it is beyond noise."""
         answers = solver.answers()
         candidates = [c for c in (*answers, *solver.neighbours(configuration_of(best))) if c not in tried]
-        candidates = [c for c in candidates if not _hopeless(c, trials)]
+        candidates = [c for c in candidates if not _hopeless(solver, c, trials)]
         if not candidates:
             return None
-        if solver.space.effective_batch_sizes is None and answers and answers[0] in candidates:
-            smaller = answers[0].batch_size < best.batch_size
-            if smaller:  # the knee, by the model: it would be the answer, although it is not the fastest
-                return answers[0]
+        if solver.space.effective_batch_sizes is None:
+            knee = self._knee(solver, trials, candidates, best)
+            if knee is not None:
+                return knee
         # The model is held against the best that was measured: there it is right by definition.
         scale = (top.samples_per_s or 0.0) / solver.samples_per_s(configuration_of(top))
         rates = {c: scale * solver.samples_per_s(c) for c in candidates}
         foremost = max(rates, key=lambda c: (rates[c], -c.batch_size))
         return foremost if rates[foremost] > (top.samples_per_s or 0.0) * (1 + noise) else None
 
-    def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
-        """Return the best trial with one sample more or less on device 0, by the model, which is off; None if tried.
+    @staticmethod
+    def _knee(
+        solver: Solver, trials: Sequence[Trial], candidates: Sequence[Configuration], best: Trial
+    ) -> Configuration | None:
+        """Return an untried batch below the best that may have `KNEE_SHARE` of the top: it would be the answer.
 
-        What the model has wrong, it has wrong of all three. One sample of many changes no more than its share, and
-        is not looked for where that is little, or under noise.
+        Of those that a trial has not shown to be too small: the smallest that the model believes to be enough, or else
+        the middle one, so that the smallest is found even where the model is off.
         """
-        if solver.step_time.adds_up or best.gpu0_bsz * max(BESIDE_GAIN, noise) >= 1:
+        rates = {trial.batch_size: trial.samples_per_s or 0.0 for trial in trials}
+        enough = KNEE_SHARE * max(rates.values())
+        too_small = max((n for n, rate in rates.items() if rate < enough and n < best.batch_size), default=0)
+        between = [c for c in candidates if too_small < c.batch_size < best.batch_size * (1 - KNEE_STEP)]
+        if not between:
             return None
-        moved = (replace(configuration_of(best), gpu0_bsz=best.gpu0_bsz + by) for by in (1, -1))
+        between.sort(key=lambda c: c.batch_size)
+        scale = (best.samples_per_s or 0.0) / solver.samples_per_s(configuration_of(best))
+        believed = [c for c in between if scale * solver.samples_per_s(c) >= enough]
+        return believed[0] if believed else between[len(between) // 2]
+
+    def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
+        """Return the best trial with a few samples more or less on device 0, by the model, which is off; None if tried.
+
+        What the model has wrong, it has wrong of all three. One sample of many changes no more than its share: of a
+        large share it is as many as could make a difference.
+        """
+        least = best.gpu0_bsz * BESIDE_SHARE
+        if solver.step_time.adds_up or best.gpu0_bsz * noise >= max(1.0, least):
+            return None
+        distance = max(1, round(least))
+        moved = (replace(configuration_of(best), gpu0_bsz=best.gpu0_bsz + by) for by in (distance, -distance))
         near = [c for c in moved if c not in tried and c.gpu0_bsz >= 0 and solver.holds(c)]
         return max(near, key=solver.samples_per_s, default=None)
 
     def _smaller(self, trials: Sequence[Trial], tried: set[Configuration]) -> Configuration | None:
-        untried = [c for c in self.solver.answers() if c not in tried and not _hopeless(c, trials)]
+        untried = [c for c in self.solver.answers() if c not in tried and not _hopeless(self.solver, c, trials)]
         return min(untried, key=lambda c: (-c.batch_size, c.gpu0_bsz), default=None)
 
 
@@ -166,15 +190,23 @@ def _averaged(trial: Trial, predicted: float, variance: float) -> Trial:
     return replace(trial, samples_per_s=rate, error_share=(own + other) ** -0.5)
 
 
-def _hopeless(configuration: Configuration, trials: Sequence[Trial]) -> bool:
-    """Tell whether a trial that failed asked no more of the devices than this one would."""
-    return any(
-        trial.failure is not None
-        and trial.batch_size <= configuration.batch_size
-        and trial.gpu0_bsz <= configuration.gpu0_bsz
-        and (trial.accumulation_steps > 1) <= (configuration.accumulation_steps > 1)
-        for trial in trials
-    )
+def _hopeless(solver: Solver, configuration: Configuration, trials: Sequence[Trial]) -> bool:
+    """Tell whether a trial that failed asked no more than this one would of the device that ran out of memory.
+
+    Device 0 gathers the whole batch. Where nobody knows which device it was, it may have been any.
+    """
+    split: tuple[int, ...] | None = None
+    for trial in trials:
+        if trial.failure is None or (trial.accumulation_steps > 1) > (configuration.accumulation_steps > 1):
+            continue
+        if not solver.holds(configuration_of(trial)):
+            continue  # it gave a device too few, which says nothing about more
+        split = split or solver.split_of(configuration)
+        no_less = [asked >= failed for asked, failed in zip(split, trial.split, strict=True)]
+        no_less[0] = no_less[0] and configuration.batch_size >= trial.batch_size
+        if all(no_less) if trial.failed_device is None else no_less[trial.failed_device]:
+            return True
+    return False
 
 
 def _settled(trials: Sequence[Trial], patience: int, noise: float) -> bool:

@@ -40,6 +40,7 @@ class Request:
         n_trials: Trials, at most.
         deadline_s: `time.monotonic()` after which no trial begins; None for no limit.
         storage: An Optuna URL, or None.
+        sampler: An Optuna sampler, or None for the cost model's.
         profile: One of `PROFILES`.
         name: Keeps profiles of equal workloads apart.
         seed: Of the search.
@@ -59,6 +60,7 @@ class Request:
     name: str | None
     seed: int
     defaulted: bool = False
+    sampler: Any = None
 
     @property
     def kind(self) -> str:
@@ -123,6 +125,7 @@ def checked_request(
     n_trials: int = 1,
     time_limit_s: float | None = None,
     storage: str | None = None,
+    sampler: Any = None,
     profile: str = "off",
     name: str | None = None,
     seed: int = 0,
@@ -147,6 +150,11 @@ def checked_request(
         raise InputError(
             f"storage is {storage!r}; expected an Optuna URL, such as 'sqlite:///study.db'; pass one, or leave it out"
         )
+    if sampler is not None and not callable(getattr(sampler, "sample_independent", None)):
+        raise InputError(
+            f"sampler is {shown(sampler)}; expected one of Optuna's, such as optuna.samplers.RandomSampler(seed=0); pass "
+            "one, or leave it out"
+        )
     _check_name(name)
     found = parse_devices(devices)
     reserved = tuple(reserve_bytes(reserve, device) for device in found)
@@ -164,6 +172,7 @@ def checked_request(
         name=name,
         seed=seed,
         defaulted=devices is None,
+        sampler=sampler,
     )
 
 

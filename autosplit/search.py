@@ -15,15 +15,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
+
+from autosplit.cost import Ceiling
 from autosplit.errors import InputError
 from autosplit.printed import without_passwords
 from autosplit.proposals import Proposal
 from autosplit.sizes import rate_text
 from autosplit.space import Configuration, Space, Trial
 
-__all__ = ["check_storage", "search"]
+__all__ = ["CeilingStore", "search"]
 
 _log = logging.getLogger(__name__)
 
@@ -223,18 +227,38 @@ def _log_trial(trial: Trial, why: str) -> None:
     _log.info("trial %d, split %s x %d (%s): %s", trial.number, split, steps, why, gave)
 
 
-def check_storage(storage: str, study_name: str) -> None:
-    """Open a storage, before anything is measured for it.
+class CeilingStore:
+    """Keeps the ceilings of a search in its study, so that one which was killed need not measure them again.
+
+    Args:
+        storage: An Optuna URL, opened before anything is measured.
+        study_name: The search's study.
 
     Raises:
         InputError: Optuna can't open it, or write to it.
     """
-    _imported()
-    study = _opened(storage, study_name)
-    try:
-        study.set_user_attr("opened_by", "autosplit")
-    except Exception as error:
-        raise _unusable(storage, error) from error
+
+    def __init__(self, storage: str, study_name: str) -> None:
+        _imported()
+        self._study = _opened(storage, study_name)
+        try:
+            self._study.set_user_attr("opened_by", "autosplit")
+            self._kept = dict(self._study.user_attrs.get(_CEILINGS, {}))
+        except Exception as error:
+            raise _unusable(storage, error) from error
+
+    def get(self, key: str) -> Ceiling | None:
+        """Return a ceiling that a killed search left; None where there is none, or what is there is none."""
+        try:
+            return msgspec.convert(self._kept[key], Ceiling)
+        except (KeyError, msgspec.ValidationError):
+            return None
+
+    def put(self, key: str, ceiling: Ceiling) -> None:
+        """Keep a ceiling; a storage that fails is the search's to tell of."""
+        self._kept[key] = msgspec.to_builtins(replace(ceiling, points=(), notes=()))
+        with contextlib.suppress(Exception):
+            self._study.set_user_attr(_CEILINGS, self._kept)
 
 
 def _unusable(storage: str | None, error: Exception) -> InputError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from autosplit.progress import Progress, fraction_of
 from autosplit.proposals import PATIENCE, Proposer, error_of, steadied
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
-from autosplit.search import check_storage, search
+from autosplit.search import CeilingStore, search
 from autosplit.solver import WITHIN_REACH, Solver
 from autosplit.space import Configuration, Space, Trial, best_trial, configuration_of
 from autosplit.split import accumulation_steps, even_split, micro_batch_sizes
@@ -49,6 +49,9 @@ EXACT_PATIENCE = 1
 
 MOST_FORWARDS = 2**16
 """Forwards of one optimizer step: whoever asks for more has mistaken a data set for a batch."""
+
+MOST_SOLVED = 4
+"""Times that DDP's shares are solved and timed: each moves a share to where it was not timed by less."""
 
 TOO_FEW = "a share below"
 
@@ -82,7 +85,11 @@ class Session:
         self.rebuild = followed.rebuild
         self.notes = [*followed.notes]
         self.runtime = runtime_for(request.devices, request.capacities_bytes, followed, closing)
-        self.prober = Prober(self.runtime, followed.tracer, request.largest_batch, self._report)
+        self.prober = Prober(
+            self.runtime, followed.tracer, request.largest_batch, self._report, deadline_s=request.deadline_s
+        )
+        self.store: CeilingStore | None = None
+        self.recalled = 0  # ceilings that a killed search left there
         self.stage = "ceilings"
         self.checks: tuple[Check, ...] = ()
         self.trials: list[Trial] = []
@@ -103,7 +110,7 @@ class Session:
         """
         self._refuse_bounded_step()
         if self.request.storage is not None and self.request.strategy != "ddp":
-            check_storage(self.request.storage, self.study_name)
+            self.store = CeilingStore(self.request.storage, self.study_name)
         self._check()
         self._bound_by_tracing()
         plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
@@ -159,7 +166,7 @@ class Session:
         ranks = self._rank_ceilings()
         curves = self._curves(ranks)
         step_time = self._rank_time(curves, ranks)
-        ddp = self._solved_ranks(ranks, step_time)
+        ddp, step_time = self._solved_ranks(ranks, step_time)
         if not ddp.ranks:
             raise DoesNotFitError(
                 f"DDP has no answer on {', '.join(device.label for device in self.request.devices)}: {ddp.reason}; "
@@ -258,7 +265,7 @@ class Session:
         self.primary_kept = alone
         if alone.batch_size and not self._on_plain_cpu():
             slope = float(alone.bytes_per_sample)
-            self.primary_kept = self.prober.ceiling(0, "primary", accumulates=True, start=alone.batch_size, slope=slope)
+            self.primary_kept = self._ceiling(0, "primary", accumulates=True, start=alone.batch_size, slope=slope)
         return self.primary_kept
 
     def _others_in(self, steps: int) -> tuple[Ceiling, ...]:
@@ -280,14 +287,37 @@ class Session:
             needed = 0 if self.subject.may_accumulate else self.request.least_effective
             self.plain_cpu_curve, ceiling = self.prober.until_it_stops_paying(needed)
             return replace(ceiling, role=role)
-        return self.prober.ceiling(0, role, accumulates=role == "rank" and self.subject.accumulates)
+        return self._ceiling(0, role, accumulates=role == "rank" and self.subject.accumulates)
 
     def _like(self, known: Ceiling, index: int, role: Role, more_bytes: int, accumulates: bool) -> Ceiling:
         """Find a ceiling, beginning where another device's says that it should be."""
         slope = known.bytes_per_sample
         room_bytes = self.runtime.capacities_bytes[index] - known.fixed_bytes - more_bytes
         start = max(1, int(room_bytes / slope)) if slope > 0 else None
-        return self.prober.ceiling(index, role, accumulates=accumulates, start=start, slope=slope)
+        return self._ceiling(index, role, accumulates=accumulates, start=start, slope=slope)
+
+    def _ceiling(
+        self,
+        index: int,
+        role: Role,
+        *,
+        elsewhere: tuple[int, ...] = (),
+        accumulates: bool = False,
+        start: int | None = None,
+        slope: float = 0.0,
+    ) -> Ceiling:
+        """Find a ceiling, or take the one that a killed search of the same left in its study."""
+        key = f"{index} {role} {elsewhere} {accumulates}"
+        known = None if self.store is None else self.store.get(key)
+        if known is not None and known.capacity_bytes == self.runtime.capacities_bytes[index]:
+            self.recalled += 1
+            return known
+        found = self.prober.ceiling(
+            index, role, elsewhere=elsewhere, accumulates=accumulates, start=start, slope=slope
+        )
+        if self.store is not None and not self.prober.out_of_time:
+            self.store.put(key, found)
+        return found
 
     def _on_plain_cpu(self) -> bool:
         return self.request.kind == "cpu" and not self.request.devices[0].budgeted
@@ -496,12 +526,18 @@ class Session:
     def _search(self, space: Space) -> None:
         assert self.solver is not None
         self.stage = "search"
+        if self.prober.out_of_time:
+            self.notes.append(
+                "the time limit was over before the search began: ceilings are what was seen to fit until then, times "
+                "are of few sizes, and one configuration was tried; more time (time_limit_s) may find a faster one"
+            )
         search(
             space,
             self._evaluate,
             Proposer(self.solver, patience=EXACT_PATIENCE if self._few_trials_tell() else PATIENCE),
             n_trials=self.request.n_trials,
             seed=self.request.seed,
+            sampler=self.request.sampler,
             deadline_s=self.request.deadline_s,
             storage=self.request.storage,
             study_name=self.study_name,
@@ -513,13 +549,16 @@ class Session:
             self.notes.append(
                 f"{kept} of {len(self.trials)} trials are those of a search that was cut off, from storage"
             )
+        if self.recalled:
+            self.notes.append(f"{self.recalled} ceilings are those of a search that was cut off, from storage")
 
     def _best_trial(self) -> Trial | None:
         """Return the answer among the trials, by what all of them together tell of each; as it was measured."""
         if self.solver is None:
             return None
-        known = steadied(self.solver.refitted(self.trials), self.trials)
-        best = best_trial(known, knee=self.request.effective_batch_sizes is None)
+        solver = self.solver.refitted(self.trials)
+        known = steadied(solver, self.trials)
+        best = best_trial(solver.space, known, solver.samples_per_s)
         return None if best is None else self.trials[known.index(best)]
 
     def _doubt_the_times(self) -> None:
@@ -555,7 +594,7 @@ class Session:
         try:
             measured = self._measured(splits)
         except OutOfMemoryError as error:
-            return replace(trial, failure=str(error))
+            return replace(trial, failure=str(error), failed_device=error.device_index)
         return replace(
             trial,
             samples_per_s=sum(map(sum, splits)) / measured.seconds,
@@ -573,7 +612,7 @@ class Session:
 
     def _even_rate(self, best: Trial) -> float | None:
         """Measure the even split of the same effective batch, in as many micro-steps more as it needs to fit."""
-        if not self.replicas or self.runtime.shares_processor:
+        if not self.replicas or self.runtime.shares_processor or self.prober.out_of_time:
             return None
         count, effective = len(self.request.devices), self._effective_of(best)
         sizes = [best.batch_size]
@@ -615,17 +654,45 @@ class Session:
         """Solve DDP's batch sizes from the same measurements; one rank alone takes the plan's own."""
         if len(ranks) == 1:
             return lone_rank(ranks[0], best, self._effective_of(best), self._ddp_options())
-        return self._solved_ranks(ranks, step_time)
+        return self._solved_ranks(ranks, step_time)[0]
 
-    def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> DdpPlan:
-        return solved_ranks(
-            self.subject,
-            ranks,
-            step_time,
-            self._ddp_options(),
-            all_reduce_s=self._all_reduce_seconds(step_time),
-            least_batch=self.prober.least_batch(),
-        )
+    def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[DdpPlan, StepTime]:
+        """Solve DDP's batch sizes until each rank was timed at its own.
+
+        Between sizes that were timed a curve is a line, and the rate that is told would be of no step.
+
+        Returns:
+            The answer, and the times with these sizes among them.
+        """
+        for _ in range(MOST_SOLVED):
+            ddp = solved_ranks(
+                self.subject,
+                ranks,
+                step_time,
+                self._ddp_options(),
+                all_reduce_s=self._all_reduce_seconds(step_time),
+                least_batch=self.prober.least_batch(),
+            )
+            curves = self._timed_at([rank.batch_size for rank in ddp.ranks], step_time.curves)
+            if curves == step_time.curves or self.prober.out_of_time:
+                break
+            step_time = replace(step_time, curves=curves)
+        return ddp, step_time
+
+    def _timed_at(self, shares: Sequence[int], curves: tuple[TimeCurve, ...]) -> tuple[TimeCurve, ...]:
+        """Return the ranks' curves with the times of these shares; where one can't be timed, the curve as it was."""
+        if self.runtime.shares_processor or self._on_plain_cpu():
+            return curves  # one curve for all, of sizes that really ran
+        timed = list(curves)
+        for index, share in enumerate(shares):
+            if any(samples == share for samples, _ in curves[index].points):
+                continue
+            try:
+                seconds = self.prober.rank_seconds(index, share, budget_s=POINT_BUDGET_S)
+            except OutOfMemoryError:
+                continue
+            timed[index] = TimeCurve.of([*curves[index].points, (share, seconds)])
+        return tuple(timed)
 
     def _ddp_options(self) -> DdpOptions:
         return DdpOptions(find_unused_parameters=self.prober.tracer.leaves_unused())
@@ -655,7 +722,7 @@ class Session:
         assert self.solver is not None
         fit = self.solver.space.region_of(best.accumulation_steps).primary
         slope = fit.bytes_per_share + fit.bytes_per_batch
-        primary = self.prober.ceiling(
+        primary = self._ceiling(
             0, "primary", elsewhere=others, accumulates=accumulates, start=max(1, best.gpu0_bsz), slope=slope
         )
         if primary.batch_size >= best.gpu0_bsz:
@@ -713,9 +780,9 @@ class Session:
         self._say(self.stage, message, fraction_of(self.stage, done))
 
     def _say(self, stage: str, message: str, fraction: float) -> None:
-        best = best_trial(self.trials, knee=self.request.effective_batch_sizes is None)
+        rates = (trial.samples_per_s for trial in self.trials if trial.samples_per_s is not None)
         counts = self.prober.counts
-        rate = None if best is None else best.samples_per_s
+        rate = max(rates, default=None)
         self.tell(Progress(stage, message, fraction, counts.steps, counts.ooms, rate))
 
 

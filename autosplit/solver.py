@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from autosplit.cost import StepTime, TimeCurve, overlapped_seconds
 from autosplit.errors import InputError
-from autosplit.space import KNEE_SHARE, Configuration, Space, Trial, configuration_of
+from autosplit.space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space, Trial, configuration_of
 from autosplit.split import accumulation_steps, even_split, fastest_split, micro_batch_sizes, proportional_split
 
 __all__ = ["BACKWARD_SHARE", "MOST_STEPS", "WITHIN_REACH", "RankAnswer", "RankSolver", "Solver", "geometric", "spread"]
@@ -235,10 +235,14 @@ class Solver:
             refined = self._refined(best)
             rates[refined] = self.samples_per_s(refined)
         ranked = sorted(rates, key=lambda c: (-rates[c], c.batch_size))
-        if not ranked or self.space.effective_batch_sizes is not None:
-            return ranked
-        knee = min((c for c in ranked if rates[c] >= KNEE_SHARE * rates[ranked[0]]), key=lambda c: c.batch_size)
-        return [knee, *(c for c in ranked if c != knee)]
+        if not ranked:
+            return []
+        if self.space.effective_batch_sizes is None:
+            first = min((c for c in ranked if rates[c] >= KNEE_SHARE * rates[ranked[0]]), key=lambda c: c.batch_size)
+        else:
+            near = (c for c in ranked if rates[c] >= (1 - LEAST_DIFFERENCE) * rates[ranked[0]])
+            first = min(near, key=lambda c: (self.space.plainness(c), -rates[c]))
+        return [first, *(c for c in ranked if c != first)]
 
     def _refined(self, configuration: Configuration) -> Configuration:
         """Move samples to device 0 or from it as long as the model gains: what is gathered has a cost, too.
@@ -387,11 +391,13 @@ class RankSolver:
         if not found:
             return None
         top = max(answer.samples_per_s for answer in found)
-        least_share = 1.0 if self.effective_batch_sizes is not None else KNEE_SHARE
-        return min(
-            (answer for answer in found if answer.samples_per_s >= least_share * top),
-            key=lambda answer: sum(answer.batch_sizes),
-        )
+        least_share = 1 - LEAST_DIFFERENCE if self.effective_batch_sizes is not None else KNEE_SHARE
+
+        def plainness(answer: RankAnswer) -> tuple[int, bool, int]:
+            batch_size = sum(answer.batch_sizes)
+            return answer.accumulation_steps, answer.effective_batch_size % batch_size != 0, batch_size
+
+        return min((answer for answer in found if answer.samples_per_s >= least_share * top), key=plainness)
 
     def _sizes(self) -> list[tuple[int, int]]:
         """Return batch sizes worth a look, each with the samples of its optimizer step."""
@@ -423,14 +429,13 @@ class RankSolver:
         floors = (self.least_batch,) * len(self.curves)
         split = fastest_split(batch_size, self.curves, self.ceilings, floors)
         sizes = micro_batch_sizes(total, batch_size)
-        times = [curve(samples) for curve, samples in zip(self.curves, split, strict=True)]
-        # The last micro-step is the shorter by what it lacks.
-        amount = len(sizes) - 1 + sizes[-1] / batch_size
+        # The last micro-step may be shorter; a rank without a share in it runs as few samples as it can.
+        last_split = split if sizes[-1] == batch_size else proportional_split(sizes[-1], split)
+        last_s = [curve(max(self.least_batch, n)) for curve, n in zip(self.curves, last_split, strict=True)]
+        full_s = [curve(n) * (len(sizes) - 1) for curve, n in zip(self.curves, split, strict=True)]
+        times = [full + last for full, last in zip(full_s, last_s, strict=True)]
         seconds = overlapped_seconds(
-            [sum(times) * amount] if self.adds_up else [time_s * amount for time_s in times],
-            self.all_reduce_s,
-            self.update_s,
-            BACKWARD_SHARE * max(times) * sizes[-1] / batch_size,
+            [sum(times)] if self.adds_up else times, self.all_reduce_s, self.update_s, BACKWARD_SHARE * max(last_s)
         )
         return RankAnswer(split, len(sizes), total / seconds, total)
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autosplit.cost import Region
 from autosplit.split import accumulation_steps
 
-__all__ = ["KNEE_SHARE", "Configuration", "Space", "Trial", "best_trial", "configuration_of"]
+__all__ = ["KNEE_SHARE", "Configuration", "Space", "Trial", "best_trial", "configuration_of", "told_apart"]
 
 KNEE_SHARE = 0.97
 """With no effective batch asked for: the smallest batch with at least this share of the best throughput."""
+
+
+LEAST_DIFFERENCE = 0.001
+"""As a share of samples/s: nobody would take an odd configuration for less, however exact the times are."""
+
+ERRORS_APART = 2.0
+"""Standard errors by which trials have to differ: one in twenty that are alike seems to."""
 
 
 @dataclass(frozen=True, order=True)
@@ -83,6 +91,11 @@ class Space:
         full = configuration.batch_size * configuration.accumulation_steps
         return full if self.effective_batch_sizes is None else min(full, self.effective_batch_sizes[1])
 
+    def plainness(self, configuration: Configuration) -> tuple[int, bool, int]:
+        """Return what makes a configuration less plain than another, the first that differs deciding."""
+        uneven = self.effective_of(configuration) % configuration.batch_size != 0
+        return configuration.accumulation_steps, uneven, configuration.batch_size
+
     def batch_bounds(self, steps: int) -> tuple[int, int] | None:
         """Return the least and the largest batch that make an optimizer step in so many micro-steps, and that fit."""
         most = self.region_of(steps).largest_batch
@@ -116,31 +129,38 @@ class Space:
         return shares is not None and shares[0] <= configuration.gpu0_bsz <= shares[1]
 
 
-def best_trial(trials: Sequence[Trial], *, knee: bool) -> Trial | None:
+def best_trial(space: Space, trials: Sequence[Trial], rate: Callable[[Configuration], float] | None = None) -> Trial | None:
     """Choose the answer among trials.
 
-    The highest samples/s, and among those within noise of it the smallest `batch_size`. Or the knee: the smallest
+    The highest samples/s; among those that can't be told from it the plainest: the fewest micro-steps, then equal ones,
+    then the smallest, then shares as the speeds say. Where no effective batch was asked for, the knee: the smallest
     `batch_size` that has at least `KNEE_SHARE` of the highest samples/s.
 
     Args:
+        space: What was searched.
         trials: Failed ones never count.
-        knee: No effective batch was asked for.
+        rate: Predicts samples/s, to tell apart what noise can't. Default: each trial's own.
 
     Returns:
         The trial; None where all failed.
     """
-    good = [trial for trial in trials if trial.samples_per_s is not None]
-    if not good:
+    rates = {trial: trial.samples_per_s for trial in trials if trial.samples_per_s is not None}
+    if not rates:
         return None
-    top = max(good, key=lambda trial: trial.samples_per_s or 0.0)
-    top_rate = top.samples_per_s or 0.0
-    if knee:
-        near = [trial for trial in good if (trial.samples_per_s or 0.0) >= KNEE_SHARE * top_rate]
-    else:
-        near = [trial for trial in good if (trial.samples_per_s or 0.0) >= top_rate * (1 - _noise(top, trial))]
-    return min(near, key=lambda trial: (trial.batch_size, -(trial.samples_per_s or 0.0), trial.number))
+    top = max(rates, key=lambda trial: rates[trial])
+    if space.effective_batch_sizes is None:
+        near = [trial for trial in rates if rates[trial] >= KNEE_SHARE * rates[top]]
+        return min(near, key=lambda trial: (trial.batch_size, -rates[trial], trial.number))
+    near = [trial for trial in rates if rates[trial] >= rates[top] * (1 - told_apart(top, trial))]
+
+    def plainness(trial: Trial) -> tuple[float, ...]:
+        configuration = configuration_of(trial)
+        predicted = rates[trial] if rate is None else rate(configuration)
+        return (*space.plainness(configuration), -predicted, trial.number)
+
+    return min(near, key=plainness)
 
 
-def _noise(one: Trial, other: Trial) -> float:
-    """Return the standard error of the difference of two trials, as a share."""
-    return float((one.error_share**2 + other.error_share**2) ** 0.5)
+def told_apart(one: Trial, other: Trial) -> float:
+    """Return by how much two trials have to differ to be told apart, as a share of their samples/s."""
+    return max(LEAST_DIFFERENCE, ERRORS_APART * math.hypot(one.error_share, other.error_share))

@@ -87,6 +87,7 @@ def tune(
     n_trials: int = 24,
     time_limit_s: float | None = None,
     storage: str | None = None,
+    sampler: Any = None,
     isolate: bool = False,
     profile: str = "auto",
     name: str | None = None,
@@ -124,7 +125,9 @@ def tune(
         n_trials: Trials of the search, at most.
         time_limit_s: No trial begins after this long, a wait for another process not counted; with `isolate`, a step
             that hangs is ended, too.
-        storage: An Optuna storage URL that keeps the study.
+        storage: An Optuna storage URL that keeps the study. Trials that were enqueued there are made first.
+        sampler: One of Optuna's, which draws all `n_trials` in the place of autosplit's cost model. Default: the cost
+            model proposes, and Optuna's TPE explores where it is off.
         isolate: Run real steps in a process of its own: what ends or hangs it (a crash in a kernel, the system's
             out-of-memory killer) costs one step, counts as a lack of memory and is told in the notes. The workload
             must be picklable, and is built there once more. On ``sim:`` nothing runs, so that nothing is isolated.
@@ -159,6 +162,7 @@ def tune(
         n_trials=n_trials,
         time_limit_s=time_limit_s,
         storage=storage,
+        sampler=sampler,
         profile=profile,
         name=name,
         seed=seed,

@@ -74,6 +74,7 @@ ORDER = (
     "rules",
     "watching",
     "checks",
+    "cost_model_sampler",
     "search",
     "schedule",
     "explanation",

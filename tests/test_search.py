@@ -161,6 +161,68 @@ def test_a_failed_trial_breaks_a_constraint_and_has_no_value(tmp_path):
     assert study.best_trial not in failed
 
 
+def test_what_somebody_enqueued_is_made_first_and_counts(tmp_path):
+    """They were failed unseen, as if a killed search had left them."""
+    study = optuna.create_study(study_name="autosplit", storage=url_of(tmp_path), direction="maximize")
+    study.enqueue_trial({"gpu0_bsz": 20, "batch_size": 80, "accumulation_steps": 4})
+    study.enqueue_trial({"gpu0_bsz": 5})
+    trials = run(Evaluation(), first=[Configuration(14, 86, 3)], n_trials=4, storage=url_of(tmp_path))
+    assert configurations(trials)[0] == Configuration(20, 80, 4)
+    assert trials[1].gpu0_bsz == 5, "what is not said is drawn"
+    kept = study.get_trials()
+    assert [trial.user_attrs["why"] for trial in kept[:2]] == ["enqueued in the study"] * 2
+    assert kept[0].value == rate(Configuration(20, 80, 4))
+
+
+def test_what_somebody_enqueued_that_is_not_in_the_space_is_pruned_and_says_why(tmp_path):
+    study = optuna.create_study(study_name="autosplit", storage=url_of(tmp_path), direction="maximize")
+    study.enqueue_trial({"gpu0_bsz": 10, "batch_size": 86, "accumulation_steps": 7})
+    evaluation = Evaluation()
+    with pytest.warns(UserWarning, match="out of range"):  # Optuna's own word for it
+        trials = run(evaluation, first=[Configuration(14, 86, 3)], n_trials=2, storage=url_of(tmp_path))
+    assert len(trials) == 2
+    assert all(map(SPACE.holds, evaluation.asked))
+    assert "not in the search space" in study.get_trials()[0].user_attrs["failure"]
+
+
+def test_every_trial_of_the_study_says_why_it_was_made(tmp_path):
+    proposed = proposing([Configuration(14, 86, 3)])
+    reasons = iter(["the model promises it"])
+
+    def propose(trials) -> Proposal:
+        return replace(proposed(trials), why=next(reasons, "")) if not trials else proposed(trials)
+
+    search(SPACE, Evaluation(), propose, n_trials=3, seed=0, storage=url_of(tmp_path))
+    study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
+    assert [trial.user_attrs["why"] for trial in study.trials] == [
+        "the model promises it",
+        "explored by TPESampler",
+        "explored by TPESampler",
+    ]
+
+
+def test_a_sampler_of_ones_own_draws_every_trial_in_the_models_place(tmp_path):
+    def propose(trials) -> Proposal:
+        raise AssertionError("nobody asks the model")
+
+    sampler = optuna.samplers.RandomSampler(seed=1)
+    trials = search(SPACE, Evaluation(), propose, n_trials=6, seed=0, sampler=sampler, storage=url_of(tmp_path))
+    assert len(trials) == 6
+    study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
+    assert {trial.user_attrs["why"] for trial in study.trials} == {"drawn by RandomSampler"}
+
+
+def test_the_study_says_the_accumulation_steps_that_ran(tmp_path):
+    """Where no batch makes the effective batch in so many micro-steps, another number of them ran than was told."""
+    space = Space(Region(MemoryFit(0.0, 1.0), 10, 10, (), 10), (10, 10), 10)
+    evaluation = Evaluation(lambda c: 1.0 + c.batch_size)
+    run(evaluation, space=space, n_trials=8, storage=url_of(tmp_path))
+    study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
+    told = {Configuration(**trial.params) for trial in study.trials if trial.value is not None}
+    assert told == set(evaluation.asked)
+    assert {trial.params["accumulation_steps"] for trial in study.trials} - {c.accumulation_steps for c in told}
+
+
 def test_told_of_each_trial_once():
     told = []
     assert run(Evaluation(), n_trials=8, on_trial=told.append) == tuple(told)

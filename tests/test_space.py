@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit.cost import MemoryFit, Region
-from autosplit.space import KNEE_SHARE, Configuration, Space, Trial, best_trial
+from autosplit.space import ERRORS_APART, KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space, Trial, best_trial
 
 
 def space_of(effective: int | tuple[int, int] | None, *, largest: int = 40, max_steps: int = 8) -> Space:
@@ -67,6 +68,10 @@ class TestSpace:
         assert not space.holds(Configuration(6, 9, 1)), "device 0 holds 5"
 
 
+STEP = space_of(64, largest=64)
+KNEE = space_of(None, largest=64)
+
+
 def trial(number: int, batch_size: int, rate: float | None, error: float = 0.0) -> Trial:
     failure = None if rate is not None else "cuda:0 ran out of memory"
     return Trial(number, batch_size, batch_size, 1, (batch_size,), rate, error, failure=failure)
@@ -74,34 +79,44 @@ def trial(number: int, batch_size: int, rate: float | None, error: float = 0.0) 
 
 class TestBestTrial:
     def test_with_an_effective_batch_the_fastest(self):
-        assert best_trial([trial(0, 4, 100.0), trial(1, 8, 101.0)], knee=False).number == 1
+        assert best_trial(STEP, [trial(0, 4, 100.0), trial(1, 8, 101.0)]).number == 1
 
-    def test_within_noise_the_smallest_batch(self):
-        trials = [trial(0, 8, 100.0, 0.01), trial(1, 4, 99.0, 0.01), trial(2, 2, 90.0, 0.01)]
-        assert best_trial(trials, knee=False).number == 1
+    def test_within_noise_the_plainest(self):
+        """A step of 64 samples ended as (32, 31) and one of 1, because 63 are fewer than 64 and no slower to tell."""
+        once, twice = trial(0, 64, 100.0, 0.01), replace(trial(1, 63, 101.0, 0.01), accumulation_steps=2)
+        assert best_trial(STEP, [once, twice]) is once, "in one micro-step"
+        even, odd = (replace(trial(n, size, 100.0, 0.01), accumulation_steps=2) for n, size in ((2, 32), (3, 33)))
+        assert best_trial(STEP, [twice, odd, even]) is even, "in equal ones"
+        slow = trial(4, 64, 90.0, 0.01)
+        assert best_trial(STEP, [slow, twice]) is twice, "but not where it is slower"
 
-    def test_without_noise_only_a_tie_prefers_the_smaller(self):
-        trials = [trial(0, 8, 100.0), trial(1, 4, 100.0), trial(2, 2, 99.999)]
-        assert best_trial(trials, knee=False).number == 1
+    def test_of_equal_plainness_as_the_speeds_say(self):
+        trials = [replace(trial(n, 64, 100.0 + n, 0.01), gpu0_bsz=n) for n in (30, 31, 32, 33)]
+        assert best_trial(STEP, trials, lambda c: -abs(c.gpu0_bsz - 32)).gpu0_bsz == 32
 
-    def test_of_equal_batches_the_faster_then_the_earlier(self):
+    def test_without_noise_nothing_odd_is_taken_for_a_thousandth(self):
+        once, twice = trial(0, 64, 100.0), replace(trial(1, 63, 100.05), accumulation_steps=2)
+        assert best_trial(STEP, [once, twice]) is once
+        assert best_trial(STEP, [once, replace(twice, samples_per_s=100.2)]).number == 1
+
+    def test_of_equal_ones_the_faster_then_the_earlier(self):
         trials = [trial(0, 4, 99.5, 0.01), trial(1, 4, 100.0, 0.01), trial(2, 4, 100.0, 0.01)]
-        assert best_trial(trials, knee=False).number == 1
+        assert best_trial(STEP, trials).number == 1
 
     def test_without_an_effective_batch_the_knee(self):
         trials = [trial(0, 64, 1000.0), trial(1, 32, 970.0), trial(2, 16, 969.0)]
-        assert best_trial(trials, knee=True).number == 1
+        assert best_trial(KNEE, trials).number == 1
 
     def test_failed_trials_never_count(self):
-        assert best_trial([trial(0, 4, None), trial(1, 8, 1.0)], knee=False).number == 1
-        assert best_trial([trial(0, 4, None)], knee=False) is None
-        assert best_trial([], knee=True) is None
+        assert best_trial(STEP, [trial(0, 4, None), trial(1, 8, 1.0)]).number == 1
+        assert best_trial(STEP, [trial(0, 4, None)]) is None
+        assert best_trial(KNEE, []) is None
 
-    @given(st.lists(st.tuples(st.integers(1, 99), st.floats(0.1, 1e6), st.floats(0, 0.05)), min_size=1, max_size=12))
+    @given(st.lists(st.tuples(st.integers(1, 64), st.floats(0.1, 1e6), st.floats(0, 0.05)), min_size=1, max_size=12))
     def test_is_never_slower_than_the_rule_allows(self, drawn):
         trials = [trial(number, *numbers) for number, numbers in enumerate(drawn)]
         top = max(one.samples_per_s for one in trials)
-        knee = best_trial(trials, knee=True)
+        knee = best_trial(KNEE, trials)
         assert knee.samples_per_s >= KNEE_SHARE * top
         assert knee.batch_size == min(one.batch_size for one in trials if one.samples_per_s >= KNEE_SHARE * top)
-        assert best_trial(trials, knee=False).samples_per_s >= top * (1 - 0.05 * 2**0.5 - 1e-9)
+        assert best_trial(STEP, trials).samples_per_s >= top * (1 - ERRORS_APART * 0.05 * 2**0.5 - LEAST_DIFFERENCE)

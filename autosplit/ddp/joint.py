@@ -30,7 +30,7 @@ from autosplit.progress import Progress, fraction_of
 from autosplit.proposals import Proposer, steadied
 from autosplit.runtime.measurement import Measurement
 from autosplit.runtime.placed import bucket_bytes
-from autosplit.search import check_storage, search
+from autosplit.search import CeilingStore, search
 from autosplit.session import POINT_BUDGET_S, TRIAL_BUDGET_S, most_steps
 from autosplit.solver import BACKWARD_SHARE, Solver
 from autosplit.space import Configuration, Space, Trial, best_trial, configuration_of
@@ -133,7 +133,15 @@ class JointSession:
         self._probing = probing
         runtime = runtime_for(job.own.devices, job.own.capacities_bytes, followed, probing)
         count = self.peers.world_size
-        self.prober = Prober(runtime, followed.tracer, self.request.largest_batch, self._report, num_ranks=count)
+        self.prober = Prober(
+            runtime,
+            followed.tracer,
+            self.request.largest_batch,
+            self._report,
+            num_ranks=count,
+            deadline_s=self.request.deadline_s,
+        )
+        self.store: CeilingStore | None = None  # rank 0's
         self.closing = closing
         self.steps: RankSteps | None = None
         self._stopped = False  # all ranks know that Ctrl-C came
@@ -169,7 +177,7 @@ class JointSession:
 
     def _refuse_unfit(self) -> None:
         if self.request.storage is not None and self.peers.rank == 0:
-            check_storage(self.request.storage, self.study_name)
+            self.store = CeilingStore(self.request.storage, self.study_name)
         why_not = why_no_ranks(self.subject, (), 1)
         if why_not is not None:
             raise WorkloadError(f"DDP has no answer: {why_not}")
@@ -189,7 +197,12 @@ class JointSession:
 
     def _measured_alone(self) -> list[Measured]:
         """Let every rank measure its own device, all at the same time, as they will train."""
-        found = self.peers.all_run(self._ceiling)
+        ranks = range(self.peers.world_size)
+        left = self.peers.told([None if self.store is None else self.store.get(f"{rank} rank") for rank in ranks])
+        found = self.peers.all_run(lambda: self._ceiling(left[self.peers.rank]))
+        if self.store is not None and not self.prober.out_of_time:
+            for rank, (ceiling, _) in enumerate(found):
+                self.store.put(f"{rank} rank", ceiling)
         self.stage = "times"
         mine = found[self.peers.rank]
         times = self.peers.all_run(lambda: self._times(mine[0], mine[1]))
@@ -211,12 +224,18 @@ class JointSession:
             counts.ooms,
         )
 
-    def _ceiling(self) -> tuple[Ceiling, tuple[TimedSize, ...]]:
-        """Find this rank's ceiling; of a plain processor, which grows until it stops paying, its times as well."""
+    def _ceiling(self, left: Ceiling | None) -> tuple[Ceiling, tuple[TimedSize, ...]]:
+        """Find this rank's ceiling; of a plain processor, which grows until it stops paying, its times as well.
+
+        Args:
+            left: The one that a killed search of the same left in its study.
+        """
         if self._on_plain_cpu():
             needed = 0 if self.subject.may_accumulate else -(-self.request.least_effective // self.peers.world_size)
             curve, ceiling = self.prober.until_it_stops_paying(needed, "rank")
             return ceiling, tuple(TimedSize(samples, seconds) for samples, seconds in curve.points)
+        if left is not None and left.capacity_bytes == self.job.own.capacities_bytes[0]:
+            return left, ()
         ceiling = self.prober.ceiling(0, "rank", accumulates=self.subject.accumulates)
         if ceiling.batch_size == 0:
             raise does_not_fit(self.prober, 0)
@@ -368,6 +387,7 @@ class JointSession:
             Proposer(solver),
             n_trials=self.request.n_trials,
             seed=self.request.seed,
+            sampler=self.request.sampler,
             deadline_s=self.request.deadline_s,
             storage=self.request.storage,
             study_name=self.study_name,
@@ -387,7 +407,7 @@ class JointSession:
             return replace(trial, failure=f"a share below {least}: {why}")
         found = self._together(splits)
         if isinstance(found, Failure):
-            return replace(trial, failure=f"rank {found.rank}: {found.message}")
+            return replace(trial, failure=f"rank {found.rank}: {found.message}", failed_device=found.rank)
         peaks, measured = found
         return replace(
             trial,
@@ -410,8 +430,9 @@ class JointSession:
     def _best_trial(self) -> Trial | None:
         if self.solver is None:
             return None
-        known = steadied(self.solver.refitted(self.trials), self.trials)
-        best = best_trial(known, knee=self.request.effective_batch_sizes is None)
+        solver = self.solver.refitted(self.trials)
+        known = steadied(solver, self.trials)
+        best = best_trial(solver.space, known, solver.samples_per_s)
         return None if best is None else self.trials[known.index(best)]
 
     def _even_rate(self) -> float | None:
@@ -491,8 +512,8 @@ class JointSession:
         self._say(self.stage, message, fraction_of(self.stage, done))
 
     def _say(self, stage: str, message: str, fraction: float) -> None:
-        best = best_trial(self.trials, knee=self.request.effective_batch_sizes is None)
+        rates = (trial.samples_per_s for trial in self.trials if trial.samples_per_s is not None)
         counts = self.prober.counts
         steps, ooms = (0, 0) if self.steps is None else (self.steps.steps, self.steps.ooms)
-        rate = None if best is None else best.samples_per_s
+        rate = max(rates, default=None)
         self.tell(Progress(stage, message, fraction, counts.steps + steps, counts.ooms + ooms, rate))
