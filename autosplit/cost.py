@@ -565,7 +565,7 @@ def largest_fitting(
             line through the first look and the last says so clearly, as long as its slope is `slope` to within this
             share of it; 0 for a look in any case.
         max_calls: After this many looks the largest size that was seen to fit is returned.
-        enough: Told after each look whether what was seen to fit will do, because there is no more time.
+        enough: Asked after `HURRIED_LOOKS` whether what was seen to fit will do, because there is no more time.
 
     Returns:
         The largest n that fits; exact where `max_calls` is more than the times that ``most - least`` can be halved.
@@ -586,7 +586,7 @@ def largest_fitting(
         straight = _straight_end(known, n, capacity_bytes, slope, straight_within)
         if straight is not None:
             return straight
-        if high - low <= 1 or (low > least and enough()):
+        if high - low <= 1 or (low > least and len(known) >= HURRIED_LOOKS and enough()):
             break
         widths.append(high - low)
         halvings = (high - low - 1).bit_length()  # looks that halving would take from here
@@ -596,6 +596,9 @@ def largest_fitting(
         n = (low + high) // 2 if halve else _next_size(known, capacity_bytes, low, high, slope)
     return low
 
+
+HURRIED_LOOKS = 3
+"""Looks that are made although there is no more time: two make a line, which says where to look for the third."""
 
 CLEAR_SHARE = 0.9
 """Of a sample's bytes: with so much of them one sample more is clearly too much. Blocks are rounded; lines are not."""

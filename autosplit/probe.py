@@ -361,7 +361,7 @@ class Prober:
     def timed_sizes(
         self, index: int, ceiling: int, *, role: Role, budget_s: float, alone: bool = True
     ) -> list[TimedSize]:
-        """Time one device alone on its ceiling and every half of it, down to the least share.
+        """Time one device alone on its ceiling and on every power of two from the least share on.
 
         A slow device among fast ones gets a hundredth of its ceiling; a curve that ended above would hold its time for
         constant there, and leave the device with next to nothing.
@@ -384,10 +384,11 @@ class Prober:
         least = min(self.least_batch(), ceiling)
         apart = alone and role == "replica"
         shape_of = self._forward_and_backward(index) if apart else self._shapes(index, role, (), False)
-        halves = {max(least, ceiling >> halvings) for halvings in range(ceiling.bit_length())} - {ceiling, least}
+        # Powers of two, so that a trace which one device needs serves the others, too.
+        between = [2**power for power in reversed(range(ceiling.bit_length())) if least < 2**power < ceiling]
         timed: list[TimedSize] = []
         lacking: OutOfMemoryError | None = None
-        for n in dict.fromkeys((ceiling, least, *sorted(halves, reverse=True))):  # both ends first: time may run out
+        for n in dict.fromkeys((ceiling, least, *between)):  # both ends first: time may run out
             if len(timed) > 1 and self.out_of_time:
                 break
             self.report(f"{self.runtime.devices[index].label}: time of {n} samples")

@@ -8,6 +8,7 @@ import gc
 import importlib
 import random
 import types
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -18,15 +19,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from workloads import Uncopyable, char_gpt, mlp, net, net_batch, small, with_loss
 
 import autosplit
-from autosplit import probe, profiles, search, session
+from autosplit import cost, probe, profiles, session
 from autosplit.balanced import BalancedDataParallel
+from autosplit.cost import HURRIED_LOOKS
 from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
 from autosplit.oom import DoesNotFitError
 from autosplit.plan import Plan
+from autosplit.request import checked_request
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracing import make_tracer
 from autosplit.split import micro_batch_sizes
+from autosplit.staging import build, follow, runtime_for, workload_source
 from autosplit.trainee import fake_mode
 from autosplit.tuning import TuningInterrupted, tune
 from autosplit.workload import Workload
@@ -78,6 +82,12 @@ def check_sums(plan: Plan, effective: int) -> None:
         assert together * plan.ddp.ranks[0].accumulation_steps >= effective
 
 
+def one_alone(split: tuple[int, ...], index: int) -> StepShape:
+    """Return the step in which one rank alone has its share."""
+    shares = tuple(share if place == index else 0 for place, share in enumerate(split))
+    return StepShape((shares,), "rank", num_ranks=len(split))
+
+
 class TestSimulated:
     def test_the_micro_steps_add_up_and_the_same_seed_gives_the_same_plan(self):
         plans = [quick(one_block(), "sim:3xRTX3090", effective_batch_size=512, n_trials=24) for _ in range(2)]
@@ -105,6 +115,27 @@ class TestSimulated:
         check_sums(plan, 512)
         assert plan.accumulation_steps == 2
         assert plan.split[0] < 86
+
+    def test_among_many_cards_slow_ones_get_what_they_can_do(self):
+        """Times ended at a sixteenth of a ceiling: cards that should have 53 samples got 2, and a fifth was lost."""
+        workload = Workload(net(), net_batch(8), loss_fn=F.cross_entropy, optimizer=torch.optim.SGD)
+        plan = quick(workload, "sim:3xRTX3090+3xT4", strategy="ddp", effective_batch_size=768)
+        shares = [rank.batch_size for rank in plan.ddp.ranks]
+        slowest = {}
+        with ExitStack() as closing:
+            request = checked_request(devices="sim:3xRTX3090+3xT4")
+            followed = follow(build(workload_source(workload, None, {}), request.devices), request.devices, closing)
+            runtime = runtime_for(request.devices, request.capacities_bytes, followed, closing)
+            for fast in range(128, 256, 8):
+                split = tuple(fast if index < 3 else 256 - fast for index in range(6))
+                slowest[fast] = max(
+                    runtime.measure(one_alone(split, index), budget_s=0.01).seconds for index in (0, 3) if split[index]
+                )
+        best = min(slowest, key=lambda fast: slowest[fast])
+        assert abs(shares[0] - best) <= 8, (shares, best)
+        for index, share in enumerate(shares):
+            curve = plan.fit.step_time.curves[index]
+            assert share in dict(curve.points), "the rate is that of the plan's own shares, not of a line between others"
 
     def test_a_function_is_built_without_its_memory(self):
         plan = quick(functools.partial(small, optimizer=torch.optim.SGD), "sim:2xRTX3090", effective_batch_size=64)
@@ -929,6 +960,46 @@ class TestErrors:
         plan = quick(small(), SIM, effective_batch_size=64, n_trials=500, time_limit_s=0.001)
         assert len(plan.trials) == 1
 
+    def test_a_time_limit_bounds_the_ceilings_too(self, monkeypatch):
+        """They took 96 s at a limit of a millisecond: the limit was one for trials only."""
+        looks, look = [], cost.largest_fitting
+        monkeypatch.setattr(
+            probe, "largest_fitting", lambda peak, *a, **k: look(lambda n: (looks.append(n), peak(n))[1], *a, **k)
+        )
+        options = {"devices": "sim:RTX3090@900MiB", "effective_batch_size": 4096, "n_trials": 1}
+        unhurried = quick(one_block(), **options)
+        without = len(looks)
+        plan = quick(one_block(), **options, time_limit_s=0.001)
+        assert len(looks) - without <= 2 * HURRIED_LOOKS
+        assert plan.ceilings[0] <= unhurried.ceilings[0]
+        assert len(plan.trials) == 1
+        assert any("the time limit was over before the search began" in note for note in plan.notes)
+
+    def test_a_search_that_was_killed_does_not_measure_its_ceilings_again(self, tmp_path, monkeypatch):
+        def stop(progress):
+            if progress.message.startswith("1 of "):
+                raise KeyboardInterrupt
+
+        options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
+        with pytest.raises(TuningInterrupted):
+            quick(small(), SIM, progress=stop, **options)
+        with monkeypatch.context() as patched:
+            patched.setattr(probe.Prober, "_real_slope", lambda *_: pytest.fail("measured again"))
+            patched.setattr(session.Session, "_final_ceilings", lambda self, best: (self.primary_alone, *self.replicas))
+            resumed = quick(small(), SIM, **options)
+        assert any("ceilings are those of a search that was cut off" in note for note in resumed.notes)
+        again = quick(small(), SIM, **options)
+        assert again.split == resumed.split
+        assert not any("cut off" in note for note in again.notes), "it had come to its end: they are measured anew"
+
+    def test_a_sampler_of_ones_own_draws_all_trials(self):
+        import optuna
+
+        plan = quick(small(), SIM, effective_batch_size=64, n_trials=5, sampler=optuna.samplers.RandomSampler(seed=3))
+        assert len(plan.trials) == 5
+        with pytest.raises(InputError, match="sampler is 'tpe'; expected one of Optuna's"):
+            quick(small(), SIM, sampler="tpe")
+
     def test_a_storage_keeps_the_study(self, tmp_path):
         import optuna
 
@@ -954,18 +1025,14 @@ class TestErrors:
         assert plans[0].split == plans[1].split
 
     def test_a_storage_that_fails_is_done_without(self, tmp_path, monkeypatch):
-        import optuna
+        from optuna.storages._cached_storage import _CachedStorage
 
-        tell = search._tell
-
-        def full(study, *told):
-            if isinstance(study._storage, optuna.storages.InMemoryStorage):
-                return tell(study, *told)
+        def full(*told):
             raise OSError("No space left on device")
 
         def break_it(progress):
             if progress.message.startswith("1 of "):
-                monkeypatch.setattr(search, "_tell", full)
+                monkeypatch.setattr(_CachedStorage, "set_trial_user_attr", full)
 
         url = f"sqlite:///{tmp_path / 'study.db'}"
         plan = quick(small(), SIM, effective_batch_size=64, storage=url, progress=break_it)
