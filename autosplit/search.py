@@ -139,7 +139,7 @@ class _Search:
         self.model = None if sampler is not None else CostModelSampler(propose, self._trials, space, seed=seed)
         self.sampler = sampler or self.model
         self.raised: BaseException | None = None
-        """By the evaluation: whatever else ends Optuna's loop is the storage's."""
+        self.fresh: tuple[Trial, str] | None = None
 
     def _trials(self) -> Sequence[Trial]:
         return tuple(self.done.values())
@@ -162,7 +162,7 @@ class _Search:
         study.sampler = self.sampler
         with _quiet_optuna(), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
             # Suppressed: another search of the same study took a trial of this one for one that was cut off.
-            study.optimize(self._objective, callbacks=[self._stop_if_over])
+            study.optimize(self._objective, callbacks=[self._told])
 
     @property
     def is_over(self) -> bool:
@@ -171,14 +171,30 @@ class _Search:
             return True
         if self.deadline_s is not None and self.done and time.monotonic() >= self.deadline_s:
             return True
-        if self.model is None or not self.model.next().enough:
-            return False
-        _log.info("the search ends after %d trials: %s", len(self.done), self.model.next().why)
-        return True
+        return self.model is not None and self.model.next().enough
 
-    def _stop_if_over(self, study: Any, _trial: Any) -> None:
+    def _told(self, study: Any, _trial: Any) -> None:
+        """Tell of the trial that the study has now, and end the loop where it was the last."""
+        if self.fresh is not None:
+            trial, why = self.fresh
+            self.fresh = None
+            _log_trial(trial, why)
+            with self._ours():
+                self.on_trial(trial)
         if self.is_over:
+            proposal = Proposal() if self.model is None else self.model.next()
+            why = proposal.why if proposal.enough else "there are no more trials to make, or no time"
+            _log.info("the search ends after %d trials: %s", len(self.done), why)
             study.stop()
+
+    @contextlib.contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Remember what the evaluation raises, or who is told: whatever else ends Optuna's loop is the storage's."""
+        try:
+            yield
+        except BaseException as error:
+            self.raised = error
+            raise
 
     def _objective(self, asking: Any) -> float:
         """Evaluate what Optuna suggests; what was evaluated before is told again, and not run.
@@ -193,14 +209,10 @@ class _Search:
         asking.set_user_attr("why", why)
         trial = self.done.get(configuration)
         if trial is None:
-            try:
+            with self._ours():
                 trial = self.evaluate(len(self.done), configuration)
-            except BaseException as error:
-                self.raised = error
-                raise
             self.done[configuration] = trial
-            _log_trial(trial, why)
-            self.on_trial(trial)
+            self.fresh = trial, why
         asking.set_user_attr("split", list(trial.split))
         asking.set_user_attr("error_share", trial.error_share)
         asking.set_user_attr("peak_bytes", list(trial.peak_bytes))

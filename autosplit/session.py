@@ -544,6 +544,7 @@ class Session:
             on_trial=self._keep,
             on_trouble=self.notes.append,
         )
+        self.store = None  # the search has come to its end, and what is measured from here on is of this one only
         kept = len(self.trials) - self.evaluated
         if kept:
             self.notes.append(

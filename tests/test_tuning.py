@@ -214,7 +214,7 @@ class TestOneMicroStepAndSeveral:
     def test_a_vast_step_takes_no_longer(self, effective):
         """Each of its thousands of micro-steps was looked at by itself, for each candidate: minutes."""
         plan = quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=effective)
-        assert plan.accumulation_steps > 1000
+        assert plan.accumulation_steps > 500
 
     def test_a_step_of_too_many_is_refused(self):
         with pytest.raises(InputError, match=r"takes 17123[0-9][0-9] forwards of what fits; expected at most 65536"):
