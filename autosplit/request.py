@@ -152,8 +152,8 @@ def checked_request(
         )
     if sampler is not None and not callable(getattr(sampler, "sample_independent", None)):
         raise InputError(
-            f"sampler is {shown(sampler)}; expected one of Optuna's, such as optuna.samplers.RandomSampler(seed=0); pass "
-            "one, or leave it out"
+            f"sampler is {shown(sampler)}; expected one of Optuna's, such as optuna.samplers.RandomSampler(seed=0); "
+            "pass one, or leave it out"
         )
     _check_name(name)
     found = parse_devices(devices)

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -268,7 +267,7 @@ class CeilingStore:
 
     def put(self, key: str, ceiling: Ceiling) -> None:
         """Keep a ceiling; a storage that fails is the search's to tell of."""
-        self._kept[key] = msgspec.to_builtins(replace(ceiling, points=(), notes=()))
+        self._kept[key] = msgspec.to_builtins(ceiling)
         with contextlib.suppress(Exception):
             self._study.set_user_attr(_CEILINGS, self._kept)
 

@@ -312,9 +312,7 @@ class Session:
         if known is not None and known.capacity_bytes == self.runtime.capacities_bytes[index]:
             self.recalled += 1
             return known
-        found = self.prober.ceiling(
-            index, role, elsewhere=elsewhere, accumulates=accumulates, start=start, slope=slope
-        )
+        found = self.prober.ceiling(index, role, elsewhere=elsewhere, accumulates=accumulates, start=start, slope=slope)
         if self.store is not None and not self.prober.out_of_time:
             self.store.put(key, found)
         return found

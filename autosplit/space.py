@@ -129,7 +129,9 @@ class Space:
         return shares is not None and shares[0] <= configuration.gpu0_bsz <= shares[1]
 
 
-def best_trial(space: Space, trials: Sequence[Trial], rate: Callable[[Configuration], float] | None = None) -> Trial | None:
+def best_trial(
+    space: Space, trials: Sequence[Trial], rate: Callable[[Configuration], float] | None = None
+) -> Trial | None:
     """Choose the answer among trials.
 
     The highest samples/s; among those that can't be told from it the plainest: the fewest micro-steps, then equal ones,

@@ -135,7 +135,7 @@ class TestSimulated:
         assert abs(shares[0] - best) <= 8, (shares, best)
         for index, share in enumerate(shares):
             curve = plan.fit.step_time.curves[index]
-            assert share in dict(curve.points), "the rate is that of the plan's own shares, not of a line between others"
+            assert share in dict(curve.points), "the rate is that of its own shares, not of a line between others"
 
     def test_a_function_is_built_without_its_memory(self):
         plan = quick(functools.partial(small, optimizer=torch.optim.SGD), "sim:2xRTX3090", effective_batch_size=64)
