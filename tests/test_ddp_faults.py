@@ -234,7 +234,7 @@ ERRORS: dict[str, Callable[[], None]] = {
     "exits": lambda: raised(SystemExit(3)),
     "ends well": lambda: raised(SystemExit(0)),
     "is killed": killed,
-    "is stopped": lambda: stopped(),
+    "is stopped": stopped,
 }
 
 SAYS = {
