@@ -244,8 +244,10 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
 
 
 def _unkept(state: Mapping[str, Any], error: Exception) -> str:
-    """Say which part can't be kept, by trying each by itself."""
-    for name, value in state.items():
+    """Say which part can't be kept, by trying each by itself; a sharded checkpoint has its parts among `values`."""
+    values = state.get("values")
+    parts = values if isinstance(values, dict) and "folder" in state else state
+    for name, value in parts.items():
         alone = io.BytesIO()
         try:
             torch.save(value, alone)
