@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import InputError, shown
 
-__all__ = ["matching_state_dict"]
+__all__ = ["matching_state_dict", "plain_state_dict"]
 
 _WRAPPED = "module"
 """What nn.DataParallel, DistributedDataParallel and BalancedDataParallel call the module inside them."""
@@ -54,6 +54,18 @@ def matching_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str
             for path, known in metadata.items()  # a wrapper comes before what is in it, which takes its place
         )
     return result
+
+
+def plain_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return a module's state dict under the names that it has before it, or a part of it, is compiled."""
+    state = module.state_dict()
+    plain: OrderedDict[str, Any] = OrderedDict((_bare(name), value) for name, value in state.items())
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:  # as above
+        plain._metadata = OrderedDict(  # type: ignore[attr-defined]  # noqa: SLF001
+            (_bare(path), known) for path, known in metadata.items()
+        )
+    return plain
 
 
 # Names

@@ -119,6 +119,26 @@ class TestInterchange:
         getattr(other, "module", other).load_state_dict(state)
         assert torch.equal(weights(other), weights(model))
 
+    @pytest.mark.parametrize("part", ["whole", "a layer", "in DDP"])
+    def test_a_compiled_model_is_saved_under_plain_names(self, ctx, tmp_path, part):
+        """They had `_orig_mod.` in them, which nothing but torch.compile of the very same parts could load."""
+        model = make_model()
+        if part == "a layer":
+            model[0] = torch.compile(model[0], backend="eager")
+        else:
+            model = torch.compile(model, backend="eager")
+        ctx.save_checkpoint(tmp_path / "last.pt", model=ctx.wrap(model) if part == "in DDP" else model)
+        plain = make_model()
+        state = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
+        plain.load_state_dict(state)
+        assert set(state) == set(plain.state_dict())
+        again = torch.compile(make_model(), backend="eager")
+        with torch.no_grad():
+            for parameter in again.parameters():
+                parameter.zero_()
+        ctx.load_checkpoint(tmp_path / "last.pt", model=again)
+        assert torch.equal(weights(again), weights(plain))
+
     def test_a_file_from_before_zip_archives(self, ctx, tmp_path):
         torch.save({"model": make_model().state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
         model = ctx.wrap(make_model())
@@ -176,8 +196,10 @@ class TestBadFiles:
         self.refused(ctx, path, "cut short or no checkpoint at all")
 
     def test_something_else(self, ctx, tmp_path):
-        (tmp_path / "last.pt").write_text("not a checkpoint\n" * 100)
-        self.refused(ctx, tmp_path / "last.pt", "last.pt")
+        for number, text in enumerate(("not a checkpoint\n" * 100, "epoch 3\n", "\x80", "{}", "cos\nsystem\n")):
+            path = tmp_path / f"{number}.pt"
+            path.write_text(text)
+            self.refused(ctx, path, "it is cut short or no checkpoint at all|more than tensors")
         torch.save([1, 2], tmp_path / "list.pt")
         self.refused(ctx, tmp_path / "list.pt", "it holds a list")
 
@@ -355,8 +377,12 @@ class TestWriting:
     def test_what_can_not_be_read_again_replaces_nothing(self, ctx, tmp_path):
         path = tmp_path / "last.pt"
         content = whole_file(ctx, path)
-        with pytest.raises(CheckpointError, match="more than tensors and plain values"):
-            ctx.save_checkpoint(path, arguments=argparse.Namespace(lr=0.1))
+        for bad in (argparse.Namespace(lr=0.1), lambda: 0, [{"deep": object()}]):
+            with pytest.raises(
+                CheckpointError, match=r"was not written: 'arguments' can't be kept \(.*leave arguments="
+            ) as e:
+                ctx.save_checkpoint(path, model=make_model(), arguments=bad, step=1)
+            assert "\n" not in str(e.value)
         assert path.read_bytes() == content
         assert list(tmp_path.iterdir()) == [path]
 

@@ -63,6 +63,13 @@ def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stopped() -> None:
+    """Stop until somebody lets it go on, which the parent does once the others have said so."""
+    if not Path(os.environ["FAULT_FOLDER"], "failed").exists():
+        failing()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def plan_here() -> autosplit.Plan:
     return make_plan(SIZES[int(os.environ["WORLD_SIZE"])], 24)
 
@@ -98,6 +105,33 @@ def before_a_checkpoint(victim: int, fail: Callable[[], None]) -> None:
         if ctx.rank == victim:
             fail()
         ctx.save_checkpoint(Path(os.environ["FAULT_FOLDER"], "last.pt"), model=model)
+        ctx.load_checkpoint(Path(os.environ["FAULT_FOLDER"], "last.pt"), model=model)
+
+
+def on_rank_0_only(victim: int, fail: Callable[[], None]) -> None:
+    """Save as many scripts do, which hung for half an hour: the other rank was in the next step."""
+    path = Path(os.environ["FAULT_FOLDER"], "last.pt")
+    with ddp.setup(plan_here()) as ctx:
+        train(ctx, None)
+        model = ctx.wrap(make_model())
+        if ctx.rank == 0:
+            ctx.save_checkpoint(path, model=model)
+        train(ctx, None)
+        ctx.load_checkpoint(path, model=model)
+
+
+def loads_on_rank_0_only(victim: int, fail: Callable[[], None]) -> None:
+    with ddp.setup(plan_here()) as ctx:
+        if ctx.rank == victim:
+            ctx.load_checkpoint("last.pt", model=make_model())
+        failing()
+        time.sleep(LONG_S)
+
+
+def before_setup(victim: int, fail: Callable[[], None]) -> None:
+    if int(os.environ["RANK"]) == victim:
+        fail()
+    in_a_step(-1, fail)
 
 
 def and_lives_on(victim: int, fail: Callable[[], None]) -> None:
@@ -200,6 +234,7 @@ ERRORS: dict[str, Callable[[], None]] = {
     "exits": lambda: raised(SystemExit(3)),
     "ends well": lambda: raised(SystemExit(0)),
     "is killed": killed,
+    "is stopped": stopped,
 }
 
 SAYS = {
@@ -236,8 +271,27 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def job(folder: Path, scenario: Callable[..., None], world_size: int, victim: int, how: str) -> list[Ended]:
-    """Start a job's ranks by hand, wait for all but the one that fails, and say how each ended."""
+def job(
+    folder: Path,
+    scenario: Callable[..., None],
+    world_size: int,
+    victim: int,
+    how: str,
+    *,
+    until_said: str | None = None,
+    goes_on: bool = False,
+) -> list[Ended]:
+    """Start a job's ranks by hand, wait for all but the one that fails, and say how each ended.
+
+    Args:
+        folder: Where they write.
+        scenario: What each of them does.
+        world_size: How many they are.
+        victim: Which one fails.
+        how: One of `ERRORS`.
+        until_said: Wait no longer than until one of them has said this.
+        goes_on: The victim is let go on then, and all are waited for.
+    """
     context = starting()
     place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place |= {"FAULT_FOLDER": str(folder)}
@@ -255,6 +309,11 @@ def job(folder: Path, scenario: Callable[..., None], world_size: int, victim: in
         }
         if set(range(world_size)) - {victim} <= set(ended_at) and scenario is and_lives_on:
             break
+        if until_said is not None and any(until_said in text.read_text() for text in folder.glob("[0-9].txt")):
+            if not goes_on:
+                break
+            os.kill(ranks[victim].pid, signal.SIGCONT)
+            until_said = None
         time.sleep(0.02)
     found = []
     note = folder / "failed"
@@ -342,7 +401,49 @@ class TestKilled:
         assert_others_ended(found, victim, "is killed")
 
 
+class TestWaiting:
+    """What the others wait for is told within 20 s; it may still come."""
+
+    @pytest.mark.parametrize("victim", [0, 1])
+    def test_for_a_rank_that_is_stopped(self, tmp_path: Path, victim: int) -> None:
+        """They said nothing for half an hour."""
+        told = f"rank {victim} has given no sign for 12 s: its process is stopped"
+        found = job(tmp_path, in_a_step, 2, victim, "is stopped", until_said=told, goes_on=True)
+        assert told in found[1 - victim].said
+        assert [ended.code for ended in found] == [0, 0], found
+        assert f"rank {victim} is back" in found[1 - victim].said
+
+    @pytest.mark.parametrize("victim", [0, 1])
+    def test_for_a_rank_that_fails_before_setup(self, tmp_path: Path, victim: int) -> None:
+        """Without torchrun nobody ends the others."""
+        told = f"rank {1 - victim} of 2 has waited 15 s in autosplit.ddp.setup, and not all ranks have come"
+        begun = time.time()
+        found = job(tmp_path, before_setup, 2, victim, "raises", until_said=told)
+        assert told in found[1 - victim].said
+        assert time.time() - begun < SOON_S + 15
+
+    def test_for_the_others_in_what_all_have_to_call(self, tmp_path: Path) -> None:
+        told = "rank 0 has waited 15 s for the other ranks in load_checkpoint; expected every rank to call it"
+        assert told in job(tmp_path, loads_on_rank_0_only, 2, 0, "raises", until_said=told)[0].said
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("victim", [0, 1])
+    def test_in_mid_job_is_named(self, tmp_path: Path, victim: int) -> None:
+        """A rank that called sys.exit(0) was no failure, and gloo's error blamed whoever waited."""
+        found = job(tmp_path, in_a_step, 3, victim, "ends well")
+        assert found[victim].code == 0
+        for rank in {0, 1, 2} - {victim}:
+            said = f"RankFailedError: rank {victim} left autosplit.ddp.setup (SystemExit, which is no failure)"
+            assert said in found[rank].said, found[rank].said
+            assert found[rank].after_s < SOON_S
+
+
 class TestNoFailure:
+    def test_saving_on_rank_0_only(self, tmp_path: Path) -> None:
+        found = job(tmp_path, on_rank_0_only, 2, 0, "raises")
+        assert [(ended.code, "rank" in ended.said) for ended in found] == [(0, False)] * 2
+
     @pytest.mark.parametrize("victim", [0, 1])
     def test_what_the_user_caught(self, tmp_path: Path, victim: int) -> None:
         found = job(tmp_path, caught, 2, victim, "raises")
@@ -414,7 +515,7 @@ def listening(line: Line) -> tuple[threading.Thread, list[Word]]:
 
     def listen() -> None:
         while Word("over", line.rank) not in heard:
-            heard.extend(line.words())
+            heard.extend(line.words(LONG_S))
 
     thread = threading.Thread(target=listen)
     thread.start()
@@ -654,7 +755,7 @@ class TestLine:
         line.say(Word("failed", 1, "early"))
         with closing(Line(2)) as late:
             late.join(address)
-            assert late.words() == [Word("failed", 1, "early")]
+            assert late.words(LONG_S) == [Word("failed", 1, "early")]
         watch.end()
         assert not watch._thread.is_alive()
 

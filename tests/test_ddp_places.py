@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -112,8 +113,9 @@ class Meeting:
 
 
 @pytest.fixture
-def agents_store() -> Any:
+def agents_store(monkeypatch) -> Any:
     """The store of a torchrun, which outlives its workers."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -136,6 +138,24 @@ class TestRounds:
             for rank in greeted:
                 agents_store.set(f"an earlier one/{rank}", "a word")
             assert self.met(agents_store, 1, 2, 0) != "an earlier one"
+
+    def test_another_job_at_the_same_port_is_refused(self, agents_store, monkeypatch):
+        """Its rank 1 waited for half an hour in the first one's store, while its rank 0 had no port to listen at."""
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(agents_store.port))
+        self.met(agents_store, 1, 0)
+        with pytest.raises(InputError, match=f"rank 1 of 2 found another job at 127.0.0.1:{agents_store.port}, whose"):
+            _agreed_round(agents_store, Place(1, 2), 60.0)
+
+    def test_a_port_that_is_taken_is_named(self, monkeypatch):
+        with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
+            port = taken.getsockname()[1]
+            where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            set_all(monkeypatch, where)
+            told = f"rank 0 can't listen at 127.0.0.1:{port}, where another program"
+            with pytest.raises(InputError, match=told), ddp.setup(make_plan((2, 6), 24)):
+                pytest.fail("it came to be")
 
     def test_a_rank_0_that_never_comes(self, agents_store):
         agents_store.set("round", "an earlier one")

@@ -9,6 +9,7 @@ the file: the file is that of a plain model.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import secrets
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from autosplit.ddp.faults import TOLD_AFTER_S, told_if_long
 from autosplit.ddp.parts import fitting, is_shared_out, placed, state_of, tensors_in, with_tensors
 from autosplit.ddp.sharding import is_shard, part_of, whole
 from autosplit.errors import AutosplitError, CheckpointError, one_line
@@ -27,6 +29,7 @@ from autosplit.errors import AutosplitError, CheckpointError, one_line
 __all__ = [
     "first_line",
     "load_checkpoint",
+    "meet",
     "raise_together",
     "read_file",
     "reason_of",
@@ -41,7 +44,7 @@ MODEL = "model"
 
 
 def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> None:
-    """Write a checkpoint on rank 0, and let all ranks wait for it.
+    """Write a checkpoint on rank 0; the other ranks go on, unless they have a part of what it holds.
 
     Args:
         path: The file; it is replaced once the new one is whole and was read back.
@@ -50,23 +53,55 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
         rank: Of this process.
 
     Raises:
-        CheckpointError: It can't be written, or could not be read again; on all ranks, and the file is as it was.
+        CheckpointError: It can't be written, or could not be read again, and the file is as it was. On rank 0; on all
+            ranks where they share out what it holds.
     """
     shared = {name: part for name, part in parts.items() if is_shared_out(part)}
-    states, reason = _brought_together(shared, rank) if shared else ({}, None)
+    states: dict[str, Any] = {}
+    reason = None
+    if shared:
+        meet(rank, "save_checkpoint, which keeps what the ranks share out")
+        states, reason = _brought_together(shared, rank)
     if rank == 0 and reason is None:
         try:
-            state = {name: states[name] if name in states else state_of(part) for name, part in parts.items()}
+            state = {name: states[name] if name in states else _kept_of(name, part) for name, part in parts.items()}
             _refuse_shards(state)
             write_file(Path(path), state)
-        except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
-            reason = reason_of(error)
-    told = told_by_rank_0(reason)
+        except Exception as error:
+            if not shared:
+                raise CheckpointError(_not_written(path, reason_of(error))) from error
+            reason = reason_of(error)  # the other ranks wait to hear of it, whatever it is
+    told = told_by_rank_0(reason) if shared else None
     if told is not None:
-        raise CheckpointError(
-            f"checkpoint {str(path)!r} was not written: {told}; expected rank 0 to write it and to read it back; "
-            "nothing was replaced"
-        )
+        raise CheckpointError(_not_written(path, told))
+
+
+def meet(rank: int, what: str) -> None:
+    """Wait until all ranks are here; say which call it is where that takes long.
+
+    Args:
+        rank: Of this process.
+        what: What every rank has to call.
+    """
+    with told_if_long(
+        f"rank {rank} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}; expected every rank to call it; "
+        "call it outside of `if ctx.rank == 0`"
+    ):
+        told_by_all(None)
+
+
+def _not_written(path: str | os.PathLike[str], reason: str) -> str:
+    return (
+        f"checkpoint {str(path)!r} was not written: {reason}; expected rank 0 to write it and to read it back; "
+        "nothing was replaced"
+    )
+
+
+def _kept_of(name: str, part: Any) -> Any:
+    try:
+        return state_of(part)
+    except Exception as error:
+        raise CheckpointError(f"{name!r} has no state ({reason_of(error)}); expected one; leave {name}= out") from error
 
 
 def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
@@ -88,6 +123,7 @@ def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
         CheckpointError: It is missing, cut short, holds more than plain values, or does not fit; on all ranks, and
             nothing was loaded on any.
     """
+    meet(rank, "load_checkpoint")  # rank 0 may have been writing it
     found: dict[str, Any] = {}
     states: dict[str, Any] = {}
     reason = None
@@ -190,13 +226,39 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with beside.open("xb") as file:
-            torch.save(state, file)
+            try:
+                torch.save(state, file)
+            except OSError:
+                raise
+            except Exception as error:
+                raise CheckpointError(_unkept(state, error)) from error
             file.flush()
             os.fsync(file.fileno())
-        read_file(beside)
+        try:
+            read_file(beside)
+        except CheckpointError as error:
+            raise CheckpointError(_unkept(state, error)) from error
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _unkept(state: Mapping[str, Any], error: Exception) -> str:
+    """Say which part can't be kept, by trying each by itself; a sharded checkpoint has its parts among `values`."""
+    values = state.get("values")
+    parts = values if isinstance(values, dict) and "folder" in state else state
+    for name, value in parts.items():
+        alone = io.BytesIO()
+        try:
+            torch.save(value, alone)
+            alone.seek(0)
+            torch.load(alone, weights_only=True)
+        except Exception as found:  # noqa: BLE001  # whatever a part may raise
+            return (
+                f"{name!r} can't be kept ({first_line(found)}); expected numbers, strings, tensors, lists and dicts of "
+                f"them, or something with a state_dict() of such; leave {name}= out"
+            )
+    return reason_of(error)
 
 
 # Reading
@@ -224,7 +286,7 @@ def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
             f"it holds more than tensors and plain values ({first_line(error)}); expected numbers, strings, tensors, "
             "and lists and dicts of them; save what else there is in a file of its own"
         ) from error
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
+    except Exception as error:  # a text file is a KeyError to torch, other bytes are other errors
         raise CheckpointError(
             f"it is cut short or no checkpoint at all ({first_line(error)}); expected what save_checkpoint or "
             "torch.save wrote; take an earlier one"

@@ -270,12 +270,13 @@ class Context:
         return sum(part for (part,) in gathered((own,), self.device))
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
-        """Let rank 0 write a checkpoint, and wait for it; call it on every rank.
+        """Let rank 0 write a checkpoint; on the other ranks it does nothing, unless they share out what it keeps.
 
             ctx.save_checkpoint("last.pt", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
 
         The file is replaced only by one that is whole and was read back. `torch.load` reads it, too. What the ranks
-        share out comes together in rank 0's host memory; where it is too much for that, `save_sharded` writes it.
+        share out (`shard`) comes together in rank 0's host memory, and every rank has to call it; where it is too much
+        for that, `save_sharded` writes it.
 
         Args:
             path: The file.
@@ -283,7 +284,8 @@ class Context:
                 numbers, strings, tensors, lists and dicts as they are.
 
         Raises:
-            CheckpointError: It was not written, on any rank; an earlier file is as it was.
+            CheckpointError: It was not written, and an earlier file is as it was; on rank 0, and where the ranks share
+                out what it keeps on all of them.
         """
         save_checkpoint(path, parts, rank=self.rank)
 

@@ -25,7 +25,16 @@ from autosplit.ddp.lines import Line, Word
 from autosplit.errors import AutosplitError, RankFailedError, one_line, user_frames
 from autosplit.printed import printable
 
-__all__ = ["GRACE_S", "UnwatchedWarning", "Watch", "abort_group", "group_sockets", "open_sockets"]
+__all__ = [
+    "GRACE_S",
+    "TOLD_AFTER_S",
+    "UnwatchedWarning",
+    "Watch",
+    "abort_group",
+    "group_sockets",
+    "open_sockets",
+    "told_if_long",
+]
 
 GRACE_S = 10.0
 """A rank that was told of another's failure has so long to leave `setup`; then its process is ended."""
@@ -35,6 +44,18 @@ _LET_FIRST_S = 2.0
 
 _VERDICT_S = 5.0
 """A rank whose collective broke off waits so long to hear which other rank failed."""
+
+_OTHER_CAUSE_S = 1.0
+"""A rank that has left is named after so long, unless another one turns out to have failed."""
+
+TOLD_AFTER_S = 15.0
+"""A rank that waits for others for so long says for whom."""
+
+_SIGN_EVERY_S = 3.0
+"""So often a rank lets the others hear that it is alive."""
+
+_SILENT_S = 12.0
+"""A rank that has not been heard for so long is stopped, most likely; it may go on, so nobody is ended."""
 
 _BROKEN_OFF = re.compile(
     # gloo's errors, which are plain RuntimeErrors; NCCL's come as DistBackendError, and as the last when aborted.
@@ -49,7 +70,7 @@ class UnwatchedWarning(UserWarning):
 class Watch:
     """Listens for the failure of any rank, from joining the job until leaving it.
 
-    It costs a thread that sleeps until a rank has something to say, and a connection to rank 0.
+    It costs a connection to rank 0, and a thread that sleeps until a rank has something to say, or for 3 s.
 
     Args:
         rank: Of this process.
@@ -63,6 +84,8 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._failed: Word | None = None
         self._left = False
+        self._gone: dict[int, Word] = {}
+        self._silent: set[int] = set()
         self._heard = threading.Event()
         self._sockets: Mapping[int, str] = {}
         self._last_resort: threading.Timer | None = None
@@ -118,7 +141,7 @@ class Watch:
                 self._let_it_go_first(found)
                 raise self._error_of(found) from error
             if _is_peaceful(error):
-                self._tell(Word("left", self._rank))
+                self._tell(Word("left", self._rank, f"{type(error).__name__}, which is no failure"))
             else:
                 self._tell(self._own_failure(error))
                 if self._thread is not None:
@@ -127,7 +150,7 @@ class Watch:
         if self._failed is not None:
             self._let_it_go_first(self._failed)
             raise self._error_of(self._failed)
-        self._tell(Word("left", self._rank))
+        self._tell(Word("left", self._rank, "its block came to its end"))
 
     def _let_it_go_first(self, found: Word) -> None:
         """Wait for the process of the rank that failed to end: torchrun takes the first that ends for the cause."""
@@ -149,11 +172,16 @@ class Watch:
         if not isinstance(error, Exception) or isinstance(error, RankFailedError):
             return None  # the user's own order to stop, or the word of a context within this one
         broken_off = _is_broken_off(error)
-        if broken_off and self._thread is not None:
-            self._heard.wait(_VERDICT_S)
         if isinstance(error, AutosplitError) and not broken_off:
             return None  # says more than that another rank stopped, too: most are raised by all ranks together
-        return self._failed
+        return self._verdict() if broken_off and self._thread is not None else self._failed
+
+    def _verdict(self) -> Word | None:
+        """Wait to hear why a collective was broken off: a rank failed, or else one has left before it was over."""
+        begun = time.monotonic()
+        while not self._heard.wait(0.1) and time.monotonic() < begun + (_OTHER_CAUSE_S if self._gone else _VERDICT_S):
+            pass
+        return self._failed or next(iter(self._gone.values()), None)
 
     def _error_of(self, word: Word) -> RankFailedError:
         return RankFailedError(self._message(word), rank=word.rank, cause=word.cause)
@@ -162,6 +190,11 @@ class Watch:
         if word.cause.startswith("KeyboardInterrupt"):
             others = "the other ranks were told" if word.rank == self._rank else f"this rank {self._rank} stops with it"
             return f"rank {word.rank} was interrupted (Ctrl-C); {others}"
+        if word.kind == "left":
+            return (
+                f"rank {word.rank} left autosplit.ddp.setup ({word.cause}) while this rank {self._rank} was in a "
+                "collective with it; expected all ranks to take equally many steps and to leave together"
+            )
         says = f"rank {word.rank} {'failed' if word.kind == 'failed' else 'is gone'}: {word.cause}"
         if word.rank == self._rank:
             return f"{says}; the other ranks were told"
@@ -175,11 +208,32 @@ class Watch:
 
     def _follow(self) -> None:
         assert self._line is not None, "there is something to listen to"
+        signed = looked = time.monotonic()
         while True:
-            for word in self._line.words():
+            for word in self._line.words(_SIGN_EVERY_S):
                 if word.kind == "over":
                     return
                 self._take(self._line, word)
+            now = time.monotonic()
+            if now >= signed + _SIGN_EVERY_S:
+                signed = now
+                self._line.send(Word("sign", self._rank), but=self._silent)  # what they don't read would fill up
+            if now > looked + 2 * _SIGN_EVERY_S:
+                self._line.forgive_silence()  # this process itself was stopped
+            looked = now
+            self._look_for_silence(self._line, now)
+
+    def _look_for_silence(self, line: Line, now: float) -> None:
+        """Say which rank gives no sign any more, and which does again."""
+        silent = {rank for rank, heard_s in line.silent_since().items() if now > heard_s + _SILENT_S}
+        for rank in sorted(silent - self._silent):
+            _print(
+                f"autosplit: rank {rank} has given no sign for {_SILENT_S:.0f} s: its process is stopped (SIGSTOP, "
+                "Ctrl-Z, a debugger), or can't run; the other ranks wait for it"
+            )
+        for rank in sorted(self._silent & line.silent_since().keys() - silent):
+            _print(f"autosplit: rank {rank} is back")
+        self._silent = silent
 
     def _take(self, line: Line, word: Word) -> None:
         if word.kind == "joined":
@@ -188,8 +242,11 @@ class Watch:
         elif word.kind == "left":
             if word.rank == self._rank:
                 self._left = True
+            else:
+                self._gone[word.rank] = word
+            if self._rank in (0, word.rank):
                 line.send(word)
-        elif self._failed is None:
+        elif word.kind != "sign" and self._failed is None:
             self._failed = word
             line.send(word)
             self._heard.set()
@@ -245,6 +302,18 @@ def _is_broken_off(error: BaseException) -> bool:
         seen.add(id(link))
         link = link.__cause__ or link.__context__
     return False
+
+
+@contextlib.contextmanager
+def told_if_long(message: str) -> Iterator[None]:
+    """Say on stderr what is waited for, once it has taken `TOLD_AFTER_S`."""
+    timer = threading.Timer(TOLD_AFTER_S, _print, (f"autosplit: {message}",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _print(text: str) -> None:

@@ -26,7 +26,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from autosplit.ddp.checkpoints import raise_together, read_file, reason_of, told_by_all, told_by_rank_0, write_file
+from autosplit.ddp.checkpoints import (
+    meet,
+    raise_together,
+    read_file,
+    reason_of,
+    told_by_all,
+    told_by_rank_0,
+    write_file,
+)
 from autosplit.ddp.metadata import Reader, Writer, read_metadata
 from autosplit.ddp.parts import fitting, placed, state_of, with_tensors
 from autosplit.ddp.sharding import room_for
@@ -51,6 +59,7 @@ def save_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank
     Raises:
         CheckpointError: A rank could not write, on all ranks; the earlier checkpoint is as it was.
     """
+    meet(rank, "save_sharded")
     state: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     folder = ""
@@ -99,6 +108,7 @@ def load_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank
         CheckpointError: It is missing, cut short, holds more than plain values, or does not fit; on all ranks, and
             nothing was loaded on any.
     """
+    meet(rank, "load_sharded")
     states: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     room: dict[str, Tensor] = {}

@@ -23,7 +23,7 @@ import selectors
 import socket
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -63,12 +63,12 @@ class Word:
 
     Attributes:
         kind: "joined", which only rank 0 hears; "failed" and "left", as the rank said; "lost", where it said nothing;
-            "over", from this rank to its own thread.
+            "sign", that it is alive; "over", from this rank to its own thread.
         rank: Of whom.
-        cause: Of a failure, on one line.
+        cause: Of a failure or of leaving, on one line.
     """
 
-    kind: Literal["joined", "failed", "left", "lost", "over"]
+    kind: Literal["joined", "failed", "left", "lost", "sign", "over"]
     rank: int
     cause: str = ""
 
@@ -176,12 +176,13 @@ class Line:
         with contextlib.suppress(OSError):  # full of rings, or closed: it hears, or nobody does
             self._rings.send(b"!")
 
-    def words(self) -> list[Word]:
-        """Wait for words, this rank's own among them."""
+    def words(self, wait_s: float) -> list[Word]:
+        """Wait for words, this rank's own among them; return none after so many seconds without any."""
+        until = time.monotonic() + wait_s
         while True:
             found: list[Word] = []
             self._let_go_of_strangers()
-            for ready in self._ready():
+            for ready in self._ready(until):
                 if ready is self._bell:
                     found += self._own_words()
                 elif ready is self._listener:
@@ -190,27 +191,37 @@ class Line:
                     found += self._introduced(stranger)
                 elif (peer := _of_socket(self._peers.values(), ready)) is not None:
                     found += self._heard_from(peer)
-            if found:
+            if found or time.monotonic() >= until:
                 return found
 
-    def _ready(self) -> list[object]:
+    def silent_since(self) -> dict[int, float]:
+        """Return when each rank at the other end was last heard, by `time.monotonic()`."""
+        return {peer.rank: peer.heard_s for peer in self._peers.values() if not peer.parted}
+
+    def forgive_silence(self) -> None:
+        """Take all of them for heard now: this process could not have heard them."""
+        for peer in self._peers.values():
+            peer.heard_s = time.monotonic()
+
+    def _ready(self, until: float) -> list[object]:
         # Made anew each time, which is seldom: nothing that a forked process could share and change is kept.
         with getattr(selectors, "PollSelector", selectors.DefaultSelector)() as selector:
             ends = [peer.socket for peer in (*self._peers.values(), *self._strangers)]
-            wait_s = [stranger.since_s + _STRANGER_S - time.monotonic() for stranger in self._strangers[:1]]
-            backs_off_s = self._accepts_from - time.monotonic()
+            now = time.monotonic()
+            wait_s = [until - now, *(stranger.since_s + _STRANGER_S - now for stranger in self._strangers[:1])]
+            backs_off_s = self._accepts_from - now
             if self._listener is not None and backs_off_s > 0:
                 wait_s.append(backs_off_s)
             elif self._listener is not None:
                 ends.append(self._listener)  # last: who can be introduced need not make room
             for end in (self._bell, *ends):
                 selector.register(end, selectors.EVENT_READ)
-            return [key.fileobj for key, _ in selector.select(max(min(wait_s), 0) if wait_s else None)]
+            return [key.fileobj for key, _ in selector.select(max(min(wait_s), 0))]
 
-    def send(self, word: Word, *, only: int | None = None) -> None:
+    def send(self, word: Word, *, only: int | None = None, but: Collection[int] = ()) -> None:
         """Send a word to everybody at the other end, or to one rank; who is gone does not hear it."""
         for peer in list(self._peers.values()):
-            if only in (None, peer.rank) and peer.rank != word.rank:
+            if only in (None, peer.rank) and peer.rank not in (word.rank, *but):
                 with contextlib.suppress(OSError):  # its end shows when it is listened to
                     peer.socket.sendall(_line_of(**asdict(word)))
 
@@ -299,7 +310,7 @@ class _Peer:
     def __init__(self, rank: int, end: socket.socket) -> None:
         self.rank = rank
         self.socket = end
-        self.since_s = time.monotonic()
+        self.since_s = self.heard_s = time.monotonic()
         self.parted = False  # it said why it would go
         self._arrived = b""
 
@@ -307,6 +318,7 @@ class _Peer:
         """Return the lines that are whole, and how it ended, if it did: a line over the limit is an end, too."""
         try:
             piece = self.socket.recv(_PIECE_BYTES)
+            self.heard_s = time.monotonic()
             reason = None if piece else _ENDED
         except OSError as error:
             piece = b""
@@ -348,7 +360,7 @@ def _word_of(line: bytes) -> Word | None:
     if not isinstance(told, dict) or set(told) != {"kind", "rank", "cause"}:
         return None
     # No other kind comes from outside; "over" would end the thread.
-    known = told["kind"] in ("failed", "left", "lost")
+    known = told["kind"] in ("failed", "left", "lost", "sign")
     whole = known and isinstance(told["rank"], int) and isinstance(told["cause"], str)
     return Word(told["kind"], told["rank"], told["cause"]) if whole else None
 

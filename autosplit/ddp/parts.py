@@ -15,7 +15,7 @@ from autosplit.ddp.sharding import is_shard, is_sharded
 from autosplit.errors import CheckpointError
 from autosplit.printed import listed
 from autosplit.schedule import ScheduledBatchSampler
-from autosplit.states import matching_state_dict
+from autosplit.states import matching_state_dict, plain_state_dict
 
 __all__ = ["fitting", "is_shared_out", "placed", "state_of", "tensors_in", "with_tensors"]
 
@@ -36,6 +36,8 @@ def state_of(part: Any) -> Any:
     """Return what is kept of a part."""
     if isinstance(part, DistributedDataParallel):
         part = part.module  # named as a plain model's, for whoever loads it
+    if isinstance(part, nn.Module):
+        return plain_state_dict(part)
     return part.state_dict() if hasattr(part, "state_dict") else part
 
 

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import InputError
 
-__all__ = ["Place", "explain_loopback", "import_without_group", "meeting_place", "place_here"]
+__all__ = ["Place", "explain_loopback", "explain_taken_port", "import_without_group", "meeting_place", "place_here"]
 
 _GROUPS = itertools.count()
 """Numbers the groups that this process made; every rank makes the same ones, so the numbers agree."""
@@ -160,6 +160,7 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
         words = [store.get(f"{name}/{other}").decode() for other in range(1, place.world_size)]
         for word in words:
             store.set(f"{name}/{word}", "")
+        store.set("closed", name)
         return name
     word, name = uuid.uuid4().hex, ""
     deadline = time.monotonic() + limit_s
@@ -173,8 +174,43 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
         if found != name:
             name = found
             store.set(f"{name}/{place.rank}", word)
+        _refuse_other_job(store, place, name, word)
         time.sleep(_LOOKED_EVERY_S)
     return name
+
+
+def _refuse_other_job(store: Any, place: Place, name: str, word: str) -> None:
+    """Refuse a round whose ranks are all there without this one, in a store that its own rank 0 keeps.
+
+    Torchrun keeps one for all rounds of a job, and the next may follow; rank 0's own ends with it.
+
+    Raises:
+        InputError: Another job meets there.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) or not store.check(["closed"]):
+        return
+    if store.get("closed").decode() == name and not store.check([f"{name}/{word}"]):
+        raise InputError(
+            f"rank {place.rank} of {place.world_size} found another job at {_address_of(place)}, whose ranks are all "
+            "there; expected this job's rank 0; give each job on a machine a MASTER_PORT of its own"
+        )
+
+
+def _address_of(place: Place) -> str:
+    return place.address or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def explain_taken_port(error: RuntimeError, place: Place) -> None:
+    """Raise what to do where rank 0 can't listen because another program does.
+
+    Raises:
+        InputError: It was that.
+    """
+    if place.rank == 0 and ("EADDRINUSE" in str(error) or "address already in use" in str(error).lower()):
+        raise InputError(
+            f"rank 0 can't listen at {_address_of(place)}, where another program does; expected a free port; give each "
+            "job on a machine a MASTER_PORT of its own"
+        ) from error
 
 
 def explain_loopback(error: RuntimeError, place: Place) -> None:

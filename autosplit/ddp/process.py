@@ -12,8 +12,15 @@ from torch import distributed as dist
 
 from autosplit.ddp.context import Context
 from autosplit.ddp.devices import backend_for, device_for
-from autosplit.ddp.faults import Watch, abort_group, group_sockets, open_sockets
-from autosplit.ddp.place import Place, explain_loopback, import_without_group, meeting_place, place_here
+from autosplit.ddp.faults import TOLD_AFTER_S, Watch, abort_group, group_sockets, open_sockets, told_if_long
+from autosplit.ddp.place import (
+    Place,
+    explain_loopback,
+    explain_taken_port,
+    import_without_group,
+    meeting_place,
+    place_here,
+)
 from autosplit.ddp.plans import PLAN_VARIABLE, plan_for_job
 from autosplit.errors import PlanError
 from autosplit.plan import Plan
@@ -37,6 +44,8 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
     them at once, one whose machine or network went down after 15 s. What they wait for is then broken off, and they
     raise RankFailedError; a process that has not left within 10 s is ended, with the reason on stderr and exit code 1.
     For that, ranks keep a connection to rank 0, on a port that the system chooses. It watches until rank 0 leaves.
+    A rank that is stopped (SIGSTOP) is named on stderr after 12 s, one that never comes after 15 s; both are waited
+    for.
     A group that was there before is watched as well, but where it is gloo's, and the rank that failed lives on, what
     the others wait for can't be broken off: they are ended.
 
@@ -94,11 +103,17 @@ def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> It
         return
     import_without_group()
     try:
-        store = meeting_place(place)
-        before = open_sockets()
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+        with told_if_long(
+            f"rank {place.rank} of {place.world_size} has waited {TOLD_AFTER_S:.0f} s in autosplit.ddp.setup, and not "
+            "all ranks have come; expected each of them; look for the error of the one that is missing: it may have "
+            "ended before setup"
+        ):
+            store = meeting_place(place)
+            before = open_sockets()
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
     except RuntimeError as error:
         explain_loopback(error, place)
+        explain_taken_port(error, place)
         raise
     try:
         yield group_sockets(before)
