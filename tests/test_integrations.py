@@ -73,10 +73,16 @@ class TestShare:
 
     def test_another_device_is_refused(self):
         share = made_share(0, (8,), 40)
-        share.refuse_other_device("cpu", "it")
+        share.refuse_other_job(1, torch.device("cpu"), "it")
         with pytest.raises(DeviceError, match=r"it computes on cuda:0 in process 0, and the plan's share of 8 samples"):
-            share.refuse_other_device("cuda:0", "it")
-        made_share(1, (7, 1), 20).refuse_other_device(torch.device("cpu"), "it")
+            share.refuse_other_job(1, torch.device("cuda:0"), "it")
+        made_share(1, (7, 1), 20).refuse_other_job(2, torch.device("cpu"), "it")
+
+    def test_a_tool_with_other_processes_is_refused(self):
+        with pytest.raises(PlanError, match=r"it runs 1 process, and the plan is for 2 processes; expected the same"):
+            made_share(1, (7, 1), 20).refuse_other_job(1, torch.device("cpu"), "it")
+        with pytest.raises(PlanError, match=r"it runs 2 processes, and the plan is for 1 process; expected the same"):
+            made_share(0, (8,), 40).refuse_other_job(2, torch.device("cpu"), "it")
 
     @given(
         sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),

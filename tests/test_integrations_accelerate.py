@@ -149,12 +149,22 @@ def skipped_by_the_free_function() -> None:
             accelerator.backward(loss)
 
 
+def alone_in_each() -> None:
+    """What is made before the Accelerator decides how many processes there are: each trained a model of its own."""
+    shared.forget_accelerate()
+    accelerate.PartialState()
+    with pytest.raises(PlanError, match="accelerate runs 1 process, and the plan is for 2 processes; expected"):
+        Accelerator(plan=shared.shares_plan((7, 1), 20))
+    shared.forget_accelerate()
+
+
 TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
     "unweighted": partial(trained, "gpt", (6, 2), 16, cls=Unweighted),
     "unlike plans": unlike_plans,
     "free function": skipped_by_the_free_function,
+    "alone": alone_in_each,
     "example": partial(shared.run_example_as_rank, "train_accelerate.py"),  # the last: it ends the process group
 }
 THREE = {name: partial(trained, *job, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
@@ -187,7 +197,7 @@ class TestTwoRanks:
         for found in found_by(two, "unweighted"):
             assert float((found["weights"] - expected).abs().max()) > 1e-4
 
-    @pytest.mark.parametrize("name", ["unlike plans", "free function"])
+    @pytest.mark.parametrize("name", ["unlike plans", "free function", "alone"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
 

@@ -131,6 +131,12 @@ def refused_in_training() -> None:
         trainer.fit(Module("bert"), Data("bert"))
 
 
+def alone_in_each() -> None:
+    trainer = make_trainer(Shares(shared.shares_plan((7, 1), 20)), devices=1)
+    with pytest.raises(PlanError, match="Lightning runs 1 process, and the plan is for 2 processes; expected the same"):
+        trainer.fit(Module("bert"), Data("bert"))
+
+
 def tuned_where_lightning_refuses() -> dict[str, Any]:
     """Lightning's own finder is for one device; ours finds what each of unlike ranks holds, and the fit takes it."""
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
@@ -158,6 +164,7 @@ TWO = {
     "example": partial(shared.run_example_as_rank, "train_lightning.py"),
     "unlike plans": unlike_plans,
     "another loader": refused_in_training,
+    "alone": alone_in_each,
     "tuned": tuned_where_lightning_refuses,
 }
 THREE = {name: partial(trained, *job, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
@@ -190,7 +197,7 @@ class TestTwoRanks:
         for found in found_by(two, "unweighted"):
             assert float((found["weights"] - expected).abs().max()) > 1e-4
 
-    @pytest.mark.parametrize("name", ["unlike plans", "another loader"])
+    @pytest.mark.parametrize("name", ["unlike plans", "another loader", "alone"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
 

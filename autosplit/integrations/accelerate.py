@@ -148,14 +148,16 @@ class Accelerator(accelerate.Accelerator):
         model: What is to be trained: only by it is a remembered plan known to be for it.
         count: ``count(batch) -> int``: what the mean loss of a batch is over, where that is not samples, such as labels
             that are no padding. An optimizer step's micro-batches are then held back until all are counted.
-        **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's, also that of a plugin, and so is what
-            DistributedDataParallel is given, unless a handler for it is among them.
+        **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's, also that of a plugin, and so are `cpu`
+            where the plan's devices are processors, and what DistributedDataParallel is given, unless a handler for it
+            is among them.
 
     Attributes:
         share: What this process does of the plan; None without one.
 
     Raises:
-        PlanError: The plan can't be read, or is for another number of processes, or several could be meant.
+        PlanError: The plan can't be read, or is for another number of processes than this job has or accelerate runs,
+            or several could be meant.
         DeviceError: It is for simulated cards, or for other GPUs.
         InputError: The plugin for accumulation would join an epoch's last optimizer step with the next.
 
@@ -180,7 +182,7 @@ class Accelerator(accelerate.Accelerator):
             _apply(self.share, kwargs)
         super().__init__(*args, **kwargs)
         if self.share is not None:
-            self.share.refuse_other_device(self.device, "accelerate")
+            self.share.refuse_other_job(self.num_processes, self.device, "accelerate")
             if self.share.num_processes > 1:
                 agree_on(self.share.plan, self.share.place.rank)
 
@@ -279,6 +281,8 @@ def _apply(share: Share, kwargs: dict[str, Any]) -> None:
         )
     kwargs["gradient_accumulation_plugin"] = replace(plugin, num_steps=share.accumulation_steps)
     kwargs.pop("gradient_accumulation_steps", None)
+    if share.device.type == "cpu":
+        kwargs["cpu"] = True  # or each process trains alone, where there is no GPU
     handlers = list(kwargs.get("kwargs_handlers") or [])
     if share.num_processes > 1 and not any(isinstance(one, DistributedDataParallelKwargs) for one in handlers):
         # The plan's batch sizes fit a step that was run with these.

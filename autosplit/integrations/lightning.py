@@ -230,12 +230,7 @@ class Shares(lightning.pytorch.Callback):
         if self.share is None or stage != "fit":
             return
         self.share.tell_of_other_model(pl_module)
-        self.share.refuse_other_device(trainer.strategy.root_device, "Lightning")
-        if trainer.world_size != self.share.num_processes:
-            raise PlanError(
-                f"the plan is for {self.share.num_processes} processes, and Lightning has {trainer.world_size}; "
-                "expected the same; start the script with autosplit launch, and pass devices as many"
-            )
+        self.share.refuse_other_job(trainer.world_size, trainer.strategy.root_device, "Lightning")
         if self.share.num_processes > 1:
             agree_on(self.share.plan, trainer.global_rank)
         trainer.accumulate_grad_batches = self.share.accumulation_steps

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate.data_loader import DataLoaderShard
+from torch import distributed as dist
 from torch import nn
 
 from autosplit import ddp
@@ -60,14 +61,16 @@ class SharesMixin(Mixed):
         *args: The Trainer's.
         plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
             or else the only plan remembered for this machine, this number of processes and a model of this size.
-        **kwargs: The Trainer's. Of `args`, per_device_train_batch_size, gradient_accumulation_steps and
-            average_tokens_across_devices are set by the plan, in place.
+        **kwargs: The Trainer's. Of `args`, per_device_train_batch_size, gradient_accumulation_steps,
+            average_tokens_across_devices and, where the plan's devices are processors, use_cpu are set by the plan, in
+            place.
 
     Attributes:
         share: What this process does of the plan; None without one.
 
     Raises:
-        PlanError: The plan can't be read, or is for another number of processes, or several could be meant.
+        PlanError: The plan can't be read, or is for another number of processes than this job has or transformers runs,
+            or several could be meant.
         DeviceError: It is for simulated cards, or for other GPUs.
         InputError: The arguments ask for what a plan can't be combined with.
 
@@ -176,7 +179,6 @@ class SharesMixin(Mixed):
         """Train; the processes make sure first that they have one plan, and hear of each other's failures."""
         if self.share is None:
             return super().train(*args, **kwargs)
-        self.share.refuse_other_device(self.args.device, "transformers")
         if self.share.num_processes == 1:
             return super().train(*args, **kwargs)
         with ddp.setup(self.share.plan):
@@ -265,6 +267,8 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
         What this process does of the plan.
 
     Raises:
+        PlanError: It is for another number of processes than this job has or transformers runs.
+        DeviceError: It is for simulated cards, or for other GPUs.
         InputError: The arguments ask for what a plan can't be combined with.
     """
     share = find_share(plan, parameters=None) if share is None else share
@@ -274,8 +278,12 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
     args.per_device_train_batch_size = share.batch_size
     args.gradient_accumulation_steps = share.accumulation_steps
     args.average_tokens_across_devices = True
+    if share.device.type == "cpu" and not (dist.is_initialized() and dist.get_backend() == "nccl"):
+        args.use_cpu = True  # or each process would train alone where there is no GPU
+        vars(args).pop("_setup_devices", None)  # they have chosen a device already, and choose again when asked
+    device = args.device  # by which the processes meet
+    share.refuse_other_job(args.world_size, device, "transformers")
     if share.wraps:
-        args.device  # noqa: B018 - it counts the GPUs, once
         args._n_gpu = min(args._n_gpu, 1)  # or the Trainer would wrap the model in nn.DataParallel
     elif plan.ddp.options.find_unused_parameters and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = True
