@@ -126,6 +126,7 @@ ORDER = (
     "integrations.loaders",
     "integrations.counting",
     "integrations.weighing",
+    "integrations.loop_position",
     "integrations.transformers",
     "integrations.accelerate",
     "integrations.lightning_step",

@@ -103,9 +103,9 @@ class SharesLoader:
             begin=begin,
             end=self._end,
         )
-        for batch, weight, number, _ in walked:
-            self.weights[number] = weight
-            yield batch
+        for one in walked:
+            self.weights[one.number] = one.weight
+            yield one.batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch is, by whole optimizer steps; Lightning keeps it in its checkpoints."""

@@ -24,12 +24,23 @@ class Weighed(NamedTuple):
             gradients are averaged.
         number: Of it within the epoch.
         is_last: It is the epoch's last.
+        position: In its optimizer step, from 0.
+        length: The micro-batches of that step.
+        size: Samples that it counts for in this process; 0 where it has no share.
     """
 
     batch: Any
     weight: float
     number: int
     is_last: bool
+    position: int
+    length: int
+    size: int
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the optimizer steps after it."""
+        return self.position == self.length - 1
 
 
 def weighed(
@@ -75,9 +86,11 @@ def weighed(
             # Where there is no share, a sample is run that counts for nothing.
             sizes = [counted(count, one) if size else 0 for one, size in zip(drawn, sizes, strict=True)]
             total = over_processes(sum(sizes))
-        for number, batch, size in zip(numbers, drawn, sizes, strict=True):
+        shares = step.micro_batch_sizes[part]
+        for position, (batch, size) in enumerate(zip(drawn, sizes, strict=True)):
             weight = size * sampler.rank_slice.num_ranks / total if total else 0.0
-            yield Weighed(batch, weight, number, number == end - 1)
+            number = numbers[position]
+            yield Weighed(batch, weight, number, number == end - 1, position, len(shares), shares[position])
         first += len(step.micro_batch_sizes)
     next(batches, None)  # a loader's workers finish in order
 
