@@ -266,6 +266,31 @@ def every_way() -> dict[str, tuple[int, float]]:
     return {**{way: two_epochs(way, (7, 1)) for way in WAYS}, **hand_made}
 
 
+def gathered() -> dict[str, list[Any]]:
+    """Gather what each process made of its samples, in an epoch with shares of 7, 3 or 2 and 1 or none."""
+    accelerator = make_accelerator(plan=shared.shares_plan((7, 1), 12))
+    loader = Loop(accelerator).loader
+    found: dict[str, list[Any]] = {"metrics": [], "means": [], "objects": [], "all": []}
+    for batch in loader:
+        outputs = {"ids": batch["input_ids"][:, 0] - shared.FIRST, "labels": batch["labels"]}
+        found["metrics"].append(accelerator.gather_for_metrics(outputs)["ids"].tolist())
+        found["means"].append(len(accelerator.gather_for_metrics(outputs["ids"].double().mean())))
+        found["objects"].append(accelerator.gather_for_metrics(shared.samples_in(batch), use_gather_object=True))
+        found["all"].append(accelerator.gather(outputs["ids"]).tolist())
+    return found
+
+
+def gathered_of_unlike_lengths() -> None:
+    accelerator = make_accelerator(plan=shared.shares_plan((7, 1), 12))
+    own = torch.zeros(accelerator.process_index + 1, accelerator.process_index + 2)
+    with pytest.raises(
+        InputError,
+        match=r"have the sizes \[\[\[1, 2\]\], \[\[2, 3\]\]\] in the processes; expected .*pad_across_processes",
+    ):
+        accelerator.gather({"logits": own})
+    assert accelerator.gather(accelerator.pad_across_processes(own, dim=1)).shape == (3, 3)
+
+
 TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
@@ -274,6 +299,8 @@ TWO = {
     "free function": skipped_by_the_free_function,
     "alone": alone_in_each,
     "every way": every_way,
+    "gathered": gathered,
+    "unlike lengths": gathered_of_unlike_lengths,
     "example": partial(shared.run_example_as_rank, "train_accelerate.py"),  # the last: it ends the process group
 }
 THREE = {name: partial(trained, *job, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
@@ -306,7 +333,7 @@ class TestTwoRanks:
         for found in found_by(two, "unweighted"):
             assert float((found["weights"] - expected).abs().max()) > 1e-4
 
-    @pytest.mark.parametrize("name", ["unlike plans", "free function", "alone"])
+    @pytest.mark.parametrize("name", ["unlike plans", "free function", "alone", "unlike lengths"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
 
@@ -314,6 +341,15 @@ class TestTwoRanks:
         for found in found_by(two, "every way"):
             assert {way: steps for way, (steps, _) in found.items()} == dict.fromkeys((*WAYS, *HAND_MADE), 6)
             assert max(error for _, error in found.values()) < 1e-12, found
+
+    def test_every_sample_is_gathered_once_and_in_order(self, two):
+        """Tensors of unlike first sizes ended the process in gloo."""
+        order = [shared.epoch_order(0)[begin : begin + 12] for begin in range(0, 50, 12)]
+        expected = [part for step in order for part in (step[:8], step[8:]) if part]
+        for found in found_by(two, "gathered"):
+            assert found["metrics"] == found["objects"] == expected
+            assert found["means"] == [1 if size in {4, 2} else 2 for size in map(len, expected)]
+            assert [len(part) for part in found["all"]] == [8, 5, 8, 5, 8, 5, 8, 5, 3], "one of no share is run, too"
 
     def test_the_example_takes_the_plan(self, two):
         for printed, without_plan in found_by(two, "example")[:1]:

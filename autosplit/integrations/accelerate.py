@@ -46,9 +46,9 @@ from autosplit.integrations.share import (
     parameters_in,
     tell_of_no_plan,
 )
+from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighing import weighed, weighted_backward
 from autosplit.plan import Plan
-from autosplit.split import micro_batch_sizes
 
 __all__ = ["Accelerator", "NoPlanWarning"]
 
@@ -118,13 +118,9 @@ class SharesLoader(DataLoaderShard):
             self.dataset.set_epoch(epoch)
 
     def begin(self) -> None:
-        """Begin, and say how many samples the epoch's last micro-batch has, as `gather_for_metrics` asks."""
+        """Begin; `gather_for_metrics` is to cut nothing from the last micro-batch, in which no sample comes twice."""
         super().begin()
-        last = self.sampler_of_shares.schedule[-1:]
-        sizes = [
-            size for step in last for size in micro_batch_sizes(step.num_samples, self.sampler_of_shares.batch_size)
-        ]
-        self.remainder = sizes[-1] if sizes else 0
+        self.remainder = 0
 
     def __iter__(self) -> Iterator[Any]:
         iteration = self._position.begin()
@@ -350,6 +346,23 @@ class Accelerator(accelerate.Accelerator):
         for optimizer in self._optimizers:
             optimizer.optimizer.zero_grad()
 
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors from all processes, each of which may have other numbers of samples.
+
+        Raises:
+            InputError: They differ in more than that; in every process.
+        """
+        if self.share is None or self.num_processes == 1:
+            return super().gather(tensor)
+        return gather_uneven(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what was made of a micro-batch; of a loader of shares, every sample once and in order."""
+        one = self._position.newest
+        if isinstance(self.gradient_state.active_dataloader, SharesLoader) and one is not None and not one.size:
+            input_data = without_rows(input_data)
+        return super().gather_for_metrics(input_data, use_gather_object)
+
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Skip micro-batches to resume within an epoch; of a loader of shares, by whole optimizer steps.
 
@@ -362,7 +375,7 @@ class Accelerator(accelerate.Accelerator):
     def _over_processes(self, number: int) -> int:
         if self.num_processes == 1:
             return number
-        return int(self.gather(torch.tensor([number], device=self.device)).sum())
+        return int(super().gather(torch.tensor([number], device=self.device)).sum())
 
 
 def _apply(share: Share, kwargs: dict[str, Any]) -> bool:
