@@ -279,8 +279,15 @@ class TestCounting:
         mean = lambda rows: float(F.cross_entropy(rows["x"], rows["labels"]))
         rule, error = fitting_rule(mean, batch, otherwise="labels")
         assert (rule, error < 1e-6) == ("labels", True)
-        _, error = fitting_rule(lambda rows: mean(rows) ** 2 * len(rows["x"]), batch, otherwise="labels")
+        _, error = fitting_rule(lambda rows: mean(rows) ** 2 * len(rows["x"]) ** 2, batch, otherwise="labels")
         assert error > TOLERANCE
+
+    @pytest.mark.parametrize("labels", [None, LABELS, torch.tensor([0, 1, 2])])
+    def test_a_sum(self, labels):
+        """Whatever could be counted, nothing is."""
+        batch = {"x": torch.rand(3, 4)} if labels is None else {"x": torch.rand(3, 4), "labels": labels}
+        rule, error = fitting_rule(lambda rows: float(rows["x"].sum()), batch, otherwise="samples")
+        assert (rule, error < 1e-6) == ("sum", True)
 
     @pytest.mark.parametrize(
         "batch",
@@ -412,6 +419,12 @@ class TestWeighed:
         first, second, third = sum(range(8)), sum(range(8, 16)), sum(range(16, 20))
         assert [one.weight for one in found[:3]] == [n / (first + second + third) for n in (first, second, third)]
         assert sum(one.weight for one in found[3:]) == 1
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_the_parts_of_a_sum_count_whole(self, rank):
+        sampler = made_share(rank, (7, 1), 12).batch_sampler(50)
+        weights = [one.weight for one in weighed(sampler, sampler, sums=True)]
+        assert weights == ([2.0] * 9 if rank == 0 else [2.0, 0.0] * 4 + [0.0])
 
     def test_a_count_that_is_none(self):
         sampler = made_share(0, (8,), 20).batch_sampler(50)

@@ -9,7 +9,7 @@ A Trainer of your own takes them by ``class MyTrainer(SharesMixin, TheirTrainer)
     no plan             the Trainer as it is; a NoPlanWarning says so
 
 Each micro-batch's loss is weighted by what it counts for: its labels that are not left out, shifted or not, or its
-samples. Which of them the loss is a mean over is found by asking it (`autosplit.integrations.counting`).
+samples; a sum counts whole. Which of them it is, is found by asking the loss (`autosplit.integrations.counting`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,17 @@ from torch import nn
 
 from autosplit import ddp
 from autosplit.errors import InputError
-from autosplit.integrations.counting import IGNORED, MOST_SAMPLES, RULES, TOLERANCE, count_by, fitting_rule
+from autosplit.integrations.counting import (
+    IGNORED,
+    MOST_SAMPLES,
+    RULES,
+    SUM,
+    TOLERANCE,
+    UnevenLossWarning,
+    count_by,
+    fitting_rule,
+    tell_of_uneven_loss,
+)
 from autosplit.integrations.loaders import loader_options, taken_mark
 from autosplit.integrations.share import NoPlanWarning, Share, find_share, parameters_in, tell_of_no_plan
 from autosplit.integrations.weighing import weighted_backward
@@ -44,10 +54,6 @@ else:
     Mixed = object  # a Trainer comes by the class that mixes: as a base here, it would stand before somebody's own
 
 __all__ = ["NoPlanWarning", "SharesMixin", "Trainer", "UnevenLossWarning", "apply", "workload"]
-
-
-class UnevenLossWarning(UserWarning):
-    """A loss is no mean over what a process can count of its own samples."""
 
 
 _ITEMS = "items"
@@ -133,6 +139,9 @@ class SharesMixin(Mixed):
             self._weights = deque(float(counted) for counted in counts)
             ignoring = [batch if counted else _ignored(batch) for batch, counted in zip(batches, counts, strict=True)]
             return batches, self._get_num_items_in_batch(ignoring, device)
+        if self._rule == SUM:
+            self._weights = deque(float(self.share.num_processes * counted) for counted in counts)
+            return batches, None
         items = [count_by(self._rule, one) if counted else 0 for one, counted in zip(batches, counts, strict=True)]
         total = sum(items)
         if self.share.num_processes > 1:
@@ -201,16 +210,11 @@ class SharesMixin(Mixed):
         """Find what the model's loss is a mean over; the first process's finding is everyone's."""
         assert self.share is not None, "without a plan nothing is weighed"
         rule, error = self._found_rule()
-        names = [*RULES, _ITEMS]
+        names = [*RULES, SUM, _ITEMS]
         if self.share.num_processes > 1:
             rule = names[int(self.accelerator.gather(torch.tensor([names.index(rule)], device=device))[0])]
         if error > TOLERANCE and self.is_world_process_zero():
-            warnings.warn(
-                f"the loss is a mean neither over labels nor over samples (two samples are {error:.1%} off); shares "
-                "and accumulation change what is trained; expected a mean over them; see autosplit check",
-                UnevenLossWarning,
-                stacklevel=2,
-            )
+            tell_of_uneven_loss(error)
         return rule
 
     def _found_rule(self) -> tuple[str, float]:
