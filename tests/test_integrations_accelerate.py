@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from autosplit.balanced import BalancedDataParallel
 from autosplit.ddp.place import Place
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.integrations.accelerate import Accelerator, NoPlanWarning, _apply
+from autosplit.findings import Check
+from autosplit.integrations.accelerate import Accelerator, NoPlanWarning, UnevenLossWarning, _apply
 from autosplit.integrations.share import share_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
@@ -641,6 +642,70 @@ class TestLoops:
         loss = torch.ones((), requires_grad=True)
         loop.accelerator.backward(loss)
         assert float(loss.grad) == pytest.approx(1 / 3), "accelerate divides"
+
+
+def two_steps(accelerator: Any, loss_of: Any) -> torch.Tensor:
+    """Train BERT for two steps by a loss of its outputs."""
+    model = shared.make_model("bert")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    shuffled = DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["bert"])
+    model, optimizer, loader = accelerator.prepare(model, optimizer, shuffled)
+    steps = 0
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += accelerator.sync_gradients
+        if steps == 2:
+            return shared.weights_of(accelerator.unwrap_model(model))
+    raise AssertionError("an epoch has three")
+
+
+def added(model: Any, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch["input_ids"]).logits, batch["labels"], reduction="sum")
+
+
+@pytest.mark.usefixtures("_alone")
+class TestWhatTheLossIsOver:
+    def test_a_sum_that_was_tuned_for_counts_whole(self):
+        """It was weighted as a mean, and trained something else by each split."""
+        plans = [replace(shared.shares_plan((size,), 20), loss_reduction="sum") for size in (8, 20)]
+        first, second = (two_steps(make_accelerator(plan=plan), added) for plan in plans)
+        assert float((first - second).abs().max()) < 1e-12
+
+    def test_what_the_check_has_found_is_said(self):
+        found = Check("loss", 0.5, 0.4, depends=True, advice="it is a sum over the samples")
+        plan = replace(shared.shares_plan((8,), 20), checks=(found,))
+        with pytest.warns(UnevenLossWarning, match=r"no mean over samples \(it is a sum over the samples\)") as told:
+            two_steps(make_accelerator(plan=plan), added)
+        assert len(told) == 1
+        two_steps(make_accelerator(plan=plan, count=len), added)
+        two_steps(make_accelerator(plan=replace(plan, loss_reduction="sum")), added)
+
+    @pytest.mark.parametrize("returned", ["labels", "samples"])
+    def test_a_models_own_loss_is_asked(self, returned):
+        """A mean over labels was weighted by samples, where nobody passed a count."""
+
+        class Own(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.frozen = torch.nn.Embedding(shared.TOKENS, 1), torch.nn.Dropout().eval()
+
+            def forward(self, input_ids, attention_mask, labels):
+                each = (self.layer(input_ids)[..., 0] ** 2 * labels.ne(-100)).sum(1)
+                count = labels.ne(-100).sum(1)
+                return {"loss": each.sum() / count.sum() if returned == "labels" else (each / count).mean()}
+
+        accelerator, model = make_accelerator(plan=shared.shares_plan((8,), 20)), Own()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        loader = DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["gpt"])
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        loss = model(**next(iter(loader)))["loss"]
+        says = r'mean over labels, those .*; pass count=lambda batch: int\(\(batch\["labels"\] != -100\)\.sum\(\)\)'
+        with pytest.raises(InputError, match=says) if returned == "labels" else contextlib.nullcontext():
+            accelerator.backward(loss)
+        assert (model.training, model.frozen.training) == (True, False)
+        assert not model._forward_hooks
 
 
 @pytest.mark.usefixtures("_alone")

@@ -443,7 +443,9 @@ class TestWhatTheLossIsOver:
             assert torch.is_grad_enabled(), "in training only"
             return outputs.mean()
 
-        with pytest.warns(UnevenLossWarning, match=r"failed \(AssertionError: in training only.*taken for a mean over"):
+        with pytest.warns(
+            UnevenLossWarning, match=r"failed \(AssertionError: in training only.*taken for a mean over samples"
+        ):
             added_up((8,), loss=loss)
 
     def test_what_is_neither_is_warned_of(self):

@@ -126,6 +126,7 @@ ORDER = (
     "integrations.loaders",
     "integrations.counting",
     "integrations.weighing",
+    "integrations.own_loss",
     "integrations.loop_position",
     "integrations.uneven_gather",
     "integrations.transformers",

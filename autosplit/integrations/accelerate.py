@@ -13,13 +13,15 @@
 
 A loader that shuffles is taken for one to train with and hands out shares; all others are accelerate's own, and a
 backward of their batches is refused. The mean loss of each micro-batch is weighted by its samples, or by what `count`
-says. A loop without accumulate() is right, too (`autosplit.integrations.loop_position`); its gradients meet at every
-micro-batch, which takes longer. Without a plan the Accelerator is accelerate's own.
+says; of a plan that was tuned with loss_reduction="sum", it counts whole. A loop without accumulate() is right, too
+(`autosplit.integrations.loop_position`); its gradients meet at every micro-batch, which takes longer. Without a plan
+the Accelerator is accelerate's own.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,8 +38,10 @@ from torch.utils.data import DataLoader
 
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError
+from autosplit.integrations.counting import IGNORED, RULES, SUM, UnevenLossWarning
 from autosplit.integrations.loaders import is_shuffled, loader_options
 from autosplit.integrations.loop_position import LoopPosition
+from autosplit.integrations.own_loss import OwnLoss
 from autosplit.integrations.share import (
     MarkingBatchSampler,
     NoPlanWarning,
@@ -49,8 +53,9 @@ from autosplit.integrations.share import (
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighing import weighed, weighted_backward
 from autosplit.plan import Plan
+from autosplit.printed import printable
 
-__all__ = ["Accelerator", "NoPlanWarning"]
+__all__ = ["Accelerator", "NoPlanWarning", "UnevenLossWarning"]
 
 
 class SharesLoader(DataLoaderShard):
@@ -133,6 +138,7 @@ class SharesLoader(DataLoaderShard):
             self.base_dataloader,
             self.sampler_of_shares,
             count=self._count,
+            sums=self.share.plan.loss_reduction == "sum",
             over_processes=self._over_processes,
         )
         for one in walked:
@@ -200,11 +206,14 @@ class Accelerator(accelerate.Accelerator):
         PlanError: The plan can't be read, or is for another number of processes than this job has or accelerate runs,
             or several could be meant.
         DeviceError: It is for simulated cards, or for other GPUs.
-        InputError: The plugin for accumulation would join an epoch's last optimizer step with the next.
+        InputError: The plugin for accumulation would join an epoch's last optimizer step with the next. In the first
+            backward: the loss that the model returns is no mean over samples, and there is no `count`.
 
     Warns:
         NoPlanWarning: There is none.
         OtherModelWarning: Once a model is prepared: the plan is for one of another size.
+        UnevenLossWarning: Once a loader is prepared: the plan was tuned with a loss that is no mean over samples, and
+            there is no `count`.
     """
 
     def __init__(
@@ -218,6 +227,7 @@ class Accelerator(accelerate.Accelerator):
         self.share = find_share(plan, parameters=parameters_in(model))
         self._count = count
         self._position = LoopPosition(divides=False, drop_gradients=self._drop_gradients)
+        self._own_loss: OwnLoss | None = None
         if self.share is None:
             tell_of_no_plan()
         else:
@@ -236,7 +246,14 @@ class Accelerator(accelerate.Accelerator):
         if self.share is not None and self.share.wraps and not kwargs.get("evaluation_mode"):
             # What is left to do of accelerate's own preparing, such as autocast, is around the wrapper.
             return super().prepare_model(self.share.plan.wrap(model), device_placement=False, evaluation_mode=True)
-        return super().prepare_model(model, *args, **kwargs)
+        prepared = super().prepare_model(model, *args, **kwargs)
+        if self.share is not None and self._weighs_samples and len(self._models) == 1:
+            self._own_loss = OwnLoss(prepared)
+        return prepared
+
+    @property
+    def _weighs_samples(self) -> bool:
+        return self._count is None and self.share is not None and self.share.plan.loss_reduction == "mean"
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader: one that shuffles hands out shares."""
@@ -263,6 +280,8 @@ class Accelerator(accelerate.Accelerator):
         """
         if self.share is None:
             raise InputError("there is no plan; expected one whose shares are meant; pass plan= to the Accelerator")
+        if self._weighs_samples:
+            _tell_of_check(self.share.plan)
         options = loader_options(loader, self.share, shuffle=shuffle, seed=seed, drop_last=drop_last)
         device = self.device if self.device_placement else None
         made = SharesLoader(
@@ -312,6 +331,9 @@ class Accelerator(accelerate.Accelerator):
             super().backward(loss, **kwargs)
             return
         self._do_sync()
+        if self._own_loss is not None:
+            asked, self._own_loss = self._own_loss, None
+            self._refuse_other_mean(asked.rule(loss, self.unwrap_model(self._models[0])))
         # accelerate divides by the steps: the weights add up to 1 over an optimizer step as they are.
         weight = one.weight * self.gradient_accumulation_steps
         weighted_backward(super().backward, loss, weight, self._models, **kwargs)
@@ -341,6 +363,22 @@ class Accelerator(accelerate.Accelerator):
         """Clip the gradient of an optimizer step; in mid-step, leave it."""
         if not self._position.is_in_mid_step:
             super().clip_grad_value_(parameters, clip_value)
+
+    def _refuse_other_mean(self, rule: str | None) -> None:
+        """Refuse a model's own loss that is no mean over samples, in all processes if any of them found it so."""
+        names = ["samples", "shifted labels", "labels", SUM]
+        own = torch.tensor([0 if rule is None else names.index(rule)], device=self.device)
+        found = names[int(super().gather(own).max())]
+        if found == "samples":
+            return
+        labels = "labels[:, 1:]" if found == "shifted labels" else "labels"
+        labels = labels.replace("labels", 'batch["labels"]')
+        cure = f"pass count=lambda batch: int(({labels} != {IGNORED}).sum()) to the Accelerator"
+        raise InputError(
+            f"the model's loss is a {'sum' if found == SUM else 'mean over ' + RULES[found]}, and micro-batches are "
+            "weighted by their samples; expected the same of both; "
+            + ("tune with loss_reduction='sum'" if found == SUM else cure)
+        )
 
     def _drop_gradients(self) -> None:
         for optimizer in self._optimizers:
@@ -396,6 +434,19 @@ def _apply(share: Share, kwargs: dict[str, Any]) -> bool:
         # The plan's batch sizes fit a step that was run with these.
         kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.plan.ddp.options.keywords())]
     return max(given) > 1
+
+
+def _tell_of_check(plan: Plan) -> None:
+    """Warn of a loss of which is known, since it was tuned with, that it is no mean over samples."""
+    found = next((check for check in plan.checks if check.subject == "loss" and check.depends), None)
+    if found is not None:
+        warnings.warn(
+            f"the plan was made with a loss that is no mean over samples ({printable(found.advice, longest=300)}), and "
+            "micro-batches are weighted by their samples; expected the same of both; pass count= to the Accelerator, "
+            "or of a sum tune with loss_reduction='sum'",
+            UnevenLossWarning,
+            stacklevel=2,
+        )
 
 
 def _steps_of_launcher() -> list[int]:

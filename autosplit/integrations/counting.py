@@ -18,8 +18,18 @@ from typing import Any
 
 from autosplit.batches import batch_size_of, map_tensors
 from autosplit.errors import WorkloadError
+from autosplit.printed import printable
 
-__all__ = ["IGNORED", "RULES", "SUM", "UnevenLossWarning", "count_by", "fitting_rule", "tell_of_uneven_loss"]
+__all__ = [
+    "IGNORED",
+    "RULES",
+    "SUM",
+    "UnevenLossWarning",
+    "asked_rule",
+    "count_by",
+    "fitting_rule",
+    "tell_of_uneven_loss",
+]
 
 
 class UnevenLossWarning(UserWarning):
@@ -101,6 +111,33 @@ def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str)
     if not all(math.isfinite(error) for error in errors.values()):
         return otherwise, math.nan
     return best, errors[best]
+
+
+def asked_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
+    """Find the rule of a loss that other people's code makes, which may fail where nobody trains.
+
+    Args:
+        loss_of: As for `fitting_rule`.
+        batch: As there.
+        otherwise: The rule to take where the samples don't tell, or the code fails.
+
+    Returns:
+        As `fitting_rule`.
+
+    Warns:
+        UnevenLossWarning: It failed.
+    """
+    try:
+        return fitting_rule(loss_of, batch, otherwise=otherwise)
+    except Exception as failure:  # noqa: BLE001 - whatever it is, training goes on without the answer
+        taken = "a sum" if otherwise == SUM else f"a mean over {otherwise}"
+        warnings.warn(
+            f"the loss was asked for two samples alone and failed ({type(failure).__name__}: "
+            f"{printable(failure, longest=200)}); it is taken for {taken}; pass count= where it is another",
+            UnevenLossWarning,
+            stacklevel=3,
+        )
+        return otherwise, math.nan
 
 
 def tell_of_uneven_loss(error: float) -> None:

@@ -12,9 +12,7 @@ changed.
 
 from __future__ import annotations
 
-import math
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -34,8 +32,8 @@ from autosplit.integrations.counting import (
     SUM,
     TOLERANCE,
     UnevenLossWarning,
+    asked_rule,
     count_by,
-    fitting_rule,
     tell_of_uneven_loss,
 )
 from autosplit.integrations.lightning_step import asked_loss, workload
@@ -50,7 +48,6 @@ from autosplit.integrations.share import (
 )
 from autosplit.integrations.weighing import batches_of, weighed
 from autosplit.plan import Plan
-from autosplit.printed import printable
 
 __all__ = ["NoPlanWarning", "Shares", "SharesLoader", "UnevenLossWarning", "workload"]
 
@@ -318,19 +315,11 @@ class Shares(lightning.pytorch.Callback):
     def _agreed_rule(self, trainer: Any, pl_module: Any) -> str:
         """Find what the loss is a mean over; the first process's finding is everyone's."""
         assert self._loader is not None, "it was found"
-        rule, error = "samples", math.nan
-        try:
-            batch = trainer.strategy.batch_to_device(self._loader.some_samples(), pl_module.device, 0)
-            with trainer.precision_plugin.train_step_context():
-                rule, error = fitting_rule(partial(asked_loss, pl_module), batch, otherwise=rule)
-        except Exception as failure:  # noqa: BLE001 - the step may need what is there in training only
-            warnings.warn(
-                f"training_step was asked for the loss of two samples and failed ({type(failure).__name__}: "
-                f"{printable(failure, longest=200)}); its loss is taken for a mean over samples; pass count= where it "
-                "is not",
-                UnevenLossWarning,
-                stacklevel=2,
-            )
+        assert self.share is not None, "without a plan nothing is weighed"
+        otherwise = SUM if self.share.plan.loss_reduction == "sum" else "samples"
+        batch = trainer.strategy.batch_to_device(self._loader.some_samples(), pl_module.device, 0)
+        with trainer.precision_plugin.train_step_context():
+            rule, error = asked_rule(partial(asked_loss, pl_module), batch, otherwise=otherwise)
         if error > TOLERANCE and trainer.is_global_zero:
             tell_of_uneven_loss(error)
         agreed: str = trainer.strategy.broadcast(rule)
