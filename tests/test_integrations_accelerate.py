@@ -682,6 +682,19 @@ class TestWhatTheLossIsOver:
         two_steps(make_accelerator(plan=plan, count=len), added)
         two_steps(make_accelerator(plan=replace(plan, loss_reduction="sum")), added)
 
+    @pytest.mark.parametrize("count", [None, shared.count_tokens])
+    def test_a_loop_that_weights_its_losses_itself_is_refused(self, count):
+        """accelerate's example for autoregressive models does so; its losses were weighted twice."""
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 20), count=count, gradient_accumulation_steps=3)
+        model, loader = accelerator.prepare(
+            shared.make_model("gpt"), DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["gpt"])
+        )
+        batches = iter(loader)
+        drawn = [next(batches) for _ in range(3)]
+        items = accelerator.gather(sum(batch["labels"].ne(-100).sum() for batch in drawn)).sum()
+        with pytest.raises(InputError, match="given num_items_in_batch, by which the loop weights its losses itself"):
+            accelerator.backward(model(**drawn[0], num_items_in_batch=items).loss * 3)
+
     @pytest.mark.parametrize("returned", ["labels", "samples"])
     def test_a_models_own_loss_is_asked(self, returned):
         """A mean over labels was weighted by samples, where nobody passed a count."""

@@ -247,7 +247,7 @@ class Accelerator(accelerate.Accelerator):
             # What is left to do of accelerate's own preparing, such as autocast, is around the wrapper.
             return super().prepare_model(self.share.plan.wrap(model), device_placement=False, evaluation_mode=True)
         prepared = super().prepare_model(model, *args, **kwargs)
-        if self.share is not None and self._weighs_samples and len(self._models) == 1:
+        if self.share is not None and len(self._models) == 1:
             self._own_loss = OwnLoss(prepared)
         return prepared
 
@@ -333,7 +333,9 @@ class Accelerator(accelerate.Accelerator):
         self._do_sync()
         if self._own_loss is not None:
             asked, self._own_loss = self._own_loss, None
-            self._refuse_other_mean(asked.rule(loss, self.unwrap_model(self._models[0])))
+            asked.end()
+            if self._weighs_samples:
+                self._refuse_other_mean(asked.rule(loss, self.unwrap_model(self._models[0])))
         # accelerate divides by the steps: the weights add up to 1 over an optimizer step as they are.
         weight = one.weight * self.gradient_accumulation_steps
         weighted_backward(super().backward, loss, weight, self._models, **kwargs)

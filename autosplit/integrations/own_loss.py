@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from autosplit.errors import InputError
 from autosplit.integrations.counting import TOLERANCE, asked_rule, tell_of_uneven_loss
 from autosplit.rng import kept_rng
 
@@ -22,15 +24,31 @@ class OwnLoss:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept: tuple[dict[str, Any], Any] | None = None
+        self._kept: tuple[dict[str, Any], weakref.ref[torch.Tensor]] | None = None
         self._hook = model.register_forward_hook(self._keep, with_kwargs=True)
 
     def _keep(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.is_grad_enabled():
-            self._kept = None if args or not isinstance(output, Mapping) else (kwargs, output.get("loss"))
+            own = output.get("loss") if isinstance(output, Mapping) else None
+            # Weakly: a loss holds what its backward needs.
+            self._kept = None if args or not isinstance(own, torch.Tensor) else (kwargs, weakref.ref(own))
+
+    def end(self) -> None:
+        """Watch no more.
+
+        Raises:
+            InputError: The loop weights its losses itself.
+        """
+        self._hook.remove()
+        if self._kept is not None and "num_items_in_batch" in self._kept[0]:
+            raise InputError(
+                "the model is given num_items_in_batch, by which the loop weights its losses itself, and "
+                "accelerator.backward does so by the plan's shares; expected one of them; leave it out, with the "
+                "factors of the loss that go with it, and pass count= to the Accelerator"
+            )
 
     def rule(self, loss: torch.Tensor, model: nn.Module) -> str | None:
-        """Ask the model about samples of its last batch, and watch no more.
+        """Ask the model about samples of its last batch.
 
         Args:
             loss: What is trained with.
@@ -42,9 +60,8 @@ class OwnLoss:
         Warns:
             UnevenLossWarning: It is neither a mean over samples or labels nor a sum.
         """
-        self._hook.remove()
-        kept, self._kept = self._kept, None
-        if kept is None or kept[1] is not loss:
+        kept = self._kept
+        if kept is None or kept[1]() is not loss:
             return None
         modes = [(part, part.training) for part in model.modules()]
         model.eval()

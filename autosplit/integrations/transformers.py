@@ -282,7 +282,8 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
     args.per_device_train_batch_size = share.batch_size
     args.gradient_accumulation_steps = share.accumulation_steps
     args.average_tokens_across_devices = True
-    if share.device.type == "cpu" and not (dist.is_initialized() and dist.get_backend() == "nccl"):
+    has_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    if share.device.type == "cpu" and not (args.use_cpu or has_nccl):
         args.use_cpu = True  # or each process would train alone where there is no GPU
         vars(args).pop("_setup_devices", None)  # they have chosen a device already, and choose again when asked
     device = args.device  # by which the processes meet
