@@ -174,10 +174,9 @@ class Describer:
         members = {}
         for key, member in sorted(vars(kind).items()):
             function = getattr(member, "__func__", getattr(member, "fget", member))
-            if isinstance(getattr(function, "__code__", None), CodeType):
+            is_code = isinstance(getattr(function, "__code__", None), CodeType)
+            if is_code or not (key.startswith("__") or _is_slot(member)):
                 members[key] = self.of(function, depth)
-            elif not key.startswith("__") and not _is_slot(member):
-                members[key] = self.of(member, depth)
         return [name, members, [self.of(base, depth) for base in kind.__bases__]]
 
     # Modules

@@ -73,10 +73,16 @@ class TestShare:
 
     def test_another_device_is_refused(self):
         share = made_share(0, (8,), 40)
-        share.refuse_other_device("cpu", "it")
+        share.refuse_other_job(1, torch.device("cpu"), "it")
         with pytest.raises(DeviceError, match=r"it computes on cuda:0 in process 0, and the plan's share of 8 samples"):
-            share.refuse_other_device("cuda:0", "it")
-        made_share(1, (7, 1), 20).refuse_other_device(torch.device("cpu"), "it")
+            share.refuse_other_job(1, torch.device("cuda:0"), "it")
+        made_share(1, (7, 1), 20).refuse_other_job(2, torch.device("cpu"), "it")
+
+    def test_a_tool_with_other_processes_is_refused(self):
+        with pytest.raises(PlanError, match=r"it runs 1 process, and the plan is for 2 processes; expected the same"):
+            made_share(1, (7, 1), 20).refuse_other_job(1, torch.device("cpu"), "it")
+        with pytest.raises(PlanError, match=r"it runs 2 processes, and the plan is for 1 process; expected the same"):
+            made_share(0, (8,), 40).refuse_other_job(2, torch.device("cpu"), "it")
 
     @given(
         sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),
@@ -273,8 +279,15 @@ class TestCounting:
         mean = lambda rows: float(F.cross_entropy(rows["x"], rows["labels"]))
         rule, error = fitting_rule(mean, batch, otherwise="labels")
         assert (rule, error < 1e-6) == ("labels", True)
-        _, error = fitting_rule(lambda rows: mean(rows) ** 2 * len(rows["x"]), batch, otherwise="labels")
+        _, error = fitting_rule(lambda rows: mean(rows) ** 2 * len(rows["x"]) ** 2, batch, otherwise="labels")
         assert error > TOLERANCE
+
+    @pytest.mark.parametrize("labels", [None, LABELS, torch.tensor([0, 1, 2])])
+    def test_a_sum(self, labels):
+        """Whatever could be counted, nothing is."""
+        batch = {"x": torch.rand(3, 4)} if labels is None else {"x": torch.rand(3, 4), "labels": labels}
+        rule, error = fitting_rule(lambda rows: float(rows["x"].sum()), batch, otherwise="samples")
+        assert (rule, error < 1e-6) == ("sum", True)
 
     @pytest.mark.parametrize(
         "batch",
@@ -406,6 +419,12 @@ class TestWeighed:
         first, second, third = sum(range(8)), sum(range(8, 16)), sum(range(16, 20))
         assert [one.weight for one in found[:3]] == [n / (first + second + third) for n in (first, second, third)]
         assert sum(one.weight for one in found[3:]) == 1
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_the_parts_of_a_sum_count_whole(self, rank):
+        sampler = made_share(rank, (7, 1), 12).batch_sampler(50)
+        weights = [one.weight for one in weighed(sampler, sampler, sums=True)]
+        assert weights == ([2.0] * 9 if rank == 0 else [2.0, 0.0] * 4 + [0.0])
 
     def test_a_count_that_is_none(self):
         sampler = made_share(0, (8,), 20).batch_sampler(50)

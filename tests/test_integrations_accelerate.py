@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from autosplit.balanced import BalancedDataParallel
 from autosplit.ddp.place import Place
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.integrations.accelerate import Accelerator, NoPlanWarning, _apply
+from autosplit.findings import Check
+from autosplit.integrations.accelerate import Accelerator, NoPlanWarning, UnevenLossWarning, _apply
 from autosplit.integrations.share import share_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
@@ -34,6 +37,7 @@ class Unweighted(Accelerator):
     """The same samples on each rank, and accelerate's own backward."""
 
     def backward(self, loss, **kwargs):
+        self._position.run()
         accelerate.Accelerator.backward(self, loss, **kwargs)
 
 
@@ -149,12 +153,155 @@ def skipped_by_the_free_function() -> None:
             accelerator.backward(loss)
 
 
+def alone_in_each() -> None:
+    """What is made before the Accelerator decides how many processes there are: each trained a model of its own."""
+    shared.forget_accelerate()
+    accelerate.PartialState()
+    with pytest.raises(PlanError, match="accelerate runs 1 process, and the plan is for 2 processes; expected"):
+        Accelerator(plan=shared.shares_plan((7, 1), 20))
+    shared.forget_accelerate()
+
+
+class Loop:
+    """A script's loop, in the ways in which they are written; BERT, by the plan's steps of 20 samples."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.model, self.optimizer, self.schedule, self.loader, self.held_out = prepared("bert", accelerator)
+        self.done = 0
+
+    def run(self, batch: Any, *, divided_by: int = 1, clips: bool = True) -> None:
+        self.accelerator.backward(shared.loss_on(self.model, batch) / divided_by)
+        if clips:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.done += self.accelerator.sync_gradients
+
+    def error(self) -> float:
+        """Compare with as many steps of one process."""
+        expected = shared.by_hand("bert", 20)["weights"][self.done - 1]
+        return float((shared.weights_of(self.accelerator.unwrap_model(self.model)) - expected).abs().max())
+
+    # The ways; an epoch has 8 micro-batches in 3 optimizer steps
+
+    def accumulates(self) -> None:
+        for batch in self.loader:
+            with self.accelerator.accumulate(self.model):
+                self.run(batch)
+                self.step()
+
+    def clears_first(self) -> None:
+        for batch in self.loader:
+            with self.accelerator.accumulate(self.model):
+                self.optimizer.zero_grad()
+                self.run(batch)
+                self.step()
+
+    def steps_always(self) -> None:
+        for batch in self.loader:
+            self.run(batch)
+            self.step()
+
+    def has_two_losses(self) -> None:
+        for batch in self.loader:
+            for part in (0.25, 0.75):
+                self.accelerator.backward(part * shared.loss_on(self.model, batch))
+            self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.step()
+
+    def draws_a_step(self, *, ahead_of: str = "accumulate") -> None:
+        batches, every = iter(self.loader), self.accelerator.gradient_accumulation_steps
+        for begin in range(0, len(self.loader), every):
+            drawn = [next(batches) for _ in range(min(every, len(self.loader) - begin))]
+            for number, batch in enumerate(drawn, 1):
+                if ahead_of == "accumulate":
+                    with self.accelerator.accumulate(self.model):
+                        self.run(batch)
+                        self.step()
+                elif number < len(drawn):
+                    with self.accelerator.no_sync(self.model):
+                        self.run(batch, clips=False)
+                else:
+                    self.run(batch)
+                    self.step()
+
+    def draws_a_step_and_keeps_it_from_meeting(self) -> None:
+        self.draws_a_step(ahead_of="no_sync")
+
+    def chunks(self) -> None:
+        """The loader ends before the last step's first backward."""
+        batches = iter(self.loader)
+        while drawn := [*itertools.islice(batches, self.accelerator.gradient_accumulation_steps)]:
+            for batch in drawn:
+                with self.accelerator.accumulate(self.model):
+                    self.run(batch)
+                    self.step()
+
+    def steps_seldom(self, every: int = 3, divided_by: int = 1, begin: int = 1) -> None:
+        for number, batch in enumerate(self.loader, begin):
+            self.run(batch, divided_by=divided_by, clips=False)
+            if number % every == 0 or number == len(self.loader):
+                self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                self.step()
+
+
+WAYS = ("accumulates", "clears_first", "steps_always", "has_two_losses", "draws_a_step", "chunks")
+HAND_MADE = ("draws_a_step_and_keeps_it_from_meeting", "steps_seldom")
+
+
+def two_epochs(way: str, sizes: tuple[int, ...] = (8,), **options: Any) -> tuple[int, float]:
+    """Train by one of the ways; return the optimizer's steps, and how far it is from training by hand."""
+    loop = Loop(make_accelerator(plan=shared.shares_plan(sizes, 20), **options))
+    for epoch in range(2):
+        loop.loader.set_epoch(epoch)
+        getattr(loop, way)()
+    return loop.done, loop.error()
+
+
+def every_way() -> dict[str, tuple[int, float]]:
+    hand_made = {way: two_epochs(way, (7, 1), gradient_accumulation_steps=5) for way in HAND_MADE}
+    return {**{way: two_epochs(way, (7, 1)) for way in WAYS}, **hand_made}
+
+
+def gathered() -> dict[str, list[Any]]:
+    """Gather what each process made of its samples, in an epoch with shares of 7, 3 or 2 and 1 or none."""
+    accelerator = make_accelerator(plan=shared.shares_plan((7, 1), 12))
+    loader = Loop(accelerator).loader
+    found: dict[str, list[Any]] = {"metrics": [], "means": [], "objects": [], "all": []}
+    for batch in loader:
+        outputs = {"ids": batch["input_ids"][:, 0] - shared.FIRST, "labels": batch["labels"]}
+        found["metrics"].append(accelerator.gather_for_metrics(outputs)["ids"].tolist())
+        found["means"].append(len(accelerator.gather_for_metrics(outputs["ids"].double().mean())))
+        found["objects"].append(accelerator.gather_for_metrics(shared.samples_in(batch), use_gather_object=True))
+        found["all"].append(accelerator.gather(outputs["ids"]).tolist())
+    return found
+
+
+def gathered_of_unlike_lengths() -> None:
+    accelerator = make_accelerator(plan=shared.shares_plan((7, 1), 12))
+    own = torch.zeros(accelerator.process_index + 1, accelerator.process_index + 2)
+    with pytest.raises(
+        InputError,
+        match=r"have the sizes \[\[\[1, 2\]\], \[\[2, 3\]\]\] in the processes; expected .*pad_across_processes",
+    ):
+        accelerator.gather({"logits": own})
+    assert accelerator.gather(accelerator.pad_across_processes(own, dim=1)).shape == (3, 3)
+
+
 TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
     "unweighted": partial(trained, "gpt", (6, 2), 16, cls=Unweighted),
     "unlike plans": unlike_plans,
     "free function": skipped_by_the_free_function,
+    "alone": alone_in_each,
+    "every way": every_way,
+    "gathered": gathered,
+    "unlike lengths": gathered_of_unlike_lengths,
     "example": partial(shared.run_example_as_rank, "train_accelerate.py"),  # the last: it ends the process group
 }
 THREE = {name: partial(trained, *job, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
@@ -187,9 +334,23 @@ class TestTwoRanks:
         for found in found_by(two, "unweighted"):
             assert float((found["weights"] - expected).abs().max()) > 1e-4
 
-    @pytest.mark.parametrize("name", ["unlike plans", "free function"])
+    @pytest.mark.parametrize("name", ["unlike plans", "free function", "alone", "unlike lengths"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
+
+    def test_every_way_to_write_a_loop(self, two):
+        for found in found_by(two, "every way"):
+            assert {way: steps for way, (steps, _) in found.items()} == dict.fromkeys((*WAYS, *HAND_MADE), 6)
+            assert max(error for _, error in found.values()) < 1e-12, found
+
+    def test_every_sample_is_gathered_once_and_in_order(self, two):
+        """Tensors of unlike first sizes ended the process in gloo."""
+        order = [shared.epoch_order(0)[begin : begin + 12] for begin in range(0, 50, 12)]
+        expected = [part for step in order for part in (step[:8], step[8:]) if part]
+        for found in found_by(two, "gathered"):
+            assert found["metrics"] == found["objects"] == expected
+            assert found["means"] == [1 if size in {4, 2} else 2 for size in map(len, expected)]
+            assert [len(part) for part in found["all"]] == [8, 5, 8, 5, 8, 5, 8, 5, 3], "one of no share is run, too"
 
     def test_the_example_takes_the_plan(self, two):
         for printed, without_plan in found_by(two, "example")[:1]:
@@ -378,6 +539,186 @@ class TestFeatures:
         given = {"kwargs_handlers": [own]}
         _apply(share, given)
         assert given["kwargs_handlers"] == [own]
+
+
+@pytest.mark.usefixtures("_alone")
+class TestLoops:
+    """A loop without accumulate() took 16 steps for 6; the weight was that of the batch that was drawn last."""
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_what_is_called_tells_the_step(self, way):
+        steps, error = two_epochs(way)
+        assert (steps, error < 1e-12) == (6, True), error
+
+    @pytest.mark.parametrize("way", HAND_MADE)
+    def test_accumulated_by_hand_where_accelerate_divides(self, way):
+        steps, error = two_epochs(way, gradient_accumulation_steps=5)
+        assert (steps, error < 1e-12) == (6, True), error
+
+    @pytest.mark.parametrize(("every", "begin"), [(3, 1), (3, 0), (2, 1), (4, 1)])
+    def test_a_loss_that_is_divided_by_hand_is_refused(self, every, begin):
+        """It was divided twice: the weights were 21 % off. Steps that begin with the first batch come to a mixture."""
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        before = shared.weights_of(loop.model)
+        with pytest.raises(InputError, match=r"the loop accumulates by hand: .* expected accumulate\(\); write"):
+            loop.steps_seldom(every, divided_by=every, begin=begin)
+        assert torch.equal(shared.weights_of(loop.model), before)
+
+    @pytest.mark.parametrize(
+        ("every", "effective", "says"),
+        [
+            (2, 20, "called after 2 micro-batches, and the plan's step has 3; expected it after the last"),
+            (4, 20, "the plan's step of 3 micro-batches has ended without optimizer"),
+            (2, 8, "the plan's step of 1 micro-batches has ended without optimizer"),
+        ],
+    )
+    def test_a_number_of_ones_own_is_refused(self, every, effective, says):
+        plan = shared.shares_plan((8,), effective)
+        loop = Loop(make_accelerator(plan=plan, gradient_accumulation_steps=every))
+        before = shared.weights_of(loop.model)
+        with pytest.raises(InputError, match=says):
+            loop.steps_seldom(every)
+        assert torch.equal(shared.weights_of(loop.model), before)
+
+    @pytest.mark.parametrize("within", [True, False])
+    def test_a_backward_past_accelerate_is_refused(self, within):
+        """No weight reached it."""
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        with pytest.raises(InputError, match=r"accelerator\.backward has not run; expected it"):  # noqa: PT012
+            for batch in loop.loader:
+                with loop.accelerator.accumulate(loop.model) if within else contextlib.nullcontext():
+                    shared.loss_on(loop.model, batch).backward()
+                    loop.step()
+
+    @pytest.mark.parametrize("skipped", [1, 2, 3])
+    def test_batches_that_are_skipped_are_refused(self, skipped):
+        """They would be taken for batches drawn ahead, and lend the first that runs their weight."""
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        before = shared.weights_of(loop.model)
+        with pytest.raises(InputError, match=r"drawn.*accelerator\.skip_first_batches"):  # noqa: PT012
+            for number, batch in enumerate(loop.loader):
+                if number >= skipped:
+                    loop.run(batch)
+                    loop.step()
+        assert torch.equal(shared.weights_of(loop.model), before)
+
+    def test_more_backwards_than_batches_drawn_ahead(self):
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        drawn = [batch for _, batch in zip(range(3), loop.loader, strict=False)]
+        with pytest.raises(InputError, match="more backwards than batches drawn for this optimizer step"):  # noqa: PT012
+            for batch in drawn:
+                loop.run(batch, clips=False)
+                loop.step()
+                loop.run(batch, clips=False)
+                loop.step()
+
+    def test_a_step_that_is_left_in_its_middle_is_dropped(self):
+        """Its gradients were added to those of the next."""
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        for _, batch in zip(range(2), loop.loader, strict=False):
+            loop.run(batch)
+            loop.step()
+        loop.loader.set_epoch(0)
+        loop.steps_always()
+        assert (loop.done, loop.error() < 1e-12) == (3, True)
+
+    def test_two_loaders_at_once(self):
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        other = loop.accelerator.prepare(DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["bert"]))
+        with pytest.raises(InputError, match="finish a loader's step before another is drawn from"):  # noqa: PT012
+            first, second = iter(loop.loader), iter(other)
+            for batches in (first, second, first):
+                loop.run(next(batches))
+                loop.step()
+        with pytest.raises(InputError, match="finish a loader's step before another is drawn from"):  # noqa: PT012
+            for batch, _ in zip(loop.loader, other, strict=True):
+                loop.run(batch)
+                loop.step()
+
+    def test_a_batch_of_ones_own_counts_whole(self):
+        """Neither before the loader begins nor behind its end has it a weight of the loader's."""
+        loop = Loop(make_accelerator(plan=shared.shares_plan((8,), 20)))
+        loop.steps_always()
+        loss = torch.ones((), requires_grad=True)
+        loop.accelerator.backward(loss)
+        assert float(loss.grad) == pytest.approx(1 / 3), "accelerate divides"
+
+
+def two_steps(accelerator: Any, loss_of: Any) -> torch.Tensor:
+    """Train BERT for two steps by a loss of its outputs."""
+    model = shared.make_model("bert")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    shuffled = DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["bert"])
+    model, optimizer, loader = accelerator.prepare(model, optimizer, shuffled)
+    steps = 0
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += accelerator.sync_gradients
+        if steps == 2:
+            return shared.weights_of(accelerator.unwrap_model(model))
+    raise AssertionError("an epoch has three")
+
+
+def added(model: Any, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch["input_ids"]).logits, batch["labels"], reduction="sum")
+
+
+@pytest.mark.usefixtures("_alone")
+class TestWhatTheLossIsOver:
+    def test_a_sum_that_was_tuned_for_counts_whole(self):
+        """It was weighted as a mean, and trained something else by each split."""
+        plans = [replace(shared.shares_plan((size,), 20), loss_reduction="sum") for size in (8, 20)]
+        first, second = (two_steps(make_accelerator(plan=plan), added) for plan in plans)
+        assert float((first - second).abs().max()) < 1e-12
+
+    def test_what_the_check_has_found_is_said(self):
+        found = Check("loss", 0.5, 0.4, depends=True, advice="it is a sum over the samples")
+        plan = replace(shared.shares_plan((8,), 20), checks=(found,))
+        with pytest.warns(UnevenLossWarning, match=r"no mean over samples \(it is a sum over the samples\)") as told:
+            two_steps(make_accelerator(plan=plan), added)
+        assert len(told) == 1
+        two_steps(make_accelerator(plan=plan, count=len), added)
+        two_steps(make_accelerator(plan=replace(plan, loss_reduction="sum")), added)
+
+    @pytest.mark.parametrize("count", [None, shared.count_tokens])
+    def test_a_loop_that_weights_its_losses_itself_is_refused(self, count):
+        """accelerate's example for autoregressive models does so; its losses were weighted twice."""
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 20), count=count, gradient_accumulation_steps=3)
+        model, loader = accelerator.prepare(
+            shared.make_model("gpt"), DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["gpt"])
+        )
+        batches = iter(loader)
+        drawn = [next(batches) for _ in range(3)]
+        items = accelerator.gather(sum(batch["labels"].ne(-100).sum() for batch in drawn)).sum()
+        with pytest.raises(InputError, match="given num_items_in_batch, by which the loop weights its losses itself"):
+            accelerator.backward(model(**drawn[0], num_items_in_batch=items).loss * 3)
+
+    @pytest.mark.parametrize("returned", ["labels", "samples"])
+    def test_a_models_own_loss_is_asked(self, returned):
+        """A mean over labels was weighted by samples, where nobody passed a count."""
+
+        class Own(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.frozen = torch.nn.Embedding(shared.TOKENS, 1), torch.nn.Dropout().eval()
+
+            def forward(self, input_ids, attention_mask, labels):
+                each = (self.layer(input_ids)[..., 0] ** 2 * labels.ne(-100)).sum(1)
+                count = labels.ne(-100).sum(1)
+                return {"loss": each.sum() / count.sum() if returned == "labels" else (each / count).mean()}
+
+        accelerator, model = make_accelerator(plan=shared.shares_plan((8,), 20)), Own()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        loader = DataLoader(TEXTS, shuffle=True, collate_fn=COLLATE["gpt"])
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        loss = model(**next(iter(loader)))["loss"]
+        says = r'mean over labels, those .*; pass count=lambda batch: int\(\(batch\["labels"\] != -100\)\.sum\(\)\)'
+        with pytest.raises(InputError, match=says) if returned == "labels" else contextlib.nullcontext():
+            accelerator.backward(loss)
+        assert (model.training, model.frozen.training) == (True, False)
+        assert not model._forward_hooks
 
 
 @pytest.mark.usefixtures("_alone")

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autosplit import tune
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.integrations.lightning import NoPlanWarning, Shares, workload
+from autosplit.integrations.lightning import NoPlanWarning, Shares, UnevenLossWarning, workload
 from autosplit.integrations.share import OtherModelWarning
 
 pytestmark = [
@@ -131,6 +131,12 @@ def refused_in_training() -> None:
         trainer.fit(Module("bert"), Data("bert"))
 
 
+def alone_in_each() -> None:
+    trainer = make_trainer(Shares(shared.shares_plan((7, 1), 20)), devices=1)
+    with pytest.raises(PlanError, match="Lightning runs 1 process, and the plan is for 2 processes; expected the same"):
+        trainer.fit(Module("bert"), Data("bert"))
+
+
 def tuned_where_lightning_refuses() -> dict[str, Any]:
     """Lightning's own finder is for one device; ours finds what each of unlike ranks holds, and the fit takes it."""
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
@@ -151,6 +157,11 @@ def tuned_where_lightning_refuses() -> dict[str, Any]:
 UNLIKE = "cpu:500KiB,cpu:322KiB"
 """Where the small BERT and its optimizer leave room for a few samples, and unlike numbers of them."""
 
+
+def added_up_by_two() -> torch.Tensor:
+    return added_up((7, 1))
+
+
 TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
@@ -158,6 +169,8 @@ TWO = {
     "example": partial(shared.run_example_as_rank, "train_lightning.py"),
     "unlike plans": unlike_plans,
     "another loader": refused_in_training,
+    "alone": alone_in_each,
+    "adds up": added_up_by_two,
     "tuned": tuned_where_lightning_refuses,
 }
 THREE = {name: partial(trained, *job, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
@@ -190,7 +203,7 @@ class TestTwoRanks:
         for found in found_by(two, "unweighted"):
             assert float((found["weights"] - expected).abs().max()) > 1e-4
 
-    @pytest.mark.parametrize("name", ["unlike plans", "another loader"])
+    @pytest.mark.parametrize("name", ["unlike plans", "another loader", "alone"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
 
@@ -205,6 +218,10 @@ class TestTwoRanks:
             assert (first + second) * (steps - 1) < 22 <= (first + second) * steps
             assert float((found["weights"] - shared.by_hand("bert", 22)["weights"][5]).abs().max()) < 1e-9
         shared.check_epochs([found["seen"] for found in found_by(two, "tuned")], (first, second), 22)
+
+    def test_a_sum_of_two_ranks_is_that_of_one(self, two):
+        for weights in found_by(two, "adds up"):
+            assert torch.allclose(weights, added_up((20,)), rtol=1e-12)
 
     def test_the_example_takes_the_plan(self, two):
         (printed, without_plan), (nothing, _) = found_by(two, "example")
@@ -369,6 +386,71 @@ class TestFeatures:
 
         shares = Shares(THREE_FORWARDS)
         make_trainer(shares, devices=1, max_steps=1).fit(Asks("bert"), shares.data(Data("bert")))
+
+
+class Adds(pl.LightningModule):
+    """Lightning's own example of a module for a report: its loss is a sum."""
+
+    def __init__(self, loss=torch.sum):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.loss, self.asked = torch.nn.Linear(4, 2).double(), loss, 0
+
+    def training_step(self, batch, batch_idx):
+        self.asked += 1
+        self.log("loss", self.asked)
+        return {"loss": self.loss(self.layer(batch))}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.layer.parameters(), lr=1e-3)
+
+
+ROWS = torch.rand(50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def added_up(sizes: tuple[int, ...], effective: int = 20, **options: Any) -> torch.Tensor:
+    """Fit two epochs of 3 steps; return the weights."""
+    module, shares = Adds(**options), Shares(shared.shares_plan(sizes, effective))
+    devices = {"devices": 2, "strategy": "ddp"} if len(sizes) == 2 else {"devices": 1}
+    trainer = make_trainer(shares, max_steps=6, gradient_clip_val=None, **devices)
+    trainer.fit(module, shares.loader(DataLoader(ROWS, batch_size=4, shuffle=True), seed=shared.SEED))
+    assert module.asked == (6 if sum(sizes) == effective else 16), "only a copy was asked"
+    return shared.weights_of(module)
+
+
+class TestWhatTheLossIsOver:
+    def test_a_sum_counts_whole(self):
+        """It was weighted as a mean, and trained something else by each split."""
+        by_hand = Adds()
+        optimizer = by_hand.configure_optimizers()
+        for epoch in range(2):
+            order = shared.epoch_order(epoch)
+            for begin in (0, 20, 40):
+                by_hand.layer(ROWS[order[begin : begin + 20]]).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for sizes in ((20,), (8,)):
+            assert torch.allclose(added_up(sizes), shared.weights_of(by_hand), rtol=1e-12)
+
+    def test_labels_are_counted_without_being_asked_for(self):
+        """A mean over labels was weighted by samples, where nobody passed a count."""
+        shares = Shares(shared.shares_plan((8,), 40))
+        weights, _ = fitted(shares, shares.data(Data("gpt"), seed=shared.SEED))
+        assert float((weights - shared.by_hand("gpt", 40)["weights"][5]).abs().max()) < 1e-9
+
+    def test_a_step_that_can_not_be_asked_is_said(self):
+        def loss(outputs):
+            assert torch.is_grad_enabled(), "in training only"
+            return outputs.mean()
+
+        with pytest.warns(
+            UnevenLossWarning, match=r"failed \(AssertionError: in training only.*taken for a mean over samples"
+        ):
+            added_up((8,), loss=loss)
+
+    def test_what_is_neither_is_warned_of(self):
+        with pytest.warns(UnevenLossWarning, match=r"two samples are \d+\.\d% off\), and no sum"):
+            added_up((8,), loss=lambda outputs: outputs.sum() ** 2)
 
 
 class TestRefusals:

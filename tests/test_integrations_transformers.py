@@ -293,12 +293,30 @@ class TestOneProcess:
 
         class Squared(Mixed):
             def compute_loss(self, model, inputs, **options):
-                return super().compute_loss(model, inputs, **options) ** 2 * len(inputs["labels"])
+                return super().compute_loss(model, inputs, **options) ** 2 * len(inputs["labels"]) ** 2
 
         args = make_args(tmp_path, max_steps=1)
         trainer = make_trainer("bert", shared.shares_plan((8,), 16), args, cls=Squared)
         with pytest.warns(UnevenLossWarning, match=r"mean neither over labels nor over samples \(two samples are \d"):
             trainer.train()
+
+
+def test_a_sum_counts_whole(tmp_path):
+    """It was weighted as a mean, and trained something else by each split."""
+
+    class Adds(Mixed):
+        def compute_loss(self, model, inputs, **options):
+            labels = inputs.pop("labels")
+            return 1e-2 * nn.functional.cross_entropy(model(**inputs)["logits"], labels, reduction="sum")
+
+    def weights(size: int) -> torch.Tensor:
+        args = make_args(tmp_path, max_steps=6, optim="sgd", max_grad_norm=0)
+        trainer = make_trainer("bert", shared.shares_plan((size,), 20), args, cls=Adds)
+        trainer.train()
+        assert trainer._rule == "sum"
+        return shared.weights_of(trainer.model)
+
+    assert torch.allclose(weights(8), weights(20), rtol=0, atol=1e-12)
 
 
 def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

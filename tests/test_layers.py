@@ -127,6 +127,9 @@ ORDER = (
     "integrations.loaders",
     "integrations.counting",
     "integrations.weighing",
+    "integrations.own_loss",
+    "integrations.loop_position",
+    "integrations.uneven_gather",
     "integrations.transformers",
     "integrations.accelerate",
     "integrations.lightning_step",
@@ -319,6 +322,7 @@ def test_tools_are_imported_by_their_integrations_only() -> None:
     }
     assert {name: tools for name, tools in found.items() if tools} == {
         "integrations.accelerate": {"accelerate"},
+        "integrations.uneven_gather": {"accelerate"},
         "integrations.lightning": {"lightning"},
         "integrations.lightning_step": {"lightning"},
         "integrations.transformers": {"accelerate", "transformers"},  # which it is made of

@@ -307,6 +307,19 @@ class TestWorkload:
         monkeypatch.setattr(sys.modules[__name__], "WIDTH", 16)
         assert workload_of(workload(build)) != before
 
+    def test_a_static_method_may_be_of_any_kind(self):
+        """One that is no Python function, such as torch.dot or a class's own builtin, came to an AttributeError."""
+
+        class Loss:
+            combined = staticmethod(torch.dot)
+
+            def __call__(self, outputs, targets):
+                return self.combined(outputs.flatten(), targets.flatten())
+
+        batch = (torch.zeros(4, 8), torch.zeros(4, 2))
+        of_class, of_function = (workload_of(workload(batch=batch, loss_fn=loss)) for loss in (Loss(), first_loss))
+        assert of_class != of_function
+
     def test_the_code_of_a_class_that_a_factory_names_matters(self, monkeypatch):
         before = workload_of(workload(build)), workload_of(workload())
         monkeypatch.setattr(Net, "forward", lambda self, inputs: self.layers[0](inputs))

@@ -13,19 +13,24 @@
 
 A loader that shuffles is taken for one to train with and hands out shares; all others are accelerate's own, and a
 backward of their batches is refused. The mean loss of each micro-batch is weighted by its samples, or by what `count`
-says. Without a plan the Accelerator is accelerate's own.
+says; of a plan that was tuned with loss_reduction="sum", it counts whole. A loop without accumulate() is right, too
+(`autosplit.integrations.loop_position`); its gradients meet at every micro-batch, which takes longer. Without a plan
+the Accelerator is accelerate's own.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import accelerate
 import torch
 from accelerate.data_loader import DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, send_to_device
 from torch import nn
@@ -33,7 +38,10 @@ from torch.utils.data import DataLoader
 
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError
+from autosplit.integrations.counting import IGNORED, RULES, SUM, UnevenLossWarning
 from autosplit.integrations.loaders import is_shuffled, loader_options
+from autosplit.integrations.loop_position import LoopPosition
+from autosplit.integrations.own_loss import OwnLoss
 from autosplit.integrations.share import (
     MarkingBatchSampler,
     NoPlanWarning,
@@ -42,29 +50,40 @@ from autosplit.integrations.share import (
     parameters_in,
     tell_of_no_plan,
 )
+from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighing import weighed, weighted_backward
 from autosplit.plan import Plan
-from autosplit.split import micro_batch_sizes
+from autosplit.printed import printable
 
-__all__ = ["Accelerator", "NoPlanWarning"]
+__all__ = ["Accelerator", "NoPlanWarning", "UnevenLossWarning"]
 
 
 class SharesLoader(DataLoaderShard):
-    """A loader that hands out this process's share, and knows what the batch that it gave last counts for.
+    """A loader that hands out this process's share, and tells what each batch counts for.
 
     Args:
         share: What this process does.
+        position: Of the loop that draws from it.
         count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples.
         over_processes: Adds a number up over the processes.
         **options: DataLoaderShard's.
+
+    Attributes:
+        weight: What the batch that it gave last counts for.
     """
 
     def __init__(
-        self, share: Share, count: Callable[[Any], int] | None, over_processes: Callable[[int], int], **options: Any
+        self,
+        share: Share,
+        position: LoopPosition,
+        count: Callable[[Any], int] | None,
+        over_processes: Callable[[int], int],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.share = share
         self.weight = 0.0
+        self._position = position
         self._count = count
         self._over_processes = over_processes
         self._consumed = 0
@@ -104,15 +123,12 @@ class SharesLoader(DataLoaderShard):
             self.dataset.set_epoch(epoch)
 
     def begin(self) -> None:
-        """Begin, and say how many samples the epoch's last micro-batch has, as `gather_for_metrics` asks."""
+        """Begin; `gather_for_metrics` is to cut nothing from the last micro-batch, in which no sample comes twice."""
         super().begin()
-        last = self.sampler_of_shares.schedule[-1:]
-        sizes = [
-            size for step in last for size in micro_batch_sizes(step.num_samples, self.sampler_of_shares.batch_size)
-        ]
-        self.remainder = sizes[-1] if sizes else 0
+        self.remainder = 0
 
     def __iter__(self) -> Iterator[Any]:
+        iteration = self._position.begin()
         self.begin()
         self.set_epoch(self.iteration)
         consumed, self._consumed = self._consumed, 0
@@ -122,19 +138,50 @@ class SharesLoader(DataLoaderShard):
             self.base_dataloader,
             self.sampler_of_shares,
             count=self._count,
+            sums=self.share.plan.loss_reduction == "sum",
             over_processes=self._over_processes,
         )
-        for batch, self.weight, _, self.end_of_dataloader in walked:
+        for one in walked:
+            self.weight, self.end_of_dataloader = one.weight, one.is_last
             self._become_active()
-            yield batch if self.device is None else send_to_device(batch, self.device, non_blocking=self._non_blocking)
+            self._position.draw(one._replace(batch=None), iteration)
+            yield self._placed(one.batch)
         self.iteration += 1
         self.end()
+        self._position.end()
+
+    def _placed(self, batch: Any) -> Any:
+        return batch if self.device is None else send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
     def _become_active(self) -> None:
         """Be the loader that the loop is at: one within it that was left before its end stays accelerate's active."""
         if self.gradient_state.active_dataloader is not self:
             self.gradient_state._remove_dataloader(self)
             self.gradient_state._add_dataloader(self)
+
+
+class SharesOptimizer(AcceleratedOptimizer):
+    """accelerate's optimizer, which steps at the end of the plan's optimizer steps, whatever the loop looks like.
+
+    Args:
+        optimizer: PyTorch's.
+        position: Of the loop.
+        **options: AcceleratedOptimizer's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, position: LoopPosition, **options: Any) -> None:
+        super().__init__(optimizer, **options)
+        self._position = position
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Step, if an optimizer step of the plan ends here."""
+        self._position.step(runs=closure is not None)
+        super().step(closure)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, also at the beginning of a micro-batch: those of the ones before it in its step stay."""
+        if not self._position.keeps_gradients:
+            super().zero_grad(set_to_none)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -148,20 +195,25 @@ class Accelerator(accelerate.Accelerator):
         model: What is to be trained: only by it is a remembered plan known to be for it.
         count: ``count(batch) -> int``: what the mean loss of a batch is over, where that is not samples, such as labels
             that are no padding. An optimizer step's micro-batches are then held back until all are counted.
-        **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's, also that of a plugin, and so is what
-            DistributedDataParallel is given, unless a handler for it is among them.
+        **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's, also that of a plugin, and so are `cpu`
+            where the plan's devices are processors, and what DistributedDataParallel is given, unless a handler for it
+            is among them.
 
     Attributes:
         share: What this process does of the plan; None without one.
 
     Raises:
-        PlanError: The plan can't be read, or is for another number of processes, or several could be meant.
+        PlanError: The plan can't be read, or is for another number of processes than this job has or accelerate runs,
+            or several could be meant.
         DeviceError: It is for simulated cards, or for other GPUs.
-        InputError: The plugin for accumulation would join an epoch's last optimizer step with the next.
+        InputError: The plugin for accumulation would join an epoch's last optimizer step with the next. In the first
+            backward: the loss that the model returns is no mean over samples, and there is no `count`.
 
     Warns:
         NoPlanWarning: There is none.
         OtherModelWarning: Once a model is prepared: the plan is for one of another size.
+        UnevenLossWarning: Once a loader is prepared: the plan was tuned with a loss that is no mean over samples, and
+            there is no `count`.
     """
 
     def __init__(
@@ -174,13 +226,16 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         self.share = find_share(plan, parameters=parameters_in(model))
         self._count = count
+        self._position = LoopPosition(divides=False, drop_gradients=self._drop_gradients)
+        self._own_loss: OwnLoss | None = None
         if self.share is None:
             tell_of_no_plan()
         else:
-            _apply(self.share, kwargs)
+            divides = _apply(self.share, kwargs)
+            self._position = LoopPosition(divides=divides, drop_gradients=self._drop_gradients)
         super().__init__(*args, **kwargs)
         if self.share is not None:
-            self.share.refuse_other_device(self.device, "accelerate")
+            self.share.refuse_other_job(self.num_processes, self.device, "accelerate")
             if self.share.num_processes > 1:
                 agree_on(self.share.plan, self.share.place.rank)
 
@@ -191,7 +246,14 @@ class Accelerator(accelerate.Accelerator):
         if self.share is not None and self.share.wraps and not kwargs.get("evaluation_mode"):
             # What is left to do of accelerate's own preparing, such as autocast, is around the wrapper.
             return super().prepare_model(self.share.plan.wrap(model), device_placement=False, evaluation_mode=True)
-        return super().prepare_model(model, *args, **kwargs)
+        prepared = super().prepare_model(model, *args, **kwargs)
+        if self.share is not None and len(self._models) == 1:
+            self._own_loss = OwnLoss(prepared)
+        return prepared
+
+    @property
+    def _weighs_samples(self) -> bool:
+        return self._count is None and self.share is not None and self.share.plan.loss_reduction == "mean"
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader: one that shuffles hands out shares."""
@@ -218,13 +280,30 @@ class Accelerator(accelerate.Accelerator):
         """
         if self.share is None:
             raise InputError("there is no plan; expected one whose shares are meant; pass plan= to the Accelerator")
+        if self._weighs_samples:
+            _tell_of_check(self.share.plan)
         options = loader_options(loader, self.share, shuffle=shuffle, seed=seed, drop_last=drop_last)
         device = self.device if self.device_placement else None
         made = SharesLoader(
-            self.share, self._count, self._over_processes, device=device, _non_blocking=self.non_blocking, **options
+            self.share,
+            self._position,
+            self._count,
+            self._over_processes,
+            device=device,
+            _non_blocking=self.non_blocking,
+            **options,
         )
         self._dataloaders.append(made)
         return made
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer, which steps at the end of the plan's optimizer steps."""
+        if self.share is None or getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)
+        placed = self.device_placement if device_placement is None else device_placement
+        prepared = SharesOptimizer(optimizer, self._position, device_placement=placed, scaler=self.scaler)
+        self._optimizers.append(prepared)
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler, which steps once an optimizer step; accelerate's steps once for each process."""
@@ -243,15 +322,86 @@ class Accelerator(accelerate.Accelerator):
         """Run the backward of a micro-batch's mean loss, by its weight.
 
         Raises:
-            InputError: The loss is of a prepared loader that hands out no shares.
+            InputError: The loss is of a prepared loader that hands out no shares, or the loop does not accumulate as
+                the plan does.
         """
-        loader = self.gradient_state.active_dataloader
-        if self.share is None or not _has_shares(loader):
+        _refuse_without_shares(None if self.share is None else self.gradient_state.active_dataloader)
+        one = self._position.run()
+        if one is None:
             super().backward(loss, **kwargs)
             return
+        self._do_sync()
+        if self._own_loss is not None:
+            asked, self._own_loss = self._own_loss, None
+            asked.end()
+            if self._weighs_samples:
+                self._refuse_other_mean(asked.rule(loss, self.unwrap_model(self._models[0])))
         # accelerate divides by the steps: the weights add up to 1 over an optimizer step as they are.
-        weight = loader.weight * self.gradient_accumulation_steps
+        weight = one.weight * self.gradient_accumulation_steps
         weighted_backward(super().backward, loss, weight, self._models, **kwargs)
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """Accumulate the gradients of an optimizer step: each entry is its next micro-batch."""
+        with self._position.accumulating(), super().accumulate(*models):
+            yield
+
+    def _do_sync(self) -> None:
+        """Let gradients meet, and the optimizer step, at the end of the plan's step, in place of every k-th entry."""
+        one = self._position.at
+        if one is None:
+            super()._do_sync()
+        else:
+            self.gradient_state._set_sync_gradients(one.ends_step)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the gradient of an optimizer step; in mid-step, only return its norm."""
+        if not self._position.is_in_mid_step:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return nn.utils.get_total_norm([one.grad for one in listed if one.grad is not None], norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip the gradient of an optimizer step; in mid-step, leave it."""
+        if not self._position.is_in_mid_step:
+            super().clip_grad_value_(parameters, clip_value)
+
+    def _refuse_other_mean(self, rule: str | None) -> None:
+        """Refuse a model's own loss that is no mean over samples, in all processes if any of them found it so."""
+        names = ["samples", "shifted labels", "labels", SUM]
+        own = torch.tensor([0 if rule is None else names.index(rule)], device=self.device)
+        found = names[int(super().gather(own).max())]
+        if found == "samples":
+            return
+        labels = "labels[:, 1:]" if found == "shifted labels" else "labels"
+        labels = labels.replace("labels", 'batch["labels"]')
+        cure = f"pass count=lambda batch: int(({labels} != {IGNORED}).sum()) to the Accelerator"
+        raise InputError(
+            f"the model's loss is a {'sum' if found == SUM else 'mean over ' + RULES[found]}, and micro-batches are "
+            "weighted by their samples; expected the same of both; "
+            + ("tune with loss_reduction='sum'" if found == SUM else cure)
+        )
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.optimizer.zero_grad()
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors from all processes, each of which may have other numbers of samples.
+
+        Raises:
+            InputError: They differ in more than that; in every process.
+        """
+        if self.share is None or self.num_processes == 1:
+            return super().gather(tensor)
+        return gather_uneven(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what was made of a micro-batch; of a loader of shares, every sample once and in order."""
+        one = self._position.newest
+        if isinstance(self.gradient_state.active_dataloader, SharesLoader) and one is not None and not one.size:
+            input_data = without_rows(input_data)
+        return super().gather_for_metrics(input_data, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Skip micro-batches to resume within an epoch; of a loader of shares, by whole optimizer steps.
@@ -265,11 +415,11 @@ class Accelerator(accelerate.Accelerator):
     def _over_processes(self, number: int) -> int:
         if self.num_processes == 1:
             return number
-        return int(self.gather(torch.tensor([number], device=self.device)).sum())
+        return int(super().gather(torch.tensor([number], device=self.device)).sum())
 
 
-def _apply(share: Share, kwargs: dict[str, Any]) -> None:
-    """Put a plan's numbers into an Accelerator's arguments."""
+def _apply(share: Share, kwargs: dict[str, Any]) -> bool:
+    """Put a plan's numbers into an Accelerator's arguments; tell whether it was given accumulation steps."""
     # As a plugin: of the number alone, accelerate takes what its launcher left in the environment instead.
     plugin = kwargs.get("gradient_accumulation_plugin") or GradientAccumulationPlugin()
     if not plugin.sync_with_dataloader:
@@ -277,20 +427,40 @@ def _apply(share: Share, kwargs: dict[str, Any]) -> None:
             "the gradient_accumulation_plugin has sync_with_dataloader=False; expected True, because an epoch's last "
             "optimizer step ends with the epoch; leave it out"
         )
+    given = kwargs.pop("gradient_accumulation_steps", 1), plugin.num_steps or 1, *_steps_of_launcher()
     kwargs["gradient_accumulation_plugin"] = replace(plugin, num_steps=share.accumulation_steps)
-    kwargs.pop("gradient_accumulation_steps", None)
+    if share.device.type == "cpu":
+        kwargs["cpu"] = True  # or each process trains alone, where there is no GPU
     handlers = list(kwargs.get("kwargs_handlers") or [])
     if share.num_processes > 1 and not any(isinstance(one, DistributedDataParallelKwargs) for one in handlers):
         # The plan's batch sizes fit a step that was run with these.
         kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.plan.ddp.options.keywords())]
+    return max(given) > 1
 
 
-def _has_shares(loader: Any) -> bool:
-    """Tell whether a loader is one of shares, and refuse one that is not, or lost track of them."""
-    if loader is None:
-        return False
-    if isinstance(loader, SharesLoader):
-        return True
+def _tell_of_check(plan: Plan) -> None:
+    """Warn of a loss of which is known, since it was tuned with, that it is no mean over samples."""
+    found = next((check for check in plan.checks if check.subject == "loss" and check.depends), None)
+    if found is not None:
+        warnings.warn(
+            f"the plan was made with a loss that is no mean over samples ({printable(found.advice, longest=300)}), and "
+            "micro-batches are weighted by their samples; expected the same of both; pass count= to the Accelerator, "
+            "or of a sum tune with loss_reduction='sum'",
+            UnevenLossWarning,
+            stacklevel=2,
+        )
+
+
+def _steps_of_launcher() -> list[int]:
+    """Return the accumulation steps that `accelerate launch` has left in the environment."""
+    given = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    return [int(given)] if given.isdecimal() else []
+
+
+def _refuse_without_shares(loader: Any) -> None:
+    """Refuse the loss of a loader that has no shares, or lost track of them."""
+    if loader is None or isinstance(loader, SharesLoader):
+        return
     inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
     if isinstance(inner, MarkingBatchSampler):
         raise InputError(

@@ -1,24 +1,40 @@
-"""What a model's loss is a mean over, found by asking the loss itself.
+"""What a model's loss is a mean or a sum over, found by asking the loss itself.
 
 Two samples a and b of one batch, and what each counts for by a rule: where the loss is a mean over those counts,
 
     loss(a, b) = (n_a loss(a) + n_b loss(b)) / (n_a + n_b)
 
-Rules are told apart by samples of unlike counts. A tool's own bookkeeping is no guide: transformers 5.23, for one,
-takes GPT-2's labels for unshifted, and its loss shifts them.
+and where it is a sum, loss(a, b) = loss(a) + loss(b). Rules are told apart by samples of unlike counts. A tool's own
+bookkeeping is no guide: transformers 5.23, for one, takes GPT-2's labels for unshifted, and its loss shifts them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from autosplit.batches import batch_size_of, map_tensors
 from autosplit.errors import WorkloadError
+from autosplit.printed import printable
 
-__all__ = ["IGNORED", "RULES", "count_by", "fitting_rule"]
+__all__ = [
+    "IGNORED",
+    "RULES",
+    "SUM",
+    "UnevenLossWarning",
+    "asked_rule",
+    "count_by",
+    "fitting_rule",
+    "tell_of_uneven_loss",
+]
+
+
+class UnevenLossWarning(UserWarning):
+    """A loss is no mean or sum over what a process can count of its own samples."""
+
 
 IGNORED = -100
 """The label that losses leave out, unless they are told another."""
@@ -35,6 +51,9 @@ RULES: dict[str, str] = {
     "samples": "samples",
 }
 """What a loss may be a mean over, the likeliest first."""
+
+SUM = "sum"
+"""Of a loss that adds up its samples': the rule that counts nothing."""
 
 
 def count_by(rule: str, batch: Any) -> int:
@@ -59,16 +78,16 @@ def labels_of(batch: Any) -> Any:
 
 
 def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
-    """Find the rule by which a loss is a mean.
+    """Find the rule by which a loss is a mean, or whether it is a sum.
 
     Args:
-        loss_of: The mean loss of a batch, the same every time.
+        loss_of: The loss of a batch, the same every time.
         batch: Some samples, with labels where the model takes them.
         otherwise: The rule to take where the samples don't tell.
 
     Returns:
-        One of `RULES`, and by how much of itself the loss of two samples differs from their weighted mean; NaN where
-        nothing could be told.
+        One of `RULES`, or `SUM`, and by how much of itself the loss of two samples differs from their weighted mean or
+        their sum; NaN where nothing could be told.
     """
     try:
         samples = min(batch_size_of(batch), MOST_SAMPLES)
@@ -81,14 +100,61 @@ def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str)
         return otherwise, math.nan
     first, second = (loss_of(singles[index]) for index in pair)
     both = loss_of(_rows(batch, list(pair)))
-    errors = {}
+    expected = {SUM: first + second}
     for rule, numbers in counts.items():
         a, b = (numbers[index] for index in pair)
-        errors[rule] = abs((a * first + b * second) / (a + b) - both) / max(abs(both), 1e-12)
+        expected[rule] = (a * first + b * second) / (a + b)
+    errors = {rule: abs(loss - both) / max(abs(both), 1e-12) for rule, loss in expected.items()}
+    if errors[SUM] > TOLERANCE:
+        del errors[SUM]  # what is no mean over samples either is warned of as that
     best = min(errors, key=lambda rule: (errors[rule], rule != otherwise))
     if not all(math.isfinite(error) for error in errors.values()):
         return otherwise, math.nan
     return best, errors[best]
+
+
+def asked_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
+    """Find the rule of a loss that other people's code makes, which may fail where nobody trains.
+
+    Args:
+        loss_of: As for `fitting_rule`.
+        batch: As there.
+        otherwise: The rule to take where the samples don't tell, or the code fails.
+
+    Returns:
+        As `fitting_rule`.
+
+    Warns:
+        UnevenLossWarning: It failed.
+    """
+    try:
+        return fitting_rule(loss_of, batch, otherwise=otherwise)
+    except Exception as failure:  # noqa: BLE001 - whatever it is, training goes on without the answer
+        taken = "a sum" if otherwise == SUM else f"a mean over {otherwise}"
+        warnings.warn(
+            f"the loss was asked for two samples alone and failed ({type(failure).__name__}: "
+            f"{printable(failure, longest=200)}); it is taken for {taken}; pass count= where it is another",
+            UnevenLossWarning,
+            stacklevel=3,
+        )
+        return otherwise, math.nan
+
+
+def tell_of_uneven_loss(error: float) -> None:
+    """Warn that shares and accumulation change what is trained.
+
+    Args:
+        error: By how much of itself the loss of two samples differs.
+
+    Warns:
+        UnevenLossWarning: Always.
+    """
+    warnings.warn(
+        f"the loss is a mean neither over labels nor over samples (two samples are {error:.1%} off), and no sum; "
+        "shares and accumulation change what is trained; expected one of these; see autosplit check",
+        UnevenLossWarning,
+        stacklevel=3,
+    )
 
 
 def _rules_for(labels: Any) -> list[str]:

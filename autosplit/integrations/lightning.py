@@ -4,14 +4,17 @@
     trainer = lightning.Trainer(callbacks=[shares], ...)  # accumulate_grad_batches is set by the plan
     trainer.fit(model, shares.loader(train_loader))     # or shares.data(datamodule)
 
-It is for one device a process (the DDP strategy, or a single device) and automatic optimization. The mean loss of each
-micro-batch is weighted by its samples, or by what `count` says. Without a plan nothing is changed.
+It is for one device a process (the DDP strategy, or a single device) and automatic optimization. The loss of each
+micro-batch is weighted by what it counts for: its labels that are not left out, shifted or not, or its samples; a sum
+counts whole. Which of them it is, is found by asking the training step, or said by `count`. Without a plan nothing is
+changed.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch
@@ -19,11 +22,21 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data.dataloader import default_collate
 
 from autosplit.ddp.loops import gathered
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError, PlanError
-from autosplit.integrations.lightning_step import workload
+from autosplit.integrations.counting import (
+    MOST_SAMPLES,
+    SUM,
+    TOLERANCE,
+    UnevenLossWarning,
+    asked_rule,
+    count_by,
+    tell_of_uneven_loss,
+)
+from autosplit.integrations.lightning_step import asked_loss, workload
 from autosplit.integrations.loaders import loader_options
 from autosplit.integrations.share import (
     MarkingBatchSampler,
@@ -36,7 +49,7 @@ from autosplit.integrations.share import (
 from autosplit.integrations.weighing import batches_of, weighed
 from autosplit.plan import Plan
 
-__all__ = ["NoPlanWarning", "Shares", "SharesLoader", "workload"]
+__all__ = ["NoPlanWarning", "Shares", "SharesLoader", "UnevenLossWarning", "workload"]
 
 
 class _EpochTeller(SequentialSampler):
@@ -74,12 +87,28 @@ class SharesLoader:
         self._loader = loader
         self._share = share
         self._count = count
+        self._sums = False
         self._end: int | None = None
         self._progress: Any = None
         self._resumes = False
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
+
+    def weigh_by(self, rule: str) -> None:
+        """Let micro-batches count by a rule that was found.
+
+        Args:
+            rule: One of `autosplit.integrations.counting`.
+        """
+        self._sums = rule == SUM
+        self._count = partial(count_by, rule) if rule in {"labels", "shifted labels"} else None
+
+    def some_samples(self) -> Any:
+        """Return the first samples of the data set, collated."""
+        dataset: Any = self.dataset
+        collate = self._loader.collate_fn or default_collate
+        return collate([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
 
     def follow(self, trainer: lightning.pytorch.Trainer) -> None:
         """Keep to a Trainer's limits, and to its count of micro-batches: it is what ends an optimizer step.
@@ -99,13 +128,14 @@ class SharesLoader:
             self._loader,
             self.batch_sampler,
             count=self._count,
+            sums=self._sums,
             over_processes=self._over_processes,
             begin=begin,
             end=self._end,
         )
-        for batch, weight, number, _ in walked:
-            self.weights[number] = weight
-            yield batch
+        for one in walked:
+            self.weights[one.number] = one.weight
+            yield one.batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch is, by whole optimizer steps; Lightning keeps it in its checkpoints."""
@@ -158,8 +188,8 @@ class Shares(lightning.pytorch.Callback):
             or else, where `model` is given, the only plan remembered for this machine, this number of processes and a
             model of this size.
         model: What is to be trained: only by it is a remembered plan known to be for it.
-        count: ``count(batch) -> int``: what the mean loss of a batch is over, where that is not samples, such as labels
-            that are no padding. An optimizer step's micro-batches are then held back until all are counted.
+        count: ``count(batch) -> int``: what the mean loss of a batch is over, where asking it does not tell. Where that
+            is not samples, an optimizer step's micro-batches are held back until all are counted.
 
     Attributes:
         share: What this process does of the plan; None without one.
@@ -171,6 +201,7 @@ class Shares(lightning.pytorch.Callback):
     Warns:
         NoPlanWarning: There is none.
         OtherModelWarning: Once it is fit: the plan is for a model of another size.
+        UnevenLossWarning: Once it is fit: the loss is neither a mean over samples or labels nor a sum.
     """
 
     def __init__(
@@ -183,6 +214,7 @@ class Shares(lightning.pytorch.Callback):
         self.share = find_share(plan, parameters=parameters_in(model))
         self._count = count
         self._loader: SharesLoader | None = None
+        self._rule: str | None = None
         self._weight = 1.0
         if self.share is None:
             tell_of_no_plan()
@@ -230,18 +262,13 @@ class Shares(lightning.pytorch.Callback):
         if self.share is None or stage != "fit":
             return
         self.share.tell_of_other_model(pl_module)
-        self.share.refuse_other_device(trainer.strategy.root_device, "Lightning")
-        if trainer.world_size != self.share.num_processes:
-            raise PlanError(
-                f"the plan is for {self.share.num_processes} processes, and Lightning has {trainer.world_size}; "
-                "expected the same; start the script with autosplit launch, and pass devices as many"
-            )
+        self.share.refuse_other_job(trainer.world_size, trainer.strategy.root_device, "Lightning")
         if self.share.num_processes > 1:
             agree_on(self.share.plan, trainer.global_rank)
         trainer.accumulate_grad_batches = self.share.accumulation_steps
 
     def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
-        """Find the loader that hands out the shares."""
+        """Find the loader that hands out the shares, and what the loss is a mean over."""
         if self.share is None:
             return
         if not pl_module.automatic_optimization:
@@ -250,6 +277,9 @@ class Shares(lightning.pytorch.Callback):
                 "optimizer step ends; set it, or train with autosplit.ddp, whose loop is yours"
             )
         self._find_loader(trainer)
+        if self._count is None:
+            self._rule = self._agreed_rule(trainer, pl_module)
+            self._find_loader(trainer)
 
     def on_train_epoch_start(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
         """Find the loader again, which may be another one in each epoch."""
@@ -278,7 +308,22 @@ class Shares(lightning.pytorch.Callback):
                 "pass shares.loader(loader), or shares.data(datamodule)"
             )
         loader.follow(trainer)
+        if self._rule is not None:
+            loader.weigh_by(self._rule)
         self._loader = loader
+
+    def _agreed_rule(self, trainer: Any, pl_module: Any) -> str:
+        """Find what the loss is a mean over; the first process's finding is everyone's."""
+        assert self._loader is not None, "it was found"
+        assert self.share is not None, "without a plan nothing is weighed"
+        otherwise = SUM if self.share.plan.loss_reduction == "sum" else "samples"
+        batch = trainer.strategy.batch_to_device(self._loader.some_samples(), pl_module.device, 0)
+        with trainer.precision_plugin.train_step_context():
+            rule, error = asked_rule(partial(asked_loss, pl_module), batch, otherwise=otherwise)
+        if error > TOLERANCE and trainer.is_global_zero:
+            tell_of_uneven_loss(error)
+        agreed: str = trainer.strategy.broadcast(rule)
+        return agreed
 
     def on_before_backward(self, trainer: Any, pl_module: nn.Module, loss: torch.Tensor) -> None:
         """Weight the gradient; Lightning has divided the loss by the micro-batches of a full step."""

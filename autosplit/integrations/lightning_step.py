@@ -12,10 +12,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from io import StringIO
 from typing import Any
 
 import lightning.pytorch
+import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,7 +28,7 @@ from autosplit.errors import InputError
 from autosplit.rng import kept_rng
 from autosplit.workload import Workload
 
-__all__ = ["TrainingStep", "workload"]
+__all__ = ["TrainingStep", "asked_loss", "workload"]
 
 PRECISIONS = {"32-true": "none", "32": "none", "16-mixed": "fp16", "bf16-mixed": "bf16"}
 """A Trainer's precision, and ours."""
@@ -47,7 +49,6 @@ class TrainingStep(nn.Module):
         self.training = module.training  # parts of it may be in evaluation mode, and stay so
         self._trainer = trainer
         self._optimizer = optimizer
-        self._takes_number = _takes_number(module.training_step)
 
     @property
     def named_by(self) -> nn.Module:
@@ -62,15 +63,31 @@ class TrainingStep(nn.Module):
         """Return the loss of a batch."""
         with _attached(self.module, self._trainer, self._optimizer):
             batch = self.module.on_after_batch_transfer(batch, 0)
-            given = (batch, 0) if self._takes_number else (batch,)
-            output = _asking_for_trainer(lambda: self.module.training_step(*given), "training_step")
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor):
-            raise InputError(
-                f"training_step returned a {type(loss).__name__} for its loss; expected a tensor, or a mapping with "
-                "one under 'loss'; a step that is skipped can't be measured"
-            )
-        return loss
+            return _loss_of_step(self.module, batch)
+
+
+def asked_loss(module: lightning.pytorch.LightningModule, batch: Any) -> float:
+    """Return the loss of a training step that is none, by a copy of the module in evaluation mode, which tells nobody.
+
+    Args:
+        module: One that a Trainer fits.
+        batch: On its device, as all hooks leave it.
+    """
+    asked = copy.deepcopy(module).eval()
+    with torch.no_grad(), kept_rng(), _attached(asked, module.trainer), redirect_stdout(StringIO()):
+        return float(_loss_of_step(asked, batch))
+
+
+def _loss_of_step(module: lightning.pytorch.LightningModule, batch: Any) -> Tensor:
+    given = (batch, 0) if _takes_number(module.training_step) else (batch,)
+    output = _asking_for_trainer(lambda: module.training_step(*given), "training_step")
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise InputError(
+            f"training_step returned a {type(loss).__name__} for its loss; expected a tensor, or a mapping with "
+            "one under 'loss'; a step that is skipped can't be measured"
+        )
+    return loss
 
 
 def workload(

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autosplit import profiles
 from autosplit.ddp.context import Context
@@ -22,6 +22,9 @@ from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan import Plan
 from autosplit.printed import printable
 from autosplit.schedule import RankSlice, ScheduledBatchSampler
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "MarkingBatchSampler",
@@ -140,28 +143,44 @@ class Share:
             stacklevel=stacklevel,
         )
 
-    def refuse_other_device(self, device: Any, tool: str) -> None:
-        """Make sure that the tool computes where the plan says.
-
-        Args:
-            device: The tool's, of this process.
-            tool: Its name.
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes by the plan.
 
         Raises:
-            DeviceError: It is another GPU.
+            DeviceError: No such card is visible.
         """
         import torch
 
         if self.num_processes > 1:
-            wanted = device_for(self.plan, self.place)
-        else:
-            first = self.plan.devices[0]
-            wanted = torch.device("cuda", first.index) if first.kind == "cuda" else torch.device("cpu")
-        given = torch.device(device)
-        same_index = None in {wanted.index, given.index} or wanted.index == given.index
-        if wanted.type != given.type or not same_index:
+            return device_for(self.plan, self.place)
+        first = self.plan.devices[0]
+        return torch.device("cuda", first.index) if first.kind == "cuda" else torch.device("cpu")
+
+    def refuse_other_job(self, num_processes: int, device: torch.device, tool: str) -> None:
+        """Make sure that the tool's processes are the plan's, and compute where it says.
+
+        Args:
+            num_processes: Of the tool's job.
+            device: The tool's, of this process.
+            tool: Its name.
+
+        Raises:
+            PlanError: There are more or fewer: each would train a model of its own.
+            DeviceError: It is another GPU.
+        """
+        if num_processes != self.num_processes:
+            raise PlanError(
+                f"{tool} runs {_processes(num_processes)}, and the plan is for {_processes(self.num_processes)}; "
+                "expected the same, or each would train a model of its own; start the script with autosplit launch, "
+                f"and leave the number to it (Lightning: devices={self.num_processes}; accelerate: no PartialState "
+                "before the Accelerator)"
+            )
+        wanted = self.device
+        same_index = None in {wanted.index, device.index} or wanted.index == device.index
+        if wanted.type != device.type or not same_index:
             raise DeviceError(
-                f"{tool} computes on {given} in process {self.place.rank}, and the plan's share of {self.batch_size} "
+                f"{tool} computes on {device} in process {self.place.rank}, and the plan's share of {self.batch_size} "
                 f"samples is for {wanted}; expected the same; set CUDA_VISIBLE_DEVICES to the plan's cards in its "
                 "order, or tune for the devices that are here"
             )
@@ -264,6 +283,10 @@ def tell_of_no_plan() -> None:
         NoPlanWarning,
         stacklevel=3,
     )
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count > 1)}"
 
 
 def _is_for(plan: Plan, place: Place) -> bool:

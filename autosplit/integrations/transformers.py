@@ -9,7 +9,7 @@ A Trainer of your own takes them by ``class MyTrainer(SharesMixin, TheirTrainer)
     no plan             the Trainer as it is; a NoPlanWarning says so
 
 Each micro-batch's loss is weighted by what it counts for: its labels that are not left out, shifted or not, or its
-samples. Which of them the loss is a mean over is found by asking it (`autosplit.integrations.counting`).
+samples; a sum counts whole. Which of them it is, is found by asking the loss (`autosplit.integrations.counting`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate.data_loader import DataLoaderShard
+from torch import distributed as dist
 from torch import nn
 
 from autosplit import ddp
 from autosplit.errors import InputError
-from autosplit.integrations.counting import IGNORED, MOST_SAMPLES, RULES, TOLERANCE, count_by, fitting_rule
+from autosplit.integrations.counting import (
+    IGNORED,
+    MOST_SAMPLES,
+    RULES,
+    SUM,
+    TOLERANCE,
+    UnevenLossWarning,
+    count_by,
+    fitting_rule,
+    tell_of_uneven_loss,
+)
 from autosplit.integrations.loaders import loader_options, taken_mark
 from autosplit.integrations.share import NoPlanWarning, Share, find_share, parameters_in, tell_of_no_plan
 from autosplit.integrations.weighing import weighted_backward
@@ -45,10 +56,6 @@ else:
 __all__ = ["NoPlanWarning", "SharesMixin", "Trainer", "UnevenLossWarning", "apply", "workload"]
 
 
-class UnevenLossWarning(UserWarning):
-    """A loss is no mean over what a process can count of its own samples."""
-
-
 _ITEMS = "items"
 """Of a loss that divides by the whole step's items itself, beside what a loss may be a mean over."""
 
@@ -60,14 +67,16 @@ class SharesMixin(Mixed):
         *args: The Trainer's.
         plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
             or else the only plan remembered for this machine, this number of processes and a model of this size.
-        **kwargs: The Trainer's. Of `args`, per_device_train_batch_size, gradient_accumulation_steps and
-            average_tokens_across_devices are set by the plan, in place.
+        **kwargs: The Trainer's. Of `args`, per_device_train_batch_size, gradient_accumulation_steps,
+            average_tokens_across_devices and, where the plan's devices are processors, use_cpu are set by the plan, in
+            place.
 
     Attributes:
         share: What this process does of the plan; None without one.
 
     Raises:
-        PlanError: The plan can't be read, or is for another number of processes, or several could be meant.
+        PlanError: The plan can't be read, or is for another number of processes than this job has or transformers runs,
+            or several could be meant.
         DeviceError: It is for simulated cards, or for other GPUs.
         InputError: The arguments ask for what a plan can't be combined with.
 
@@ -130,6 +139,9 @@ class SharesMixin(Mixed):
             self._weights = deque(float(counted) for counted in counts)
             ignoring = [batch if counted else _ignored(batch) for batch, counted in zip(batches, counts, strict=True)]
             return batches, self._get_num_items_in_batch(ignoring, device)
+        if self._rule == SUM:
+            self._weights = deque(float(self.share.num_processes * counted) for counted in counts)
+            return batches, None
         items = [count_by(self._rule, one) if counted else 0 for one, counted in zip(batches, counts, strict=True)]
         total = sum(items)
         if self.share.num_processes > 1:
@@ -176,7 +188,6 @@ class SharesMixin(Mixed):
         """Train; the processes make sure first that they have one plan, and hear of each other's failures."""
         if self.share is None:
             return super().train(*args, **kwargs)
-        self.share.refuse_other_device(self.args.device, "transformers")
         if self.share.num_processes == 1:
             return super().train(*args, **kwargs)
         with ddp.setup(self.share.plan):
@@ -199,16 +210,11 @@ class SharesMixin(Mixed):
         """Find what the model's loss is a mean over; the first process's finding is everyone's."""
         assert self.share is not None, "without a plan nothing is weighed"
         rule, error = self._found_rule()
-        names = [*RULES, _ITEMS]
+        names = [*RULES, SUM, _ITEMS]
         if self.share.num_processes > 1:
             rule = names[int(self.accelerator.gather(torch.tensor([names.index(rule)], device=device))[0])]
         if error > TOLERANCE and self.is_world_process_zero():
-            warnings.warn(
-                f"the loss is a mean neither over labels nor over samples (two samples are {error:.1%} off); shares "
-                "and accumulation change what is trained; expected a mean over them; see autosplit check",
-                UnevenLossWarning,
-                stacklevel=2,
-            )
+            tell_of_uneven_loss(error)
         return rule
 
     def _found_rule(self) -> tuple[str, float]:
@@ -265,6 +271,8 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
         What this process does of the plan.
 
     Raises:
+        PlanError: It is for another number of processes than this job has or transformers runs.
+        DeviceError: It is for simulated cards, or for other GPUs.
         InputError: The arguments ask for what a plan can't be combined with.
     """
     share = find_share(plan, parameters=None) if share is None else share
@@ -274,8 +282,13 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
     args.per_device_train_batch_size = share.batch_size
     args.gradient_accumulation_steps = share.accumulation_steps
     args.average_tokens_across_devices = True
+    has_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    if share.device.type == "cpu" and not (args.use_cpu or has_nccl):
+        args.use_cpu = True  # or each process would train alone where there is no GPU
+        vars(args).pop("_setup_devices", None)  # they have chosen a device already, and choose again when asked
+    device = args.device  # by which the processes meet
+    share.refuse_other_job(args.world_size, device, "transformers")
     if share.wraps:
-        args.device  # noqa: B018 - it counts the GPUs, once
         args._n_gpu = min(args._n_gpu, 1)  # or the Trainer would wrap the model in nn.DataParallel
     elif plan.ddp.options.find_unused_parameters and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = True

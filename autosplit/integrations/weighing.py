@@ -20,16 +20,27 @@ class Weighed(NamedTuple):
 
     Attributes:
         batch: As the loader made it.
-        weight: What its mean loss is multiplied by: its part of the optimizer step, times the processes, whose
-            gradients are averaged.
+        weight: What its loss is multiplied by: its part of the optimizer step, or 1 of a sum, times the processes,
+            whose gradients are averaged.
         number: Of it within the epoch.
         is_last: It is the epoch's last.
+        position: In its optimizer step, from 0.
+        length: The micro-batches of that step.
+        size: Samples that it counts for in this process; 0 where it has no share.
     """
 
     batch: Any
     weight: float
     number: int
     is_last: bool
+    position: int
+    length: int
+    size: int
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the optimizer steps after it."""
+        return self.position == self.length - 1
 
 
 def weighed(
@@ -37,6 +48,7 @@ def weighed(
     sampler: ScheduledBatchSampler,
     *,
     count: Callable[[Any], int] | None = None,
+    sums: bool = False,
     over_processes: Callable[[int], int] = int,
     begin: int = 0,
     end: int | None = None,
@@ -50,6 +62,7 @@ def weighed(
         sampler: The batch sampler.
         count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples. A step's micro-batches
             are then held back until all are counted.
+        sums: The loss is a sum, of which each part counts whole.
         over_processes: Adds a number up over the processes.
         begin: The micro-batch of the epoch to begin with, in the step that the sampler begins with.
         end: How many of the epoch there are; None for all.
@@ -75,9 +88,11 @@ def weighed(
             # Where there is no share, a sample is run that counts for nothing.
             sizes = [counted(count, one) if size else 0 for one, size in zip(drawn, sizes, strict=True)]
             total = over_processes(sum(sizes))
-        for number, batch, size in zip(numbers, drawn, sizes, strict=True):
-            weight = size * sampler.rank_slice.num_ranks / total if total else 0.0
-            yield Weighed(batch, weight, number, number == end - 1)
+        shares = step.micro_batch_sizes[part]
+        for position, (batch, size) in enumerate(zip(drawn, sizes, strict=True)):
+            weight = sampler.rank_slice.num_ranks * (float(size > 0) if sums else size / total if total else 0.0)
+            number = numbers[position]
+            yield Weighed(batch, weight, number, number == end - 1, position, len(shares), shares[position])
         first += len(step.micro_batch_sizes)
     next(batches, None)  # a loader's workers finish in order
 

@@ -1,0 +1,24 @@
+"""Runs a script, and leaves what its process trained: python launched.py SCRIPT FOLDER."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+def main() -> None:
+    script, folder = sys.argv[1:]
+    found = runpy.run_path(script, run_name="__main__")
+    trained = found["trainer"].lightning_module if "lightning" in script else found.get("network", found["model"])
+    assert isinstance(trained, nn.Module)
+    weights = torch.cat([parameter.detach().flatten() for parameter in trained.parameters()])
+    torch.save(weights, Path(folder) / f"{os.environ.get('RANK', 'alone')}.pt")
+
+
+if __name__ == "__main__":
+    main()
