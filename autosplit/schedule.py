@@ -319,7 +319,6 @@ class OptimizerStep:
         index: The number of this step within the loop, for messages.
         num_samples: What the whole step counts for, over all ranks; None for the sum of `sizes`.
         num_ranks: The ranks whose gradients are averaged in the step's last backward.
-
         samples: What this rank has of each micro-batch in samples, where `sizes` count something else: with 0 of
             them it runs other ranks' samples.
 
@@ -460,11 +459,8 @@ class OptimizerStep:
             is_last = self._drawn == len(self)
             self._meets = is_last if self.on_draw is None else self.on_draw(is_last)
             number = self._drawn - 1
-            counts = self.micro_batch_sizes[number]
-            with (
-                accumulation.running(is_last=is_last),
-                nullcontext() if counts else self.uncounted(not self._samples[number]),
-            ):
+            apart = nullcontext() if self.micro_batch_sizes[number] else self.uncounted(not self._samples[number])
+            with accumulation.running(is_last=is_last), apart:
                 yield batch
             del batch  # or this frame would hold it while the next is made
         self._check_backward()
