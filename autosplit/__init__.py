@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autosplit.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.balanced import data_parallel as data_parallel
+    from autosplit.batches import Whole as Whole
     from autosplit.checks import check as check
     from autosplit.comparing import compare as compare
     from autosplit.devices import list_devices as list_devices
@@ -28,6 +29,7 @@ _HOMES = {
     "BalancedDataParallel": "balanced",
     "OutOfMemoryError": "oom",
     "Plan": "plan",
+    "Whole": "batches",
     "Workload": "workload",
     "check": "checks",
     "compare": "comparing",

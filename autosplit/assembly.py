@@ -172,13 +172,18 @@ def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
 # ----------------------------------------------------------------------------------------------------------- DDP
 
 
-def lone_rank(rank: Ceiling, best: Trial, effective_batch_size: int, options: DdpOptions) -> DdpPlan:
+def lone_rank(rank: Ceiling, best: Trial, effective_batch_size: int, options: DdpOptions, least_batch: int) -> DdpPlan:
     """Return the answer for a single rank: a plain model on one device, which is what the search measured."""
     assert best.samples_per_s is not None
     peak_bytes = best.peak_bytes[0]
     settings = RankSettings(0, rank.device, best.batch_size, best.accumulation_steps, rank, peak_bytes)
     return DdpPlan(
-        (settings,), best.samples_per_s, effective_batch_size=effective_batch_size, measured=True, options=options
+        (settings,),
+        best.samples_per_s,
+        effective_batch_size=effective_batch_size,
+        measured=True,
+        options=options,
+        least_batch=least_batch,
     )
 
 
@@ -233,11 +238,17 @@ def solved_ranks(
         )
         for index, (ceiling, samples) in enumerate(zip(ranks, answer.batch_sizes, strict=True))
     )
-    return DdpPlan(settings, answer.samples_per_s, effective_batch_size=answer.effective_batch_size, options=options)
+    return DdpPlan(
+        settings,
+        answer.samples_per_s,
+        effective_batch_size=answer.effective_batch_size,
+        options=options,
+        least_batch=least_batch,
+    )
 
 
 def measured_ranks(
-    ceilings: tuple[Ceiling, ...], best: Trial, effective_batch_size: int, options: DdpOptions
+    ceilings: tuple[Ceiling, ...], best: Trial, effective_batch_size: int, options: DdpOptions, least_batch: int
 ) -> DdpPlan:
     """Return the answer that all ranks ran together.
 
@@ -246,6 +257,7 @@ def measured_ranks(
         best: The trial.
         effective_batch_size: Samples of its optimizer step.
         options: What DistributedDataParallel was given.
+        least_batch: The fewest samples that a rank can train on.
     """
     assert best.samples_per_s is not None
     settings = tuple(
@@ -253,7 +265,12 @@ def measured_ranks(
         for rank, (ceiling, share, peak_bytes) in enumerate(zip(ceilings, best.split, best.peak_bytes, strict=True))
     )
     return DdpPlan(
-        settings, best.samples_per_s, effective_batch_size=effective_batch_size, measured=True, options=options
+        settings,
+        best.samples_per_s,
+        effective_batch_size=effective_batch_size,
+        measured=True,
+        options=options,
+        least_batch=least_batch,
     )
 
 

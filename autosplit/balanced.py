@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,18 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from autosplit.accumulation import current_accumulation
-from autosplit.batches import batch_size_of, chunk, leaves_of, map_tensors, tensors_of, unmarked
+from autosplit.batches import (
+    batch_size_of,
+    chunk,
+    doubt_of,
+    doubting,
+    leaves_of,
+    map_tensors,
+    marked,
+    named_leaves,
+    tensors_of,
+    unmarked,
+)
 from autosplit.compiling import is_compiled, scripted_part
 from autosplit.copies import GpuCopies, PlacedCopies
 from autosplit.errors import DeviceError, InputError, WorkloadError
@@ -30,10 +42,14 @@ from autosplit.running import run_in_turn, run_on_gpus, run_placed
 from autosplit.split import cap_split, even_split, proportional_split, split_from_gpu0
 from autosplit.transfer import active_placement
 
-__all__ = ["BalancedDataParallel", "Reduce", "data_parallel"]
+__all__ = ["AmbiguousBatchWarning", "BalancedDataParallel", "Reduce", "data_parallel"]
 
 _NORM_NEEDS_TWO = "Expected more than 1 value per channel"
 """What torch says of a BatchNorm that trains on one value (torch nn/functional.py, _verify_batch_size)."""
+
+
+class AmbiguousBatchWarning(UserWarning):
+    """A tensor was cut that may hold no samples."""
 
 
 class BalancedDataParallel(nn.DataParallel[nn.Module]):
@@ -42,7 +58,12 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
     A batch of ``sum(split)`` samples is split exactly as `split` says, another one in proportion to it, by
     largest remainder. With `gpu0_bsz` alone, the first device takes ``min(gpu0_bsz, batch)`` and the others the
     rest, evenly. A device whose share is 0 is not called. Outputs are concatenated on the output device; a
-    scalar output (a loss) is combined by `reduce`, an integer one (a count) is summed.
+    scalar output (a loss) is combined by `reduce`, an integer one (a count) is summed. One element from each device
+    is a loss, too, which stays one element. With a single sample on each it is what it was at a batch before: an output
+    for each sample, if there was none.
+
+    Of the arguments, tensors with as many rows as the batch has samples are cut. What holds no samples goes whole to
+    every device: what was seen at another batch size not to grow with it, and what `autosplit.Whole` marks.
 
     Moving from nn.DataParallel: ``nn.DataParallel(model, ids)`` becomes ``BalancedDataParallel(None, model, ids)``. The
     old class of this name is called as before, also followed by ``.cuda()``.
@@ -111,6 +132,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._checked = False
         self._syncs = True
         self._kept: KeptReplicas | None = None
+        self._rows_of_tables: dict[str, int] = {}
+        self._losses: dict[bool, dict[str, bool]] = {True: {}, False: {}}
 
     @property
     def split(self) -> tuple[int, ...] | None:
@@ -185,6 +208,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             WorkloadError: The arguments disagree on the batch size, or outputs that can't be put together.
             DeviceError: The module is not on the first device, or copies between GPUs do not arrive.
             OutOfMemoryError: A device ran out of memory; it is named, with the samples it held.
+
+        Warns:
+            AmbiguousBatchWarning: A tensor may be a table that has as many rows as the batch by accident, and would be
+                cut to single rows, which broadcast without an error.
         """
         if not self.devices:
             args, named = unmarked((inputs, kwargs))
@@ -192,12 +219,16 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._check_module()
         call = (inputs, kwargs)
         sizes, batch_size = self._sizes_of(call)
+        call = self._with_tables(call, batch_size)
         active, chunks = self._cut(call, sizes, batch_size)
+        if len(active) > 1 and max(sizes) == 1 and (doubt := doubt_of(_leaves_of(call), batch_size, self.dim)):
+            warnings.warn(f"the batch is cut to single rows; {doubt}", AmbiguousBatchWarning, stacklevel=2)
         shares = [sizes[index] for index in active]
         weights = weights_of(self.reduce, self.module, chunks, shares)
         kept, last = self._kept_now()
         try:
-            outputs, link = self._run(active, chunks, kept)
+            with doubting(_leaves_of(call), batch_size, self.dim):
+                outputs, link = self._run(active, chunks, kept)
         except ValueError as error:
             if _NORM_NEEDS_TWO not in str(error):
                 raise
@@ -206,7 +237,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 f"split {sizes}; expected 0, or 2 and more, on each device; choose another split, leave out the short "
                 "last batch (drop_last=True), or take a norm that does not look at the batch"
             ) from error
-        joined = self._joined(Gathering(self.dim, weights, link, tuple(shares)), outputs, batch_size)
+        losses = self._losses[self.module.training]
+        joined = self._joined(Gathering(self.dim, weights, link, tuple(shares), losses), outputs, batch_size)
         if kept is not None:
             kept.watch(tensors_of(joined), last=last)
         return joined
@@ -285,6 +317,19 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             return (0,) * len(self.devices), 0  # the first device runs it, as nn.DataParallel lets it
         return (1, *(0 for _ in self.devices[1:])), 1  # nothing to split: the first device runs the call as it is
 
+    def _with_tables(self, call: Any, batch_size: int) -> Any:
+        """Mark what did not grow with the batch, when there was another: it may have as many rows now by accident."""
+        whole = set()
+        for position, (place, leaf) in enumerate(_leaves_of(call)):
+            if not isinstance(leaf, Tensor) or leaf.dim() <= self.dim:
+                continue
+            rows = leaf.size(self.dim)
+            if rows != batch_size:
+                self._rows_of_tables[place] = rows
+            elif self._rows_of_tables.get(place) == rows:
+                whole.add(position)
+        return marked(call, whole) if whole else call
+
     def _cut(self, call: Any, sizes: tuple[int, ...], batch_size: int) -> tuple[list[int], list[Any]]:
         """Return the positions of the devices that run something, and the part of the call that is each one's."""
         active = [index for index, size in enumerate(sizes) if size] or [0]
@@ -323,7 +368,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             The positional arguments of each device that has samples, and the keyword arguments of each.
         """
         call = (inputs, kwargs or {})
-        active, chunks = self._cut(call, *self._sizes_of(call))
+        sizes, batch_size = self._sizes_of(call)
+        active, chunks = self._cut(self._with_tables(call, batch_size), sizes, batch_size)
         moved = [
             map_tensors(lambda tensor, to=self.devices[index]: tensor.to(to), part)  # type: ignore[misc]
             for index, part in zip(active, chunks, strict=True)
@@ -401,7 +447,7 @@ def data_parallel(
 
     Args:
         module: The module.
-        inputs: A tensor, or a tuple of positional arguments.
+        inputs: A tensor, or a tuple of positional arguments; None for no such argument.
         gpu0_bsz: See `BalancedDataParallel`, as for all that follow.
         device_ids: Devices.
         output_device: Where outputs are gathered.
@@ -417,7 +463,7 @@ def data_parallel(
     wrapper = BalancedDataParallel(
         gpu0_bsz, module, device_ids, output_device, dim, split=split, ceilings=ceilings, reduce=reduce
     )
-    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     return wrapper(*args, **(module_kwargs or {}))
 
 
@@ -435,6 +481,10 @@ def _refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
     raise InputError(
         f"module is {module!r:.80}; expected an nn.Module; write BalancedDataParallel(gpu0_bsz, module, device_ids)"
     )
+
+
+def _leaves_of(call: Any) -> Iterator[tuple[str, Any]]:
+    return itertools.chain(named_leaves(call[0], "inputs"), named_leaves(call[1], "kwargs"))
 
 
 def _refuse_packed(values: tuple[Any, ...]) -> None:

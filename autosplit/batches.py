@@ -8,16 +8,29 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections import Counter, UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from autosplit.errors import WorkloadError
+from autosplit.errors import AutosplitError, WorkloadError, advise
 
-__all__ = ["Whole", "batch_size_of", "chunk", "map_tensors", "resize", "tensors_of"]
+__all__ = [
+    "Whole",
+    "batch_size_of",
+    "chunk",
+    "doubt_of",
+    "doubting",
+    "map_tensors",
+    "marked",
+    "named_leaves",
+    "resize",
+    "tensors_of",
+]
 
 T = TypeVar("T")
 
@@ -25,6 +38,10 @@ T = TypeVar("T")
 @dataclasses.dataclass(frozen=True)
 class Whole(Generic[T]):
     """A marker: give this value whole to every device, whatever its shape.
+
+        model(tokens, autosplit.Whole(positions))
+
+    Without it, a tensor that has as many rows as the batch has samples is cut. The module gets the value itself.
 
     Args:
         value: A tensor, or a nesting of them, whose first dimension is not the batch.
@@ -95,21 +112,37 @@ def _rebuilt_dataclass(old: Any, items: dict[str, Any]) -> Any:
     return new
 
 
-def leaves_of(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of a tree in order; a `Whole` is one leaf."""
+def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a tree in order, each with its place, as in ``batch[0]['mask']``; a `Whole` is one leaf.
+
+    Args:
+        tree: The tree.
+        name: What it is called.
+    """
     if isinstance(tree, Whole):
-        yield tree
+        yield name, tree
     elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from leaves_of(item)
+        for index, item in enumerate(tree):
+            yield from named_leaves(item, f"{name}[{index}]")
     elif isinstance(tree, (Mapping, UserDict)):
-        for item in tree.values():
-            yield from leaves_of(item)
+        for key, item in tree.items():
+            yield from named_leaves(item, f"{name}[{key!r}]")
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            yield from leaves_of(getattr(tree, field.name))
+            yield from named_leaves(getattr(tree, field.name), f"{name}.{field.name}")
     else:
-        yield tree
+        yield name, tree
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of a tree in order; a `Whole` is one leaf."""
+    return (leaf for _, leaf in named_leaves(tree, ""))
+
+
+def marked(tree: Any, positions: set[int]) -> Any:
+    """Mark leaves as `Whole`, by their positions among all of them."""
+    count = itertools.count()
+    return map_leaves(lambda leaf: Whole(leaf) if next(count) in positions else leaf, tree)
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
@@ -168,8 +201,51 @@ def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int
             return size
     raise WorkloadError(
         f"the tensors of the batch disagree on the batch size: dimension {dim} of {_shapes(tree)}; expected one size; "
-        "mark what belongs to no sample with autosplit.batches.Whole(tensor), or pass make_batch="
+        "mark what belongs to no sample with autosplit.Whole(tensor), or pass make_batch="
     )
+
+
+def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
+    """Say which tensors are cut that may hold no samples: that they have as many rows may be an accident.
+
+    So it may be where another tensor has that size in another dimension, too: ``(T, E)`` beside ``(n, T)``, and n = T.
+
+    Args:
+        leaves: Of a batch, by `named_leaves`.
+        size: Its samples.
+        dim: The batch dimension.
+
+    Returns:
+        A sentence with what to do; an empty one where there is none.
+    """
+    cut = [(place, leaf) for place, leaf in leaves if _is_cut(leaf, size, dim)]
+    found = [
+        f"{place} of shape {tuple(tensor.shape)}"
+        for place, tensor in cut
+        if size > 1 and size in _other_sizes([other for _, other in cut if other is not tensor], size, dim)
+    ]
+    if not found:
+        return ""
+    return (
+        f"if {' or '.join(found)} holds no samples, and has as many rows as the batch by accident, pass it as "
+        "autosplit.Whole(tensor)"
+    )
+
+
+@contextmanager
+def doubting(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> Iterator[None]:
+    """Let what a module raises of its inputs say which of them may have been cut by accident."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        doubt = doubt_of(leaves, size, dim)
+        if doubt and not isinstance(error, (AutosplitError, torch.OutOfMemoryError)):
+            advise(error, doubt)
+        raise
+
+
+def _is_cut(leaf: Any, size: int, dim: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.size(dim) == size
 
 
 def _other_sizes(tensors: list[Tensor], size: int, dim: int) -> set[int]:
@@ -215,7 +291,7 @@ def _map_batched(
             return shared(value.value)
         if not isinstance(value, Tensor):
             return value
-        return function(value) if value.dim() > dim and value.size(dim) == size else shared(value)
+        return function(value) if _is_cut(value, size, dim) else shared(value)
 
     return map_leaves(leaf, tree)
 

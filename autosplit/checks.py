@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autosplit.batches import batch_size_of, chunk, tensors_of
+from autosplit.batches import batch_size_of, chunk, marked, named_leaves, tensors_of
 from autosplit.devices import parse_devices
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
 from autosplit.findings import Check
@@ -295,9 +295,14 @@ class _Examination:
             _refuse_not_finite(begun.whole)
             try:
                 return self._compared(begun)
-            except (AutosplitError, torch.OutOfMemoryError):
+            except torch.OutOfMemoryError:
                 raise
             except Exception as error:
+                table = self._table(begun.whole)
+                if table:
+                    raise WorkloadError(table) from error
+                if isinstance(error, AutosplitError):
+                    raise
                 raise from_user_code(error, "the workload on a part of its own sample batch") from error
 
     @property
@@ -374,11 +379,14 @@ class _Examination:
     # Causes other than BatchNorm
 
     def _cause(self, whole: Gradients, rest: _Differences) -> Check:
-        """Name what still differs with BatchNorms frozen: the model, or else the loss."""
+        """Name what still differs with BatchNorms frozen: the batch, the model, or else the loss."""
         split, accumulation = max(rest.split.values()), rest.accumulation
         figures = _finite(split), _finite(accumulation)
         # Where some weights make the parts' gradients the whole's, no sample was changed by another.
         rule = self._rule(whole, rest.parts) if rest.parts else None
+        table = self._table(whole) if rule is None else ""
+        if table:
+            return Check("batch", *figures, depends=True, advice=table)
         found = self._differing_module() if rule is None else None
         if found is not None:
             return Check(
@@ -398,6 +406,29 @@ class _Examination:
                 "forwards moves it several times; update it once per optimizer step",
             )
         return Check("loss", *figures, depends=True, advice=self._loss_advice(whole, rest, rule))
+
+    def _table(self, whole: Gradients) -> str:
+        """Name a tensor of the batch that was cut and holds no samples: one beside the inputs and the targets."""
+        leaves = [*named_leaves(self.batch, "sample_batch")]
+        tensors = [position for position, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for position in tensors if len(tensors) > 1 + (self.workload.loss_fn is not None) else ():
+            place, leaf = leaves[position]
+            if self._mends(position, whole):
+                return (
+                    f"{place} of shape {tuple(leaf.shape)} holds no samples, and is cut because it has as many rows as "
+                    "the batch; expected it marked; pass it as autosplit.Whole(tensor), to the model, too"
+                )
+        return ""
+
+    def _mends(self, position: int, whole: Gradients) -> bool:
+        """Tell whether the parts make the whole where one tensor of the batch is not cut."""
+        other = _Examination(self.workload, marked(self.batch, {position}))
+        try:
+            with ExitStack() as closing:
+                other.copy = _begin(self.workload, other.batch, closing).copy
+                return not other._differences(whole).over(max(self.tolerance, TOLERANCES[other.copy.dtype]))
+        except Exception:  # noqa: BLE001  # it belongs to the samples, and is as long as they are
+            return False
 
     def _state_moved(self, whole: Gradients) -> list[str]:
         """Name the buffers that forwards move, if accumulation is exact where each micro-batch finds the same."""

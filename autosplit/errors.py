@@ -18,6 +18,7 @@ __all__ = [
     "RankFailedError",
     "UserCodeError",
     "WorkloadError",
+    "advise",
     "from_user_code",
     "one_line",
     "shown",
@@ -39,8 +40,8 @@ class InputError(AutosplitError, ValueError):
     """An argument that cannot be used: a batch below 1, a negative reserve, a missing file."""
 
 
-class DeviceError(InputError):
-    """A device that is unknown, absent, or unfit for what was asked of it."""
+class DeviceError(InputError, RuntimeError):
+    """A device that is unknown, absent, or unfit for what was asked of it; a RuntimeError, as nn.DataParallel's are."""
 
 
 class WorkloadError(InputError):
@@ -146,6 +147,14 @@ def one_line(error: BaseException) -> str:
     return f"{type(told).__name__}: {lines[0]}" if lines else type(told).__name__
 
 
+def advise(error: BaseException, advice: str) -> None:
+    """Add to what somebody else's code raised what to do about it, for its traceback and for `from_user_code`."""
+    if not hasattr(error, "autosplit_advice"):
+        error.autosplit_advice = advice  # type: ignore[attr-defined]
+        if hasattr(error, "add_note"):  # since Python 3.11
+            error.add_note(f"autosplit: {advice}")
+
+
 def from_user_code(error: BaseException, what: str) -> UserCodeError:
     """Turn what the user's own code raised into an error that shows where.
 
@@ -153,7 +162,7 @@ def from_user_code(error: BaseException, what: str) -> UserCodeError:
         error: What was raised; it becomes the cause.
         what: What was being run.
     """
-    message = f"{what} raised {one_line(error)}; mend it and run again"
+    message = f"{what} raised {one_line(error)}; {getattr(error, 'autosplit_advice', 'mend it and run again')}"
     wrapped = UserCodeError(message, user_frames(error.__traceback__))
     wrapped.__cause__ = error
     return wrapped

@@ -15,7 +15,7 @@ class Check:
     """One thing that was looked at: does it change when the batch is cut?
 
     Attributes:
-        subject: What it is: ``"gradient"``, ``"loss"``, ``"model"``, ``"BatchNorm2d at features.1"``,
+        subject: What it is: ``"gradient"``, ``"loss"``, ``"model"``, ``"batch"``, ``"BatchNorm2d at features.1"``,
             ``"gradient of optimizer 0"``.
         split_error: Relative difference (0.1 for 10 %) between the whole sample batch and the same batch split
             unevenly over two devices: of the gradient, or of a BatchNorm's output. None where it was not looked at,

@@ -114,44 +114,50 @@ class Gathering:
         weights: What each replica's scalars count for: numbers, or scalar tensors on whatever device.
         link: What brings outputs to the output device.
         shares: Samples of each replica, to tell a loss in one element from an output of one sample.
+        losses: Which outputs, by their places, were seen to be losses in one element, or not to be. With one sample on
+            each replica they can't be told apart, and are what they were.
     """
 
     dim: int
     weights: Sequence[float | Tensor]
     link: Link | PlacedLink
     shares: tuple[int, ...] = ()
+    losses: dict[str, bool] = dataclasses.field(default_factory=dict)
 
-    def join(self, outputs: list[Any]) -> Any:
-        """Join outputs of one structure, one per active device."""
+    def join(self, outputs: list[Any], place: str = "") -> Any:
+        """Join outputs of one structure, one per active device; `place` is theirs in what the module returns."""
         first = outputs[0]
         if any(type(output) is not type(first) for output in outputs):
             raise _cannot_join("types", [type(output).__name__ for output in outputs])
         if isinstance(first, Tensor):
-            return self._join_tensors(outputs)
+            return self._join_tensors(outputs, place)
         if isinstance(first, (Mapping, UserDict)):
-            return self._join_keyed(first, [dict(output.items()) for output in outputs])
+            return self._join_keyed(first, [dict(output.items()) for output in outputs], place)
         if dataclasses.is_dataclass(first) and not isinstance(first, type):
             names = [field.name for field in dataclasses.fields(first)]
-            return self._join_keyed(first, [{name: getattr(output, name) for name in names} for output in outputs])
+            keyed = [{name: getattr(output, name) for name in names} for output in outputs]
+            return self._join_keyed(first, keyed, place)
         if is_kind(type(first), "transformers", "Cache"):
             return self._join_caches(outputs)
         if isinstance(first, (tuple, list)):
             if len({len(output) for output in outputs}) != 1:
                 raise _cannot_join("lengths", [len(output) for output in outputs])
-            items = [self.join(list(column)) for column in zip(*outputs, strict=True)]
+            columns = enumerate(zip(*outputs, strict=True))
+            items = [self.join(list(column), f"{place}[{index}]") for index, column in columns]
             return type(first)(*items) if is_namedtuple(first) else type(first)(items)
         return self._join_plain(outputs)
 
-    def _join_keyed(self, first: Any, outputs: list[dict[Any, Any]]) -> Any:
+    def _join_keyed(self, first: Any, outputs: list[dict[Any, Any]], place: str) -> Any:
         if any(output.keys() != outputs[0].keys() for output in outputs):
             raise _cannot_join("keys", [list(output) for output in outputs])
-        return rebuilt(first, {key: self.join([output[key] for output in outputs]) for key in outputs[0]})
+        joined = {key: self.join([output[key] for output in outputs], f"{place}[{key!r}]") for key in outputs[0]}
+        return rebuilt(first, joined)
 
-    def _join_tensors(self, tensors: list[Tensor]) -> Tensor:
+    def _join_tensors(self, tensors: list[Tensor], place: str) -> Tensor:
         if len({tensor.dim() for tensor in tensors}) != 1:
             raise _cannot_join("shapes", [tuple(tensor.shape) for tensor in tensors])
-        if self._are_losses(tensors):
-            return self._join_tensors([tensor.reshape(()) for tensor in tensors]).reshape(1)
+        if tensors[0].dim() == 1 and tensors[0].is_floating_point() and self._are_losses(tensors, place):
+            return self._join_tensors([tensor.reshape(()) for tensor in tensors], place).reshape(1)
         if tensors[0].dim() > 0:
             return self._concatenated(tensors, self.dim)
         brought = [self.link.bring(tensor, position) for position, tensor in enumerate(tensors)]
@@ -166,11 +172,11 @@ class Gathering:
             total = total + tensor
         return total.to(brought[0].dtype)
 
-    def _are_losses(self, tensors: list[Tensor]) -> bool:
+    def _are_losses(self, tensors: list[Tensor], place: str) -> bool:
         """Tell losses in one element each, nn.DataParallel's idiom, from one sample's outputs."""
-        return any(share > 1 for share in self.shares) and all(
-            tensor.shape == (1,) and tensor.is_floating_point() for tensor in tensors
-        )
+        if any(share > 1 for share in self.shares):
+            self.losses[place] = all(tensor.shape == (1,) for tensor in tensors)
+        return self.losses.get(place, False) and all(tensor.shape == (1,) for tensor in tensors)
 
     def _weighted(self, tensor: Tensor, weight: float | Tensor) -> Tensor:
         if not isinstance(weight, Tensor):

@@ -32,14 +32,14 @@ class _Master:
     Attributes:
         tensor: The module's own.
         leaves: By device, the copies that replicas compute with.
-        stamp: Which values the leaves have.
+        stamps: By device, which values the copy has: a device may sit out a micro-step and join a later one.
         noted: The module's own gradient when the last backward was over, and its version; None with none waiting.
         hook: Follows what autograd itself adds to the module's own gradient meanwhile.
     """
 
     tensor: Tensor
     leaves: dict[int, Tensor] = field(default_factory=dict)
-    stamp: tuple[int, int] | None = None
+    stamps: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     noted: tuple[Tensor, int] | None = None
     hook: Any = None
 
@@ -112,6 +112,7 @@ class KeptReplicas:
         self._last = False
         self._task = _NO_TASK
         self._has_graph = False
+        self._round = 0
 
     @property
     def waiting(self) -> bool:
@@ -135,14 +136,13 @@ class KeptReplicas:
         tensors = unique((*module.parameters(), *module.buffers()))
         kept = [tensor for tensor in tensors if _can_be_kept(tensor)]
         self._follow(kept)
-        stays = self.needed
+        if not self.needed:
+            self._round += 1  # not by versions alone: a change through `.data`, or within a tracker, counts none
         tables: dict[int, dict[int, Tensor]] = {device: {} for device in devices}
         # Tensor by tensor, as a broadcast goes: no device waits until another one has all.
         for tensor in (*kept, *(tensor for tensor in tensors if id(tensor) not in self._masters)):
             for device, table in tables.items():
-                table[id(tensor)] = here(tensor) if device == 0 else self._elsewhere(tensor, device, stays=stays)
-        for tensor in kept:
-            self._masters[id(tensor)].stamp = _stamp(tensor)
+                table[id(tensor)] = here(tensor) if device == 0 else self._elsewhere(tensor, device)
         return [replica_of(module, tables[device]) for device in devices]
 
     def hold(self, module: nn.Module, devices: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
@@ -264,20 +264,21 @@ class KeptReplicas:
             if master.noted is None:
                 master.drop_gradients()  # left by a backward that broke off: one that ended has noted what waits
 
-    def _elsewhere(self, tensor: Tensor, device: int, *, stays: bool) -> Tensor:
+    def _elsewhere(self, tensor: Tensor, device: int) -> Tensor:
         """Return what another device computes with in place of a tensor of the first."""
         master = self._masters.get(id(tensor))
         if master is None:  # what a forward makes of parameters and keeps as a buffer has a graph, and no leaf
             return self._copies.copy(tensor if tensor.requires_grad else tensor.detach(), device, "buffer")
-        leaf = master.leaves.get(device)
+        leaf, stamp = master.leaves.get(device), (self._round, *_stamp(tensor))
         if leaf is None or leaf.shape != tensor.shape or leaf.dtype != tensor.dtype:
             leaf = master.leaves[device] = self._copies.copy(tensor.detach(), device, "parameter")
             if may_have_gradient(tensor):
                 # Also while the tensor is frozen: a backward of before may be still to come.
                 leaf.requires_grad_().register_hook(partial(_in_backward, weakref.ref(self)))
-        elif not stays or master.stamp != _stamp(tensor):
+        elif master.stamps[device] != stamp:
             with torch.no_grad():
                 self._copies.copy_into(leaf.detach(), tensor, device)
+        master.stamps[device] = stamp
         return leaf if tensor.requires_grad else leaf.detach()
 
     def _bring(self, master: _Master) -> None:

@@ -129,6 +129,7 @@ class DdpPlan:
         effective_batch_size: Samples per optimizer step; 0 where there are no ranks.
         measured: The throughput is that of steps that ran, or were simulated: a single rank's is the search's own.
         options: For DistributedDataParallel.
+        least_batch: The fewest samples that a rank trains on: 2 where a BatchNorm sees one value per sample.
     """
 
     ranks: tuple[RankSettings, ...]
@@ -137,6 +138,7 @@ class DdpPlan:
     effective_batch_size: int = 0
     measured: bool = False
     options: DdpOptions = DdpOptions()
+    least_batch: int = 1
 
 
 @dataclass(frozen=True)

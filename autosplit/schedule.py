@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 
 from autosplit.accumulation import Accumulation
 from autosplit.errors import InputError, shown
-from autosplit.split import accumulation_steps, micro_batch_sizes, proportional_split, whole_number
+from autosplit.split import accumulation_steps, micro_batch_sizes, short_split, whole_number
 
 __all__ = [
     "OptimizerStep",
@@ -59,7 +59,7 @@ class RankSlice:
     Attributes:
         rank: The rank, from 0.
         batch_sizes: For every rank, its samples of a full micro-batch, 0 or more. A smaller micro-batch is split in
-            the same proportions.
+            the same proportions, as far as no rank gets a single sample that has more of a full one (`short_split`).
 
     Raises:
         InputError: `rank` has no batch size, or the sizes are not whole numbers, or all 0.
@@ -98,21 +98,22 @@ class RankSlice:
         Args:
             num_samples: Samples of the micro-batch over all ranks, at most `batch_size`.
         """
-        return proportional_split(num_samples, self.batch_sizes)[self.rank]
+        return short_split(num_samples, self.batch_sizes)[self.rank]
 
     def part_of(self, batch: list[int]) -> list[int]:
         """Return this rank's part of a micro-batch.
 
-        A rank without a share gets the first sample, to be counted as nothing: it has to run the forward and the
-        backward all the same, because the ranks' gradients meet there.
+        A rank without a share gets the first samples, to be counted as nothing: it has to run the forward and the
+        backward all the same, because the ranks' gradients meet there. One, or two where its full share is as many:
+        on fewer a BatchNorm may not train.
 
         Args:
             batch: The micro-batch of all ranks, not empty.
         """
         whole = len(batch) == self.batch_size
-        sizes = self.batch_sizes if whole else proportional_split(len(batch), self.batch_sizes)
+        sizes = self.batch_sizes if whole else short_split(len(batch), self.batch_sizes)
         begin = sum(sizes[: self.rank])
-        return batch[begin : begin + sizes[self.rank]] or batch[:1]
+        return batch[begin : begin + sizes[self.rank]] or batch[: min(2, self.batch_sizes[self.rank] or 1)]
 
 
 class ScheduledBatchSampler(Sampler[list[int]]):
@@ -318,10 +319,14 @@ class OptimizerStep:
         index: The number of this step within the loop, for messages.
         num_samples: What the whole step counts for, over all ranks; None for the sum of `sizes`.
         num_ranks: The ranks whose gradients are averaged in the step's last backward.
+        samples: What this rank has of each micro-batch in samples, where `sizes` count something else: with 0 of
+            them it runs other ranks' samples.
 
     Attributes:
         on_draw: Called before each micro-batch comes out, with whether it is the step's last; returns whether the
             ranks meet in its backward: in every one where they share the parameters out. None where in the last.
+        uncounted: Around a micro-batch that counts for nothing, with whether it runs other ranks' samples: keeps it
+            from what is computed over the ranks in its forward.
         silenced: Around a backward that is run for the ranks to meet and counts for nothing: keeps what its loss gives
             from the gradients.
         on_end: Called when the last micro-batch has had its backward; None for nothing.
@@ -335,12 +340,15 @@ class OptimizerStep:
         index: int = 0,
         num_samples: int | None = None,
         num_ranks: int = 1,
+        samples: Sequence[int] | None = None,
     ) -> None:
         self.micro_batch_sizes = tuple(sizes)
+        self._samples = self.micro_batch_sizes if samples is None else tuple(samples)
         self.num_samples = sum(sizes) if num_samples is None else num_samples
         self.num_ranks = num_ranks
         self.index = index
         self.on_draw: Callable[[bool], bool] | None = None
+        self.uncounted: Callable[[bool], AbstractContextManager[Any]] = nullcontext
         self.silenced: Callable[[], AbstractContextManager[None]] = nullcontext
         self.on_end: Callable[[], None] | None = None
         self._batches = iter(batches)
@@ -450,7 +458,9 @@ class OptimizerStep:
             self._drawn += 1
             is_last = self._drawn == len(self)
             self._meets = is_last if self.on_draw is None else self.on_draw(is_last)
-            with accumulation.running(is_last=is_last):
+            number = self._drawn - 1
+            apart = nullcontext() if self.micro_batch_sizes[number] else self.uncounted(not self._samples[number])
+            with accumulation.running(is_last=is_last), apart:
                 yield batch
             del batch  # or this frame would hold it while the next is made
         self._check_backward()
@@ -569,6 +579,7 @@ def _scheduled_steps(
                 index=index,
                 num_samples=over_ranks(sum(sizes)),
                 num_ranks=sampler.rank_slice.num_ranks,
+                samples=step.micro_batch_sizes,
             )
         made.on_end = partial(sampler.consume, step.num_samples)
         yield made

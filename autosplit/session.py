@@ -652,7 +652,7 @@ class Session:
     def _ddp(self, best: Trial, ranks: tuple[Ceiling, ...], step_time: StepTime) -> DdpPlan:
         """Solve DDP's batch sizes from the same measurements; one rank alone takes the plan's own."""
         if len(ranks) == 1:
-            return lone_rank(ranks[0], best, self._effective_of(best), self._ddp_options())
+            return lone_rank(ranks[0], best, self._effective_of(best), self._ddp_options(), self.prober.least_batch())
         return self._solved_ranks(ranks, step_time)[0]
 
     def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[DdpPlan, StepTime]:

@@ -22,6 +22,7 @@ __all__ = [
     "fastest_split",
     "micro_batch_sizes",
     "proportional_split",
+    "short_split",
     "split_from_gpu0",
     "whole_number",
 ]
@@ -107,6 +108,36 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
     limits = _limits("ceilings", ceilings, len(weights))
     _require_room(batch_size, limits, "ceilings")
     return _fill(batch_size, weights, limits)
+
+
+def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
+    """Split a batch that is shorter than `split` in its proportions, shrinking no share to 1.
+
+    A BatchNorm can't train on one sample. So a single sample gets another one beside it, from whoever can spare it, or
+    moves to whoever has room. Where neither can be, it stays alone: a batch of 1, or 3 samples of a split of (2, 2).
+    Nothing is moved where a share of `split` is 1: who trains on that trains on one.
+
+    Args:
+        batch_size: Samples to split, 0 to `sum(split)`.
+        split: Samples per device of a full batch, not all 0 unless the batch is empty.
+
+    Returns:
+        One share per device, none above that of `split`.
+
+    Raises:
+        InputError: As of `proportional_split`.
+    """
+    shares = [*proportional_split(batch_size, split)]
+    for alone in sorted(range(len(shares)), key=lambda index: (split[index], -index)):
+        if shares[alone] != 1 or 1 in split:
+            continue
+        can_spare = [i for i, share in enumerate(shares) if share > 2]
+        has_room = [i for i, share in enumerate(shares) if 0 < share < split[i] and i != alone]
+        if can_spare or has_room:
+            moved = 1 if can_spare else -1
+            shares[alone] += moved
+            shares[max(can_spare or has_room, key=lambda index: (shares[index], split[index]))] -= moved
+    return tuple(shares)
 
 
 def cap_split(sizes: Sequence[int], ceilings: Sequence[int]) -> tuple[int, ...]:

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.batches import batch_size_of, map_tensors, resize, tensors_of, unmarked
+from autosplit.batches import (
+    batch_size_of,
+    doubting,
+    map_tensors,
+    named_leaves,
+    resize,
+    tensors_of,
+    unmarked,
+)
 from autosplit.drawing import largest_batch
 from autosplit.errors import WorkloadError
 from autosplit.transfer import HOST, active_placement, transfer
@@ -200,14 +208,8 @@ class Workload:
         Raises:
             WorkloadError: There is nothing to take a loss of, or it depends on no trainable parameter.
         """
-        if self.compute_loss is not None:
-            loss = self.compute_loss(model, on_first_device(batch, model))
-        elif self.loss_fn is not None:
-            inputs, targets = batch
-            outputs = call_model(model, inputs)
-            loss = self.loss_fn(outputs, _beside(outputs, targets))
-        else:
-            loss = _loss_of(call_model(model, batch))
+        with doubting(named_leaves(self.sample_batch, "sample_batch"), self.sample_batch_size, self.batch_dim):
+            loss = self._loss(model, batch)
         if not isinstance(loss, Tensor):
             raise WorkloadError(f"the loss is a {type(loss).__name__}; expected a tensor; return the tensor itself")
         if not loss.requires_grad:
@@ -216,6 +218,15 @@ class Workload:
                 "check requires_grad, and that the loss is taken outside torch.no_grad()"
             )
         return loss if loss.dim() == 0 else loss.mean()
+
+    def _loss(self, model: Any, batch: Any) -> Any:
+        if self.compute_loss is not None:
+            return self.compute_loss(model, on_first_device(batch, model))
+        if self.loss_fn is None:
+            return _loss_of(call_model(model, batch))
+        inputs, targets = batch
+        outputs = call_model(model, inputs)
+        return self.loss_fn(outputs, _beside(outputs, targets))
 
     @property
     def takes_loss_itself(self) -> bool:

@@ -33,7 +33,8 @@ from balanced_models import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.balanced import BalancedDataParallel, data_parallel
+import autosplit
+from autosplit.balanced import AmbiguousBatchWarning, BalancedDataParallel, data_parallel
 from autosplit.batches import Whole
 from autosplit.errors import AutosplitError, DeviceError, InputError, WorkloadError
 from autosplit.oom import OutOfMemoryError
@@ -515,6 +516,40 @@ class TestCalls:
         shapes = [[tuple(argument.shape) for argument in args] for args, _ in module.calls]
         assert shapes == [[(n, 5), (), (1, 5), (5, 5)] for n in (1, 2, 4)]
 
+    def test_what_was_seen_to_be_whole_stays_so_at_a_batch_as_large_as_it(self, run):
+        """A (T, T) mask beside (n, T) tokens was cut in the one batch in which n is T."""
+        module, mask = Echo(), torch.ones(4, 4)
+        wrapped = wrap(module, 1, 3)
+        with run():
+            for n in (6, 4):
+                wrapped(torch.zeros(n, 4), mask, longer=torch.zeros(n, 4))
+        assert [tuple(args[1].shape) for args, _ in module.calls] == [(4, 4)] * 4
+        assert [tuple(kwargs["longer"].shape) for _, kwargs in module.calls[2:]] == [(1, 4), (3, 4)]
+
+    def test_a_table_that_is_cut_to_single_rows_is_said(self, run):
+        """At shares of 1 each row broadcasts over its sample, which gave wrong numbers without a word."""
+
+        class Positions(nn.Linear):
+            def forward(self, x, positions):
+                return super().forward(x + positions)
+
+        module, inputs, positions = Positions(5, 2), torch.randn(2, 2, 5), torch.randn(2, 5)
+        said = r"single rows; if inputs\[1\] of shape \(2, 5\) .*as autosplit.Whole\(tensor\)"
+        with run(), pytest.warns(AmbiguousBatchWarning, match=said):
+            wrap(module, 1, 1)(inputs, positions)
+        with run():
+            outputs = wrap(module, 1, 1)(inputs, autosplit.Whole(positions))
+        torch.testing.assert_close(outputs, module(inputs, positions))
+
+    def test_an_error_in_a_batch_that_may_be_cut_by_accident_says_so(self, run):
+        class Positions(nn.Linear):
+            def forward(self, x, positions):
+                return super().forward(x + positions)
+
+        with run(), pytest.raises(RuntimeError, match="must match") as caught:
+            wrap(Positions(5, 2), 2, 4)(torch.randn(6, 6, 5), torch.randn(6, 5))
+        assert "inputs[1] of shape (6, 5) holds no samples" in caught.value.autosplit_advice
+
     def test_what_one_device_changes_in_place_is_whole_for_the_next(self, run):
         class Spoils(nn.Module):
             def forward(self, x, mask):
@@ -574,8 +609,9 @@ class TestCalls:
     def test_data_parallel_function(self):
         module, inputs = MODELS["mlp"][0](), torch.randn(8, 5)
         torch.testing.assert_close(data_parallel(module, inputs, 2, ["cpu", "cpu"]), module(inputs))
-        outputs = data_parallel(Echo(), (), split=(2, 6), device_ids=["cpu", "cpu"], module_kwargs={"x": inputs})
-        assert torch.equal(outputs, inputs)
+        for none in ((), None):  # torch's own takes None for no argument; the module got it as one
+            outputs = data_parallel(Echo(), none, split=(2, 6), device_ids=["cpu", "cpu"], module_kwargs={"x": inputs})
+            assert torch.equal(outputs, inputs)
 
 
 class TestOutputs:
@@ -742,6 +778,11 @@ class TestDevices:
     def test_mixed_kinds(self):
         with pytest.raises(DeviceError, match="expected all of them cuda, or all of them cpu"):
             BalancedDataParallel(None, Echo(), ["cpu", "cuda:0"])
+
+    def test_a_module_elsewhere_is_a_runtime_error_too(self):
+        """As nn.DataParallel's is, which code may catch."""
+        with pytest.raises(RuntimeError, match="weight is on meta"):
+            wrap(nn.Linear(2, 2, device="meta"), 2, 2)(torch.zeros(4, 2))
 
     def test_a_module_elsewhere(self):
         wrapped = wrap(nn.Linear(2, 2, device="meta"), 2, 2)

@@ -129,6 +129,7 @@ def assert_mirrors(tree, more, n, dim, given_shares) -> None:
     assert_alike(wrapped(inputs["tree"], more=inputs["more"]), inputs)
 
 
+@pytest.mark.filterwarnings("ignore::autosplit.balanced.AmbiguousBatchWarning")  # what is drawn may be square
 class TestAnyNesting:
     @settings(max_examples=400)
     @given(TREES, TREES, st.integers(1, 20), st.sampled_from([0, 1]), shares())
@@ -373,6 +374,26 @@ class TestOneElementLosses:
         ours.mean().backward()
         torch.testing.assert_close(ours, loss)
         assert_same_gradients(module, reference, 1e-10)
+
+    def test_are_one_element_whatever_the_batch(self, run):
+        """Two samples on two devices made two of them, any other batch one."""
+        module = self.WithLoss()
+        wrapped = wrap(module, 3, 2)
+        with run():
+            for n in (5, 2, 1):
+                inputs = torch.randn(n, 5, dtype=torch.float64)
+                torch.testing.assert_close(wrapped(inputs), module(inputs))
+
+    def test_are_told_from_what_a_module_returns_in_evaluation(self, run):
+        class Both(self.WithLoss):
+            def forward(self, x):
+                return super().forward(x) if self.training else self.body(x).sum(1)
+
+        wrapped = wrap(Both(), 1, 1)
+        with run():
+            assert wrapped(torch.randn(5, 5, dtype=torch.float64)).shape == (1,)
+            assert wrapped.eval()(torch.randn(2, 5, dtype=torch.float64)).shape == (2,)
+            assert wrapped.train()(torch.randn(2, 5, dtype=torch.float64)).shape == (1,)
 
     def test_one_sample_on_each_device_has_an_output_of_its_own(self):
         assert joined(lambda x: x.sum(1), 1, 1, 1).tolist() == [0.0, 1.0, 2.0]

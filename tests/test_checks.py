@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import sys
 import time
 from dataclasses import replace
@@ -517,6 +518,62 @@ def test_other_batch_dimensions_and_what_holds_no_samples():
 
     batch = (torch.randn(6, 7, 4), Whole(torch.randn(6, 6)))
     only_gradient(check(Workload(TimeFirst(), batch, batch_dim=1)))
+
+
+class Placed(nn.Module):
+    """Adds a row for each position, (T, E), to its tokens' embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 1)
+
+    def forward(self, tokens, positions):
+        return self.head(self.embedding(tokens) + positions).squeeze(-1)
+
+
+class Prototyped(nn.Module):
+    """Compares samples with a table of prototypes, and looks at all of these."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self.layer, self.reduce = nn.Linear(4, 4), reduce
+
+    def forward(self, x, prototypes):
+        return self.reduce(self.layer(x) @ prototypes.T)
+
+
+TOKENS, ROWS = torch.randint(0, 9, (6, 6)), torch.randn(6, 4)
+TABLES = {
+    "fails": (Placed(), TOKENS, WorkloadError),
+    "fits nowhere": (Prototyped(lambda scores: scores), torch.randn(6, 4), WorkloadError),
+    "differs": (Prototyped(lambda scores: scores.logsumexp(-1)), torch.randn(6, 4), None),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_a_table_with_as_many_rows_as_the_batch_is_named(case):
+    """It was cut as samples are, and what came of that named no cause."""
+    model, inputs, error = TABLES[case]
+    batch = {"inputs": (inputs, ROWS), "targets": torch.zeros(6)}
+
+    def loss_fn(outputs, targets):
+        return (outputs.flatten(1).mean(1) if outputs.dim() > 1 else outputs).sub(targets).square().mean()
+
+    said = r"sample_batch\[0\]\[1\] of shape \(6, 4\) holds no samples.*pass it as autosplit.Whole\(tensor\)"
+    given = Workload(model, ((inputs, ROWS), batch["targets"]), loss_fn=loss_fn)
+    if error is not None:
+        with pytest.raises(error, match=said):
+            check(given)
+    else:
+        assert re.search(said, advice_on(check(given), "batch"))
+    only_gradient(check(Workload(model, ((inputs, Whole(ROWS)), batch["targets"]), loss_fn=loss_fn)))
+
+
+def test_what_is_cut_in_doubt_is_said_where_another_size_fails():
+    """A square batch says nothing of which dimension is the samples': torch's own error named no cure."""
+    given = Workload(Placed(), (TOKENS, torch.randn(6, 4)), loss_fn=None)
+    with pytest.raises(UserCodeError, match=r"sample_batch\[1\] of shape \(6, 4\).*as autosplit.Whole\(tensor\)"):
+        autosplit.tune(given, devices="sim:1xRTX3090", profile="off", n_trials=1, max_batch_size=64)
 
 
 def test_a_model_that_refuses_float64_is_checked_in_float32():

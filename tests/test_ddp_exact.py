@@ -428,6 +428,8 @@ STREAMS = {
     "stream with a short end": ((2, 6), 24, 43),
     "stream with an end for one rank": ((2, 6), 24, 41),
     "stream with an end that is left": ((2, 6), 8, 41),
+    "stream with no share on one rank": ((8, 0), 24, 43),
+    "stream with no share on rank 0": ((0, 8), 16, 40),
 }
 
 FAST: dict[str, Callable[[], Any]] = {

@@ -115,6 +115,7 @@ ORDER = (
     "ddp.metadata",
     "ddp.folders",
     "ddp.loops",
+    "ddp.batchnorms",
     "ddp.context",
     "ddp.process",
     "ddp",

@@ -283,6 +283,37 @@ class TestFastestSplit:
         assert elapsed_s < 10  # about 1 s; the margin is for a busy machine
 
 
+class TestShortSplits:
+    """A share of 2 or more that shrinks to 1 is one that a BatchNorm does not train on."""
+
+    @given(st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any), st.data())
+    def test_leave_nobody_alone_where_that_can_be(self, split: list[int], data: st.DataObject) -> None:
+        batch_size = data.draw(st.integers(0, sum(split)))
+        shares = splits.short_split(batch_size, split)
+        assert sum(shares) == batch_size
+        assert all(0 <= share <= most for share, most in zip(shares, split, strict=True))
+        reachable = {0}
+        for most in split:
+            reachable = {n + share for n in reachable for share in range(most + 1) if share != 1}
+        assert 1 not in shares or 1 in split or batch_size not in reachable
+
+    @pytest.mark.parametrize(
+        ("batch_size", "split", "shares"),
+        [
+            (8, (2, 6), (2, 6)),
+            (7, (2, 6), (2, 5)),
+            (4, (2, 6), (2, 2)),
+            (2, (4, 4), (2, 0)),
+            (3, (2, 6), (0, 3)),
+            (5, (1, 7), (1, 4)),
+            (3, (2, 2), (2, 1)),
+            (1, (2, 6), (0, 1)),
+        ],
+    )
+    def test_cases(self, batch_size: int, split: tuple[int, ...], shares: tuple[int, ...]) -> None:
+        assert splits.short_split(batch_size, split) == shares
+
+
 class TestMicroBatches:
     @given(st.integers(1, 500), st.integers(1, 600))
     def test_add_up_exactly(self, effective_batch_size: int, batch_size: int) -> None:

@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
+from autosplit.ddp.batchnorms import has_synchronised, silence, uncounted
 from autosplit.ddp.checkpoints import load_checkpoint, save_checkpoint
 from autosplit.ddp.loops import foreign_steps, gathered
 from autosplit.ddp.sharding import Layers, begin_step, let_meet, shard
@@ -23,7 +24,7 @@ from autosplit.errors import InputError
 from autosplit.plan import Plan, RankSettings
 from autosplit.printed import printable
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
-from autosplit.split import accumulation_steps
+from autosplit.split import accumulation_steps, micro_batch_sizes, short_split
 
 __all__ = ["BatchNormWarning", "Context", "OtherModelWarning"]
 
@@ -67,6 +68,7 @@ class Context:
         self.effective_batch_size = _effective_batch_size(plan, self.batch_size)
         self._wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._meets_always = False
         self._loop: object = None
 
     def wrap(self, model: nn.Module, *, sync_batchnorm: bool = False, **kwargs: Any) -> DistributedDataParallel:
@@ -83,8 +85,8 @@ class Context:
             The wrapper; `wrapper.module` is the model.
 
         Raises:
-            InputError: An option that this version of DistributedDataParallel does not have, or SyncBatchNorm on a
-                processor.
+            InputError: An option that this version of DistributedDataParallel does not have, SyncBatchNorm on a
+                processor, or running statistics that are rank 0's where that has no samples.
 
         Warns:
             BatchNormWarning: Running statistics are rank 0's alone, and rank 0 has not the largest share.
@@ -106,6 +108,7 @@ class Context:
         wrapped = DistributedDataParallel(model.to(self.device), **kwargs)
         _let_go_of_group_last(wrapped)
         self._wrapped.add(wrapped)
+        self._meets_always |= has_synchronised(model)
         return wrapped
 
     def shard(self, model: nn.Module, *, layers: Layers | None = None, **kwargs: Any) -> nn.Module:
@@ -135,7 +138,8 @@ class Context:
 
         Raises:
             InputError: An option that this version of fully_shard does not have, `layers` that mean no module, or a
-                model that is wrapped, shared out already, or another one than rank 0's.
+                model that is wrapped, shared out already, or another one than rank 0's; running statistics that are
+                rank 0's where that has no samples.
 
         Warns:
             BatchNormWarning: Checkpoints have rank 0's running statistics, and rank 0 has not the largest share.
@@ -145,6 +149,7 @@ class Context:
         self._doubt_batchnorms(model, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
         shard(model, device=self.device, layers=layers, options=kwargs)
         self._sharded.add(model)
+        self._meets_always = True  # parameters come together in every forward and every backward
         return model
 
     @staticmethod
@@ -178,10 +183,19 @@ class Context:
     def _doubt_batchnorms(
         self, model: nn.Module, are: str = "are", remedy: str = "pass sync_batchnorm=True (GPUs)"
     ) -> None:
-        """Warn, on rank 0, where DDP takes running statistics from a rank that sees fewer samples than another."""
+        """Warn, on rank 0, where DDP takes running statistics from a rank that sees fewer samples than another.
+
+        Raises:
+            InputError: It takes them from one that sees none.
+        """
         sizes = self._slice.batch_sizes
-        norms = ((name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm))
-        kept = [name for name, part in norms if part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)]
+        norms = {name: part for name, part in model.named_modules() if isinstance(part, _BatchNorm)}
+        kept = [n for n, part in norms.items() if part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)]
+        if not sizes[0] and any(norms[name].training for name in kept):
+            raise InputError(
+                f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} those "
+                f"of rank 0 alone, which has no samples of {sizes}; expected some; {remedy}, or give rank 0 a share"
+            )
         if kept and self.rank == 0 and sizes[0] < max(sizes):
             warnings.warn(
                 f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} "
@@ -197,8 +211,9 @@ class Context:
         """Return a batch sampler that hands out this rank's part of every micro-batch.
 
         All ranks draw the same order. Every sample comes once an epoch, on one rank; every rank gets equally many
-        micro-batches, and the short last step is split in the same proportions. Where a rank has no share, it gets
-        one sample that counts for nothing.
+        micro-batches, and the short last step is split in the same proportions, as far as no rank gets a single
+        sample that has more of a full one: a BatchNorm can't train on one. A rank without a share runs one or two
+        samples that count for nothing, nor move a BatchNorm's statistics.
 
         Args:
             num_samples: Length of the data set, the same on every rank.
@@ -207,9 +222,10 @@ class Context:
             drop_last: Leave out the epoch's last step where it is short of samples.
 
         Raises:
-            InputError: `num_samples` is below 1, or a number is not whole.
+            InputError: `num_samples` is below 1, or a number is not whole; or the model that the plan was made for
+                can't train on the epoch's last forward: its BatchNorms would see one sample.
         """
-        return ScheduledBatchSampler(
+        made = ScheduledBatchSampler(
             num_samples,
             self.batch_size,
             self.effective_batch_size,
@@ -218,6 +234,20 @@ class Context:
             drop_last=drop_last,
             rank_slice=self._slice,
         )
+        self._refuse_single_samples(made)
+        return made
+
+    def _refuse_single_samples(self, sampler: ScheduledBatchSampler) -> None:
+        least = self.plan.ddp.least_batch
+        for step in (*sampler.schedule[:1], *sampler.schedule[-1:]):
+            last = micro_batch_sizes(step.num_samples, self.batch_size)[-1]
+            shares = short_split(last, self._slice.batch_sizes)
+            if any(0 < share < least for share in shares):
+                raise InputError(
+                    f"the last forward of an optimizer step of {step.num_samples} samples has {last}, split {shares}; "
+                    f"expected none or {least} and more on each rank, since the plan's BatchNorms train on no fewer; "
+                    "pass drop_last=True, or take another number of samples"
+                )
 
     def steps(self, loader: Iterable[Any], *, count: Callable[[Any], int] | None = None) -> Iterator[OptimizerStep]:
         """Walk one epoch of this rank's loader, an optimizer step at a time.
@@ -237,7 +267,8 @@ class Context:
             loader: A ``DataLoader`` with this context's `batch_sampler`, of which no batch is looked into. Or a loader
                 of another kind, which gives this rank's own batches (an iterable data set cut by rank): a step's
                 micro-batches are held back until the ranks have told each other how many samples theirs have. All
-                ranks end when the first loader does.
+                ranks end when the first loader does. What the loader of a rank without a share gives is run, and
+                counts for nothing.
             count: ``count(batch) -> int``: what the mean loss averages over, where that is not samples (labels that
                 are not padding). Micro-batches are held back and the ranks tell each other their counts.
 
@@ -255,7 +286,13 @@ class Context:
                     f"the loader draws the whole data set on each of {self.world_size} ranks; expected rank "
                     f"{self.rank}'s own part; make it with batch_sampler=ctx.batch_sampler(len(dataset))"
                 )
-            made = foreign_steps(loader, self.settings.accumulation_steps, device=self.device, count=count)
+            made = foreign_steps(
+                loader,
+                self.settings.accumulation_steps,
+                device=self.device,
+                count=count,
+                has_share=self.settings.batch_size > 0,
+            )
             return self._synchronised(checked(made))
         if sampler.rank_slice != self._slice:
             raise InputError(
@@ -376,7 +413,7 @@ class Context:
                 self._synchronise(True)
                 for model in self._sharded:
                     begin_step(model)
-                step.on_draw, step.silenced = self._synchronise, self._silenced
+                step.on_draw, step.silenced, step.uncounted = self._synchronise, self._silenced, self._uncounted
                 yield step
         finally:
             # A loop that is collected late must not touch the flag within one that began after it.
@@ -393,14 +430,22 @@ class Context:
             met = met or wanted
         for model in self._sharded:
             let_meet(model, meets)
-        # Parameters that are shared out come together in every forward and every backward.
-        return met or bool(self._sharded)
+        return met or self._meets_always
+
+    def _uncounted(self, stands_in: bool) -> AbstractContextManager[None]:
+        """Keep a micro-batch that counts for nothing out of what BatchNorms compute over samples."""
+        return uncounted([*self._wrapped, *self._sharded], stands_in=stands_in)
 
     @contextmanager
     def _silenced(self) -> Iterator[None]:
         """Let a backward send zeros, whatever its loss is: the mean over no labels is 0/0, and 0 times that no zero."""
-        parameters = [p for wrapped in self._wrapped for p in wrapped.parameters() if p.requires_grad]
-        handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
+        handles = [
+            parameter.register_hook(hook)
+            for wrapped in self._wrapped
+            for hook in [silence if has_synchronised(wrapped) else torch.zeros_like]
+            for parameter in wrapped.parameters()
+            if parameter.requires_grad
+        ]
         try:
             yield
         finally:

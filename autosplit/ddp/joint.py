@@ -473,7 +473,8 @@ class JointSession:
             replace(rank.ceiling, batch_size=max(rank.ceiling.batch_size, share))
             for rank, share in zip(self.ranks, best.split, strict=True)
         )
-        ddp = measured_ranks(ceilings, best, self.solver.space.effective_of(configuration_of(best)), self._options())
+        effective = self.solver.space.effective_of(configuration_of(best))
+        ddp = measured_ranks(ceilings, best, effective, self._options(), self._least_batch())
         return assembled(
             self.subject,
             replace(rank_answer(ddp, fit), even_samples_per_s=even_samples_per_s),

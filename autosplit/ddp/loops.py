@@ -43,6 +43,7 @@ def foreign_steps(
     *,
     device: torch.device,
     count: Callable[[Any], int] | None = None,
+    has_share: bool = True,
 ) -> Iterator[OptimizerStep]:
     """Cut a loader of any kind into optimizer steps that all ranks take together.
 
@@ -54,6 +55,7 @@ def foreign_steps(
         micro_steps: Micro-batches of a step, equal on all ranks.
         device: See `gathered`.
         count: What a batch's mean loss averages over. Default: its samples.
+        has_share: Whether this rank's batches count at all: one without a share runs them for the others.
 
     Yields:
         The optimizer steps.
@@ -64,7 +66,8 @@ def foreign_steps(
     batches = iter(loader)
     for index in itertools.count():
         held = list(itertools.islice(batches, micro_steps))
-        sizes = [counted(count or count_samples, batch) for batch in held]
+        sizes = [counted(count or count_samples, batch) if has_share else 0 for batch in held]
+        samples = [int(has_share)] * len(held)
         everyones = gathered((len(held), sum(sizes)), device)
         most = max(number for number, _ in everyones)
         if not all(number for number, _ in everyones):
@@ -79,4 +82,5 @@ def foreign_steps(
         total = sum(size for _, size in everyones)
         held += [held[-1]] * (most - len(held))
         sizes += [0] * (most - len(sizes))
-        yield OptimizerStep(held, sizes, index=index, num_samples=total, num_ranks=len(everyones))
+        samples += [0] * (most - len(samples))
+        yield OptimizerStep(held, sizes, index=index, num_samples=total, num_ranks=len(everyones), samples=samples)

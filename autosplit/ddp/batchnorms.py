@@ -1,0 +1,87 @@
+"""BatchNorms in a micro-batch that counts for nothing on this rank: what it runs there must reach no statistics.
+
+A rank without a share runs other ranks' samples, because the gradients meet in its backward. A SyncBatchNorm would
+count them a second time, a BatchNorm of rank 0 would put them in the statistics that all ranks get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["has_synchronised", "silence", "uncounted"]
+
+
+@contextmanager
+def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]:
+    """Keep a micro-batch out of the models' BatchNorms.
+
+    Args:
+        models: What runs in it.
+        stands_in: Its samples are other ranks'. Where not, they belong to the batch and to its statistics, and only
+            their gradient is nothing.
+    """
+    forward = _stand_in if stands_in else _silent
+    replaced = [(norm, partial(forward, norm)) for norm in _norms_of(models)]
+    for norm, instead in replaced:
+        norm.forward = instead
+    try:
+        yield
+    finally:
+        for norm, instead in replaced:
+            if norm.__dict__.get("forward") is instead:  # a loop that is collected late ends no other's
+                del norm.forward
+
+
+def silence(gradient: Tensor) -> Tensor:
+    """Return a gradient of what counts for nothing in a model with SyncBatchNorms, where it need not be 0.
+
+    Samples that count for nothing in the loss still are in the statistics of those that do. But where a mean over
+    nothing, 0/0, has made it NaN, it is 0.
+    """
+    return gradient.nan_to_num(0.0, 0.0, 0.0)
+
+
+def has_synchronised(model: nn.Module) -> bool:
+    """Tell whether ranks meet in every forward and every backward of a model, in its SyncBatchNorms."""
+    return any(isinstance(norm, nn.SyncBatchNorm) for norm in model.modules())
+
+
+def _norms_of(models: Iterable[nn.Module]) -> Iterator[Any]:
+    return (part for model in models for part in model.modules() if isinstance(part, _BatchNorm))
+
+
+def _stand_in(norm: Any, inputs: Tensor) -> Tensor:
+    """Normalise by the running statistics; a SyncBatchNorm takes part in what the ranks do with a count of 0."""
+    if not norm.training or not (norm.track_running_stats or isinstance(norm, nn.SyncBatchNorm)):
+        return _own_forward(norm, inputs)
+    nothing: Tensor | float = 0.0
+    if isinstance(norm, nn.SyncBatchNorm):
+        # The others send statistics of single precision at least.
+        empty = inputs[:0].float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs[:0]
+        nothing = _own_forward(norm, empty).sum()  # in the graph: its backward meets the others', too
+    if norm.running_mean is None:
+        return inputs + nothing
+    # Clones: another forward before the backward may move these.
+    mean, var = norm.running_mean.clone(), norm.running_var.clone()
+    return F.batch_norm(inputs, mean, var, norm.weight, norm.bias, eps=norm.eps) + nothing
+
+
+def _silent(norm: Any, inputs: Tensor) -> Tensor:
+    """Send numbers to the other ranks in the backward, whatever comes: the loss of nothing may be 0/0."""
+    outputs = _own_forward(norm, inputs)
+    if isinstance(norm, nn.SyncBatchNorm) and outputs.requires_grad:
+        outputs.register_hook(silence)
+    return outputs
+
+
+def _own_forward(norm: Any, inputs: Tensor) -> Tensor:
+    outputs: Tensor = type(norm).forward(norm, inputs)
+    return outputs
