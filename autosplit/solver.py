@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from autosplit.cost import StepTime, TimeCurve, overlapped_seconds
 from autosplit.errors import InputError
 from autosplit.space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space, Trial, configuration_of
-from autosplit.split import accumulation_steps, even_split, fastest_split, micro_batch_sizes, proportional_split
+from autosplit.split import accumulation_steps, even_split, fastest_split, micro_batch_sizes, proportional_split, short_split
 
 __all__ = ["BACKWARD_SHARE", "MOST_STEPS", "WITHIN_REACH", "RankAnswer", "RankSolver", "Solver", "geometric", "spread"]
 
@@ -423,14 +423,14 @@ class RankSolver:
     def _trains(self, answer: RankAnswer) -> bool:
         """Tell whether the last micro-step, which may be shorter, gives no rank fewer samples than it can train on."""
         last = micro_batch_sizes(answer.effective_batch_size, sum(answer.batch_sizes))[-1]
-        return not any(0 < share < self.least_batch for share in proportional_split(last, answer.batch_sizes))
+        return not any(0 < share < self.least_batch for share in short_split(last, answer.batch_sizes))
 
     def _at(self, batch_size: int, total: int) -> RankAnswer:
         floors = (self.least_batch,) * len(self.curves)
         split = fastest_split(batch_size, self.curves, self.ceilings, floors)
         sizes = micro_batch_sizes(total, batch_size)
         # The last micro-step may be shorter; a rank without a share in it runs as few samples as it can.
-        last_split = split if sizes[-1] == batch_size else proportional_split(sizes[-1], split)
+        last_split = split if sizes[-1] == batch_size else short_split(sizes[-1], split)
         last_s = [curve(max(self.least_batch, n)) for curve, n in zip(self.curves, last_split, strict=True)]
         full_s = [curve(n) * (len(sizes) - 1) for curve, n in zip(self.curves, split, strict=True)]
         times = [full + last for full, last in zip(full_s, last_s, strict=True)]
