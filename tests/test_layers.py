@@ -80,6 +80,7 @@ ORDER = (
     "relaxing",
     "even_ranks",
     "explaining",
+    "sensitivity",
     "soundness",
     "markup",
     "plan",
