@@ -7,7 +7,7 @@ these, says which split to simulate next; only what was simulated is told.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.catalog import GpuSpec
@@ -34,7 +34,7 @@ from autosplit.space import Configuration, Trial, configuration_of
 
 __all__ = ["simulated_changes"]
 
-MOST_NEW = 3
+MOST_NEW = 2
 """Splits that are simulated anew on a changed machine, at most: each takes traces of its own."""
 
 _COPIES = frozenset(("parameter", "buffer", "gradient"))
@@ -85,13 +85,15 @@ def simulated_changes(
         rate = _best_rate(machine)
         if rate > 0:
             changes.append(Change(machine.what, machine.device, rate))
-    base = base_of(plan) * (1 + BINDING_SHARE)
-    binds = any(change.what == "memory" and change.samples_per_s > base for change in changes)
-    if len(plan.devices) > 1 and not binds and runtime.tracer.fake:
-        everywhere = _with_memory(runtime, range(len(plan.devices)), NO_LIMIT_BYTES)
-        changes.append(
-            Change("memory", None, _best_rate(_Machine("memory", None, everywhere, all_memory_relaxed(problem))))
-        )
+    base = base_of(plan)
+    full = [index for index in range(len(plan.devices)) if _is_full(plan, index)]
+    if not any(change.what == "one_gib_more" for change in changes):
+        changes.append(Change("one_gib_more", plan.devices[fullest_of(plan)].label, base))
+    binds = any(change.what == "memory" and change.samples_per_s > base * (1 + BINDING_SHARE) for change in changes)
+    if len(full) > 1 and not binds and runtime.tracer.fake:
+        everywhere = _with_memory(runtime, full, NO_LIMIT_BYTES)
+        rate = _best_rate(_Machine("memory", None, everywhere, all_memory_relaxed(problem)))
+        changes.append(Change("memory", None, max(base, rate)))
     return tuple(changes)
 
 
@@ -115,28 +117,31 @@ def _machines(plan: Solved, problem: Problem, runtime: SimulatedRuntime) -> Iter
 
 def _larger(plan: Solved, problem: Problem, runtime: SimulatedRuntime, trials: tuple[Trial, ...]) -> Iterator[_Machine]:
     for index, (_, label, relaxed) in zip(kinds_of(plan), memory_relaxed(plan, problem), strict=True):
-        if relaxed is not problem:  # a kernel or time limits it
+        if _is_full(plan, index):
             yield _Machine("memory", label, _with_memory(runtime, (index,), NO_LIMIT_BYTES), relaxed, trials)
     for what, _, relaxed in sizes_relaxed(plan, problem):
         # A step of another size is another step.
         yield _Machine(what, None, runtime, relaxed, trials if what == "max_batch_size" else ())
-    fullest = fullest_of(plan)
-    more = problem.with_memory(fullest, GIB)
-    if more is not problem:
-        label = plan.devices[fullest].label
-        yield _Machine("one_gib_more", label, _with_memory(runtime, (fullest,), GIB), more, trials)
+    index = fullest_of(plan)
+    if _is_full(plan, index):
+        more, label = problem.with_memory(index, GIB), plan.devices[index].label
+        yield _Machine("one_gib_more", label, _with_memory(runtime, (index,), GIB), more, trials)
+
+
+def _is_full(plan: Solved, index: int) -> bool:
+    return plan.devices[index].ceiling.limited_by == "memory"
 
 
 # Machines
 
 
-def _with_memory(runtime: SimulatedRuntime, indices: tuple[int, ...] | range, more_bytes: int) -> SimulatedRuntime:
+def _with_memory(runtime: SimulatedRuntime, indices: Sequence[int], more_bytes: int) -> SimulatedRuntime:
     capacities = [most + more_bytes * (index in indices) for index, most in enumerate(runtime.capacities_bytes)]
     return SimulatedRuntime(runtime.devices, tuple(capacities), runtime.tracer)
 
 
 def _with_specs(
-    runtime: SimulatedRuntime, indices: tuple[int, ...] | range, change: Callable[[GpuSpec], GpuSpec]
+    runtime: SimulatedRuntime, indices: Sequence[int], change: Callable[[GpuSpec], GpuSpec]
 ) -> SimulatedRuntime:
     devices = tuple(
         replace(device, spec=change(device.spec)) if index in indices and device.spec is not None else device
