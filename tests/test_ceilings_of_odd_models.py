@@ -250,12 +250,25 @@ def in_place_draw():
     return torch.empty(1).uniform_(0, 1).item()
 
 
+def signed_draw():
+    return (torch.empty(()).uniform_(-1, 1) + 1) / 2
+
+
+def coin():
+    return torch.bernoulli(torch.tensor(0.7))
+
+
 def python_draw():
     return random.random()
 
 
-@pytest.mark.parametrize("low", [True, False])
-@pytest.mark.parametrize("draw", [tensor_draw, number_draw, in_place_draw, python_draw])
+@pytest.mark.parametrize(
+    ("draw", "low"),
+    [
+        *((draw, low) for draw in (tensor_draw, number_draw, python_draw) for low in (True, False)),
+        *((draw, True) for draw in (in_place_draw, signed_draw, coin)),
+    ],
+)
 def test_layers_that_are_left_out_at_random_count(draw, low, counted):
     """929 samples were the answer where 335 run with all layers, after ten steps: a probe had left out most of them."""
     assert_right(lambda: classifier(LayerDrop(draw, low=low)), "4MiB", counted, seeds=range(4))

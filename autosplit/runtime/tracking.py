@@ -260,7 +260,7 @@ class Tracker(TorchDispatchMode, Placement):
         device, by_scalar = _device_of_inputs(inputs, held)
         outputs = as_real(func, args, func(*args, **kwargs))
         if func in _DRAWS and device < 0 and self._draws is not None:
-            self._drawn(self._draws, outputs)
+            self._drawn(self._draws, func, args, outputs)
         if device >= 0 and not by_scalar:
             for tensor, record in zip(inputs, held, strict=True):
                 if (record is None or record.device == _PROVISIONAL) and tensor.dim() > 0:
@@ -270,11 +270,16 @@ class Tracker(TorchDispatchMode, Placement):
             self._observer.on_op(device, func, args, kwargs, outputs)
         return outputs
 
-    def _drawn(self, draws: ExtremeDraws, drawn: Tensor) -> None:
+    def _drawn(self, draws: ExtremeDraws, func: Any, args: Sequence[Any], drawn: Tensor) -> None:
         """Replace what was drawn, where that is few numbers; of a fake, tell it so that it can be asked for."""
         number = draws.draw() if drawn.numel() <= MOST_DECIDED_BY else None
         if number is None:
             return
+        if "bernoulli" in func.name():
+            number = float(round(number))
+        elif func is torch.ops.aten.uniform_.default:
+            low, high = args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
+            number = low + (high - low) * number
         if not isinstance(drawn, FakeTensor):
             drawn.fill_(number)
         elif drawn.numel() == 1:
