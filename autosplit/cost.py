@@ -101,7 +101,7 @@ class MemoryParts:
     """What a device holds at the moment of a step at which it holds the most; together that is its peak.
 
     Attributes:
-        parameters_bytes: Parameters and buffers, and a replica's copies of them.
+        parameters_bytes: Parameters, buffers, a replica's copies of them, and whatever else outlives a step.
         gradients_bytes: Gradients of the parameters; a rank's buckets, too.
         optimizer_bytes: The optimizer's state.
         gathered_bytes: Outputs of all devices, put together on the first.

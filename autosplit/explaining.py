@@ -1,19 +1,22 @@
 """Explain a plan by its stored numbers: what bounds it, what else there is, how good its fit was. Nothing runs.
 
-What was not measured is the model's prediction, at the parameters that were fitted to the trials, and its gains are
-ratios of two predictions.
+For simulated cards a plan holds what was simulated of other machines. For real devices what was not measured is the
+model's prediction, at the parameters that were fitted to the trials, and its gains are ratios of two predictions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
+from typing import Any, Literal
 
 from autosplit.explanation import (
     BINDING_SHARE,
+    LIMITS,
     Alternative,
     Bound,
+    Change,
     Explanation,
     FitQuality,
     LearningRate,
@@ -21,10 +24,22 @@ from autosplit.explanation import (
     Solved,
     What,
 )
-from autosplit.relaxing import MOST_WORK, NO_LIMIT_BYTES, Overhead, Problem
+from autosplit.relaxing import MOST_WORK, NO_LIMIT_BYTES, Problem
 from autosplit.split import even_split
 
-__all__ = ["explanation_of"]
+__all__ = [
+    "FASTER",
+    "GIB",
+    "all_memory_relaxed",
+    "alone_of",
+    "base_of",
+    "explanation_of",
+    "fullest_of",
+    "kinds_of",
+    "memory_relaxed",
+    "problem_of",
+    "sizes_relaxed",
+]
 
 GIB = 2**30
 
@@ -46,17 +61,14 @@ def explanation_of(plan: Solved) -> Explanation:
     """
     several = len(plan.devices) > 1
     shares_processor = several and all(device.kind == "cpu" for device in plan.devices)
-    problem = _problem(plan)
+    problem = problem_of(plan)
     predicted = None if problem is None else problem.rate(plan.split, plan.effective_batch_size)
-    base = 0.0 if problem is None or predicted is None else max(problem.best(), predicted)
     return Explanation(
         samples_per_s=plan.samples_per_s,
         predicted_samples_per_s=predicted,
-        bounds=() if problem is None else _bounds(plan, problem, base),
+        **_relaxed(plan, problem, predicted, alone=several and not shares_processor),
         even=_even(plan, problem, predicted) if several and not shares_processor else None,
         even_measured=_even_measured(plan),
-        alone=_alone(plan, problem, predicted) if several and not shares_processor else (),
-        more_memory=None if problem is None else _more_memory(plan, problem, base),
         fit=_fit_quality(plan),
         fastest=plan.fastest,
         ddp_samples_per_s=plan.ddp_samples_per_s,
@@ -67,7 +79,26 @@ def explanation_of(plan: Solved) -> Explanation:
     )
 
 
-def _problem(plan: Solved) -> Problem | None:
+def _relaxed(plan: Solved, problem: Problem | None, predicted: float | None, *, alone: bool) -> dict[str, Any]:
+    """Return what other machines would do: as it was simulated, or by the model of real devices and of ranks."""
+    if plan.changes is not None:
+        return _as_simulated(plan, plan.changes)
+    if problem is None or predicted is None or (plan.simulated and plan.region is not None):
+        return {"bounds": (), "alone": (), "more_memory": None}
+    base = max(problem.best(), predicted)
+    return {
+        "bounds": _bounds(plan, problem, base),
+        "alone": _alone(plan, problem, predicted) if alone else (),
+        "more_memory": _more_memory(plan, problem, base),
+    }
+
+
+def problem_of(plan: Solved) -> Problem | None:
+    """Return what the plan is the answer to; None where it has no fit, or the time of a step takes too long to predict.
+
+    Args:
+        plan: What is explained.
+    """
     forwards = plan.effective_batch_size / sum(plan.split)
     if plan.fit is None or forwards > MOST_WORK or forwards * len(plan.devices) > MOST_CURVES:
         return None
@@ -81,20 +112,49 @@ def _problem(plan: Solved) -> Problem | None:
     )
 
 
+def base_of(plan: Solved) -> float:
+    """Return the fastest that was simulated on the plan's own machine."""
+    return max([plan.samples_per_s, *(trial.samples_per_s or 0.0 for trial in plan.trials)])
+
+
+def _as_simulated(plan: Solved, changes: tuple[Change, ...]) -> dict[str, Any]:
+    base = base_of(plan)
+    bounds = []
+    for change in changes:
+        if change.what == "one_gib_more" or change.what == "alone":  # noqa: PLR1714  # mypy knows the rest, so
+            continue
+        if change.samples_per_s > base * (1 + BINDING_SHARE):
+            bounds.append(Bound(change.what, change.device, change.samples_per_s, change.samples_per_s / base))
+    alone = [
+        Alternative((c.device,), (), 0, c.samples_per_s, plan.samples_per_s / c.samples_per_s, measured=True)
+        for c in changes
+        if c.what == "alone" and c.device is not None
+    ]
+    more = next((change for change in changes if change.what == "one_gib_more"), None)
+    memory = None
+    if more is not None and more.device is not None:
+        rate = max(base, more.samples_per_s)
+        memory = MoreMemory(more.device, rate, rate / base, simulated=True)
+    return {
+        "bounds": _in_order(bounds),
+        "alone": tuple(sorted(alone, key=lambda one: -one.samples_per_s)),
+        "more_memory": memory,
+    }
+
+
+def _in_order(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
+    """Put memory and sizes first, each of both by its gain."""
+    return tuple(sorted(bounds, key=lambda bound: (bound.what not in LIMITS, -bound.gain)))
+
+
 def _bounds(plan: Solved, problem: Problem, base: float) -> tuple[Bound, ...]:
-    """Return what binds: memory and sizes first, each of both by its gain."""
-    memory = _binding(_memory_relaxed(plan, problem), base)
+    memory = _binding(memory_relaxed(plan, problem), base)
     if not memory and len(plan.devices) > 1:
-        everywhere = problem
-        for index in range(len(plan.devices)):
-            everywhere = everywhere.with_memory(index, NO_LIMIT_BYTES)
-        memory = _binding([("memory", None, everywhere)], base)
-    limits = [*memory, *_binding(_sizes_relaxed(plan, problem), base)]
-    times = _binding(_times_relaxed(plan, problem), base)
-    return (*sorted(limits, key=lambda bound: -bound.gain), *sorted(times, key=lambda bound: -bound.gain))
+        memory = _binding([("memory", None, all_memory_relaxed(problem))], base)
+    return _in_order([*memory, *_binding((*sizes_relaxed(plan, problem), *_times_relaxed(plan, problem)), base)])
 
 
-def _binding(relaxed: Iterable[tuple[What, str | None, Problem]], base: float) -> list[Bound]:
+def _binding(relaxed: Iterable[Relaxed], base: float) -> list[Bound]:
     found = []
     for what, device, problem in relaxed:
         rate = max(base, problem.best())
@@ -103,12 +163,38 @@ def _binding(relaxed: Iterable[tuple[What, str | None, Problem]], base: float) -
     return found
 
 
-def _memory_relaxed(plan: Solved, problem: Problem) -> Iterator[tuple[What, str | None, Problem]]:
-    for index in _kinds(plan):
+Relaxed = tuple[What, "str | None", Problem]
+
+
+def memory_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
+    """Yield the problem without the memory of a device of each kind.
+
+    Args:
+        plan: What is explained.
+        problem: What it is the answer to.
+    """
+    for index in kinds_of(plan):
         yield "memory", plan.devices[index].label, problem.with_memory(index, NO_LIMIT_BYTES)
 
 
-def _sizes_relaxed(plan: Solved, problem: Problem) -> Iterator[tuple[What, str | None, Problem]]:
+def all_memory_relaxed(problem: Problem) -> Problem:
+    """Return the problem without any memory's bounds.
+
+    Args:
+        problem: A plan's.
+    """
+    for index in range(len(problem.ceilings)):
+        problem = problem.with_memory(index, NO_LIMIT_BYTES)
+    return problem
+
+
+def sizes_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
+    """Yield the problem of larger forwards, and of larger steps.
+
+    Args:
+        plan: What is explained.
+        problem: What it is the answer to.
+    """
     most = None if plan.effective_batch_sizes is None else plan.effective_batch_sizes[1]
     asked = plan.max_batch_size
     if asked is not None and (most is None or asked < most):
@@ -118,29 +204,58 @@ def _sizes_relaxed(plan: Solved, problem: Problem) -> Iterator[tuple[What, str |
         yield "effective_batch_size", None, larger
 
 
-def _times_relaxed(plan: Solved, problem: Problem) -> Iterator[tuple[What, str | None, Problem]]:
+def _times_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
     if problem.step_time.adds_up or len(plan.devices) == 1:
         label = plan.devices[0].label if len(plan.devices) == 1 else None
         yield "device", label, problem.faster(range(len(plan.devices)), FASTER)
     else:
-        for index in _kinds(plan):
+        for index in kinds_of(plan):
             yield "device", plan.devices[index].label, problem.faster((index,), FASTER)
-    overheads: tuple[Overhead, ...] = ("copies", "gather", "contention", "update")
-    for overhead in overheads:
-        yield overhead, None, problem.without(overhead)
+    # What was measured of whole steps tells what devices cost each other, but not by what.
+    overhead: Literal["copies", "overhead"] = "copies" if plan.region is None else "overhead"
+    yield overhead, None, problem.without(overhead)
+    yield "update", None, problem.without("update")
 
 
-def _kinds(plan: Solved) -> list[int]:
-    """Return a device of each kind: device 0, and of the others that are alike the first."""
+def kinds_of(plan: Solved) -> list[int]:
+    """Return a device of each kind: device 0, and of the others that are alike the first.
+
+    Args:
+        plan: What is explained.
+    """
     found: dict[tuple[bool, str, int, int], int] = {}
     for index, device in enumerate(plan.devices):
         found.setdefault((index == 0, device.name, device.capacity_bytes, device.ceiling.batch_size), index)
     return list(found.values())[:MOST_KINDS]
 
 
+def alone_of(plan: Solved) -> Iterator[tuple[int, int]]:
+    """Yield a device of each name, and the most samples that it runs by itself.
+
+    Args:
+        plan: What is explained.
+    """
+    names = set()
+    for index, device in enumerate(plan.devices):
+        ceiling = plan.region.primary_ceiling if index == 0 and plan.region is not None else device.rank_ceiling
+        if ceiling is not None and ceiling >= 1 and device.name not in names:
+            names.add(device.name)
+            yield index, ceiling
+
+
+def fullest_of(plan: Solved) -> int:
+    """Return the device with the least of its capacity free.
+
+    Args:
+        plan: What is explained.
+    """
+    shares = [device.peak_bytes / max(1, device.capacity_bytes) for device in plan.devices]
+    return max(range(len(shares)), key=lambda index: shares[index])
+
+
 def _even(plan: Solved, problem: Problem | None, predicted: float | None) -> Alternative | None:
-    if plan.split == even_split(sum(plan.split), len(plan.split)):
-        return None
+    if plan.even_samples_per_s is not None or plan.split == even_split(sum(plan.split), len(plan.split)):
+        return None  # one split has one rate, and that which was measured is it
     found = None if problem is None else problem.even(plan.effective_batch_size)
     if found is None or predicted is None:
         return None
@@ -158,23 +273,17 @@ def _even_measured(plan: Solved) -> Alternative | None:
     )
 
 
-def _alone(plan: Solved, problem: Problem | None, predicted: float | None) -> tuple[Alternative, ...]:
-    if problem is None or predicted is None:
-        return ()
-    found: dict[str, Alternative] = {}
-    for index, device in enumerate(plan.devices):
-        ceiling = plan.region.primary_ceiling if index == 0 and plan.region is not None else device.rank_ceiling
-        if ceiling is None or ceiling < 1 or device.name in found:
-            continue
+def _alone(plan: Solved, problem: Problem, predicted: float) -> tuple[Alternative, ...]:
+    found = []
+    for index, ceiling in alone_of(plan):
         rate = problem.alone(index, ceiling).best()
         if rate > 0:
-            found[device.name] = Alternative((device.label,), (), 0, rate, predicted / rate)
-    return tuple(sorted(found.values(), key=lambda one: -one.samples_per_s))
+            found.append(Alternative((plan.devices[index].label,), (), 0, rate, predicted / rate))
+    return tuple(sorted(found, key=lambda one: -one.samples_per_s))
 
 
 def _more_memory(plan: Solved, problem: Problem, base: float) -> MoreMemory | None:
-    shares = [device.peak_bytes / max(1, device.capacity_bytes) for device in plan.devices]
-    fullest = max(range(len(shares)), key=lambda index: shares[index])
+    fullest = fullest_of(plan)
     more = problem.with_memory(fullest, GIB)
     if more is problem:  # a kernel or time limits it
         return None

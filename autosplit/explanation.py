@@ -21,6 +21,8 @@ __all__ = [
     "LIMITS",
     "Alternative",
     "Bound",
+    "Change",
+    "Changed",
     "Explained",
     "Explanation",
     "FitQuality",
@@ -34,11 +36,40 @@ __all__ = [
 BINDING_SHARE = 0.005
 """A bound binds if the predicted rate rises by more than this share without it."""
 
-What = Literal["memory", "max_batch_size", "effective_batch_size", "device", "copies", "gather", "contention", "update"]
+What = Literal[
+    "memory",
+    "max_batch_size",
+    "effective_batch_size",
+    "device",
+    "link",
+    "copies",
+    "gather",
+    "overhead",
+    "update",
+    "contention",  # only in older files
+]
 """What bounds a plan."""
+
+Changed = Literal[What, "one_gib_more", "alone"]
+"""How a machine, or what is asked of it, differs from the plan's."""
 
 LIMITS = ("memory", "max_batch_size", "effective_batch_size")
 """Those of them that keep the batch small; the others are time."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a plan's workload was simulated to do on a machine that differs in one thing.
+
+    Attributes:
+        what: In what: as `Bound` has it, or ``"one_gib_more"`` on a device, or a device ``"alone"``.
+        device: Which device; None where it is all of them together, or none in particular.
+        samples_per_s: The fastest of the splits that were simulated there.
+    """
+
+    what: Changed
+    device: str | None
+    samples_per_s: float
 
 
 @dataclass(frozen=True)
@@ -84,6 +115,7 @@ class Solved:
     accumulates: bool
     sample_batch_size: int | None
     simulated: bool
+    changes: tuple[Change, ...] | None
 
     def digest(self) -> str:
         """Return 64 hexadecimal digits that are the same for equal numbers in every process."""
@@ -97,11 +129,13 @@ class Bound:
     Attributes:
         what: ``"memory"`` of a device; ``"max_batch_size"`` or ``"effective_batch_size"``, against what twice as much
             would bring (of `max_batch_size` at a given effective batch: no limit); ``"device"``: the time of one,
-            against one twice as fast; ``"copies"`` (of ranks: the all-reduce), ``"gather"``, ``"contention"`` and
-            ``"update"`` (the optimizer), against none.
+            and ``"link"``: of all transfers, against twice the rates; ``"copies"`` of parameters and gradients (of
+            ranks: the all-reduce), ``"gather"`` of the outputs, and ``"update"`` (the optimizer), against none;
+            ``"overhead"``, what real devices cost each other by all of that but the optimizer: measured together, it
+            can't be told apart.
         device: Which device; None where it is all of them together, or none in particular.
-        samples_per_s: Predicted without it.
-        gain: That over what is predicted with it.
+        samples_per_s: Without it: simulated for simulated cards, otherwise predicted.
+        gain: That over the same with it.
     """
 
     what: What
@@ -137,13 +171,15 @@ class MoreMemory:
 
     Attributes:
         device: The device with the least of its capacity free at the plan's split.
-        samples_per_s: Predicted with it.
-        gain: That over what is predicted without; 1 where its memory bounds nothing.
+        samples_per_s: With it.
+        gain: That over the same without; 1 where its memory bounds nothing.
+        simulated: Rather than predicted.
     """
 
     device: str
     samples_per_s: float
     gain: float
+    simulated: bool = False
 
     @property
     def pays(self) -> bool:
@@ -192,12 +228,12 @@ class Explanation:
     Attributes:
         samples_per_s: The plan's throughput; what a data loader has to deliver, for data loading is not counted.
         predicted_samples_per_s: What the model says of the plan; None where the plan holds no fit.
-        bounds: What binds, of memory and sizes first, each kind by its gain. A step always takes some device's time,
-            so that with a fit there is always one.
-        even: The even split that fits, in as few forwards as it can, predicted; None where that says nothing: the plan
-            is even, the devices share a processor, or there is one device.
+        bounds: What binds, of memory and sizes first, each kind by its gain; empty where nobody knows: the plan has no
+            fit, or is of simulated cards and nothing else was simulated.
+        even: The even split that fits, in as few forwards as it can, predicted; None where the plan is even, the
+            devices share a processor, there is one device, or one was measured.
         even_measured: The even split of the plan's own batch, where it was measured.
-        alone: Each kind of device by itself, predicted, the fastest first; empty where the devices share a processor.
+        alone: Each kind of device by itself, the fastest first; empty where the devices share a processor.
         more_memory: What one GiB more would buy; None where memory limits no ceiling, or there is no fit.
         fit: The model's errors; None where there is no trial to compare with.
         fastest: ``"balanced"`` or ``"ddp"``; None where there is only one answer, or nothing is claimed.
@@ -296,8 +332,10 @@ def _time_text(bound: Bound) -> str:
     if bound.what == "device":
         return f"{bound.device or 'a processor'} twice as fast: {_more(bound.gain)}"
     cause = {
+        "link": "links twice as fast",
         "copies": "free copies of parameters and gradients",
         "gather": "a free gather",
+        "overhead": "devices that cost each other no time",
         "contention": "devices not in each other's way",
         "update": "a free optimizer",
     }[bound.what]
@@ -326,14 +364,16 @@ def _even_text(explanation: Explanation) -> str:
 
 
 def _alone_text(alone: Alternative) -> str:
-    return f"{alone.devices[0]} alone gives {rate_text(alone.samples_per_s)} (predicted): the plan {_times(alone.gain)}"
+    how = "simulated" if alone.measured else "predicted"
+    return f"{alone.devices[0]} alone gives {rate_text(alone.samples_per_s)} ({how}): the plan {_times(alone.gain)}"
 
 
 def _memory_text(more: MoreMemory) -> str:
     if not more.pays:
         return f"one GiB more on {more.device}, the fullest, would bring nothing"
+    how = "simulated" if more.simulated else "predicted"
     return (
-        f"one GiB more on {more.device}, the fullest, would bring {rate_text(more.samples_per_s)} (predicted, "
+        f"one GiB more on {more.device}, the fullest, would bring {rate_text(more.samples_per_s)} ({how}, "
         f"{_more(more.gain)})"
     )
 

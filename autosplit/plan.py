@@ -15,7 +15,7 @@ import msgspec
 
 from autosplit.cost import Ceiling, Fit, MemoryParts, Region
 from autosplit.errors import DeviceError, PlanError, PlanVersionError
-from autosplit.explanation import Explained, Explanation, Solved, SolvedDevice
+from autosplit.explanation import Change, Explained, Explanation, Solved, SolvedDevice
 from autosplit.files import read_bounded, replace_file
 from autosplit.findings import Check
 from autosplit.printed import printable
@@ -181,6 +181,7 @@ class Plan:
         notes: What was assumed or could not be done, a sentence each.
         real_steps: Training steps that were run to find it.
         real_ooms: How many of them ran out of memory.
+        changes: What simulated cards would do were one thing different; None where that was not simulated.
         explained: What `explain` says, once it was asked and is kept; it is no part of what plans are compared by.
         schema_version: Of the JSON.
     """
@@ -214,6 +215,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     real_steps: int = 0
     real_ooms: int = 0
+    changes: tuple[Change, ...] | None = None
     explained: Explained | None = field(default=None, compare=False, repr=False)
     schema_version: int = SCHEMA_VERSION
 
@@ -304,7 +306,7 @@ class Plan:
         Returns:
             Plain numbers; `str()` of them is the text for people.
         """
-        solved = self._solved()
+        solved = self.solved()
         kept = self.explained
         if kept is not None and kept.of == solved.digest() and kept.explanation.repeats(solved):
             return kept.explanation
@@ -314,13 +316,13 @@ class Plan:
 
     def with_explanation(self) -> Plan:
         """Return the plan with its explanation in it, so that who reads it from a file has it at once."""
-        return replace(self, explained=Explained(self._solved().digest(), self.explain()))
+        return replace(self, explained=Explained(self.solved().digest(), self.explain()))
 
     def bare(self) -> Plan:
         """Return the plan without what tells how this process came by it, and why: what is left, ranks agree on."""
         return replace(self, notes=(), explained=None)
 
-    def _solved(self) -> Solved:
+    def solved(self) -> Solved:
         """Return what an explanation is of."""
         alone = {rank.rank: rank.ceiling.batch_size for rank in self.ddp.ranks}
         devices = tuple(
@@ -352,6 +354,7 @@ class Plan:
             accumulates=self.accumulates,
             sample_batch_size=self.sample_batch_size,
             simulated=self.simulated,
+            changes=self.changes,
         )
 
     def export(self, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:

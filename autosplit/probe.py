@@ -6,6 +6,7 @@ simulated cards the trace is the truth. Nobody doubles until something breaks.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 import time
@@ -16,9 +17,17 @@ from typing import Any, get_args
 
 import torch
 
-from autosplit.cost import Ceiling, Limit, MemoryFit, MemoryParts, Role, TimeCurve, largest_fitting
+from autosplit.cost import LONGEST_LEAP, Ceiling, Limit, MemoryFit, MemoryParts, Role, TimeCurve, largest_fitting
 from autosplit.devices import Device, list_devices
-from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, from_user_code, one_line
+from autosplit.errors import (
+    AutosplitError,
+    DeviceError,
+    InputError,
+    UserCodeError,
+    WorkloadError,
+    from_user_code,
+    one_line,
+)
 from autosplit.host import available_host_bytes
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, is_kernel_limit
 from autosplit.request import Request, checked_request
@@ -32,7 +41,7 @@ from autosplit.sizes import ms_text, size_text
 from autosplit.split import proportional_split
 from autosplit.staging import Source, build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.timings import TimedSize
-from autosplit.trainee import ran_a_step
+from autosplit.trainee import listed, ran_a_step
 
 __all__ = ["Prober", "does_not_fit", "find_ceiling"]
 
@@ -49,6 +58,9 @@ STEP_DOWN = 0.05
 
 MAX_CONFIRMATIONS = 8
 """Real steps at or near the ceiling, at most; the largest that ran is the answer then."""
+
+MOST_TRACED = 5
+"""Sizes, where a trace is a real step."""
 
 _UNBOUNDED_BYTES = 2**62
 """More than any device has."""
@@ -142,6 +154,7 @@ class Prober:
             The ceiling; 0 where not even one sample fits.
         """
         self.report(f"{self.runtime.devices[index].label}: ceiling as {role}")
+        self._refuse_unlike_steps()
         shape_of = self._shapes(index, role, elsewhere, accumulates)
         capacity_bytes = self.runtime.capacities_bytes[index]
         before = Counts(self.counts.steps, self.counts.ooms)
@@ -196,6 +209,14 @@ class Prober:
             confirmed=confirmed,
             points=seen.points(),
         )
+
+    def _refuse_unlike_steps(self) -> None:
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in listed(self.tracer.trainee.optimizers)):
+            raise WorkloadError(
+                "the optimizer is LBFGS, which holds more or less from step to step, as its history fills and the loss "
+                "falls; expected one whose steps are alike, or no batch is known to fit; run its largest batch by "
+                "itself, or plan with another optimizer"
+            )
 
     def _log_ceiling(
         self, index: int, role: Role, batch_size: int, limit: Limit, peak_bytes: int, *, confirmed: bool
@@ -295,24 +316,39 @@ class Prober:
         return max(2 * n, min(self.max_batch_size, int(room_bytes / max(1, bytes_per_sample))))
 
     def _extended(self, traced: Callable[[int], float], capacity_bytes: int) -> Callable[[int], float]:
-        """Return traced peaks, and beyond the largest batch that is traced the line through it and half of it.
-
-        Where a trace is a real step, and real steps follow all the same, it is cheaper to run these: only small ones
-        are traced, and larger ones as long as the peak does not grow straight. (As long as the optimizer's moment is
-        the fullest, say, it does not grow at all.)
-        """
+        """Return the traced peaks; where a trace is a real step, of few sizes, with lines between and beyond them."""
         if self.tracer.fake or self.runtime.simulated:
             return self._traced_up_to(self.largest_traced, traced)
-        least = self.least_batch()
-        largest = min(self.largest_traced, max(4 * self.tracer.workload.sample_batch_size, 4 * least))
-        while 2 * largest <= self.largest_traced and traced(largest) <= capacity_bytes:
-            half, quarter = largest // 2, largest // 4
-            slope = (traced(largest) - traced(half)) / (largest - half)
-            before = (traced(half) - traced(quarter)) / (half - quarter) if quarter >= least else 0.0
+        known = self._few_traced(traced, capacity_bytes)
+        sizes = sorted(known)
+
+        def peak(n: int) -> float:
+            if n in known or n < sizes[0]:
+                return traced(n)
+            after = min(max(1, bisect.bisect_left(sizes, n)), len(sizes) - 1)
+            low, high = sizes[max(0, after - 1)], sizes[after]
+            return known[low] + (known[high] - known[low]) / max(1, high - low) * (n - low)
+
+        return peak
+
+    def _few_traced(self, traced: Callable[[int], float], capacity_bytes: int) -> dict[int, float]:
+        """Trace growing sizes until one fits no more, or three lie on a line that may be followed to the ceiling.
+
+        A trace has no budget to run out of. As long as the optimizer's moment is the fullest, say, the peak does not
+        grow at all, and no line through small sizes tells of large ones: none is followed too far.
+        """
+        n = max(self.least_batch(), min(self.tracer.workload.sample_batch_size, self.max_batch_size))
+        known, slope = {n: traced(n)}, 0.0
+        following = min(2 * n, self.max_batch_size)
+        while following > n and known[n] <= capacity_bytes and len(known) < MOST_TRACED:
+            known[following] = traced(following)
+            before, slope = slope, (known[following] - known[n]) / (following - n)
+            n = following
             if slope > 0 and abs(slope - before) <= STRAIGHT_ENOUGH * slope:
                 break
-            largest *= 2
-        return self._traced_up_to(largest, traced)
+            aim = n + (capacity_bytes - known[n]) / slope if slope > 0 else self.max_batch_size
+            following = int(min(aim, LONGEST_LEAP * n, self.largest_traced))
+        return known
 
     def _traced_up_to(self, largest: int, traced: Callable[[int], float]) -> Callable[[int], float]:
         def peak(n: int) -> float:

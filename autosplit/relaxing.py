@@ -30,8 +30,8 @@ MOST_COMBINED = 256
 MORE_FORWARDS = 3
 """Than the fewest are looked at: each costs a copy and brings nothing but memory."""
 
-Overhead = Literal["copies", "gather", "contention", "update"]
-"""What a step takes beside the devices' own work."""
+Overhead = Literal["copies", "gather", "overhead", "update"]
+"""What a step takes beside the devices' own work; ``"overhead"`` is all of it but the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,19 @@ class Problem:
 
     def best(self) -> float:
         """Return the highest samples/s that the model promises; 0 where nothing fits, or only in too many forwards."""
-        most = self._most_forwards()
-        if most is None:
-            return 0.0
-        if self.region is None:
+        if self.region is None and self._most_forwards() is not None:
             answer = self._rank_solver().answer()
             return 0.0 if answer is None else answer.samples_per_s
-        solver = Solver(Space(self.region, self.effective_batch_sizes, most), self.step_time)
+        solver = self.solver()
         # Without an effective batch the first is the knee, and the fastest comes next.
-        return max(map(solver.samples_per_s, solver.answers()[:2]), default=0.0)
+        return 0.0 if solver is None else max(map(solver.samples_per_s, solver.answers()[:2]), default=0.0)
+
+    def solver(self) -> Solver | None:
+        """Return what solves it; None for ranks, and where that would take too long."""
+        most = self._most_forwards()
+        if most is None or self.region is None:
+            return None
+        return Solver(Space(self.region, self.effective_batch_sizes, most), self.step_time)
 
     def rate(self, split: Sequence[int], effective_batch_size: int) -> float:
         """Predict the samples/s of a split.
@@ -231,20 +235,26 @@ class Problem:
         """Return the problem of a step in which something costs nothing.
 
         Args:
-            overhead: What; for ranks, `"copies"` is the all-reduce.
+            overhead: What; for ranks, all but the optimizer is the all-reduce.
         """
-        if overhead == "copies" and self.region is None:
+        if overhead == "update":
+            return self._with_step_time(replace(self.step_time, update_s=0.0))
+        if self.region is None:
             return replace(self, fit=replace(self.fit, all_reduce_s=0.0))
-        step_time = self.step_time
-        if overhead == "copies":
-            free = replace(step_time, copies_s=(0.0,) * len(step_time.curves))
-        elif overhead == "gather":
-            free = replace(step_time, gather_s_per_sample=(0.0,) * len(step_time.curves))
-        elif overhead == "contention":
-            free = replace(step_time, contention=min(1.0, step_time.contention))
-        else:
-            free = replace(step_time, update_s=0.0)
-        return self._with_step_time(free)
+        free, step_time = (0.0,) * len(self.step_time.curves), self.step_time
+        if overhead != "gather":
+            step_time = replace(step_time, copies_s=free)
+        if overhead != "copies":
+            step_time = replace(step_time, gather_s_per_sample=free)
+        if overhead == "overhead":
+            step_time = replace(step_time, contention=min(1.0, step_time.contention))
+        return self._with_step_time(step_time)
+
+    def with_links(self, times: float) -> Problem:
+        """Return the problem of devices that are so many times as fast to reach."""
+        time = self.step_time
+        copies_s, gather_s = (tuple(s / times for s in values) for values in (time.copies_s, time.gather_s_per_sample))
+        return self._with_step_time(replace(time, copies_s=copies_s, gather_s_per_sample=gather_s))
 
     def alone(self, index: int, ceiling: int) -> Problem:
         """Return the problem of a single device; the optimizer takes what it takes on device 0.

@@ -1,4 +1,4 @@
-"""The random number generators of this process, put back to where they were."""
+"""The random number generators of this process: put back to where they were, or held at an end of their range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,53 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["kept_rng"]
+__all__ = ["ExtremeDraws", "kept_rng"]
+
+HIGHEST, LOWEST = 1 - 2**-24, 0.0
+"""The ends of what `torch.rand` draws in float32."""
+
+MOST_DRAWS = 1000
+"""After so many of a step, draws are left as they are: somebody may wait for one that he likes."""
+
+
+class ExtremeDraws:
+    """The numbers that a model draws to decide by, all of them the highest, or all the lowest there is.
+
+    A model that leaves out layers at random holds the most when it leaves out none: with which end of the range that
+    is, only a step at each tells.
+
+    Attributes:
+        number: What is drawn.
+        count: Draws of the last step.
+    """
+
+    def __init__(self) -> None:
+        self.number = HIGHEST
+        self.count = 0
+
+    def turn(self) -> None:
+        """Draw the other end from now on."""
+        self.number = LOWEST if self.number == HIGHEST else HIGHEST
+
+    def draw(self) -> float | None:
+        """Return the number; None where so many were drawn that it is left to chance again."""
+        self.count += 1
+        return self.number if self.count <= MOST_DRAWS else None
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Begin a step, in which Python's `random.random` draws it, too."""
+        self.count, by_chance = 0, random.random
+
+        def draw() -> float:
+            number = self.draw()
+            return by_chance() if number is None else number
+
+        random.random = draw
+        try:
+            yield
+        finally:
+            random.random = by_chance
 
 
 @contextmanager

@@ -22,7 +22,9 @@ from autosplit.progress import Progress, fraction_of
 from autosplit.proposals import PATIENCE, Proposer, error_of, steadied
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
+from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.search import CeilingStore, search
+from autosplit.sensitivity import simulated_changes
 from autosplit.solver import WITHIN_REACH, Solver
 from autosplit.space import Configuration, Space, Trial, best_trial, configuration_of
 from autosplit.split import accumulation_steps, even_split, micro_batch_sizes
@@ -151,7 +153,11 @@ class Session:
         ceilings = self._final_ceilings(best)
         ddp = self._ddp(best, ceilings if len(ranks) == 1 else ranks, step_time)
         answer = self._answer(best, ceilings, ddp, even)
-        return self._assembled(replace(answer, memory=self._memory_of(best)))
+        plan = self._assembled(replace(answer, memory=self._memory_of(best)))
+        if not isinstance(self.runtime, SimulatedRuntime):
+            return plan
+        self._say("search", "other machines", 1.0)
+        return replace(plan, changes=simulated_changes(plan.solved(), self.runtime, deadline_s=self.request.deadline_s))
 
     def _memory_of(self, best: Trial) -> tuple[MemoryParts | None, ...]:
         """Tell what each device's memory is full of."""

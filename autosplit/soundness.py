@@ -59,6 +59,7 @@ def _unsound(plan: Any) -> Iterator[str]:
     yield from _unsound_devices(plan)
     yield from _unsound_ranks(plan, count)
     yield from _unsound_measurements(plan, count)
+    yield from _unsound_changes(plan, count)
     yield from _unsound_explanation(plan, count)
     if plan.accumulation_steps > MOST_FORWARDS:
         yield f"accumulation_steps is {plan.accumulation_steps}; expected at most {MOST_FORWARDS}"
@@ -111,6 +112,17 @@ def _unsound_measurements(plan: Any, count: int) -> Iterator[str]:
         yield f"fit has {sorted(lengths)} entries; expected {count}, one for each device"
     if any(len(residual.split) != count for residual in plan.fit.residuals):
         yield f"a residual is of another number of devices; expected {count}"
+
+
+def _unsound_changes(plan: Any, count: int) -> Iterator[str]:
+    changes, labels = plan.changes or (), {device.label for device in plan.devices}
+    if len(changes) > 3 * count + _MOST_OTHER_BOUNDS:
+        yield f"it tells of {len(changes)} changes; expected a few for each of {count} devices"
+    for change in changes:
+        if change.device is not None and change.device not in labels:
+            yield f"a change is of {change.device!r:.40}; expected one of its devices"
+        if not change.samples_per_s > 0:
+            yield f"a change brings {change.samples_per_s} samples/s; expected more than 0"
 
 
 def _unsound_explanation(plan: Any, count: int) -> Iterator[str]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FunctionType, ModuleType, TracebackType
 from typing import Any, Literal
 
 import torch
@@ -26,6 +28,7 @@ from autosplit.batches import Whole, map_leaves, map_tensors, resize, tensors_of
 from autosplit.bounded import settings_kept_on_failure
 from autosplit.compiling import compiled_like, eager_of, is_compiled, scripted_part, with_eager_parts
 from autosplit.errors import WorkloadError
+from autosplit.rng import ExtremeDraws
 from autosplit.transfer import Placement, adopt_module
 from autosplit.workload import Workload, call_model, modules_of, on_first_device
 
@@ -46,6 +49,10 @@ class Trainee:
         fake_mode: The mode their tensors live in; None for real ones.
         scaler: The GradScaler of ``fp16``, real copies only.
         restore: Puts back what had to be borrowed from the live model; nothing for a copy.
+        left: What the last step left on the first device, whoever keeps it: the next begins with it.
+        grown_bytes: By how much that was more than what the last step had found there.
+        peak_bytes: The most that the first device held in the last step.
+        draws: What its steps draw to decide by.
     """
 
     workload: Workload
@@ -54,6 +61,10 @@ class Trainee:
     fake_mode: FakeTensorMode | None = None
     scaler: torch.amp.GradScaler | None = None
     restore: Callable[[], None] = lambda: None
+    left: Sequence[weakref.ref[torch.UntypedStorage]] = ()
+    grown_bytes: int = 0
+    peak_bytes: int = 0
+    draws: ExtremeDraws = field(default_factory=ExtremeDraws)
 
     def batch(self, n: int) -> Any:
         """Make a batch of `n` samples, fake for a fake trainee; what the sample batch shares is marked as `Whole`."""
@@ -451,6 +462,8 @@ def _borrow(models: Any) -> Callable[[], None]:
 def _fake_into(memo: dict[int, Any], models: Any, workload: Workload, mode: FakeTensorMode) -> None:
     """Put the fakes of all tensors that will be deep-copied where deepcopy looks for copies it has made."""
     tensors = [t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())]
+    # Numbers that a model keeps on the side may be asked for; an average of its weights is not.
+    tensors += [t for t in _tensors_aside(models) if t.is_floating_point() and t.numel() != 1]
     for optimizer in _live_optimizers(workload):
         tensors += _state_tensors(optimizer)
     for tensor in tensors:
@@ -460,6 +473,25 @@ def _fake_into(memo: dict[int, Any], models: Any, workload: Workload, mode: Fake
         for tensor in (*_state_tensors(optimizer), *settings):
             if tensor.dim() == 0 and not tensor.is_meta and not isinstance(tensor, FakeTensor):
                 memo[id(tensor)] = _fake_scalar(tensor, mode)
+
+
+def _tensors_aside(models: Any) -> Iterator[Tensor]:
+    """Yield what modules hold in attributes, lists, dicts and hidden modules: deepcopy goes the same ways."""
+    todo: list[Any] = [part for module in modules_of(models) for part in module.modules()]
+    seen: set[int] = set()
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, (list, tuple, set, deque)):
+            todo += value
+        elif not isinstance(value, (type, ModuleType, FunctionType)):
+            todo += getattr(value, "__dict__", {}).values()
 
 
 def _refuse_unready(models: Any) -> None:

@@ -81,6 +81,7 @@ ORDER = (
     "relaxing",
     "even_ranks",
     "explaining",
+    "sensitivity",
     "soundness",
     "markup",
     "plan",

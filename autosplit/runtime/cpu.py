@@ -13,7 +13,7 @@ from autosplit.errors import one_line
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import Measurement, StepShape
-from autosplit.runtime.placed import run_placed, wrapper_for
+from autosplit.runtime.placed import run_placed, run_until_settled, wrapper_for
 from autosplit.runtime.timing import timed
 from autosplit.runtime.tracking import Tracker
 from autosplit.trainee import Trainee, listed
@@ -39,6 +39,7 @@ class CpuRuntime:
         self.capacities_bytes = capacities_bytes
         self.trainee = trainee
         self._has_stepped = any(optimizer.state for optimizer in listed(trainee.optimizers))
+        self._has_settled = False
 
     @property
     def workload(self) -> Workload:
@@ -53,11 +54,15 @@ class CpuRuntime:
         """
         if shape.compiled:
             return self._compiled(shape)
+        if shape.arrangement == "eval" or self._has_settled:
+            return self._tracked(shape)
         # The optimizer's state appears in the first step and is there in all that follow.
-        if shape.arrangement != "eval" and not self._has_stepped:
+        if not self._has_stepped:
             self._tracked(shape)
             self._has_stepped = True
-        return self._tracked(shape)
+        peaks = run_until_settled(self.trainee, lambda: self._tracked(shape))
+        self._has_settled = True
+        return peaks
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
         """Run a step untracked and time it; budgets are not enforced here, see `peaks`.
@@ -98,6 +103,7 @@ class CpuRuntime:
         tracker = Tracker(
             [self.devices[index].label for index in places],
             [self.capacities_bytes[index] if self.devices[index].budgeted else None for index in places],
+            draws=self.trainee.draws,
         )
         gc.collect(1)  # what an earlier step left in cycles would otherwise die, and take its time, in this one
         message = None

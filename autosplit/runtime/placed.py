@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autosplit.balanced import BalancedDataParallel
 from autosplit.batches import tensors_of
+from autosplit.errors import WorkloadError
 from autosplit.runtime.measurement import StepShape
-from autosplit.runtime.tracking import Tracker
-from autosplit.trainee import Trainee
+from autosplit.runtime.tracking import Left, Tracker
+from autosplit.trainee import Trainee, listed
 from autosplit.transfer import HOST
 from autosplit.workload import Workload, modules_of
 
-__all__ = ["adopting_optimizers", "bucket_bytes", "run_placed", "wrapper_for"]
+__all__ = ["adopting_optimizers", "bucket_bytes", "run_placed", "run_until_settled", "wrapper_for"]
+
+
+T = TypeVar("T")
+
+MOST_TO_SETTLE = 4
+"""Steps after which what one leaves behind has to be what the next one leaves."""
 
 
 def wrapper_for(workload: Workload, split: tuple[int, ...]) -> Callable[[nn.Module], nn.Module]:
@@ -76,8 +84,10 @@ def run_placed(
             batches = [made[size] for size in sizes]
             for parameter in held:
                 parameter.grad = torch.zeros_like(parameter)
-            with tracker:
+            with tracker, trainee.draws.in_step():
                 trainee.adopt_on(tracker, with_state=shape.updates)
+                tracker.adopt_left(trainee.left, 0)
+                found_bytes = tracker.live_bytes[0]
                 if held and shape.arrangement == "balanced":
                     mark("broadcast")
                     _hold(models, shape.splits[0], held)
@@ -91,10 +101,76 @@ def run_placed(
                     updates = 2 if settles else int(shape.updates)
                     trainee.step(models, batches, sizes, mark, updates=updates, num_samples=total)
                     del buckets
-                return tuple(tracker.peak_bytes)
+                peaks = tuple(tracker.peak_bytes)
+                if shape.updates and shape.arrangement != "eval":
+                    trainee.left = _left_by(trainee, tracker)
+            trainee.grown_bytes = _standing_bytes(trainee) - found_bytes if shape.updates else 0
+            trainee.peak_bytes = peaks[0]
+            return peaks
     finally:
         for wrapper in modules_of(models):
             wrapper.zero_grad(set_to_none=True)  # an error leaves gradients behind, and what follows those elsewhere
+
+
+def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
+    """Run steps until one leaves on the first device what it found there: state of an optimizer appears in the first.
+
+    Where a model decides by random numbers, that is done with the highest and the lowest of them, and those with which
+    it holds the most are drawn from then on.
+
+    Raises:
+        WorkloadError: No step does: no batch would fit for good.
+    """
+    found = _run_until_settled(trainee, run)
+    if not trainee.draws.count:
+        return found
+    peak_bytes = trainee.peak_bytes
+    trainee.draws.turn()
+    other = _run_until_settled(trainee, run)
+    if trainee.peak_bytes > peak_bytes:
+        return other
+    trainee.draws.turn()
+    return found
+
+
+def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
+    state_bytes = 0
+    for _ in range(MOST_TO_SETTLE):
+        before_bytes, state_bytes = state_bytes, _optimizer_bytes(trainee)
+        found = run()
+        if trainee.grown_bytes <= 0:
+            return found
+    if _optimizer_bytes(trainee) > state_bytes > before_bytes:
+        names = " and ".join(type(optimizer).__name__ for optimizer in listed(trainee.optimizers))
+        whose, how = f"the state of {names}", "pass an optimizer whose state has a fixed size"
+    else:
+        whose, how = "what the model or the step keeps", "give it a buffer of its full size, or clear it in every step"
+    raise WorkloadError(
+        f"{whose} grows from step to step, by {trainee.grown_bytes} bytes in the last of {MOST_TO_SETTLE}, so that no "
+        f"batch fits for good; expected steps that leave as many bytes as they found; {how}"
+    )
+
+
+def _optimizer_bytes(trainee: Trainee) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in trainee.held()["optimizer"])
+
+
+def _standing_bytes(trainee: Trainee) -> int:
+    """Return what lies on the first device before a step."""
+    with Tracker(["device 0"], [None]) as tracker:
+        trainee.adopt_on(tracker)
+        tracker.adopt_left(trainee.left, 0)
+        return tracker.live_bytes[0]
+
+
+def _left_by(trainee: Trainee, tracker: Tracker) -> Left:
+    """Return what a step leaves on the first device beside what training always leaves there."""
+    for kind, tensors in trainee.held().items():
+        for tensor in tensors:
+            tracker.classify(tensor, kind)
+    if tracker.left_on(0):
+        gc.collect()  # what only a cycle keeps is not left behind
+    return tracker.left_on(0)
 
 
 def _hold(models: Any, split: tuple[int, ...], held: Iterable[nn.Parameter]) -> None:

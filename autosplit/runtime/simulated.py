@@ -33,9 +33,10 @@ _BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
 
 @dataclass
 class _Clocks:
-    """The time on each card, and how long each worked."""
+    """The time on each card, and how long each worked; transfers for what is free take none."""
 
     specs: Sequence[GpuSpec]
+    free: frozenset[str] = frozenset()
     now_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
 
@@ -47,11 +48,12 @@ class _Clocks:
         self.now_s[device] += seconds
         self.busy_s[device] += seconds
 
-    def move(self, source: int, destination: int, nbytes: int) -> None:
+    def move(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         ends = [device for device in (source, destination) if device != HOST]
         link = min(self.specs[device].link_bytes_per_s for device in ends)
         launch_s = max(self.specs[device].launch_s for device in ends)
-        end_s = max(self.now_s[device] for device in ends) + launch_s + nbytes / link
+        takes_s = 0.0 if purpose in self.free else launch_s + nbytes / link
+        end_s = max(self.now_s[device] for device in ends) + takes_s
         for device in ends:
             self.now_s[device] = end_s
 
@@ -70,6 +72,7 @@ class SimulatedRuntime:
         capacities_bytes: What each may hold.
         tracer: Follows the workload.
         composed: False runs every step whole over all its devices: slower, and what the composition is checked by.
+        free: What transfers take no time for: ``"parameter"``, ``"output"`` and so on, see `transfer.transfer`.
     """
 
     simulated = True
@@ -82,11 +85,13 @@ class SimulatedRuntime:
         tracer: Tracer,
         *,
         composed: bool = True,
+        free: frozenset[str] = frozenset(),
     ) -> None:
         self.devices = devices
         self.capacities_bytes = capacities_bytes
         self.tracer = tracer
         self.composed = composed
+        self.free = free
         self._specs = [_spec(device) for device in devices]
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
@@ -112,7 +117,7 @@ class SimulatedRuntime:
         source = self._source(shape)
         peaks = source.peaks()
         self._refuse_overflow(peaks, shape)
-        clocks = _Clocks(self._specs)
+        clocks = _Clocks(self._specs, self.free)
         source.play(clocks, shape.splits[0], "broadcast")
         for number, split in enumerate(shape.splits):
             source.play(clocks, split, "micro")
@@ -205,7 +210,7 @@ def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> Non
             clocks.work(device, event.seconds(clocks.specs[device]))
         else:
             ends = [HOST if end == HOST else place[end] for end in (event.source, event.destination)]
-            clocks.move(ends[0], ends[1], event.nbytes)
+            clocks.move(ends[0], ends[1], event.nbytes, event.purpose)
 
 
 class _Whole:
@@ -323,7 +328,7 @@ class _Composed:
             if event.purpose == "buffer" and event.destination == 0 and position > 0:
                 continue  # only the first of them brings back what it moved
             ends = [device if end == 1 else end for end in (event.source, event.destination)]
-            clocks.move(ends[0], ends[1], nbytes)
+            clocks.move(ends[0], ends[1], nbytes, event.purpose)
             if position >= num_stand_ins:
                 for cost in _joining_costs(event, nbytes):
                     clocks.work(0, cost.seconds(clocks.specs[0]))

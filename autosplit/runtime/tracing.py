@@ -24,7 +24,7 @@ from autosplit.errors import AutosplitError, from_user_code
 from autosplit.interrupts import held_interrupts
 from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import StepShape
-from autosplit.runtime.placed import run_placed
+from autosplit.runtime.placed import run_placed, run_until_settled
 from autosplit.runtime.tracking import Kind, Tracker
 from autosplit.trainee import Trainee, fake_mode, mode_of, training_copy
 from autosplit.workload import Workload, modules_of
@@ -293,8 +293,9 @@ class Tracer:
                 self._with_gradient = []
                 first = replace(shape, accumulates=False, updates=True)
                 trace = self._settled(first)
-                if trace is not None:
-                    self._kept[first] = trace
+                if trace is None or self.trainee.draws.count:
+                    trace = run_until_settled(self.trainee, lambda: self._run(first))
+                self._kept[first] = trace
             if shape not in self._kept:
                 self._kept[shape] = self._run(shape)
         return self._kept[shape]
@@ -352,14 +353,12 @@ class Tracer:
                 for tensor in tensors:
                     tracker.classify(tensor, kind)
             on_mark(phase, tracker)
-            if phase == "update" and not self._with_gradient:
-                grads = [(p, p.grad) for p in self.trainee.parameters()]
-                self._with_gradient = [p for p, grad in grads if grad is not None and not grad.is_sparse]
-                self._leaves_unused = any(grad is None and p.requires_grad for p, grad in grads)
+            if phase == "update" and not self._kept:
+                self._note_gradients()
 
         held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
         names = [f"device {index}" for index in range(len(shape.splits[0]))]
-        tracker = Tracker(names, [None] * len(names), observer=recorder, accounts=True)
+        tracker = Tracker(names, [None] * len(names), observer=recorder, draws=self.trainee.draws, accounts=True)
         with (
             kept_rng(),
             held_interrupts() if self.fake else nullcontext(),
@@ -380,6 +379,16 @@ class Tracer:
         broadcast = tuple(event for event in _events(phases, "broadcast") if _moves(event, "parameter"))
         home = next((index for index, event in enumerate(micro) if _moves(event, "gradient")), len(micro))
         return Trace(peaks, parts, broadcast, micro[:home], micro[home:], update), left_bytes
+
+    def _note_gradients(self) -> None:
+        """Remember who has a gradient; of a model that leaves out layers, in the step that leaves out the fewest."""
+        grads = [(p, p.grad) for p in self.trainee.parameters()]
+        if self.fake and any(grad is not None and grad.is_sparse for _, grad in grads):
+            raise NotImplementedError("how many rows a sparse gradient has depends on the data")
+        found = [p for p, grad in grads if grad is not None and not grad.is_sparse]
+        if len(found) >= len(self._with_gradient or []):
+            self._with_gradient = found
+            self._leaves_unused = any(grad is None and p.requires_grad for p, grad in grads)
 
     def accumulation_costs(self) -> list[OpCost]:
         """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
@@ -406,7 +415,8 @@ def _parts_of(tracker: Tracker, device: int) -> MemoryParts:
     """Return what a device's peak is made of."""
     account = tracker.peak_account(device)
     kinds: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "gathered", "activations")
-    return MemoryParts(*(account.get(kind, 0) for kind in kinds))
+    parts = MemoryParts(*(account.get(kind, 0) for kind in kinds))
+    return replace(parts, parameters_bytes=parts.parameters_bytes + account.get("left", 0))
 
 
 def _moves(event: Event, purpose: str) -> bool:

@@ -5,10 +5,13 @@ The tracker is the memory of devices that are not there: the budgets of `cpu:2Gi
 while it lives and no longer. Its rules:
 
 * Parameters, buffers, inputs and optimizer state are adopted explicitly. A storage that was never adopted is
-  host memory and is not charged; an output that shares an input's storage is not new.
+  host memory and is not charged until an op takes it beside a placed tensor: on a real device both would have to be
+  there. An output that shares an input's storage is not new.
 * An op's outputs are on the device of its inputs; only `transfer` moves. What an op makes from nothing placed
   (`torch.zeros` in a forward) is provisional: it is charged when it meets a placed, non-scalar tensor.
 * Sparse tensors are followed through their indices and values.
+* A few random numbers on the host are what a model decides by, which layers to leave out, say. Where draws are given,
+  they are these.
 * A dispatch mode does not reach worker threads, so the devices of a tracked step run in turn.
 
 Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
@@ -25,10 +28,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from autosplit.oom import OutOfMemoryError
+from autosplit.rng import ExtremeDraws
 from autosplit.runtime.workspaces import as_real
 from autosplit.transfer import (
     HOST,
@@ -39,9 +43,12 @@ from autosplit.transfer import (
     deactivate_placement,
 )
 
-__all__ = ["BLOCK_BYTES", "Kind", "Observer", "Tracker", "rounded"]
+__all__ = ["BLOCK_BYTES", "Kind", "Left", "Observer", "Tracker", "rounded"]
 
 BLOCK_BYTES = 512
+
+NUMBER_BYTES = 16
+"""The largest single number's."""
 
 _PROVISIONAL = -2
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
@@ -54,11 +61,25 @@ _SPARSE_PARTS = {
 }
 
 
-Kind = Literal["parameters", "gradients", "optimizer", "gathered", "activations"]
-"""What a storage is for."""
+Kind = Literal["parameters", "gradients", "optimizer", "gathered", "activations", "left"]
+"""What a storage is for; ``"left"`` by an earlier step, for whatever the workload keeps."""
+
+MOST_DECIDED_BY = 64
+"""Random numbers that are drawn at once and on no device; of more, nobody asks each."""
+
+_DRAWS = frozenset(
+    getattr(packet, overload)
+    for packet in (torch.ops.aten.rand, torch.ops.aten.uniform_, torch.ops.aten.bernoulli, torch.ops.aten.bernoulli_)
+    for overload in packet.overloads()
+    if "out" not in overload
+)
 
 _KINDS: dict[str, Kind] = {"parameter": "parameters", "buffer": "parameters", "gradient": "gradients"}
 """By what a transfer is for."""
+
+
+Left = Sequence[weakref.ref[torch.UntypedStorage]]
+"""Storages that a step left behind, as long as they live."""
 
 
 class Observer(Protocol):
@@ -78,6 +99,7 @@ class _Held:
     device: int
     nbytes: int
     finalizer: weakref.finalize[..., Any]
+    storage: weakref.ref[torch.UntypedStorage]
     kind: Kind = "activations"
 
 
@@ -121,6 +143,7 @@ class Tracker(TorchDispatchMode, Placement):
         labels: The devices' names for error messages, in the order of the step.
         capacities: Bytes each may hold; None for no bound.
         observer: Told of each op and transfer.
+        draws: What is drawn to decide by; None for what chance brings.
         accounts: Keep what `peak_account` needs: a few words for each storage that comes and goes.
 
     Raises:
@@ -137,6 +160,7 @@ class Tracker(TorchDispatchMode, Placement):
         capacities: Sequence[int | None],
         *,
         observer: Observer | None = None,
+        draws: ExtremeDraws | None = None,
         accounts: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,6 +170,7 @@ class Tracker(TorchDispatchMode, Placement):
         self.live_bytes = [0] * len(labels)
         self.peak_bytes = [0] * len(labels)
         self._observer = observer
+        self._draws = draws
         self._held: dict[int, _Held] = {}
         self._token: Token[Placement | None] | None = None
         # What a storage is for may show later than its bytes do: a gradient is one when it is on its parameter. So the
@@ -197,7 +222,25 @@ class Tracker(TorchDispatchMode, Placement):
     def adopt(self, tensor: Tensor, device: int) -> None:
         """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
         for part in _dense_parts(tensor):
-            self._hold(part, device)
+            self._hold(part.untyped_storage(), device)
+
+    def adopt_left(self, left: Left, device: int) -> None:
+        """Charge what an earlier step left behind to a device, as far as it still lives."""
+        for reference in left:
+            storage = reference()
+            if storage is not None:
+                self._hold(storage, device)
+                self._held[storage._cdata].kind = "left"
+
+    def left_on(self, device: int) -> Left:
+        """Return what a device holds beside parameters, gradients and optimizer state, but for single numbers.
+
+        Those are what a model notes of each step, a list of losses, and take nothing.
+        """
+        held = (one for one in self._held.values() if one.device == device and one.kind in ("activations", "left"))
+        return [
+            one.storage for one in held if (storage := one.storage()) is not None and storage.nbytes() > NUMBER_BYTES
+        ]
 
     def device_of(self, tensor: Tensor) -> int:
         """Return the index of the device a tensor is on, `HOST` where it is on none."""
@@ -216,14 +259,32 @@ class Tracker(TorchDispatchMode, Placement):
         held = [self._held_of(tensor) for tensor in inputs]
         device, by_scalar = _device_of_inputs(inputs, held)
         outputs = as_real(func, args, func(*args, **kwargs))
+        if func in _DRAWS and device < 0 and self._draws is not None:
+            self._drawn(self._draws, func, args, outputs)
         if device >= 0 and not by_scalar:
             for tensor, record in zip(inputs, held, strict=True):
-                if record is not None and record.device == _PROVISIONAL and tensor.dim() > 0:
-                    self._settle(tensor, device)
+                if (record is None or record.device == _PROVISIONAL) and tensor.dim() > 0:
+                    self.adopt(tensor, device)
         self._follow(inputs, _tensors((outputs,)), device)
         if self._observer is not None and device >= 0:
             self._observer.on_op(device, func, args, kwargs, outputs)
         return outputs
+
+    def _drawn(self, draws: ExtremeDraws, func: Any, args: Sequence[Any], drawn: Tensor) -> None:
+        """Replace what was drawn, where that is few numbers; of a fake, tell it so that it can be asked for."""
+        number = draws.draw() if drawn.numel() <= MOST_DECIDED_BY else None
+        if number is None:
+            return
+        if "bernoulli" in func.name():
+            number = float(round(number))
+        elif func is torch.ops.aten.uniform_.default:
+            low, high = args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
+            number = low + (high - low) * number
+        if not isinstance(drawn, FakeTensor):
+            drawn.fill_(number)
+        elif drawn.numel() == 1:
+            with unset_fake_temporarily():
+                drawn.constant = torch.full(drawn.shape, number, dtype=drawn.dtype)
 
     def _held_of(self, tensor: Tensor) -> _Held | None:
         """Return the record of a tensor's storage, of a sparse one's indices."""
@@ -265,15 +326,7 @@ class Tracker(TorchDispatchMode, Placement):
                 if input_keys is None:
                     input_keys = {_storage_key(piece) for tensor in inputs for piece in _dense_parts(tensor)}
                 if key not in input_keys:
-                    self._hold(part, device)
-
-    def _settle(self, tensor: Tensor, device: int) -> None:
-        """Place what was provisional."""
-        for part in _dense_parts(tensor):
-            held = self._held.get(_storage_key(part))
-            if held is not None and held.device == _PROVISIONAL:
-                held.device = device
-                self._charge(held, held.nbytes)
+                    self._hold(part.untyped_storage(), device)
 
     def _regrow(self, tensor: Tensor) -> None:
         """Follow a storage that an op resized in place."""
@@ -285,18 +338,19 @@ class Tracker(TorchDispatchMode, Placement):
             if held.device >= 0:
                 self._charge(held, grown)
 
-    def _hold(self, tensor: Tensor, device: int) -> None:
-        storage = tensor.untyped_storage()
+    def _hold(self, storage: torch.UntypedStorage, device: int) -> None:
+        """Follow a storage; one that is followed already is placed where it was provisional."""
         key: int = storage._cdata
         held = self._held.get(key)
         if held is not None:
             if held.device == _PROVISIONAL and device >= 0:
-                self._settle(tensor, device)
+                held.device = device
+                self._charge(held, held.nbytes)
             return
         nbytes = rounded(storage.nbytes())
         finalizer = weakref.finalize(storage, self._release, key)
         finalizer.atexit = False
-        held = self._held[key] = _Held(device, nbytes, finalizer)
+        held = self._held[key] = _Held(device, nbytes, finalizer, weakref.ref(storage))
         if device >= 0:
             self._charge(held, nbytes)
 
