@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from autosplit.cost import StepTime, TimeCurve, overlapped_seconds
 from autosplit.errors import InputError
 from autosplit.space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space, Trial, configuration_of
-from autosplit.split import accumulation_steps, even_split, fastest_split, micro_batch_sizes, proportional_split, short_split
+from autosplit.split import (
+    accumulation_steps,
+    even_split,
+    fastest_split,
+    micro_batch_sizes,
+    proportional_split,
+    short_split,
+)
 
 __all__ = ["BACKWARD_SHARE", "MOST_STEPS", "WITHIN_REACH", "RankAnswer", "RankSolver", "Solver", "geometric", "spread"]
 
