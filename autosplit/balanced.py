@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
 from autosplit.accumulation import current_accumulation
@@ -39,7 +40,7 @@ from autosplit.links import check_links
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.reducing import Reduce, checked_reduce, weights_of
 from autosplit.running import run_in_turn, run_on_gpus, run_placed
-from autosplit.split import cap_split, even_split, proportional_split, split_from_gpu0
+from autosplit.split import cap_split, even_split, proportional_split, short_split, split_from_gpu0
 from autosplit.transfer import active_placement
 
 __all__ = ["AmbiguousBatchWarning", "BalancedDataParallel", "Reduce", "data_parallel"]
@@ -187,6 +188,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         """
         ceilings = self.ceilings if bounded else None
         if self._split is not None:
+            if batch_size < sum(self._split) and any(isinstance(part, _BatchNorm) for part in self.module.modules()):
+                return short_split(batch_size, self._split)
             return proportional_split(batch_size, self._split, ceilings)
         if self._gpu0_bsz is None:
             sizes = even_split(batch_size, len(self.devices))

@@ -254,8 +254,9 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the plan in one line; `autosplit show` prints all of it."""
+        forwards = f"{self.accumulation_steps} forward{'s' * (self.accumulation_steps > 1)}"
         return (
-            f"split {self.split} = {self.batch_size} samples per forward, {self.accumulation_steps} forwards "
+            f"split {self.split} = {self.batch_size} samples per forward, {forwards} "
             f"per optimizer step of {self.effective_batch_size}, {self.samples_per_s:,.0f} samples/s"
             f"{' (simulated)' if self.simulated else ''}"
         )
@@ -503,12 +504,17 @@ class Plan:
             shuffle: Draw in a new order each epoch (`set_epoch`).
             seed: Of that order.
             drop_last: Leave out the epoch's last step where it is short of samples.
+
+        Raises:
+            InputError: The short last forward has a sample too few for the model's BatchNorms.
         """
         from autosplit.schedule import ScheduledBatchSampler
 
-        return ScheduledBatchSampler(
+        made = ScheduledBatchSampler(
             num_samples, self.batch_size, self.effective_batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
+        made.refuse_single_samples(self.split, 1 if self.region is None else self.region.least_share)
+        return made
 
     def steps(self, loader: Iterable[Any], *, count: Callable[[Any], int] | None = None) -> Iterator[OptimizerStep]:
         """Cut a loader into optimizer steps, each an iterable of its micro-batches.

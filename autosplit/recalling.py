@@ -93,7 +93,7 @@ class Wanted:
 
     def recalled(self) -> Recalled:
         """Look for a plan, and hold it against what there is now."""
-        if self.request.profile != "auto":
+        if self.request.profile != "auto" or self.request.sampler is not None:
             return Recalled()
         found = profiles.find(self.key, machine=self.machine, workload=self.described, request=self.asked)
         if found.plan is None:

@@ -182,6 +182,26 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         """The optimizer step at which the next iteration begins: 0, except once after `resume`."""
         return self._start_step
 
+    def refuse_single_samples(self, split: Sequence[int], least: int) -> None:
+        """Refuse an epoch in which a device would train on too few samples, before it begins.
+
+        Args:
+            split: Samples per device, or rank, in a full forward.
+            least: The fewest that the model trains on: 2 where a BatchNorm sees one value per sample.
+
+        Raises:
+            InputError: A short last forward can't be split so that each device has none or as many.
+        """
+        for step in (*self.schedule[:1], *self.schedule[-1:]):
+            last = micro_batch_sizes(step.num_samples, self.batch_size)[-1]
+            shares = short_split(last, split)
+            if any(0 < share < least for share in shares):
+                raise InputError(
+                    f"the last forward of an optimizer step of {step.num_samples} samples has {last}, split {shares}; "
+                    f"expected none or {least} and more on each device, since the plan's BatchNorms train on no fewer; "
+                    "pass drop_last=True, or take another number of samples"
+                )
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, and with it the order that the next iteration draws.
 

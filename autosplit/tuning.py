@@ -123,11 +123,12 @@ def tune(
         max_batch_size: The most samples per forward.
         reserve: Kept free on every device: bytes, ``"1GiB"``, or a share (``0.05``, ``"5%"``). Default: 5 % on GPUs.
         n_trials: Trials of the search, at most.
-        time_limit_s: No trial begins after this long, a wait for another process not counted; with `isolate`, a step
-            that hangs is ended, too.
-        storage: An Optuna storage URL that keeps the study. Trials that were enqueued there are made first.
-        sampler: One of Optuna's, which draws all `n_trials` in the place of autosplit's cost model. Default: the cost
-            model proposes, and Optuna's TPE explores where it is off.
+        time_limit_s: No trial but the first begins after this long, and what that one needs is looked at in few sizes
+            from then on; a wait for another process is not counted. With `isolate`, a step that hangs is ended, too.
+        storage: An Optuna storage URL that keeps the study. Trials that were enqueued there (`gpu0_bsz`, `batch_size`,
+            `accumulation_steps`; what is left out is drawn) are made first. A plan that is remembered opens none.
+        sampler: One of Optuna's, which draws all `n_trials` in the place of autosplit's cost model, whatever plan is
+            remembered. Default: the cost model proposes, and Optuna's TPE explores where it is off.
         isolate: Run real steps in a process of its own: what ends or hangs it (a crash in a kernel, the system's
             out-of-memory killer) costs one step, counts as a lack of memory and is told in the notes. The workload
             must be picklable, and is built there once more. On ``sim:`` nothing runs, so that nothing is isolated.
@@ -331,7 +332,7 @@ def _tuned(asked: _Asked, source: Source) -> Plan:
         # Of this run and not of the plan, which is remembered for whoever names the processor, too.
         defaulted = (NO_GPU_NOTE,) if asked.request.defaulted and asked.request.kind == "cpu" else ()
         if found.holds:
-            return found.told(f"{found.origin}: nothing was run; {REFRESH_HINT}", *waited.notes, *defaulted)
+            return found.told(_nothing_run(found, asked.request), *waited.notes, *defaulted)
         request = asked.waited(waited.seconds)
         isolated = _isolated(request, source, closing) if asked.isolate else None
         followed = follow(built, request.devices, closing, isolated)
@@ -366,7 +367,7 @@ def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
         turn = closing.enter_context(wanted.turn(_waiting_told(asked))) if first else None
         found, waited = _recalled(wanted, turn, job.told, slice_s=JOB_SLICE_S)
         if found.holds:
-            return found.told(f"{found.origin}: nothing was run; {REFRESH_HINT}", *waited.notes)
+            return found.told(_nothing_run(found, whole), *waited.notes)
         own, whole = own.with_more_time(waited.seconds), whole.with_more_time(waited.seconds)
         asked.waited(waited.seconds)
         job.peers.each_run(lambda: refuse_waiting(built.workload))
@@ -395,6 +396,11 @@ def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
 
 
 # ------------------------------------------------------------------------------------------------ what is remembered
+
+
+def _nothing_run(found: Recalled, request: Request) -> str:
+    unused = "" if request.storage is None else ", and the storage was not opened"
+    return f"{found.origin}: nothing was run{unused}; {REFRESH_HINT}"
 
 
 @dataclass(frozen=True)

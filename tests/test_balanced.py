@@ -337,6 +337,13 @@ class TestBatchNorm:
         reference(inputs[:6])
         torch.testing.assert_close(module.running_mean, reference.running_mean)
 
+    def test_a_short_batch_is_split_so_that_no_device_has_a_single_sample(self):
+        """A last batch of 2 over two devices was (1, 1), on which no BatchNorm trains: the epoch ended in an error."""
+        wrapped = wrap(nn.BatchNorm1d(4), 2, 2)
+        assert wrapped.split_of(2) == (2, 0)
+        wrapped(torch.randn(2, 4)).sum().backward()
+        assert wrap(nn.Linear(4, 4), 2, 2).split_of(2) == (1, 1), "elsewhere it is in proportion"
+
     def test_buffers_are_the_same_objects_afterwards(self, run):
         module = nn.BatchNorm1d(4)
         before = {name: id(buffer) for name, buffer in module.named_buffers()}

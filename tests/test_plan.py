@@ -16,7 +16,8 @@ from plans import MIB, make_plan, plan_device, simulated_plan
 from torch import nn
 
 from autosplit import OutOfMemoryError
-from autosplit.errors import DeviceError, PlanError
+from autosplit.cost import MemoryFit, Region
+from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan import SCHEMA_VERSION, DdpPlan, Plan
 
 PLAN = make_plan()
@@ -234,6 +235,13 @@ class TestDownToTheWrappers:
     def test_a_plan_for_simulated_cards_wraps_nothing(self):
         with pytest.raises(DeviceError, match=r"simulated cards \(RTX3090\); expected real devices"):
             simulated_plan().wrap(model_of())
+
+    def test_a_last_batch_that_batchnorms_do_not_train_on_is_refused_before_training(self):
+        norms = replace(PLAN, region=Region(MemoryFit(0, 0), 1, 8, (8,), 16, least_share=2))
+        with pytest.raises(InputError, match=r"has 1, split .*; expected none or 2 and more .* pass drop_last=True"):
+            norms.batch_sampler(2 * PLAN.effective_batch_size + 1)
+        norms.batch_sampler(2 * PLAN.effective_batch_size + 1, drop_last=True)
+        PLAN.batch_sampler(2 * PLAN.effective_batch_size + 1)
 
     def test_the_batch_sampler_hands_out_the_plans_micro_batches(self):
         sampler = PLAN.batch_sampler(40, shuffle=True, seed=3)

@@ -597,6 +597,20 @@ class TestProfiles:
         with pytest.raises(AssertionError, match="no search"):
             tune(workload, **self.options, profile="refresh")
 
+    def test_says_that_a_storage_was_not_opened_and_a_sampler_of_ones_own_tunes_anew(self, tmp_path, monkeypatch):
+        """Both were passed over without a word."""
+        import optuna
+
+        workload = small()
+        tune(workload, **self.options)
+        url = f"sqlite:///{tmp_path / 'study.db'}"
+        assert (
+            "nothing was run, and the storage was not opened;" in tune(workload, **self.options, storage=url).notes[0]
+        )
+        forbid_search(monkeypatch)
+        with pytest.raises(AssertionError, match="no search"):
+            tune(workload, **self.options, sampler=optuna.samplers.RandomSampler())
+
     def test_refresh_replaces_the_plan(self):
         workload = small()
         tune(workload, **self.options, name="mine")

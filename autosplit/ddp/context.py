@@ -24,7 +24,7 @@ from autosplit.errors import InputError
 from autosplit.plan import Plan, RankSettings
 from autosplit.printed import printable
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
-from autosplit.split import accumulation_steps, micro_batch_sizes, short_split
+from autosplit.split import accumulation_steps
 
 __all__ = ["BatchNormWarning", "Context", "OtherModelWarning"]
 
@@ -234,20 +234,8 @@ class Context:
             drop_last=drop_last,
             rank_slice=self._slice,
         )
-        self._refuse_single_samples(made)
+        made.refuse_single_samples(self._slice.batch_sizes, self.plan.ddp.least_batch)
         return made
-
-    def _refuse_single_samples(self, sampler: ScheduledBatchSampler) -> None:
-        least = self.plan.ddp.least_batch
-        for step in (*sampler.schedule[:1], *sampler.schedule[-1:]):
-            last = micro_batch_sizes(step.num_samples, self.batch_size)[-1]
-            shares = short_split(last, self._slice.batch_sizes)
-            if any(0 < share < least for share in shares):
-                raise InputError(
-                    f"the last forward of an optimizer step of {step.num_samples} samples has {last}, split {shares}; "
-                    f"expected none or {least} and more on each rank, since the plan's BatchNorms train on no fewer; "
-                    "pass drop_last=True, or take another number of samples"
-                )
 
     def steps(self, loader: Iterable[Any], *, count: Callable[[Any], int] | None = None) -> Iterator[OptimizerStep]:
         """Walk one epoch of this rank's loader, an optimizer step at a time.

@@ -141,7 +141,7 @@ class Watch:
                 self._let_it_go_first(found)
                 raise self._error_of(found) from error
             if _is_peaceful(error):
-                self._tell(Word("left", self._rank, f"{type(error).__name__}, which is no failure"))
+                self._tell(Word("left", self._rank, f"{type(error).__name__}, exit code 0"))
             else:
                 self._tell(self._own_failure(error))
                 if self._thread is not None:
