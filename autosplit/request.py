@@ -150,7 +150,7 @@ def checked_request(
         raise InputError(
             f"storage is {storage!r}; expected an Optuna URL, such as 'sqlite:///study.db'; pass one, or leave it out"
         )
-    if sampler is not None and not callable(getattr(sampler, "sample_independent", None)):
+    if isinstance(sampler, type) or not (sampler is None or callable(getattr(sampler, "sample_independent", None))):
         raise InputError(
             f"sampler is {shown(sampler)}; expected one of Optuna's, such as optuna.samplers.RandomSampler(seed=0); "
             "pass one, or leave it out"

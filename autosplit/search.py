@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -139,6 +139,7 @@ class _Search:
         self.sampler = sampler or self.model
         self.raised: BaseException | None = None
         self.fresh: tuple[Trial, str] | None = None
+        self.ran: int | None = None  # the number in the study of a trial that is not told yet
 
     def _trials(self) -> Sequence[Trial]:
         return tuple(self.done.values())
@@ -156,12 +157,22 @@ class _Search:
 
     def optimize(self, study: Any) -> None:
         """Let Optuna ask and tell until the search is over."""
+        study.sampler = self.sampler
+        try:
+            with _quiet_optuna():
+                study.optimize(self._objective, callbacks=[self._told])
+        except Exception as error:
+            if error is self.raised or not self._was_taken(study):
+                raise
+        finally:
+            self._tell_fresh()  # it ran, whatever became of its place in the study
+
+    def _was_taken(self, study: Any) -> bool:
+        """Tell whether another search of the same study took the last trial, which ran, for one that was cut off."""
         import optuna
 
-        study.sampler = self.sampler
-        with _quiet_optuna(), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-            # Suppressed: another search of the same study took a trial of this one for one that was cut off.
-            study.optimize(self._objective, callbacks=[self._told])
+        ran, self.ran = self.ran, None
+        return ran is not None and study.get_trials(deepcopy=False)[ran].state == optuna.trial.TrialState.FAIL
 
     @property
     def is_over(self) -> bool:
@@ -174,17 +185,21 @@ class _Search:
 
     def _told(self, study: Any, _trial: Any) -> None:
         """Tell of the trial that the study has now, and end the loop where it was the last."""
-        if self.fresh is not None:
-            trial, why = self.fresh
-            self.fresh = None
-            _log_trial(trial, why)
-            with self._ours():
-                self.on_trial(trial)
+        self.ran = None
+        self._tell_fresh()
         if self.is_over:
             proposal = Proposal() if self.model is None else self.model.next()
             why = proposal.why if proposal.enough else "there are no more trials to make, or no time"
             _log.info("the search ends after %d trials: %s", len(self.done), why)
             study.stop()
+
+    def _tell_fresh(self) -> None:
+        """Tell of the trial that was evaluated last, once."""
+        if self.fresh is not None:
+            (trial, why), self.fresh = self.fresh, None
+            _log_trial(trial, why)
+            with self._ours():
+                self.on_trial(trial)
 
     @contextlib.contextmanager
     def _ours(self) -> Iterator[None]:
@@ -204,14 +219,19 @@ class _Search:
         import optuna
 
         self.asked += 1
-        configuration, why = _suggested(asking, self.space), self._reason_of(asking)
-        asking.set_user_attr("why", why)
+        enqueued = asking.study.get_trials(deepcopy=False)[asking.number].system_attrs.get("fixed_params")
+        try:
+            configuration = _suggested(asking, self.space, enqueued or {})
+        finally:
+            why = self._reason() if enqueued is None else "enqueued in the study"
+            asking.set_user_attr("why", why)
         trial = self.done.get(configuration)
         if trial is None:
             with self._ours():
                 trial = self.evaluate(len(self.done), configuration)
             self.done[configuration] = trial
             self.fresh = trial, why
+        self.ran = asking.number
         asking.set_user_attr("split", list(trial.split))
         asking.set_user_attr("error_share", trial.error_share)
         asking.set_user_attr("peak_bytes", list(trial.peak_bytes))
@@ -222,9 +242,7 @@ class _Search:
             raise optuna.TrialPruned(trial.failure)
         return trial.samples_per_s
 
-    def _reason_of(self, asking: Any) -> str:
-        if "fixed_params" in asking.study.get_trials(deepcopy=False)[asking.number].system_attrs:
-            return "enqueued in the study"
+    def _reason(self) -> str:
         return f"drawn by {type(self.sampler).__name__}" if self.model is None else self.model.reason
 
 
@@ -254,16 +272,23 @@ class CeilingStore:
         self._study = _opened(storage, study_name)
         try:
             self._study.set_user_attr("opened_by", "autosplit")
-            self._kept = dict(self._study.user_attrs.get(_CEILINGS, {}))
+            kept = self._study.user_attrs.get(_CEILINGS)
+            self._kept = dict(kept) if isinstance(kept, dict) else {}  # a database is anybody's to change
         except Exception as error:
             raise _unusable(storage, error) from error
 
-    def get(self, key: str) -> Ceiling | None:
-        """Return a ceiling that a killed search left; None where there is none, or what is there is none."""
+    def get(self, key: str, largest_batch: int) -> Ceiling | None:
+        """Return a ceiling that a killed search left; None where there is none, or what is there can't be one.
+
+        Args:
+            key: What it is of.
+            largest_batch: The most samples that are worth a look.
+        """
         try:
-            return msgspec.convert(self._kept[key], Ceiling)
+            found = msgspec.convert(self._kept[key], Ceiling)
         except (KeyError, msgspec.ValidationError):
             return None
+        return found if 0 <= found.batch_size <= largest_batch else None
 
     def put(self, key: str, ceiling: Ceiling) -> None:
         """Keep a ceiling; a storage that fails is the search's to tell of."""
@@ -390,23 +415,36 @@ LEAST_RATE = 1e-9
 """Samples per second below which, and above whose inverse, nothing was measured."""
 
 
-def _suggested(trial: Any, space: Space) -> Configuration:
+def _suggested(trial: Any, space: Space, enqueued: Mapping[str, Any]) -> Configuration:
     """Ask for the parameters one within the bounds that the one before leaves.
 
     Raises:
         optuna.TrialPruned: They are none of the space's.
     """
-    import optuna
-
+    odd = {name: value for name, value in enqueued.items() if name in _PARAMETERS and not _is_whole(value)}
+    if odd:  # Optuna can't take it, or not read it again: the whole study would be lost
+        raise _outside(trial, f"enqueued with {odd}, and they are whole numbers")
     fewest, most = space.steps_bounds()
     steps = trial.suggest_int("accumulation_steps", fewest, most)
-    batches = space.batch_bounds(steps) or (1, 1)
+    batches = space.batch_bounds(max(1, steps)) or (1, 1)
     batch_size = trial.suggest_int("batch_size", *batches)
     shares = space.region_of(steps).gpu0_bounds(batch_size) or (0, 0)
     configuration = Configuration(trial.suggest_int("gpu0_bsz", *shares), batch_size, steps)
     if not space.holds(configuration):
         # No batch makes an effective batch in so many micro-steps, or somebody enqueued what does not fit.
-        trial.set_constraint("fits", 1.0)
-        trial.set_user_attr("failure", "not in the search space: see the bounds of its parameters")
-        raise optuna.TrialPruned(f"{configuration} is not in the search space")
+        raise _outside(trial, "see the bounds of its parameters")
     return configuration
+
+
+def _is_whole(value: object) -> bool:
+    """Tell whether a value that somebody enqueued is a whole number that a database keeps."""
+    return isinstance(value, (int, float)) and abs(value) < 2**53 and value == int(value)
+
+
+def _outside(trial: Any, reason: str) -> Exception:
+    """Return what prunes a trial that is none of the space's, and say so in the study."""
+    import optuna
+
+    trial.set_constraint("fits", 1.0)
+    trial.set_user_attr("failure", f"not in the search space: {reason}")
+    return optuna.TrialPruned(f"trial {trial.number} is not in the search space: {reason}")

@@ -314,7 +314,7 @@ class Session:
     ) -> Ceiling:
         """Find a ceiling, or take the one that a killed search of the same left in its study."""
         key = f"{index} {role} {elsewhere} {accumulates}"
-        known = None if self.store is None else self.store.get(key)
+        known = None if self.store is None else self.store.get(key, self.request.largest_batch)
         if known is not None and known.capacity_bytes == self.runtime.capacities_bytes[index]:
             self.recalled += 1
             return known

@@ -449,11 +449,8 @@ class RankSolver:
 
 def geometric(largest: int) -> list[int]:
     """Return sizes from 1 to `largest`, four to each doubling."""
-    sizes, n = {largest}, 1.0
-    while n < largest:
-        sizes.add(int(n))
-        n *= 2**0.25
-    return sorted(sizes)
+    quarters = range(4 * largest.bit_length())  # each power by itself: a product of roots falls short of 65536
+    return sorted({min(largest, int(2 ** (quarter / 4))) for quarter in quarters} | {largest})
 
 
 def spread(least: int, most: int, count: int = 5) -> list[int]:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autosplit.cost import MemoryFit, Region, StepTime, TimeCurve
@@ -248,8 +248,10 @@ class TestRanks:
 
 
 @given(st.integers(1, 100_000))
+@example(65536)
 def test_a_geometric_grid_ends_at_the_largest(largest):
     sizes = geometric(largest)
     assert sizes == sorted(set(sizes))
     assert (sizes[0], sizes[-1]) == (1, largest)
     assert all(later <= earlier * 1.25 + 1 for earlier, later in itertools.pairwise(sizes))
+    assert {2**k for k in range(17) if 2**k <= largest} <= set(sizes), "65535 was the answer where 65536 is plain"

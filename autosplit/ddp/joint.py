@@ -198,7 +198,8 @@ class JointSession:
     def _measured_alone(self) -> list[Measured]:
         """Let every rank measure its own device, all at the same time, as they will train."""
         ranks = range(self.peers.world_size)
-        left = self.peers.told([None if self.store is None else self.store.get(f"{rank} rank") for rank in ranks])
+        store, largest = self.store, self.request.largest_batch
+        left = self.peers.told([None if store is None else store.get(f"{rank} rank", largest) for rank in ranks])
         found = self.peers.all_run(lambda: self._ceiling(left[self.peers.rank]))
         if self.store is not None and not self.prober.out_of_time:
             for rank, (ceiling, _) in enumerate(found):
