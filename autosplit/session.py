@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -303,22 +304,15 @@ class Session:
         return self._ceiling(index, role, accumulates=accumulates, start=start, slope=slope)
 
     def _ceiling(
-        self,
-        index: int,
-        role: Role,
-        *,
-        elsewhere: tuple[int, ...] = (),
-        accumulates: bool = False,
-        start: int | None = None,
-        slope: float = 0.0,
+        self, index: int, role: Role, *, elsewhere: tuple[int, ...] = (), accumulates: bool = False, **near: Any
     ) -> Ceiling:
-        """Find a ceiling, or take the one that a killed search of the same left in its study."""
+        """Find a ceiling, or take the one that a killed search of the same left in its study; see `Prober.ceiling`."""
         key = f"{index} {role} {elsewhere} {accumulates}"
         known = None if self.store is None else self.store.get(key, self.request.largest_batch)
         if known is not None and known.capacity_bytes == self.runtime.capacities_bytes[index]:
             self.recalled += 1
             return known
-        found = self.prober.ceiling(index, role, elsewhere=elsewhere, accumulates=accumulates, start=start, slope=slope)
+        found = self.prober.ceiling(index, role, elsewhere=elsewhere, accumulates=accumulates, **near)
         if self.store is not None and not self.prober.out_of_time:
             self.store.put(key, found)
         return found
