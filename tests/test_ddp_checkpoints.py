@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_ddp import NUM_SAMPLES, loader_of, make_model, make_plan, mean_loss, weights
@@ -383,6 +384,9 @@ class TestWriting:
             ) as e:
                 ctx.save_checkpoint(path, model=make_model(), arguments=bad, step=1)
             assert "\n" not in str(e.value)
+        # Torch begins with how such a file can be loaded all the same, in bold.
+        with pytest.raises(CheckpointError, match=r"'arguments' can't be kept \(numpy.*scalar\); expected numbers"):
+            ctx.save_checkpoint(path, model=make_model(), arguments=np.float64(3.0))
         assert path.read_bytes() == content
         assert list(tmp_path.iterdir()) == [path]
 

@@ -201,6 +201,16 @@ class Loop:
                 self.run(batch)
                 self.step()
 
+    def clears_first_only(self) -> None:
+        """Each step had the gradients of all before it."""
+        for batch in self.loader:
+            with self.accelerator.accumulate(self.model):
+                self.optimizer.zero_grad()
+                self.run(batch)
+                self.optimizer.step()
+                self.schedule.step()
+                self.done += self.accelerator.sync_gradients
+
     def steps_always(self) -> None:
         for batch in self.loader:
             self.run(batch)
@@ -249,7 +259,7 @@ class Loop:
                 self.step()
 
 
-WAYS = ("accumulates", "clears_first", "steps_always", "has_two_losses", "draws_a_step", "chunks")
+WAYS = ("accumulates", "clears_first", "clears_first_only", "steps_always", "has_two_losses", "draws_a_step", "chunks")
 HAND_MADE = ("draws_a_step_and_keeps_it_from_meeting", "steps_seldom")
 
 

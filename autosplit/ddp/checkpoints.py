@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -312,5 +313,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says."""
+    """Return the first line of what an exception says; of torch's word on what is not plain, what it names."""
+    refused = re.search(
+        r"WeightsUnpickler error: (?:Unsupported global: GLOBAL )?([^\n]*?)(?: was not an allowed|\. |\n|$)", str(error)
+    )
+    if refused:  # before it stand twelve lines on how to load it all the same
+        return refused[1]
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

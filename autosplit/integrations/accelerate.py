@@ -180,7 +180,9 @@ class SharesOptimizer(AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, also at the beginning of a micro-batch: those of the ones before it in its step stay."""
-        if not self._position.keeps_gradients:
+        if self._position.begins_step:  # in mid-step accelerate clears nothing, and this may be the only call
+            self.optimizer.zero_grad(set_to_none is not False)
+        elif not self._position.keeps_gradients:
             super().zero_grad(set_to_none)
 
 

@@ -71,6 +71,11 @@ class LoopPosition:
         """Whether the gradients are those of micro-batches before, in an optimizer step that ends with this one."""
         return self._is_within and self.at is not None and self.at.position > 0 and not self._has_run
 
+    @property
+    def begins_step(self) -> bool:
+        """Whether the gradients are those of an optimizer step that is over, before the first backward of the next."""
+        return self._is_within and self.at is not None and self.at.position == 0 and not self._has_run
+
     def begin(self) -> int:
         """Begin a loader's iteration; what is left of another one is dropped.
 
