@@ -438,7 +438,7 @@ class TestOneProcess:
             if num_samples == 23:
                 ctx.batch_sampler(num_samples)
                 return
-            with pytest.raises(InputError, match=r"has 1, split \(1,\); expected none or 2 and more on each rank"):
+            with pytest.raises(InputError, match=r"has 1, split \(1,\); expected none or 2 and more on each device"):
                 ctx.batch_sampler(num_samples)
             ctx.batch_sampler(num_samples, drop_last=True)
         with ddp.setup(plan) as ctx:
