@@ -11,7 +11,7 @@ from autosplit.findings import Check
 from autosplit.plan import DdpOptions, DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.request import Request
 from autosplit.solver import RankSolver, Solver
-from autosplit.space import Trial, configuration_of
+from autosplit.space import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
 from autosplit.workload import Workload
 
 __all__ = [
@@ -223,6 +223,7 @@ def solved_ranks(
         adds_up=step_time.adds_up,
         least_batch=least_batch,
         accumulates=subject.may_accumulate,
+        tells_apart=LEAST_DIFFERENCE if request.simulated else LEAST_MEASURED_DIFFERENCE,
     ).answer()
     if answer is None:
         return DdpPlan((), 0.0, _why_no_answer(subject, ranks, least_batch))

@@ -27,7 +27,15 @@ from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.search import CeilingStore, search
 from autosplit.sensitivity import simulated_changes
 from autosplit.solver import WITHIN_REACH, Solver
-from autosplit.space import Configuration, Space, Trial, best_trial, configuration_of
+from autosplit.space import (
+    LEAST_DIFFERENCE,
+    LEAST_MEASURED_DIFFERENCE,
+    Configuration,
+    Space,
+    Trial,
+    best_trial,
+    configuration_of,
+)
 from autosplit.split import accumulation_steps, even_split, micro_batch_sizes
 from autosplit.staging import Followed, runtime_for
 from autosplit.timings import TimedSize, curve_of, pooled
@@ -141,7 +149,11 @@ class Session:
         space = self._space(primary)
         curves = self._curves(ranks)
         step_time = self._step_time(space, curves)
-        self.solver = Solver(self._with_several(space, step_time), step_time)
+        self.solver = Solver(
+            self._with_several(space, step_time),
+            step_time,
+            tells_apart=LEAST_DIFFERENCE if self.runtime.simulated else LEAST_MEASURED_DIFFERENCE,
+        )
         most, steps = self.solver.space.region.largest_batch, self.solver.space.max_steps
         _log.info("the search is of up to %d samples per forward and up to %d forwards per step", most, steps)
         self._search(self.solver.space)

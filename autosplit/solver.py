@@ -44,11 +44,13 @@ class Solver:
     Args:
         space: What may be searched.
         step_time: Predicts seconds.
+        tells_apart: Share of samples/s by which predictions have to differ: of less, the plainest is the answer.
     """
 
-    def __init__(self, space: Space, step_time: StepTime) -> None:
+    def __init__(self, space: Space, step_time: StepTime, *, tells_apart: float = LEAST_DIFFERENCE) -> None:
         self.space = space
         self.step_time = step_time
+        self.tells_apart = tells_apart
         # Which split a configuration has does not change with the fit: the trials of one are trials of one split.
         self._unfitted = step_time
         self._splits: dict[tuple[int, tuple[int, ...]], tuple[int, ...] | None] = {}
@@ -66,7 +68,7 @@ class Solver:
             if trial.samples_per_s is not None:
                 splits = self.splits_of(configuration_of(trial), trial.split)
                 measured.append((splits, sum(map(sum, splits)) / trial.samples_per_s))
-        solver = Solver(self.space, self.step_time.refitted(measured))
+        solver = Solver(self.space, self.step_time.refitted(measured), tells_apart=self.tells_apart)
         solver._splits = self._splits  # the very same class
         return solver
 
@@ -247,7 +249,7 @@ class Solver:
         if self.space.effective_batch_sizes is None:
             first = min((c for c in ranked if rates[c] >= KNEE_SHARE * rates[ranked[0]]), key=lambda c: c.batch_size)
         else:
-            near = (c for c in ranked if rates[c] >= (1 - LEAST_DIFFERENCE) * rates[ranked[0]])
+            near = (c for c in ranked if rates[c] >= (1 - self.tells_apart) * rates[ranked[0]])
             first = min(near, key=lambda c: (self.space.plainness(c), -rates[c]))
         return [first, *(c for c in ranked if c != first)]
 
@@ -291,6 +293,11 @@ class Solver:
         any_steps = self.space.effective_batch_sizes is None
         others = (c for c in answers[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
         tried += itertools.islice(others, 1)
+        if self.tells_apart > LEAST_DIFFERENCE and not any_steps:
+            # Measured times may be off by more than they tell apart: the plainest of all has its chance.
+            within_reach = WITHIN_REACH * max(map(self.samples_per_s, answers))
+            reachable = (c for c in answers if self.samples_per_s(c) >= within_reach)
+            tried.append(min(reachable, key=lambda c: (self.space.plainness(c), -self.samples_per_s(c))))
         return [configuration for configuration in dict.fromkeys(tried) if self.holds(configuration)]
 
     def _another_team(self, best: Configuration) -> list[Configuration]:
@@ -367,6 +374,7 @@ class RankSolver:
         adds_up: The ranks share one processor, so that their times add.
         least_batch: The fewest samples that a rank can train on.
         accumulates: False where an optimizer step has to be a single forward.
+        tells_apart: See `Solver`.
     """
 
     def __init__(
@@ -381,7 +389,9 @@ class RankSolver:
         adds_up: bool,
         least_batch: int = 1,
         accumulates: bool = True,
+        tells_apart: float = LEAST_DIFFERENCE,
     ) -> None:
+        self.tells_apart = tells_apart
         self.least_batch = least_batch
         self.accumulates = accumulates
         self.curves = curves
@@ -398,7 +408,7 @@ class RankSolver:
         if not found:
             return None
         top = max(answer.samples_per_s for answer in found)
-        least_share = 1 - LEAST_DIFFERENCE if self.effective_batch_sizes is not None else KNEE_SHARE
+        least_share = 1 - self.tells_apart if self.effective_batch_sizes is not None else KNEE_SHARE
 
         def plainness(answer: RankAnswer) -> tuple[int, bool, int]:
             batch_size = sum(answer.batch_sizes)

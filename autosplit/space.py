@@ -18,6 +18,9 @@ KNEE_SHARE = 0.97
 LEAST_DIFFERENCE = 0.001
 """As a share of samples/s: nobody would take an odd configuration for less, however exact the times are."""
 
+LEAST_MEASURED_DIFFERENCE = 0.03
+"""The same for what a model predicts from measured times: three times the error of each (`timing.TARGET_ERROR`)."""
+
 ERRORS_APART = 2.0
 """Standard errors by which trials have to differ: one in twenty that are alike seems to."""
 
@@ -92,9 +95,9 @@ class Space:
         return full if self.effective_batch_sizes is None else min(full, self.effective_batch_sizes[1])
 
     def plainness(self, configuration: Configuration) -> tuple[int, bool, int]:
-        """Return what makes a configuration less plain than another, the first that differs deciding."""
+        """Return what makes a configuration less plain: micro-steps, uneven ones, and how large equal ones are."""
         uneven = self.effective_of(configuration) % configuration.batch_size != 0
-        return configuration.accumulation_steps, uneven, configuration.batch_size
+        return configuration.accumulation_steps, uneven, 0 if uneven else configuration.batch_size
 
     def batch_bounds(self, steps: int) -> tuple[int, int] | None:
         """Return the least and the largest batch that make an optimizer step in so many micro-steps, and that fit."""
@@ -134,9 +137,9 @@ def best_trial(
 ) -> Trial | None:
     """Choose the answer among trials.
 
-    The highest samples/s; among those that can't be told from it the plainest: the fewest micro-steps, then equal ones,
-    then the smallest, then shares as the speeds say. Where no effective batch was asked for, the knee: the smallest
-    `batch_size` that has at least `KNEE_SHARE` of the highest samples/s.
+    The highest samples/s; among those that can't be told from it the plainest: the fewest micro-steps, then equal ones
+    (of these the smallest), then shares as the speeds say. Where no effective batch was asked for, the knee: the
+    smallest `batch_size` that has at least `KNEE_SHARE` of the highest samples/s.
 
     Args:
         space: What was searched.

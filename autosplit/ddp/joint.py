@@ -33,7 +33,7 @@ from autosplit.runtime.placed import bucket_bytes
 from autosplit.search import CeilingStore, search
 from autosplit.session import POINT_BUDGET_S, TRIAL_BUDGET_S, most_steps
 from autosplit.solver import BACKWARD_SHARE, Solver
-from autosplit.space import Configuration, Space, Trial, best_trial, configuration_of
+from autosplit.space import LEAST_MEASURED_DIFFERENCE, Configuration, Space, Trial, best_trial, configuration_of
 from autosplit.split import even_split
 from autosplit.staging import Followed, runtime_for
 from autosplit.timings import TimedSize, curve_of, pooled
@@ -318,7 +318,8 @@ class JointSession:
     def _searched(self, reduce_s: float) -> Plan | None:
         """Search, and put the plan together; None where Ctrl-C came before any trial had succeeded."""
         try:
-            self.solver = Solver(self._space(), self._step_time(reduce_s))
+            measured = LEAST_MEASURED_DIFFERENCE
+            self.solver = Solver(self._space(), self._step_time(reduce_s), tells_apart=measured)
             try:
                 self._search(self.solver)
                 even = self._even_rate()
