@@ -138,6 +138,8 @@ class Watch:
         except BaseException as error:
             found = self._failure_behind(error)
             if found is not None:
+                if found.kind == "left":  # nobody else said so: without a word this one would be blamed
+                    self._tell(Word("left", self._rank, f"rank {found.rank} had left"))
                 self._let_it_go_first(found)
                 raise self._error_of(found) from error
             if _is_peaceful(error):
