@@ -26,7 +26,7 @@ from autosplit.printed import printable
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
 from autosplit.split import accumulation_steps
 
-__all__ = ["BatchNormWarning", "Context", "OtherModelWarning"]
+__all__ = ["BatchNormWarning", "Context", "OtherModelWarning", "let_go_of_group_last"]
 
 
 class BatchNormWarning(UserWarning):
@@ -106,7 +106,7 @@ class Context:
             kwargs.setdefault("device_ids", [self.device.index])
         kwargs = {**self.plan.ddp.options.keywords(), **kwargs}
         wrapped = DistributedDataParallel(model.to(self.device), **kwargs)
-        _let_go_of_group_last(wrapped)
+        let_go_of_group_last(wrapped)
         self._wrapped.add(wrapped)
         self._meets_always |= has_synchronised(model)
         return wrapped
@@ -458,16 +458,20 @@ def _draws_everything(loader: object) -> bool:
     return whole and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-def _let_go_of_group_last(wrapped: DistributedDataParallel) -> None:
-    """Make the wrapper's own reference to its process group the last that dies with it.
+def let_go_of_group_last(wrapped: nn.Module) -> None:
+    """Make DistributedDataParallel's own reference to its process group the last that dies with it.
 
     Where a model outlives its group, as it does in most scripts, the last reference to the group ends it and waits for
     gloo's threads. Python's does so without the interpreter's lock, but that of DDP's reducer holds it, which one of
     the threads may be waiting for: both then wait for ever (torch 2.13; about one in thirty models). An object's
     attributes die in the order in which they were set, so the group is set again, behind the reducer.
+
+    Args:
+        wrapped: Of another class it is left as it is.
     """
-    group = wrapped.__dict__.pop("process_group")
-    wrapped.process_group = group
+    if isinstance(wrapped, DistributedDataParallel):
+        group = wrapped.__dict__.pop("process_group")
+        wrapped.process_group = group
 
 
 def _part_from_group(wrapped: Any) -> None:
@@ -479,7 +483,7 @@ def _part_from_group(wrapped: Any) -> None:
     connections until then.
     """
     wrapped.reducer = wrapped.logger = None
-    wrapped.process_group = None  # last, see `_let_go_of_group_last`
+    wrapped.process_group = None  # last, see `let_go_of_group_last`
     wrapped._use_python_reducer = True  # noqa: SLF001 - tells DDP that its forward is the module's alone
     wrapped.register_forward_pre_hook(_forward_alone, with_kwargs=True, prepend=True)
 

@@ -36,6 +36,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import nn
 from torch.utils.data import DataLoader
 
+from autosplit.ddp.context import let_go_of_group_last
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError
 from autosplit.integrations.counting import IGNORED, RULES, SUM, UnevenLossWarning
@@ -249,6 +250,7 @@ class Accelerator(accelerate.Accelerator):
             # What is left to do of accelerate's own preparing, such as autocast, is around the wrapper.
             return super().prepare_model(self.share.plan.wrap(model), device_placement=False, evaluation_mode=True)
         prepared = super().prepare_model(model, *args, **kwargs)
+        let_go_of_group_last(prepared)
         if self.share is not None and len(self._models) == 1:
             self._own_loss = OwnLoss(prepared)
         return prepared

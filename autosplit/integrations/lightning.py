@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.dataloader import default_collate
 
+from autosplit.ddp.context import let_go_of_group_last
 from autosplit.ddp.loops import gathered
 from autosplit.ddp.process import agree_on
 from autosplit.errors import InputError, PlanError
@@ -276,6 +277,7 @@ class Shares(lightning.pytorch.Callback):
                 "automatic_optimization is False; expected it True, because Lightning says nowhere else when an "
                 "optimizer step ends; set it, or train with autosplit.ddp, whose loop is yours"
             )
+        let_go_of_group_last(trainer.strategy.model)
         self._find_loader(trainer)
         if self._count is None:
             self._rule = self._agreed_rule(trainer, pl_module)

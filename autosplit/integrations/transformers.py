@@ -30,6 +30,7 @@ from torch import distributed as dist
 from torch import nn
 
 from autosplit import ddp
+from autosplit.ddp.context import let_go_of_group_last
 from autosplit.errors import InputError
 from autosplit.integrations.counting import (
     IGNORED,
@@ -153,6 +154,7 @@ class SharesMixin(Mixed):
         """Run a micro-batch, its loss weighted."""
         if self.share is None:
             return super().training_step(model, inputs, num_items_in_batch)
+        let_go_of_group_last(model)
         weight = self._weights.popleft()
         self.current_gradient_accumulation_steps = 1  # or the Trainer would divide what is weighted already
         with self._weighted(weight, model):
