@@ -81,10 +81,10 @@ def test_killed_at_random_moments_it_repeats_nothing_and_ends_at_the_same_plan(t
         process = begun(parts, storage=storage)
         # In its ceilings before any trial, in one of the next, or (the last time) never.
         wanted = running + moments.randrange(4)
-        while killed < 6 and process.poll() is None and len(logged(parts)) < wanted:
+        while killed < 4 and process.poll() is None and len(logged(parts)) < wanted:
             time.sleep(0.01)
         time.sleep(moments.uniform(0.0, 0.2))
-        if killed < 6 and process.poll() is None:
+        if killed < 4 and process.poll() is None:
             process.kill()
             killed += 1
         status = process.wait()

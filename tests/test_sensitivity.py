@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from workloads import char_gpt
 
 from autosplit import Workload, tune
 from autosplit.catalog import GPUS_VARIABLE, GpuSpec, gpu_catalog
@@ -52,11 +51,7 @@ def cnn() -> Workload:
 
 
 def gpt() -> Workload:
-    path = Path(__file__).parents[1] / "examples" / "char_gpt.py"
-    spec = importlib.util.spec_from_file_location("char_gpt", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.workload()
+    return char_gpt(depth=1)
 
 
 def faster(card: GpuSpec) -> GpuSpec:
