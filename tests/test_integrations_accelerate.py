@@ -27,7 +27,7 @@ from autosplit.balanced import BalancedDataParallel
 from autosplit.ddp.place import Place
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.findings import Check
-from autosplit.integrations.accelerate import Accelerator, NoPlanWarning, UnevenLossWarning, _apply
+from autosplit.integrations.accelerate import Accelerator, NoPlanWarning, UnevenLossWarning, _apply, _doubt_sum
 from autosplit.integrations.share import share_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
@@ -686,9 +686,11 @@ class TestWhatTheLossIsOver:
     def test_what_the_check_has_found_is_said(self):
         found = Check("loss", 0.5, 0.4, depends=True, advice="it is a sum over the samples")
         plan = replace(shared.shares_plan((8,), 20), checks=(found,))
-        with pytest.warns(UnevenLossWarning, match=r"no mean over samples \(it is a sum over the samples\)") as told:
+        with pytest.warns(UnevenLossWarning) as told:
             two_steps(make_accelerator(plan=plan), added)
-        assert len(told) == 1
+        before, within = (str(one.message) for one in told)
+        assert "no mean over samples (it is a sum over the samples)" in before
+        assert "the loss ends in a sum" in within
         two_steps(make_accelerator(plan=plan, count=len), added)
         two_steps(make_accelerator(plan=replace(plan, loss_reduction="sum")), added)
 
@@ -779,3 +781,14 @@ def test_the_example_runs_without_a_plan():
     printed, without_plan = shared.run_example("train_accelerate.py")
     assert without_plan
     shared.check_learns(printed)
+
+
+def test_a_loss_that_is_a_sum_is_doubted():
+    """accelerate has no loss to ask: a script's own sum was weighted as a mean, and trained otherwise by each split."""
+    outputs, targets = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
+    entropy = torch.nn.functional.cross_entropy
+    for loss in (outputs.sum(), entropy(outputs, targets, reduction="sum")):
+        with pytest.warns(UnevenLossWarning, match=r"the loss ends in a sum .*tune with loss_reduction='sum'"):
+            _doubt_sum(loss)
+    for loss in (outputs.mean(), entropy(outputs, targets), outputs.sum() / 4):  # a warning would be an error here
+        _doubt_sum(loss)

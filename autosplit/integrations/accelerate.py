@@ -339,6 +339,7 @@ class Accelerator(accelerate.Accelerator):
             asked, self._own_loss = self._own_loss, None
             asked.end()
             if self._weighs_samples:
+                _doubt_sum(loss)
                 self._refuse_other_mean(asked.rule(loss, self.unwrap_model(self._models[0])))
         # accelerate divides by the steps: the weights add up to 1 over an optimizer step as they are.
         weight = one.weight * self.gradient_accumulation_steps
@@ -475,3 +476,19 @@ def _refuse_without_shares(loader: Any) -> None:
         "the loss is of a loader that does not shuffle, of which accelerate gives every process as much; expected one "
         "that hands out the plan's shares; pass accelerator.shares_of(loader) to prepare"
     )
+
+
+def _doubt_sum(loss: torch.Tensor) -> None:
+    """Warn of a loss that autograd says is a sum: weighted as a mean, it trains otherwise by every split.
+
+    Warns:
+        UnevenLossWarning: The last op of it is a sum, or a loss function with ``reduction="sum"``.
+    """
+    last = loss.grad_fn
+    if type(last).__name__ == "SumBackward0" or getattr(last, "_saved_reduction", 1) == 2:
+        warnings.warn(
+            f"the loss ends in a sum ({type(last).__name__}), and the plan weights it as a mean over samples; expected "
+            "a mean; take one, or tune with loss_reduction='sum'",
+            UnevenLossWarning,
+            stacklevel=3,
+        )
