@@ -96,7 +96,7 @@ def train(checkpoint: str, *, dies: str | None, at: int) -> None:
                     if dies and done == at and number == len(step) // 2:
                         die(dies)
                     step.backward(mean_loss(model, indices))
-                    samples += indices.tolist()
+                    samples += indices.tolist() if step.micro_batch_sizes[number] else []  # or it stands in, uncounted
                 optimizer.step()
                 optimizer.zero_grad()
                 tell(rank=ctx.rank, pid=os.getpid(), epoch=epoch, done=done, samples=samples)

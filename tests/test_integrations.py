@@ -84,6 +84,25 @@ class TestShare:
         with pytest.raises(PlanError, match=r"it runs 2 processes, and the plan is for 1 process; expected the same"):
             made_share(0, (8,), 40).refuse_other_job(2, torch.device("cpu"), "it")
 
+    def test_batchnorms_of_a_process_without_a_share_are_refused(self):
+        """What it runs in the place of its share counts for nothing, and a BatchNorm counted it."""
+        share = made_share(1, (7, 1), 16)
+        sampler = share.batch_sampler(50)
+        share.refuse_uncounted_batchnorms(nn.Linear(2, 2), sampler)
+        norm = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+        with pytest.raises(InputError, match=r"of 2 samples has 2, split \(2, 0\), and the model has BatchNorms"):
+            share.refuse_uncounted_batchnorms(norm, sampler)
+        share.refuse_uncounted_batchnorms(norm, share.batch_sampler(50, drop_last=True))
+
+    @pytest.mark.parametrize("in_one", [False, True], ids=["two ranks", "two devices"])
+    def test_a_last_batch_with_a_sample_too_few_for_a_batchnorm_is_refused(self, in_one):
+        plan = shared.shares_plan((2, 2), 4, in_one=in_one)
+        least = {"region": replace(plan.region, least_share=2)} if in_one else {"ddp": replace(plan.ddp, least_batch=2)}
+        share = share_of(replace(plan, **least), Place(0, 1 if in_one else 2))
+        assert len(share.batch_sampler(8)) == 2
+        with pytest.raises(InputError, match=r"of an optimizer step of 3 samples has 3, split .*drop_last=True"):
+            share.batch_sampler(7)
+
     @given(
         sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),
         effective=st.integers(1, 40),

@@ -153,6 +153,17 @@ def skipped_by_the_free_function() -> None:
             accelerator.backward(loss)
 
 
+def with_batchnorms() -> None:
+    """They would count what the second process runs at the epoch's end, where it has no share."""
+    accelerator = make_accelerator(plan=shared.shares_plan((7, 1), 20))
+    model, _, _, loader, _ = prepared("bert", accelerator)
+    model.module.norm = torch.nn.BatchNorm1d(2)
+    for batch in loader:
+        with pytest.raises(InputError, match="the model has BatchNorms, whose statistics would count"):
+            accelerator.backward(shared.loss_on(model, batch))
+        break
+
+
 def alone_in_each() -> None:
     """What is made before the Accelerator decides how many processes there are: each trained a model of its own."""
     shared.forget_accelerate()
@@ -308,6 +319,7 @@ TWO = {
     "unweighted": partial(trained, "gpt", (6, 2), 16, cls=Unweighted),
     "unlike plans": unlike_plans,
     "free function": skipped_by_the_free_function,
+    "batchnorms": with_batchnorms,
     "alone": alone_in_each,
     "every way": every_way,
     "gathered": gathered,
@@ -344,7 +356,7 @@ class TestTwoRanks:
         for found in found_by(two, "unweighted"):
             assert float((found["weights"] - expected).abs().max()) > 1e-4
 
-    @pytest.mark.parametrize("name", ["unlike plans", "free function", "alone", "unlike lengths"])
+    @pytest.mark.parametrize("name", ["unlike plans", "free function", "alone", "unlike lengths", "batchnorms"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
 

@@ -131,6 +131,14 @@ def refused_in_training() -> None:
         trainer.fit(Module("bert"), Data("bert"))
 
 
+def with_batchnorms() -> None:
+    """They would count what the second process runs at the epoch's end, where it has no share."""
+    shares, module = Shares(shared.shares_plan((7, 1), 20)), Module("bert")
+    module.norm = torch.nn.BatchNorm1d(2)
+    with pytest.raises(InputError, match="the model has BatchNorms, whose statistics would count"):
+        make_trainer(shares, devices=2, strategy="ddp").fit(module, shares.data(Data("bert")))
+
+
 def alone_in_each() -> None:
     trainer = make_trainer(Shares(shared.shares_plan((7, 1), 20)), devices=1)
     with pytest.raises(PlanError, match="Lightning runs 1 process, and the plan is for 2 processes; expected the same"):
@@ -169,6 +177,7 @@ TWO = {
     "example": partial(shared.run_example_as_rank, "train_lightning.py"),
     "unlike plans": unlike_plans,
     "another loader": refused_in_training,
+    "batchnorms": with_batchnorms,
     "alone": alone_in_each,
     "adds up": added_up_by_two,
     "tuned": tuned_where_lightning_refuses,
@@ -203,7 +212,7 @@ class TestTwoRanks:
         for found in found_by(two, "unweighted"):
             assert float((found["weights"] - expected).abs().max()) > 1e-4
 
-    @pytest.mark.parametrize("name", ["unlike plans", "another loader", "alone"])
+    @pytest.mark.parametrize("name", ["unlike plans", "another loader", "alone", "batchnorms"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
 

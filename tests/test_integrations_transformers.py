@@ -147,6 +147,15 @@ def unlike_plans() -> None:
         make_trainer("bert", plan, make_args(shared.folder_of_job("unlike"))).train()
 
 
+def with_batchnorms() -> None:
+    """They would count what the second process runs at the epoch's end, where it has no share."""
+    plan = shared.shares_plan((7, 1), 20)
+    trainer = make_trainer("bert", plan, make_args(shared.folder_of_job("batchnorms")))
+    trainer.model.norm = nn.BatchNorm1d(2)
+    with pytest.raises(InputError, match="the model has BatchNorms, whose statistics would count"):
+        trainer.train()
+
+
 TWO = {
     **{name: partial(trained, *job, name=name, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, name="workers", resumes=True, workers=1),
@@ -154,6 +163,7 @@ TWO = {
     "unweighted": partial(trained, "gpt", (6, 2), 16, name="unweighted", cls=Unweighted),
     "example": partial(shared.run_example_as_rank, "train_transformers.py"),
     "unlike plans": unlike_plans,
+    "batchnorms": with_batchnorms,
 }
 THREE = {name: partial(trained, *job, name=name, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
 
@@ -202,8 +212,9 @@ class TestTwoRanks:
         for found in found_by(two, "unweighted"):
             assert float((found["weights"] - expected).abs().max()) > 1e-4
 
-    def test_unlike_plans_are_refused(self, two):
-        found_by(two, "unlike plans")
+    @pytest.mark.parametrize("name", ["unlike plans", "batchnorms"])
+    def test_what_would_train_something_else_is_refused(self, two, name):
+        found_by(two, name)
 
     def test_the_example_takes_the_plan(self, two):
         for printed, without_plan in found_by(two, "example")[:1]:

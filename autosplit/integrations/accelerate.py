@@ -338,6 +338,10 @@ class Accelerator(accelerate.Accelerator):
         if self._own_loss is not None:
             asked, self._own_loss = self._own_loss, None
             asked.end()
+            assert self.share is not None, "or no micro-batch would be at"
+            self.share.refuse_uncounted_batchnorms(
+                self._models[0], self.gradient_state.active_dataloader.sampler_of_shares
+            )
             if self._weighs_samples:
                 _doubt_sum(loss)
                 self._refuse_other_mean(asked.rule(loss, self.unwrap_model(self._models[0])))

@@ -279,6 +279,8 @@ class Shares(lightning.pytorch.Callback):
             )
         let_go_of_group_last(trainer.strategy.model)
         self._find_loader(trainer)
+        assert self._loader is not None, "it was found"
+        self.share.refuse_uncounted_batchnorms(pl_module, self._loader.batch_sampler)
         if self._count is None:
             self._rule = self._agreed_rule(trainer, pl_module)
             self._find_loader(trainer)

@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from autosplit import profiles
 from autosplit.ddp.context import Context
 from autosplit.ddp.devices import device_for
@@ -22,6 +25,7 @@ from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan import Plan
 from autosplit.printed import printable
 from autosplit.schedule import RankSlice, ScheduledBatchSampler
+from autosplit.split import micro_batch_sizes, short_split
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +115,11 @@ class Share:
             shuffle: Draw in a new order each epoch.
             seed: Of that order, the same in every process.
             drop_last: Leave out the epoch's last step where it is short of samples.
+
+        Raises:
+            InputError: The short last forward has a sample too few for the model's BatchNorms.
         """
-        return MarkingBatchSampler(
+        made = MarkingBatchSampler(
             num_samples,
             sum(self.batch_sizes),
             self.effective_batch_size,
@@ -121,6 +128,36 @@ class Share:
             drop_last=drop_last,
             rank_slice=RankSlice(self.place.rank, self.batch_sizes),
         )
+        if self.num_processes > 1:
+            made.refuse_single_samples(self.batch_sizes, self.plan.ddp.least_batch)
+        elif self.wraps and self.plan.region is not None:
+            made.refuse_single_samples(self.plan.split, self.plan.region.least_share)
+        return made
+
+    def refuse_uncounted_batchnorms(self, model: nn.Module, sampler: ScheduledBatchSampler) -> None:
+        """Refuse a micro-batch without a share for some process, where the model has BatchNorms.
+
+        What runs there counts for nothing in the loss, and a BatchNorm would count it.
+
+        Args:
+            model: What is trained.
+            sampler: What it is trained on.
+
+        Raises:
+            InputError: There is one.
+        """
+        if not any(isinstance(part, _BatchNorm) for part in model.modules()):
+            return
+        for step in (*sampler.schedule[:1], *sampler.schedule[-1:]):
+            last = micro_batch_sizes(step.num_samples, sampler.batch_size)[-1]
+            shares = short_split(last, self.batch_sizes)
+            if 0 in shares:
+                raise InputError(
+                    f"the last forward of an optimizer step of {step.num_samples} samples has {last}, split {shares}, "
+                    "and the model has BatchNorms, whose statistics would count what a process runs that has none; "
+                    "expected a sample or more for each process; leave out a short last step (drop_last), "
+                    "tune for another effective batch size, or train with autosplit.ddp, which keeps it out of them"
+                )
 
     def tell_of_other_model(self, model: Any, *, stacklevel: int = 3) -> None:
         """Warn where the plan is for a model of another size.

@@ -124,6 +124,7 @@ class SharesMixin(Mixed):
         )
         non_blocking = bool(getattr(loader, "_non_blocking", False))
         made = DataLoaderShard(device=self.accelerator.device, _non_blocking=non_blocking, **options)
+        self.share.refuse_uncounted_batchnorms(self.model, made.batch_sampler)
         known = self.accelerator._dataloaders
         known[:] = [made if one is loader else one for one in known]
         return made
