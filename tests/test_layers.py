@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1] / "autosplit"
 # own name is its __init__, which stands below its modules.
 ORDER = (
     "errors",
+    "accelerators",
     "printed",
     "split",
     "oom",

@@ -1,0 +1,72 @@
+"""Accelerators: every kind of device that torch computes on beside the processor, by one road.
+
+torch gives each back end a module with functions of the same names (``torch.cuda``, ``torch.xpu``, ``torch.npu``, and
+that of any other that registers itself as PrivateUse1). What is written here and elsewhere for GPUs asks that module,
+by `backend`, and works for all of them. What CUDA alone has (NVML, architectures, peer copies that arrive as zeros)
+stands where it is used, behind ``kind == "cuda"``.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+__all__ = ["PROCESSORS", "accelerator_kind", "backend", "is_accelerator"]
+
+PROCESSORS = frozenset({"cpu", "sim", "meta"})
+"""The kinds of devices whose memory is this machine's own, or none."""
+
+
+def is_accelerator(kind: str) -> bool:
+    """Tell whether a kind of device is an accelerator's: it has memory of its own, kernels run late, and it can fail.
+
+    Args:
+        kind: That of a `Device`, or the type of a ``torch.device``.
+    """
+    return kind not in PROCESSORS
+
+
+def accelerator_kind() -> str | None:
+    """Return the kind of accelerator that this process sees, in torch's word (``"cuda"``, ``"xpu"``); None without."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def backend(kind: str) -> Any:
+    """Return the module of a back end, with the functions that ``torch.cuda`` has for memory, devices and streams.
+
+    Args:
+        kind: ``"cuda"`` and the like.
+    """
+    return _mps() if kind == "mps" else torch.get_device_module(kind)
+
+
+def _mps() -> Any:
+    """Return Metal's module under the names that the other back ends have: one device, whose pool keeps what it had.
+
+    Its allocator knows no peak. What it holds of the driver falls only when its cache is emptied, so after a step that
+    began with an empty cache it is the peak.
+    """
+    mps = torch.mps
+    reserved, total = mps.driver_allocated_memory, mps.recommended_max_memory
+    return SimpleNamespace(
+        is_available=mps.is_available,
+        is_initialized=mps.is_available,
+        device_count=mps.device_count,
+        current_device=lambda: 0,
+        set_device=lambda _device: None,
+        synchronize=lambda _device=None: mps.synchronize(),
+        empty_cache=mps.empty_cache,
+        mem_get_info=lambda _device=None: (total() - reserved(), total()),
+        get_device_properties=lambda _device=None: SimpleNamespace(name="Apple GPU", total_memory=total()),
+        memory_stats=lambda _device=None: {},
+        memory_allocated=lambda _device=None: mps.current_allocated_memory(),
+        memory_reserved=lambda _device=None: reserved(),
+        max_memory_allocated=lambda _device=None: reserved(),
+        max_memory_reserved=lambda _device=None: reserved(),
+        reset_peak_memory_stats=lambda _device=None: None,
+        get_per_process_memory_fraction=lambda _device=None: 1.0,
+        set_per_process_memory_fraction=lambda share, _device=None: mps.set_per_process_memory_fraction(share),
+    )
