@@ -149,8 +149,9 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
   const auto host_bias = bias && bias->defined() ? Maybe<at::Tensor>(on_host(*bias)) : std::nullopt;
   auto host = at::convolution_symint(on_host(input), on_host(weight), host_bias, stride, padding, dilation, transposed,
                                      output_padding, std::move(groups));
+  auto result = on_device(host, input.device());
   use_workspace(input.device().index(), shapes_of(input, weight), host.nbytes());
-  return on_device(host, input.device());
+  return result;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
@@ -162,8 +163,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   auto [by_input, by_weight, by_bias] = at::convolution_backward_symint(
       on_host(grad), on_host(input), on_host(weight), at::OptionalSymIntArrayRef(c10::SymIntArrayRef(channels)), stride,
       padding, dilation, transposed, output_padding, groups, wanted);
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> result{
+      on_device(by_input, input.device()), on_device(by_weight, input.device()), on_device(by_bias, input.device())};
   use_workspace(input.device().index(), "backward" + shapes_of(input, weight), grad.nbytes());
-  return {on_device(by_input, input.device()), on_device(by_weight, input.device()), on_device(by_bias, input.device())};
+  return result;
 }
 
 // The mask is of booleans, as CUDA's is, and drawn by the device's own generator.
@@ -298,6 +301,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = host_generator(value.isNone() ? at::Generator() : value.toGenerator(), here);
     }
   }
+  const OneKernel copies_belong_to_it;
   try {
     at::native::cpu_fallback(op, stack);
   } catch (const c10::IndexError&) {
