@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
+from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.consensus import Interrupts, Peers, has_waited
+from autosplit.ddp.devices import backend_for, card_of
 from autosplit.ddp.faults import Watch, group_sockets, open_sockets
 from autosplit.ddp.place import Place, explain_loopback, import_without_group, meeting_place, place_here
 from autosplit.devices import Device
@@ -42,7 +44,7 @@ class Job:
         whole: The same, with every rank's device, in their order.
         machine: Of the whole job, as `profiles.machine_of` describes one; with ``ranks_per_machine`` where there are
             several.
-        shares_card: Two ranks are on one GPU.
+        backend: Of the group in which gradients meet.
     """
 
     place: Place
@@ -50,13 +52,13 @@ class Job:
     own: Request
     whole: Request
     machine: dict[str, Any]
-    shares_card: bool = False
+    backend: str = "gloo"
 
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
         device = self.own.devices[0]
-        return torch.device("cuda", device.index) if device.kind == "cuda" else torch.device("cpu")
+        return _torch_device(device)
 
     def told(self, run: Callable[[], T]) -> T:
         """Return what rank 0 makes of something, on every rank."""
@@ -124,17 +126,17 @@ def joined(request: Request) -> Iterator[Job]:
 def _job(request: Request, place: Place, peers: Peers) -> Job:
     index = _own_device(request, place)
     device = request.devices[index]
-    if device.kind == "cuda":
-        torch.cuda.set_device(device.index)  # NCCL sends from the current device
+    if is_accelerator(device.kind):
+        backend(device.kind).set_device(device.index)  # NCCL sends from the current device
     own = replace(
         request,
         devices=(device,),
         capacities_bytes=(request.capacities_bytes[index],),
         reserved_bytes=(request.reserved_bytes[index],),
     )
-    found = peers.gathered((own, machine_of(own.devices), place.local_rank))
-    requests = [one for one, _, _ in found]
-    peers.all_run(lambda: _refuse_different(requests, [machine for _, machine, _ in found]))
+    found = peers.gathered((own, machine_of(own.devices), place.local_rank, card_of(_torch_device(device))))
+    requests, machines, locals_, cards = map(list, zip(*found, strict=True))
+    peers.all_run(lambda: _refuse_different(requests, machines))
     whole = replace(
         requests[0],
         devices=tuple(one.devices[0] for one in requests),
@@ -142,9 +144,11 @@ def _job(request: Request, place: Place, peers: Peers) -> Job:
         reserved_bytes=tuple(one.reserved_bytes[0] for one in requests),
         deadline_s=request.deadline_s,
     )
-    locals_ = [local for _, _, local in found]
-    machine = _machine_of_all([machine for _, machine, _ in found], locals_)
-    return Job(place, peers, own, whole, machine, _shares_card(whole.devices))
+    return Job(place, peers, own, whole, _machine_of_all(machines, locals_), backend_for(device.kind, cards))
+
+
+def _torch_device(device: Device) -> torch.device:
+    return torch.device(device.kind, device.index) if is_accelerator(device.kind) else torch.device("cpu")
 
 
 def _own_device(request: Request, place: Place) -> int:
@@ -157,7 +161,7 @@ def _own_device(request: Request, place: Place) -> int:
         )
     here = place.local_world_size or place.world_size
     local = place.local_rank if place.local_rank is not None else place.rank
-    if count == 1 and kind == "cuda" and here > 1:
+    if count == 1 and is_accelerator(kind) and here > 1:
         return 0  # each process was given its own; that they are others is seen when all are known
     if count != here or local >= count:
         raise DeviceError(
@@ -199,11 +203,6 @@ def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int
         counts[-1] += 1
     several = {"ranks_per_machine": counts} if len(counts) > 1 else {}
     return {**machines[0], "devices": runs, **several}
-
-
-def _shares_card(devices: Sequence[Device]) -> bool:
-    cards = [device.uuid for device in devices if device.uuid is not None]
-    return len(set(cards)) < len(cards)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autosplit.batches import map_tensors
 from autosplit.ddp.consensus import Failure, Peers
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
@@ -198,7 +199,8 @@ class RankSteps:
         sizes: tuple[int, ...],
         mark: Callable[[str], None] = lambda _phase: None,
     ) -> None:
-        made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
+        # Not every loss moves its batch, and the plain model of a dry pass does not either.
+        made = {size: map_tensors(self._here, trainee.batch(size)) for size in dict.fromkeys(sizes)}
         position = 0
 
         def marked(phase: str) -> None:
@@ -233,6 +235,9 @@ class RankSteps:
         if self._trainee is None:
             self._trainee = training_copy(self.workload, device=self.device)
         return self._trainee
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
