@@ -89,7 +89,7 @@ class TestPlaces:
     def test_a_list_of_slurms_that_is_none(self, said, monkeypatch):
         where = {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "node1", "SLURM_STEP_TASKS_PER_NODE": said}
         set_all(monkeypatch, {**SLURM, **where})
-        with pytest.raises(InputError, match="SLURM_STEP_TASKS_PER_NODE is .*; expected the processes of each node"):
+        with pytest.raises(InputError, match=r"SLURM_STEP_TASKS_PER_NODE is .*; expected the processes of each node"):
             place_here()
 
     def test_a_batch_script_of_slurms_is_one_process(self, monkeypatch):

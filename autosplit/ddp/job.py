@@ -221,7 +221,7 @@ def _talking(place: Place) -> Iterator[Peers]:
         watch.begin({} if adopted else group_sockets(before))
         with _broken_off_named(place), watch.telling():
             agreed = None
-            peers = Peers(place.rank, place.world_size, group, Interrupts())
+            peers = Peers(place.rank, place.world_size, group, Interrupts(), watch)
             try:
                 yield peers
             except BaseException as error:

@@ -123,7 +123,7 @@ def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping
         ctx.part_from_group()
         if watch.failed:
             with suppress(Exception):  # what failed is what has to be heard of
-                abort_group()
+                abort_group(dist.group.WORLD)
                 dist.destroy_process_group()
         else:
             dist.destroy_process_group()
