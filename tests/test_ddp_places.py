@@ -16,9 +16,9 @@ from test_ddp import make_plan
 from torch import distributed as dist
 
 from autosplit import ddp, profiles
-from autosplit.ddp.devices import Visible, agreed_backend, backend_for, card_of, device_for
+from autosplit.ddp.devices import agreed_backend, backend_for, card_of, device_for
 from autosplit.ddp.place import Place, _agreed_round, explain_loopback, place_here
-from autosplit.devices import parse_devices
+from autosplit.devices import Visible, parse_devices
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan import Plan
 

@@ -8,40 +8,18 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from autosplit.accelerators import accelerator_kind, backend, is_accelerator
+from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.place import Place
-from autosplit.devices import cuda_uuid
+from autosplit.devices import Visible, device_uuid, visible_devices
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan import Plan, PlanDevice
 
-__all__ = ["Visible", "agreed_backend", "backend_for", "card_of", "device_for", "exchange_device", "visible_gpus"]
-
-
-@dataclass(frozen=True)
-class Visible:
-    """A GPU that this process sees, at its place in its back end's order."""
-
-    name: str
-    uuid: str | None
-
-
-def visible_gpus(kind: str) -> tuple[Visible, ...]:
-    """List the devices of a kind that this process sees; none where its torch has another kind.
-
-    Args:
-        kind: ``"cuda"`` and the like.
-    """
-    if kind != accelerator_kind():
-        return ()
-    gpus = backend(kind)
-    found = [gpus.get_device_properties(index) for index in range(gpus.device_count())]
-    return tuple(Visible(str(properties.name), cuda_uuid(properties)) for properties in found)
+__all__ = ["agreed_backend", "backend_for", "card_of", "device_for", "exchange_device"]
 
 
 def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = None) -> torch.device:
@@ -54,7 +32,7 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
     Args:
         plan: With a rank for each process.
         place: Of this process.
-        visible: The GPUs that are here. Default: `visible_gpus`.
+        visible: The GPUs that are here. Default: `visible_devices`.
 
     Raises:
         PlanError: The plan's label is no device.
@@ -66,7 +44,7 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
         return torch.device("cpu")
     if not (is_accelerator(kind) and _is_known(kind) and index.isdigit()):
         raise PlanError(f"the rank's device is {label!r}; expected 'cpu', 'cpu:0' or 'cuda:0'; tune again")
-    gpus = visible_gpus(kind) if visible is None else visible
+    gpus = visible_devices(kind) if visible is None else visible
     wanted = {other: _planned(plan, other) for other in place.beside()}
     own = wanted[place.rank]
     uuids = {gpu.uuid: number for number, gpu in enumerate(gpus) if gpu.uuid is not None}
@@ -111,7 +89,7 @@ def _is_known(kind: str) -> bool:
 def card_of(device: torch.device) -> str:
     """Return what tells a rank's card from all others of the job: its UUID, or else where it is."""
     properties = backend(device.type).get_device_properties(device) if is_accelerator(device.type) else None
-    return cuda_uuid(properties) or f"{socket.gethostname()} {device}"
+    return device_uuid(properties) or f"{socket.gethostname()} {device}"
 
 
 def backend_for(kind: str, cards: Sequence[str]) -> str:
