@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import spinning
 import torch
+from fake_gpus import FakeCuda, cards
 from ranks import found_by, run_ranks, starting
 from test_ddp import make_plan
 from torch import distributed as dist
@@ -27,6 +28,8 @@ from torch import nn
 
 import autosplit
 from autosplit import ddp, devices, profiles
+from autosplit.commands import tune as starts
+from autosplit.commands.workloads import check_before_running, isolates
 from autosplit.cost import MemoryFit, RankStepTime, Region, StepTime, TimeCurve
 from autosplit.ddp import job as jobs
 from autosplit.ddp import ranks as rank_steps
@@ -753,7 +756,49 @@ def test_machines_are_told_apart_by_their_first_ranks(locals_: list[int | None],
     ],
 )
 def test_each_rank_has_its_machines_device(place: Place, spec: str, index: int) -> None:
-    assert jobs._own_device(checked_request(devices=spec, strategy="ddp"), place) == index
+    assert jobs._own_device(parse_devices(spec), place) == index
+
+
+class TestOwnPart:
+    """A context takes up to a GiB: eight ranks that looked at eight cards left seven foreign ones on each."""
+
+    @pytest.fixture(autouse=True)
+    def fake(self, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+        fake = FakeCuda(cards("A100", "A100", "A100", "A100"))
+        monkeypatch.setattr(devices, "_accelerator", lambda kind=None: devices.Found(fake, kind or "cuda"))
+        monkeypatch.setattr(devices, "_nvml", lambda: (None, "it is not here"))
+        return fake
+
+    @pytest.mark.parametrize(
+        ("place", "spec", "own"),
+        [
+            (Place(1, 4, 1, 4), None, "cuda:1"),
+            (Place(5, 8, 1, 4), "cuda", "cuda:1"),
+            (Place(1, 2, 1, 2), "cuda:3,2", "cuda:2"),
+            (Place(1, 2, 1, 2), "cuda:3", "cuda:3"),  # each process was given its own
+            (Place(1, 2, 1, 2), "cuda:0,1,2", "cuda:0,1,2"),  # which all ranks are to hear of
+            (Place(0, 1), "cuda", "cuda"),
+            (Place(1, 2, 1, 2), "cpu:1MiB,cpu:2MiB", "cpu:1MiB,cpu:2MiB"),
+        ],
+    )
+    def test_is_a_card(self, place: Place, spec: Any, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(jobs, "place_here", lambda: place)
+        assert jobs.own_part(spec) == own
+
+    def test_the_others_are_asked_for_nothing(self, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        for index in (0, 1, 3):
+            fake.cards[index].fails["mem_get_info"] = AssertionError(f"a context on cuda:{index}")
+        monkeypatch.setattr(jobs, "place_here", lambda: Place(2, 4, 2, 4))
+        request = checked_request(devices=jobs.own_part("cuda"), strategy="ddp")
+        assert [device.label for device in request.devices] == ["cuda:2"]
+
+    def test_whoever_starts_ranks_or_looks_for_their_plan_asks_none(self, fake: FakeCuda) -> None:
+        for card in fake.cards:
+            card.fails["mem_get_info"] = AssertionError("a context")
+        assert starts._ranks_to_start("cuda") == 4
+        check_before_running({"devices": "cuda:0,1"}, None)
+        assert isolates(None, "cuda")
+        assert profiles.usable_here() == ()
 
 
 def test_two_signals_of_one_keypress_are_one() -> None:

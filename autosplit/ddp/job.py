@@ -19,13 +19,13 @@ from autosplit.ddp.consensus import Interrupts, Peers, has_waited
 from autosplit.ddp.devices import backend_for, card_of
 from autosplit.ddp.faults import Watch, group_sockets, open_sockets
 from autosplit.ddp.place import Place, explain_loopback, import_without_group, meeting_place, place_here
-from autosplit.devices import Device
+from autosplit.devices import Device, parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
 from autosplit.fingerprint import digest_of
 from autosplit.profiles import machine_of
 from autosplit.request import Request
 
-__all__ = ["Job", "in_a_job", "joined"]
+__all__ = ["Job", "in_a_job", "joined", "own_part"]
 
 T = TypeVar("T")
 
@@ -93,6 +93,25 @@ class Job:
         return not self.place.local_rank
 
 
+def own_part(devices: Any) -> Any:
+    """Return the part of a device spec that this process computes on: the others' cards it asks for nothing.
+
+    Args:
+        devices: Of all ranks of this machine. What can't be shared out is returned as it is, for `joined` to refuse on
+            all ranks.
+    """
+    place = place_here()
+    if place.world_size == 1:
+        return devices
+    found = parse_devices(devices, ask_memory=False)
+    if not is_accelerator(found[0].kind):
+        return devices
+    try:
+        return found[_own_device(found, place)].label
+    except DeviceError:
+        return devices
+
+
 def in_a_job() -> bool:
     """Tell whether torchrun, Slurm or a process group says that this process is one of several.
 
@@ -118,13 +137,13 @@ def joined(request: Request) -> Iterator[Job]:
     """
     place = place_here()
     with _talking(place) as peers, peers.interrupts.noted():
-        peers.all_run(lambda: _own_device(request, place))  # what is wrong on one machine ends all
+        peers.all_run(lambda: _own_device(request.devices, place))  # what is wrong on one machine ends all
         yield _job(request, place, peers)
         peers.part()
 
 
 def _job(request: Request, place: Place, peers: Peers) -> Job:
-    index = _own_device(request, place)
+    index = _own_device(request.devices, place)
     device = request.devices[index]
     if is_accelerator(device.kind):
         backend(device.kind).set_device(device.index)  # NCCL sends from the current device
@@ -151,9 +170,9 @@ def _torch_device(device: Device) -> torch.device:
     return torch.device(device.kind, device.index) if is_accelerator(device.kind) else torch.device("cpu")
 
 
-def _own_device(request: Request, place: Place) -> int:
+def _own_device(devices: Sequence[Device], place: Place) -> int:
     """Return which of the machine's devices is this rank's."""
-    kind, count = request.kind, len(request.devices)
+    kind, count = devices[0].kind, len(devices)
     if kind == "sim":
         raise DeviceError(
             f"the devices are simulated, and {place.world_size} ranks were started; expected real ones to run steps "
@@ -162,10 +181,10 @@ def _own_device(request: Request, place: Place) -> int:
     here = place.local_world_size or place.world_size
     local = place.local_rank if place.local_rank is not None else place.rank
     if count == 1 and is_accelerator(kind) and here > 1:
-        return 0  # each process was given its own; that they are others is seen when all are known
+        return 0  # its own part, or all that the process was given
     if count != here or local >= count:
         raise DeviceError(
-            f"there are {count} devices ({', '.join(device.label for device in request.devices)}) for {here} ranks of "
+            f"there are {count} devices ({', '.join(device.label for device in devices)}) for {here} ranks of "
             "this machine; expected one for each; name as many (--devices cpu:2GiB,cpu:1GiB), or start torchrun with "
             f"--nproc-per-node {count}"
         )
