@@ -32,7 +32,7 @@ from autosplit.host import available_host_bytes
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, is_kernel_limit
 from autosplit.request import Request, checked_request
 from autosplit.rng import kept_rng
-from autosplit.runtime.cuda import CONFIRMING_STEPS
+from autosplit.runtime.accelerator import CONFIRMING_STEPS
 from autosplit.runtime.isolated import IsolatedRuntime, StepLostError
 from autosplit.runtime.measurement import Measurement, Runtime, StepShape
 from autosplit.runtime.simulated import traced_parts, traced_peaks

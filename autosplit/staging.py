@@ -17,7 +17,7 @@ from autosplit.devices import Device
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
 from autosplit.interrupts import held_interrupts
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.cuda import CudaRuntime
+from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.isolated import IsolatedRuntime, RealRuntime
 from autosplit.runtime.measurement import Runtime
 from autosplit.runtime.simulated import SimulatedRuntime
@@ -277,6 +277,6 @@ def _real_runtime(
         trainee = training_copy(workload, device=torch.device("cpu"))
         closing.callback(trainee.restore)
         return CpuRuntime(devices, capacities_bytes, trainee)
-    runtime = CudaRuntime(devices, capacities_bytes, workload)
+    runtime = AcceleratorRuntime(devices, capacities_bytes, workload)
     closing.callback(runtime.close)
     return runtime

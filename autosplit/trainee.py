@@ -34,8 +34,9 @@ from autosplit.workload import Workload, call_model, modules_of, on_first_device
 
 __all__ = ["Trainee", "fake_mode", "ran_a_step", "training_copy"]
 
-LOSS_SCALE = 65536.0
-"""torch.amp.GradScaler's initial scale (its default `init_scale`)."""
+LOSS_SCALE = 1.0
+"""Of fp16: takes the same memory and kernels as a larger one, which overflows in the first steps of most trainings. The
+scaler then leaves out the optimizer, whose state would not be there to be measured."""
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Trainee:
     grown_bytes: int = 0
     peak_bytes: int = 0
     draws: ExtremeDraws = field(default_factory=ExtremeDraws)
+    _updated: bool = False
 
     def batch(self, n: int) -> Any:
         """Make a batch of `n` samples, fake for a fake trainee; what the sample batch shares is marked as `Whole`."""
@@ -172,12 +174,15 @@ class Trainee:
         for optimizer in listed(self.optimizers):
             if self.scaler is not None:
                 self.scaler.step(optimizer)
+                if not self._updated and not optimizer.state:
+                    optimizer.step()  # it may have been left out, for a loss that is infinite at any scale
                 continue
             if self.workload.precision == "fp16":
                 grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
                 if grads:
                     torch._foreach_mul_(grads, 1.0 / LOSS_SCALE)
             optimizer.step()
+        self._updated = True
         if self.scaler is not None:
             self.scaler.update()
 

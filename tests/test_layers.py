@@ -64,7 +64,7 @@ ORDER = (
     "runtime.tracking",
     "runtime.placed",
     "runtime.tracing",
-    "runtime.cuda",
+    "runtime.accelerator",
     "runtime.cpu",
     "runtime.simulated",
     "runtime.isolated",
