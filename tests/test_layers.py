@@ -64,6 +64,7 @@ ORDER = (
     "runtime.tracking",
     "runtime.placed",
     "runtime.tracing",
+    "runtime.affine_traces",
     "runtime.accelerator",
     "runtime.cpu",
     "runtime.simulated",

@@ -25,7 +25,7 @@ from autosplit.interrupts import held_interrupts
 from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.placed import run_placed, run_until_settled
-from autosplit.runtime.tracking import Kind, Tracker
+from autosplit.runtime.tracking import Entry, Kind, Tracker
 from autosplit.trainee import Trainee, fake_mode, mode_of, training_copy
 from autosplit.workload import Workload, modules_of
 
@@ -275,6 +275,7 @@ class Tracer:
                 gpu_variants=like_gpu,
             )
         self._kept: dict[StepShape, Trace] = {}
+        self._entries: dict[StepShape, tuple[Entry, ...]] = {}
         self._with_gradient: list[nn.Parameter] | None = None
         self._leaves_unused = False
 
@@ -288,17 +289,21 @@ class Tracer:
             The trace; peaks are not held against any capacity.
         """
         if shape not in self._kept:
-            if shape.arrangement != "eval" and self._with_gradient is None:
-                # The optimizer's state appears in the first step, and is there in all that follow.
-                self._with_gradient = []
-                first = replace(shape, accumulates=False, updates=True)
-                trace = self._settled(first)
-                if trace is None or self.trainee.draws.count:
-                    trace = run_until_settled(self.trainee, lambda: self._run(first))
-                self._kept[first] = trace
+            self._settle(shape)
             if shape not in self._kept:
                 self._kept[shape] = self._run(shape)
         return self._kept[shape]
+
+    def _settle(self, shape: StepShape) -> None:
+        """Follow the first step of all: the optimizer's state appears in it, and is there in all that follow."""
+        if shape.arrangement == "eval" or self._with_gradient is not None:
+            return
+        self._with_gradient = []
+        first = replace(shape, accumulates=False, updates=True)
+        trace = self._settled(first)
+        if trace is None or self.trainee.draws.count:
+            trace = run_until_settled(self.trainee, lambda: self._run(first))
+        self._kept[first] = trace
 
     def _settled(self, shape: StepShape) -> Trace | None:
         """Follow the first step, and tell of it what the second would show, which is spared.
@@ -342,7 +347,12 @@ class Tracer:
         return self._followed(shape, lambda _phase, _tracker: None)[0]
 
     def _followed(
-        self, shape: StepShape, on_mark: Callable[[str, Tracker], None], *, settles: bool = False
+        self,
+        shape: StepShape,
+        on_mark: Callable[[str, Tracker], None],
+        *,
+        settles: bool = False,
+        keeps_entries: bool = False,
     ) -> tuple[Trace, tuple[int, ...]]:
         """Run a step; return its trace, and what each device holds after it."""
         recorder = _Recorder(sum(shape.splits[0]))
@@ -368,6 +378,8 @@ class Tracer:
         ):
             peaks = run_placed(self.trainee, shape, tracker, mark, held=held, settles=settles)
         self.runs += 1
+        if keeps_entries:
+            self._entries[shape] = tracker.entries()
         self.norms_over_samples |= recorder.norms_over_samples
         phases = recorder.finish()
         micro, update = _events(phases, "micro"), _events(phases, "update")
@@ -398,6 +410,17 @@ class Tracer:
     def zeroing_costs(self) -> list[OpCost]:
         """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
         return [OpCost(0, p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
+
+    def entries_of(self, shape: StepShape) -> tuple[Entry, ...]:
+        """Follow one optimizer step as `trace` does, and return what came and went in it, in order."""
+        if shape not in self._entries:
+            self._settle(shape)
+            self._kept[shape], _ = self._followed(shape, lambda _phase, _tracker: None, keeps_entries=True)
+        return self._entries[shape]
+
+    def known(self, shape: StepShape) -> Trace | None:
+        """Return the trace of a step that was followed already; None for another."""
+        return self._kept.get(shape)
 
     def leaves_unused(self) -> bool:
         """Tell whether some trainable parameter got no gradient in a step; of a custom step nobody knows."""
