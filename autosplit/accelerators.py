@@ -3,15 +3,13 @@
 torch gives each back end a module with functions of the same names (``torch.cuda``, ``torch.xpu``, ``torch.npu``, and
 that of any other that registers itself as PrivateUse1). What is written here and elsewhere for GPUs asks that module,
 by `backend`, and works for all of them. What CUDA alone has (NVML, architectures, peer copies that arrive as zeros)
-stands where it is used, behind ``kind == "cuda"``.
+stands where it is used, behind ``kind == "cuda"``. Importing this module does not load torch.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 __all__ = ["PROCESSORS", "accelerator_in_use", "accelerator_kind", "backend", "is_accelerator"]
 
@@ -30,6 +28,10 @@ def is_accelerator(kind: str) -> bool:
 
 def accelerator_kind() -> str | None:
     """Return the kind of accelerator that this process sees, in torch's word (``"cuda"``, ``"xpu"``); None without."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
@@ -54,16 +56,17 @@ def backend(kind: str) -> Any:
     Args:
         kind: ``"cuda"`` and the like.
     """
-    return _mps() if kind == "mps" else torch.get_device_module(kind)
+    import torch
+
+    return _mps(torch.mps) if kind == "mps" else torch.get_device_module(kind)
 
 
-def _mps() -> Any:
+def _mps(mps: Any) -> Any:
     """Return Metal's module under the names that the other back ends have: one device, whose pool keeps what it had.
 
     Its allocator knows no peak. What it holds of the driver falls only when its cache is emptied, so after a step that
     began with an empty cache it is the peak.
     """
-    mps = torch.mps
     reserved, total = mps.driver_allocated_memory, mps.recommended_max_memory
     return SimpleNamespace(
         is_available=mps.is_available,

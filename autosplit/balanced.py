@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
+from autosplit.accelerators import accelerator_kind, backend
 from autosplit.accumulation import current_accumulation
 from autosplit.batches import (
     batch_size_of,
@@ -80,7 +81,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
     Args:
         gpu0_bsz: Samples per forward on the first device; None takes `split[0]`.
         module: The module; its parameters must be on the first device at the first forward.
-        device_ids: CUDA devices, or ``["cpu", "cpu"]`` to try it anywhere. Default: every visible GPU; without
+        device_ids: GPUs, or ``["cpu", "cpu"]`` to try it anywhere. Default: every visible GPU; without
             any, the wrapper passes its inputs through, as its parent does.
         output_device: Where outputs are gathered. Default: the first device.
         dim: The batch dimension.
@@ -117,13 +118,13 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         devices = _devices_from(device_ids)
         self.module = module
         self.dim = dim
-        ids: list[Any] = [device.index if device.type == "cuda" else device for device in devices]
+        ids: list[Any] = [device if device.type == "cpu" else device.index for device in devices]
         self.device_ids = ids
         self.devices = devices
         if devices:
             self.output_device = _output_device(output_device, devices[0])
             self.src_device_obj = devices[0]
-            if len(devices) == 1 and devices[0].type == "cuda":
+            if len(devices) == 1 and devices[0].type != "cpu":
                 self.module.to(devices[0])  # as nn.DataParallel does, and with one device only
         self.reduce = checked_reduce(reduce)
         self.ceilings = _checked_sizes("ceilings", ceilings, len(devices))
@@ -257,8 +258,9 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             *others, (last_inputs, last_targets) = micro_batches
             with model.no_sync():
                 for inputs, targets in others:
-                    (loss_fn(model(inputs), targets) * (len(inputs) / total)).backward()
-            (loss_fn(model(last_inputs), last_targets) * (len(last_inputs) / total)).backward()
+                    (loss_fn(model(inputs), targets.to(model.output_device)) * (len(inputs) / total)).backward()
+            last = loss_fn(model(last_inputs), last_targets.to(model.output_device))
+            (last * (len(last_inputs) / total)).backward()
             optimizer.step()
 
         As with DDP, forward and backward both belong inside, and there is no ``create_graph`` and no
@@ -403,7 +405,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         if not torch.is_grad_enabled():
             return None, last
         placed = active_placement() is not None
-        if self._kept is None and not last and (placed or self.devices[0].type == "cuda") and not self._has_hooks():
+        if self._kept is None and not last and (placed or self.devices[0].type != "cpu") and not self._has_hooks():
             # On the CPU alone all chunks run through the one module, and its gradients are where they belong.
             self._kept = KeptReplicas(PlacedCopies() if placed else GpuCopies(self.devices))
         if self._kept is not None and walk is not None:
@@ -426,7 +428,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 f"{placement.num_devices}; expected as many; use the plan's own budgets, and one wrapper"
             )
         link = Link(torch.device(self.output_device))
-        if self.devices[0].type == "cuda":
+        if self.devices[0].type != "cpu":
             return run_on_gpus(self.module, self.devices, active, chunks, kept, self.dim), link
         if placement is not None:
             return run_placed(self.module, placement, active, chunks, kept), PlacedLink(tuple(active))
@@ -517,21 +519,25 @@ def _refuse_compiled(module: nn.Module) -> None:
 
 def _devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple[torch.device, ...]:
     if device_ids is None:
-        return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+        kind = accelerator_kind()
+        return () if kind is None else tuple(torch.device(kind, i) for i in range(backend(kind).device_count()))
     if isinstance(device_ids, (str, torch.device)) or not isinstance(device_ids, Iterable):
         raise DeviceError(f"device_ids is {device_ids!r:.80}; expected a list of devices; write [{device_ids!r:.80}]")
     devices = tuple(map(_device_named, device_ids))
     kinds = {device.type for device in devices}
-    if len(kinds) > 1 or not kinds <= {"cuda", "cpu"}:
-        raise DeviceError(f"device_ids are {[str(d) for d in devices]}; expected all of them cuda, or all of them cpu")
-    if kinds == {"cuda"} and torch.cuda.device_count() == 0:
+    here = accelerator_kind()
+    if len(kinds) > 1 or not kinds <= {"cuda", "cpu", here}:
+        raise DeviceError(
+            f"device_ids are {[str(d) for d in devices]}; expected all of them {here or 'cuda'}, or all of them cpu"
+        )
+    if kinds == {"cuda"} and here is None:
         return ()  # as nn.DataParallel: without any usable GPU, a pass-through
     return tuple(_indexed(device) for device in devices)
 
 
 def _device_named(item: Any) -> torch.device:
     try:
-        return torch.device("cuda", item) if isinstance(item, int) else torch.device(item)
+        return torch.device(accelerator_kind() or "cuda", item) if isinstance(item, int) else torch.device(item)
     except (RuntimeError, TypeError):
         raise DeviceError(
             f"a device is {item!r:.80}; expected a GPU's number, 'cuda:1', or 'cpu'; see autosplit.list_devices()"
@@ -545,7 +551,7 @@ def _output_device(given: int | str | torch.device | None, first: torch.device) 
     if not isinstance(given, int):
         place = _indexed(_device_named(given))
     elif given >= 0:
-        place = torch.device("cuda", given)
+        place = torch.device(accelerator_kind() or "cuda", given)
     else:
         place = torch.device("cpu")  # what nn.DataParallel means by -1
     if place.type != first.type:
@@ -557,10 +563,10 @@ def _output_device(given: int | str | torch.device | None, first: torch.device) 
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Name a device as its tensors do: `cuda` with an index, `cpu` without one."""
+    """Name a device as its tensors do: an accelerator with an index, `cpu` without one."""
     if device.type == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    return torch.device(device.type, backend(device.type).current_device()) if device.index is None else device
 
 
 def _whole(size: Any) -> int | None:

@@ -243,8 +243,8 @@ def tune_command(
         list[str] | None,
         typer.Option(
             metavar="SPEC",
-            help="cuda, cuda:0,2, cpu, cpu:2GiB,cpu:1GiB or sim:2xA100-40GB+1xRTX3090. Default: every visible GPU; "
-            "without any, cpu.",
+            help="auto, cuda, cuda:0,2 (or xpu, npu, mps), cpu, cpu:2GiB,cpu:1GiB or sim:2xA100-40GB+1xRTX3090. "
+            "Default: auto, every visible GPU; without any, cpu.",
         ),
     ] = None,
     strategy: Annotated[

@@ -60,13 +60,7 @@ class PlacedCopies:
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
         """Copy tensors of the first device to each device: for each tensor, one for each; the first's own is a view."""
-        return [
-            [
-                tensor.view_as(tensor) if device == 0 else self.copy(tensor.detach(), device, "parameter")
-                for device in devices
-            ]
-            for tensor in tensors
-        ]
+        return _spread_singly(self, tensors, devices)
 
     def gathered(self, grads: Sequence[Grads], devices: Sequence[int]) -> list[Tensor | None]:
         """Add up gradients on the first device, one after the other."""
@@ -75,13 +69,18 @@ class PlacedCopies:
 
 @dataclass(frozen=True)
 class GpuCopies:
-    """Between GPUs, by what nn.DataParallel stands on; a GPU that is used twice gets copies of its own all the same.
+    """Between GPUs, on CUDA by what nn.DataParallel stands on; a GPU that is used twice gets copies of its own.
 
     Attributes:
         devices: The wrapper's.
     """
 
     devices: tuple[torch.device, ...]
+
+    @property
+    def _in_one_go(self) -> bool:
+        """Whether small tensors travel together, which torch has for CUDA alone (and tests in host memory)."""
+        return self.devices[0].type in {"cuda", "cpu"}
 
     def name_of(self, device: int) -> str:
         """Name a device for a message."""
@@ -101,6 +100,8 @@ class GpuCopies:
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
         """Copy tensors of the first device to each device, small ones together; the first's own is a view."""
+        if not self._in_one_go:
+            return _spread_singly(self, tensors, devices)
         others = [device for device in devices if device != 0]
         # torch copies from the first of its list, so that is there, also when it gets no samples.
         targets = [self.devices[device] for device in (0, *others)]
@@ -117,7 +118,8 @@ class GpuCopies:
     def gathered(self, grads: Sequence[Grads], devices: Sequence[int]) -> list[Tensor | None]:
         """Add up gradients on the first device, small ones together where every device has one."""
         totals: list[Tensor | None] = [None] * len(grads)
-        together = [i for i, parts in enumerate(grads) if 0 in devices and len(devices) > 1 and all(map(_plain, parts))]
+        sums = self._in_one_go and 0 in devices and len(devices) > 1
+        together = [i for i, parts in enumerate(grads) if sums and all(map(_plain, parts))]
         if together:
             by_device = [[grads[i][position] for i in together] for position in range(len(devices))]
             for i, total in zip(together, comm.reduce_add_coalesced(by_device, self.devices[0]), strict=True):
@@ -134,6 +136,16 @@ def _as_complex(copy: Tensor, tensor: Tensor) -> Tensor:
 def _plain(grad: Tensor | None) -> bool:
     """Tell whether torch's reduction takes a gradient: there, dense, real, and without a graph of its own."""
     return grad is not None and grad.layout is torch.strided and not grad.is_complex() and not grad.requires_grad
+
+
+def _spread_singly(copies: Copies, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
+    return [
+        [
+            tensor.view_as(tensor) if device == 0 else copies.copy(tensor.detach(), device, "parameter")
+            for device in devices
+        ]
+        for tensor in tensors
+    ]
 
 
 def _sum_on_first(copies: Copies, grads: Grads, devices: Sequence[int]) -> Tensor | None:

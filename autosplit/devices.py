@@ -1,7 +1,8 @@
 """Devices: what there is to run on, how a spec such as ``sim:2xA100-40GB`` is read, and what may be planned with.
 
-Three kinds: ``cuda`` (real GPUs), ``cpu`` (this machine's processor, with or without enforced budgets) and ``sim``
-(cards of the catalogue). Importing this module loads neither torch nor NVML, and a ``sim:`` or ``cpu`` spec never does.
+Accelerators under torch's own names (``cuda``, ``xpu``, ``npu``, ``mps``, ...), ``cpu`` (this machine's processor, with
+or without enforced budgets) and ``sim`` (cards of the catalogue). Importing this module loads neither torch nor NVML,
+and a ``sim:`` or ``cpu`` spec never does. Nothing here makes a context on a card where NVML tells what is free.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from autosplit.accelerators import accelerator_kind, backend, is_accelerator
 from autosplit.catalog import GpuSpec, find_card, mentions_card
 from autosplit.errors import DeviceError, InputError, shown
 from autosplit.host import available_host_bytes
@@ -38,8 +40,8 @@ MAX_DEVICES = 1024
 """More devices than this are a typing error, not a machine."""
 
 _CPU_SHARE = Fraction(80, 100)
-_CUDA_RESERVE = 0.05
-_EXPECTED = "expected 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 'sim:2xA100-40GB+1xRTX3090'"
+_ACCELERATOR_RESERVE = 0.05
+_EXPECTED = "expected 'auto', 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 'sim:2xA100-40GB+1xRTX3090'"
 
 
 # ------------------------------------------------------------------------------------------------------- facts
@@ -50,19 +52,19 @@ class Device:
     """One device that a plan is made for.
 
     Attributes:
-        kind: Where its steps run.
-        index: Its position among the devices for ``cpu`` and ``sim``, its logical CUDA index for ``cuda``.
+        kind: Where its steps run: ``"cpu"``, ``"sim"``, or torch's name of an accelerator (``"cuda"``, ``"xpu"``).
+        index: Its position among the devices for ``cpu`` and ``sim``, its logical index for an accelerator.
         name: ``"NVIDIA GeForce RTX 3090"``, ``"RTX3090"`` (simulated) or ``"cpu"``.
-        capacity_bytes: What may be planned with, before the reserve. ``cuda``: the memory that is free or held by this
-            process's allocator; ``sim``: the card's memory, or what ``@`` lowers it to; ``cpu``: the budget, or 80 %
-            of the available memory.
+        capacity_bytes: What may be planned with, before the reserve. An accelerator: the memory that is free or held by
+            this process's allocator; ``sim``: the card's memory, or what ``@`` lowers it to; ``cpu``: the budget, or
+            80 % of the available memory.
         budgeted: Whether the capacity is enforced exactly, as it is for ``sim`` and ``cpu:SIZE``.
         spec: The catalogue's row; ``sim`` only.
-        uuid: ``"GPU-..."``; ``cuda`` only, None where unknown.
+        uuid: ``"GPU-..."``; accelerators only, None where unknown.
         driver: The driver's version; ``cuda`` only, None where unknown.
     """
 
-    kind: Literal["cuda", "cpu", "sim"]
+    kind: str
     index: int
     name: str
     capacity_bytes: int
@@ -124,7 +126,7 @@ def reserve_bytes(reserve: str | float | None, device: Device) -> int:
     """Tell what is kept free on a device.
 
     Args:
-        reserve: As for `parse_reserve`. None is the default: 5 % on ``cuda``, nothing on ``cpu`` and ``sim``.
+        reserve: As for `parse_reserve`. None is the default: 5 % on accelerators, nothing on ``cpu`` and ``sim``.
         device: The device; a share is one of its `capacity_bytes`.
 
     Returns:
@@ -135,7 +137,7 @@ def reserve_bytes(reserve: str | float | None, device: Device) -> int:
     """
     wanted = parse_reserve(reserve)
     if wanted is None:
-        wanted = _CUDA_RESERVE if device.kind == "cuda" else 0
+        wanted = _ACCELERATOR_RESERVE if is_accelerator(device.kind) else 0
     kept_bytes = wanted if isinstance(wanted, int) else math.ceil(wanted * device.capacity_bytes)
     if kept_bytes and kept_bytes >= device.capacity_bytes:
         raise InputError(
@@ -152,16 +154,18 @@ def list_devices() -> tuple[Device, ...]:
     """List what there is to run on.
 
     Returns:
-        Every GPU that this process sees, in CUDA's order; without any, the processor.
+        Every accelerator that this process sees, in torch's order; without any, the processor.
 
     Raises:
-        DeviceError: If CUDA refuses to describe a GPU that it counted.
+        DeviceError: If none of them can be asked for its memory.
+
+    Warns:
+        DeviceWarning: One can't be asked for its memory, and is left out.
     """
-    cuda, _ = _cuda()
-    if cuda is None:
-        return (_plain_cpu(),)
-    driver = _driver_version()
-    return tuple(_cuda_device(cuda, index, driver) for index in range(cuda.device_count()))
+    found = _accelerator()
+    return (
+        (_plain_cpu(),) if found.module is None else _devices_of(found, range(found.module.device_count()), all_of=True)
+    )
 
 
 def parse_devices(
@@ -170,10 +174,10 @@ def parse_devices(
     """Read a device spec.
 
     Args:
-        spec: ``"cuda"`` (every visible GPU), ``"cuda:0,2"``, ``"cpu"``, ``"cpu:2GiB,cpu:1GiB"`` (budgets that are
-            enforced), ``"sim:2xA100-40GB+1xRTX3090"``, ``"sim:3xRTX3090@10GiB"`` (lowered memory), a `Device`, a
-            ``torch.device``, or a sequence of these; all of one kind. None is every visible GPU, without any the
-            processor.
+        spec: ``"cuda"`` (every visible GPU), ``"cuda:0,2"``, ``"xpu:0,1"`` and the like for any accelerator of torch's,
+            ``"cpu"``, ``"cpu:2GiB,cpu:1GiB"`` (budgets that are enforced), ``"sim:2xA100-40GB+1xRTX3090"``,
+            ``"sim:3xRTX3090@10GiB"`` (lowered memory), a `Device`, a ``torch.device``, or a sequence of these; all of
+            one kind. None and ``"auto"`` are every visible accelerator, without any the processor.
 
     Returns:
         The devices in the order of the spec. Those of ``cpu`` and ``sim`` are numbered by position.
@@ -181,10 +185,13 @@ def parse_devices(
     Raises:
         DeviceError: If the spec can't be read, or names an unknown card, an absent GPU, one GPU twice, a GPU that the
             installed torch was not built for, a count or a budget of 0, devices of several kinds, or over 1024 devices.
+
+    Warns:
+        DeviceWarning: Every GPU is meant, and one can't be asked for its memory: it is left out.
     """
-    if spec is None:
-        cuda, _ = _cuda()
-        return _cuda_piece(None) if cuda is not None else (_plain_cpu(),)
+    if spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto"):
+        found = _accelerator()
+        return (_plain_cpu(),) if found.module is None else _accelerator_piece(found, None)
     parts = [spec] if isinstance(spec, (str, Device)) or not isinstance(spec, Iterable) else list(spec)
     devices: list[Device] = []
     for part in parts:
@@ -209,20 +216,28 @@ def _parse_text(text: str) -> list[Device]:
     kind = ""
     for piece in (piece.strip() for piece in text.split(",")):
         # In "cuda:0,2" the second item goes on with the first one's kind.
-        goes_on = kind == "cuda" and re.fullmatch(r"[+-]?[0-9]+", piece)
-        head, colon, tail = ("cuda", ":", piece) if goes_on else piece.partition(":")
+        goes_on = kind not in {"", "cpu", "sim"} and re.fullmatch(r"[+-]?[0-9]+", piece)
+        head, colon, tail = (kind, ":", piece) if goes_on else piece.partition(":")
         kind = head.strip().lower()
-        read = {"cuda": _cuda_piece, "cpu": _cpu_piece, "sim": _sim_piece}.get(kind)
-        if read is None:
-            raise DeviceError(_unknown_device(text, piece, kind_before=devices[-1].kind if devices else ""))
-        devices.extend(read(tail.strip() if colon else None))
+        devices.extend(_parse_piece(text, piece, kind, tail.strip() if colon else None, devices))
         if len(devices) > MAX_DEVICES:
             break
     return devices
 
 
+def _parse_piece(text: str, piece: str, kind: str, tail: str | None, before: list[Device]) -> tuple[Device, ...]:
+    """The devices of one item."""
+    if kind == "cpu":
+        return _cpu_piece(tail)
+    if kind == "sim":
+        return _sim_piece(tail)
+    if kind in _ACCELERATORS or (kind.isidentifier() and kind == _accelerator().kind):
+        return _accelerator_piece(_accelerator(kind), tail)
+    raise DeviceError(_unknown_device(text, piece, kind_before=before[-1].kind if before else ""))
+
+
 def _unknown_device(text: str, piece: str, kind_before: str) -> str:
-    """The message for an item that starts with none of the three kinds."""
+    """The message for an item that starts with no kind of device."""
     if not piece:
         return f"device spec {shown(text)} has an empty item: {_EXPECTED}; name at least one device"
     hint = "correct the name"
@@ -252,13 +267,11 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
         raise DeviceError(
             f"device spec {shown(spec)} mixes {' and '.join(kinds)}: expected one kind; make a plan for each"
         )
-    if kinds == ["cuda"]:
-        indices = [device.index for device in devices]
-        twice = sorted({index for index in indices if indices.count(index) > 1})
-        if twice:
-            raise DeviceError(
-                f"device spec {shown(spec)} names cuda:{twice[0]} twice: expected each GPU once; remove one"
-            )
+    if is_accelerator(kinds[0]):
+        labels = [device.label for device in devices]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        if twice is not None:
+            raise DeviceError(f"device spec {shown(spec)} names {twice} twice: expected each GPU once; remove one")
         return tuple(devices)
     if len(devices) > 1 and any(device.label == "cpu" for device in devices):
         raise DeviceError(
@@ -340,81 +353,164 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
     return count, Device("sim", 0, gpu.name, capacity_bytes, budgeted=True, spec=gpu)
 
 
-def _cuda_piece(tail: str | None) -> tuple[Device, ...]:
+def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
     """``cuda`` or one index of it."""
-    cuda, why = _cuda()
-    spec = "cuda" if tail is None else f"cuda:{tail}"
-    if cuda is None:
+    spec = found.kind if tail is None else f"{found.kind}:{tail}"
+    if found.module is None:
         raise DeviceError(
-            f"device {shown(spec)} is not here ({why}): expected a visible GPU; use 'cpu', or 'sim:' with a card"
+            f"device {shown(spec)} is not here ({found.why_not}): expected a visible GPU; use 'cpu', or 'sim:' with a "
+            "card"
         )
-    visible = range(cuda.device_count())
+    visible = range(found.module.device_count())
     if tail is None:
-        indices: Sequence[int] = visible
-    elif not re.fullmatch(r"[0-9]{1,9}", tail) or int(tail) not in visible:
-        known = f"cuda:0 to cuda:{len(visible) - 1}" if len(visible) > 1 else "cuda:0 alone"
+        return _devices_of(found, visible, all_of=True)
+    if not re.fullmatch(r"[0-9]{1,9}", tail) or int(tail) not in visible:
+        known = f"{found.kind}:0 to {found.kind}:{len(visible) - 1}" if len(visible) > 1 else f"{found.kind}:0 alone"
         raise DeviceError(
             f"device {shown(spec)} is not here: expected one that this process sees, {known}; choose again"
         )
-    else:
-        indices = [int(tail)]
-    _refuse_several_mig(cuda, indices)
-    _refuse_unsupported(cuda, indices, visible)
-    driver = _driver_version()
-    return tuple(_cuda_device(cuda, index, driver) for index in indices)
+    return _devices_of(found, [int(tail)])
 
 
-# -------------------------------------------------------------------------------------------------------- CUDA
+# ------------------------------------------------------------------------------------------------- accelerators
+
+_ACCELERATORS = ("cuda", "xpu", "npu", "mps", "hpu", "mtia")
+"""Kinds that a spec may name where they are not, to be told so."""
 
 
-def _cuda() -> tuple[Any, str]:
-    """``torch.cuda`` and an empty text, or None and why there is no GPU to use. Tests put fakes in its place."""
+class DeviceWarning(UserWarning):
+    """A device that is there is not used."""
+
+
+class Found(NamedTuple):
+    """What torch says of a kind of accelerator.
+
+    Attributes:
+        module: The back end's; None where there is no device of it.
+        kind: ``"cuda"`` and the like.
+        why_not: Why there is none.
+    """
+
+    module: Any
+    kind: str
+    why_not: str = ""
+
+
+def _accelerator(kind: str | None = None) -> Found:
+    """A kind of accelerator, None for the one that torch sees. Tests put fakes in its place."""
     try:
-        import torch  # here, for CUDA devices alone: `sim:` and `cpu` specs must not wait for it
+        import torch  # here, for accelerators alone: `sim:` and `cpu` specs must not wait for it
     except ImportError as error:
-        return None, f"torch cannot be imported: {error}"
-    if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
-        return None, f"the installed torch {torch.__version__} is a build without CUDA"
+        return Found(None, kind or "cuda", f"torch cannot be imported: {error}")
     with warnings.catch_warnings():
         # torch warns where a driver is too old or broken; what it then answers says enough.
         warnings.simplefilter("ignore")
-        available = torch.cuda.is_available() and torch.cuda.device_count() > 0
-    if available:
-        return torch.cuda, ""
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None, "torch sees no GPU" + (f" under CUDA_VISIBLE_DEVICES={mask!r}" if mask is not None else "")
+        here = accelerator_kind()
+    if here is not None and kind in {None, here}:
+        return Found(backend(here), here)
+    wanted = kind or "cuda"
+    if wanted == "cuda" and torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
+        return Found(None, wanted, f"the installed torch {torch.__version__} is a build without CUDA")
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES") if wanted == "cuda" else None
+    under = f" under CUDA_VISIBLE_DEVICES={mask!r}" if mask is not None else ""
+    return Found(None, wanted, f"torch sees no {'GPU' if wanted == 'cuda' else wanted + ' device'}{under}")
 
 
-def _cuda_device(cuda: Any, index: int, driver: str | None) -> Device:
-    """The device of one CUDA index, with what is free now or already held by this process's allocator."""
-    try:
-        properties = cuda.get_device_properties(index)
-        free_bytes, total_bytes = cuda.mem_get_info(index)
-        own_bytes = cuda.memory_reserved(index)
-        if getattr(properties, "is_integrated", 0):
-            # Its memory is the host's: what the system could free for it counts, and the driver does not see that.
-            free_bytes = available_host_bytes()
-    except RuntimeError as error:
-        raise DeviceError(
-            f"device 'cuda:{index}' cannot be asked for its memory ({first_line(error)}): expected a working GPU; "
-            "look at `autosplit devices`, or choose another"
-        ) from error
+def _devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) -> tuple[Device, ...]:
+    """The devices of some indices.
+
+    Where all are meant, one that does not answer (another process has it for itself, it has failed) is left out.
+    """
+    if found.kind == "cuda":
+        _refuse_several_mig(found.module, indices)
+        _refuse_unsupported(found.module, indices, range(found.module.device_count()))
+    nvml = _nvml()[0] if found.kind == "cuda" else None
+    devices, problems = [], []
+    for index in indices:
+        try:
+            devices.append(_device_at(found, index, nvml))
+        except RuntimeError as error:
+            problems.append(f"device '{found.kind}:{index}' cannot be asked for its memory ({first_line(error)})")
+    if problems and not (all_of and devices):
+        raise DeviceError(f"{problems[0]}: expected a working GPU; look at `autosplit devices`, or choose another")
+    for problem in problems:
+        warnings.warn(f"{problem}, and is left out; look at `autosplit devices`", DeviceWarning, stacklevel=4)
+    return tuple(devices)
+
+
+def _device_at(found: Found, index: int, nvml: Any) -> Device:
+    """The device of one index, with what is free now or already held by this process's allocator."""
+    properties = found.module.get_device_properties(index)
+    total_bytes, uuid = int(properties.total_memory), device_uuid(properties)
+    free_bytes: int | None
+    if getattr(properties, "is_integrated", 0):
+        # Its memory is the host's: what the system could free for it counts, and the driver does not see that.
+        free_bytes = available_host_bytes()
+    else:
+        free_bytes = None if is_mig(str(properties.name)) else _free_bytes_by_nvml(nvml, uuid)
+        if free_bytes is None:  # this makes a context, which takes some of what it tells
+            free_bytes = int(found.module.mem_get_info(index)[0])
     return Device(
-        kind="cuda",
+        kind=found.kind,
         index=index,
         name=str(properties.name),
-        capacity_bytes=min(int(total_bytes), int(free_bytes) + int(own_bytes)),
-        uuid=cuda_uuid(properties),
-        driver=driver,
+        capacity_bytes=min(total_bytes, free_bytes + int(found.module.memory_reserved(index))),
+        uuid=uuid,
+        driver=_driver_version(nvml),
     )
 
 
-def cuda_uuid(properties: Any) -> str | None:
-    """Tell a CUDA device's UUID in NVML's spelling, None in a torch that doesn't say; torch leaves the prefix out."""
+def device_uuid(properties: Any) -> str | None:
+    """Tell an accelerator's UUID, CUDA's in NVML's spelling (torch leaves the prefix out); None where torch doesn't.
+
+    Args:
+        properties: By ``get_device_properties``.
+    """
     uuid = getattr(properties, "uuid", None)
     if uuid is None:
         return None
-    return str(uuid) if str(uuid).startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    return str(uuid) if re.match("[A-Z]{3}-", str(uuid)) else f"GPU-{uuid}"
+
+
+class Visible(NamedTuple):
+    """An accelerator that this process sees, at its place in torch's order."""
+
+    name: str
+    uuid: str | None
+
+
+def visible_devices(kind: str) -> tuple[Visible, ...]:
+    """List the accelerators of a kind that this process sees, without a context on any.
+
+    Args:
+        kind: ``"cuda"`` and the like.
+    """
+    module = _accelerator(kind).module
+    found = [] if module is None else [module.get_device_properties(index) for index in range(module.device_count())]
+    return tuple(Visible(str(properties.name), device_uuid(properties)) for properties in found)
+
+
+def indices_here(wanted: Sequence[Visible], here: Sequence[Visible]) -> list[int] | None:
+    """Find where the devices of a plan stand now.
+
+    One is known by its UUID, so that another CUDA_VISIBLE_DEVICES moves no share to another card. Where none of theirs
+    is here, on a twin of the machine, they are those of the same names in the same order.
+
+    Args:
+        wanted: The plan's.
+        here: By `visible_devices`.
+
+    Returns:
+        Their indices, in the plan's order; None where one is not here.
+    """
+    by_uuid: dict[str | None, int] = {device.uuid: index for index, device in enumerate(here)}
+    by_uuid.pop(None, None)
+    if any(device.uuid in by_uuid for device in wanted):
+        found = [by_uuid.get(device.uuid) for device in wanted]
+    else:
+        alike = {name: iter([i for i, device in enumerate(here) if device.name == name]) for name, _ in wanted}
+        found = [next(alike[name], None) for name, _ in wanted]
+    return None if None in found else [index for index in found if index is not None]
 
 
 def is_mig(name: str) -> bool:
@@ -538,9 +634,26 @@ def nvml_text(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _driver_version() -> str | None:
+def _free_bytes_by_nvml(nvml: Any, uuid: str | None) -> int | None:
+    """What of a card nobody holds; None where NVML doesn't tell."""
+    if nvml is None or uuid is None:
+        return None
+    try:
+        return int(memory_by_nvml(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)).free)
+    except Exception:  # noqa: BLE001 (the same: torch is asked then)
+        return None
+
+
+def memory_by_nvml(nvml: Any, handle: Any) -> Any:
+    """Ask NVML for a card's memory: in its second version, which keeps the driver's own share apart, else the first."""
+    try:
+        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    except Exception:  # noqa: BLE001 (old bindings lack it, some drivers answer "unknown error": the first one decides)
+        return nvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def _driver_version(nvml: Any) -> str | None:
     """The driver's version by NVML, None where it doesn't tell."""
-    nvml, _ = _nvml()
     try:
         return None if nvml is None else nvml_text(nvml.nvmlSystemGetDriverVersion())
     except Exception:  # noqa: BLE001 (the same: a plan needs no driver version)

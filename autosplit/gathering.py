@@ -81,7 +81,7 @@ class PlacedLink:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Brings outputs to the output device: torch's gather on GPUs, nothing but `cat` on the CPU."""
+    """Brings outputs to the output device: by torch's gather on CUDA, which has no other, else by copies and `cat`."""
 
     output_device: torch.device
 
@@ -102,7 +102,7 @@ class Link:
             tensors = [tensor if tensor.is_cuda else tensor.to(self.output_device) for tensor in tensors]
             gathered: Tensor = nn.parallel.gather(tensors, self.output_device, dim)
             return gathered
-        return torch.cat(tensors, dim)
+        return torch.cat([tensor.to(self.output_device) for tensor in tensors], dim)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ def check_links(devices: Sequence[torch.device]) -> None:
     Raises:
         DeviceError: A tensor did not arrive as it was sent; the two devices are named, and what to do.
     """
-    gpus = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
+    gpus = list(dict.fromkeys(device for device in devices if device.type != "cpu"))
     with _lock:
         for other in gpus[1:]:
             _check_way(gpus[0], other)

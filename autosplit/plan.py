@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from autosplit.accelerators import is_accelerator
 from autosplit.cost import Ceiling, Fit, MemoryParts, Region
 from autosplit.errors import DeviceError, PlanError, PlanVersionError
 from autosplit.explanation import Change, Explained, Explanation, Solved, SolvedDevice
@@ -24,6 +25,7 @@ from autosplit.space import Trial
 from autosplit.split import accumulation_steps
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from autosplit.balanced import BalancedDataParallel
@@ -46,8 +48,8 @@ class PlanDevice:
 
     Attributes:
         label: ``"cuda:0"``, ``"cpu:1"``, ``"sim:2"``.
-        kind: ``"cuda"``, ``"cpu"`` or ``"sim"``.
-        index: Its position among the devices for cpu and sim, its logical CUDA index for cuda.
+        kind: ``"cpu"``, ``"sim"``, or torch's name of an accelerator, ``"cuda"``.
+        index: Its position among the devices for cpu and sim, its logical index for an accelerator.
         name: What the maker calls it.
         memory_bytes: What it has, or its budget.
         capacity_bytes: What the plan may use: memory less the reserve.
@@ -62,7 +64,7 @@ class PlanDevice:
     """
 
     label: str
-    kind: Literal["cuda", "cpu", "sim"]
+    kind: str
     index: int
     name: str
     memory_bytes: int
@@ -466,6 +468,31 @@ class Plan:
 
     # Down to the wrappers
 
+    def devices_here(self) -> tuple[torch.device, ...]:
+        """Return where this process finds the plan's devices: by their UUIDs, on a twin of the machine by their names.
+
+        Raises:
+            DeviceError: One is not here.
+        """
+        import torch
+
+        from autosplit.devices import Visible, indices_here, visible_devices
+
+        kind = self.devices[0].kind
+        if not is_accelerator(kind):
+            return tuple(torch.device("cpu") for _ in self.devices)
+        here = visible_devices(kind)
+        indices = indices_here([Visible(device.name, device.uuid) for device in self.devices], here)
+        if indices is None:
+            wanted = ", ".join(f"{device.label} {device.name}" for device in self.devices)
+            seen = ", ".join(f"{kind}:{index} {device.name}" for index, device in enumerate(here)) or "none"
+            raise DeviceError(
+                f"the plan's devices are {wanted}, and those that are visible are: {seen}; expected the same cards, or "
+                "their like on a twin of the machine; set CUDA_VISIBLE_DEVICES as it was when the plan was made, or "
+                "tune here"
+            )
+        return tuple(torch.device(kind, index) for index in indices)
+
     def wrap(self, model: nn.Module) -> BalancedDataParallel:
         """Wrap a model so that each device gets its share.
 
@@ -476,18 +503,16 @@ class Plan:
             The wrapper; `wrapper.module` is the model.
 
         Raises:
-            DeviceError: The plan is for simulated cards.
+            DeviceError: The plan is for simulated cards, or its cards are not here.
         """
         from autosplit.balanced import BalancedDataParallel
 
         self._refuse_simulated("wrap a model")
-        ids: list[Any] = [device.index if device.kind == "cuda" else "cpu" for device in self.devices]
-        if self.devices[0].kind == "cuda":
-            model = model.to(f"cuda:{self.devices[0].index}")
+        devices = self.devices_here()
         return BalancedDataParallel(
             self.gpu0_bsz,
-            model,
-            ids,
+            model.to(devices[0]),
+            devices,
             dim=self.batch_dim,
             split=self.split,
             ceilings=self.ceilings,
@@ -521,7 +546,7 @@ class Plan:
 
             for step in plan.steps(loader):
                 for inputs, targets in step:
-                    step.backward(loss_fn(model(inputs), targets))
+                    step.backward(loss_fn(model(inputs), targets.to(model.output_device)))
                 optimizer.step()
                 optimizer.zero_grad()
 

@@ -19,6 +19,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autosplit.accelerators import backend, is_accelerator
 from autosplit.errors import PlanError, PlanVersionError, ProfileError, shown
 from autosplit.files import (
     OWNER_ONLY,
@@ -126,7 +127,7 @@ def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
 
 def _kind_of(device: Device) -> dict[str, Any]:
     kind: dict[str, Any] = {"kind": device.kind, "name": device.name}
-    if device.kind == "cuda":
+    if is_accelerator(device.kind):
         # Drivers differ by some MiB in what they say, so whole GiB.
         return {**kind, "memory_gib": round((_total_bytes(device) or device.capacity_bytes) / _GIB)}
     if device.budgeted:
@@ -139,11 +140,9 @@ def _kind_of(device: Device) -> dict[str, Any]:
 
 
 def _total_bytes(device: Device) -> int | None:
-    """Return all the memory of a GPU; None where CUDA does not tell."""
-    import torch
-
+    """Return all the memory of a GPU; None where torch does not tell."""
     try:
-        return int(torch.cuda.get_device_properties(device.index).total_memory)
+        return int(backend(device.kind).get_device_properties(device.index).total_memory)
     except (RuntimeError, AssertionError):  # torch asserts that it was built for CUDA, and that the index exists
         return None
 
@@ -613,16 +612,10 @@ def profile_holding(plan: Plan) -> Path | None:
 
 def usable_here() -> tuple[tuple[Path, Plan], ...]:
     """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""
-    from autosplit.devices import parse_devices
+    from autosplit.devices import list_devices
 
-    gpus = parse_devices("cuda") if _sees_gpus() else ()
+    gpus = [device for device in list_devices() if is_accelerator(device.kind)]
     return tuple((path, plan) for path, plan in profiles() if plan is not None and _is_usable(plan, gpus))
-
-
-def _sees_gpus() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _is_usable(plan: Plan, gpus: Sequence[Device]) -> bool:

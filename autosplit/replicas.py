@@ -41,7 +41,9 @@ def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
     inference = torch.is_inference_mode_enabled()
     default = torch.get_default_device()
     own = device if default.type == device.type else default
-    autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    autocasts = [
+        (kind, torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)
+    ]
     cached = torch.is_autocast_cache_enabled()
 
     def run(*args: Any, **kwargs: Any) -> Any:

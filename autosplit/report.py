@@ -204,7 +204,7 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
         "loader = DataLoader(dataset, batch_sampler=sampler)",
         "for step in plan.steps(loader):",
         "    for inputs, targets in step:",
-        "        step.backward(loss_fn(model(inputs), targets))",
+        "        step.backward(loss_fn(model(inputs), targets.to(model.output_device)))",
         "    optimizer.step()",
         "    optimizer.zero_grad()",
     )
@@ -432,7 +432,7 @@ def _gpu_table(devices: Sequence[DeviceReport]) -> Table:
 
 def _gpu_label(device: DeviceReport) -> str:
     if device.logical_index is not None:
-        return f"cuda:{device.logical_index}"
+        return f"{device.kind}:{device.logical_index}"
     return device.name if device.physical_index is None else f"physical {device.physical_index}"
 
 

@@ -1,8 +1,8 @@
 """Run a module on the chunks of a batch, each where it belongs.
 
-On CUDA it stands on torch's own broadcast and parallel_apply. On CPU devices chunks run in turn: through the one
-module outside a placement, through a replica per device inside one, so that each device's copies are accounted where
-they are.
+On GPUs it stands on torch's own parallel_apply, on CUDA on its broadcast, too. On CPU devices chunks run in turn:
+through the one module outside a placement, through a replica per device inside one, so that each device's copies are
+accounted where they are.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _outputs_of_gpus(
         [carried(replica, device) for replica, device in zip(replicas, own, strict=True)],  # type: ignore[misc]  # it only calls them
         [args for args, _ in moved],
         [kwargs for _, kwargs in moved],
-        own,
+        [device.index for device in own],  # as devices, torch takes CUDA's alone
     )
     if active[0] != 0:
         copy_buffers(replicas[0], module, lambda tensor: tensor.to(devices[0]))

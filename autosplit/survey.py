@@ -13,7 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from autosplit.devices import _cuda, _nvml, cuda_uuid, first_line, is_mig, mig_count, nvml_text, why_unsupported
+from autosplit.devices import (
+    Found,
+    _accelerator,
+    _nvml,
+    device_uuid,
+    first_line,
+    is_mig,
+    memory_by_nvml,
+    mig_count,
+    nvml_text,
+    why_unsupported,
+)
 
 __all__ = ["DeviceReport", "survey_devices"]
 
@@ -29,7 +40,7 @@ class DeviceReport:
     """One GPU as ``autosplit devices`` shows it; a figure that nobody could tell is None.
 
     Attributes:
-        logical_index: Its number in CUDA (``cuda:N``); None for a GPU that this process doesn't see.
+        logical_index: Its number in torch (``cuda:N``); None for a GPU that this process doesn't see.
         physical_index: Its number in NVML and nvidia-smi; None where NVML doesn't know it.
         name: Its product name.
         total_bytes: Its memory.
@@ -41,6 +52,7 @@ class DeviceReport:
         uuid: ``"GPU-..."``.
         visible: Whether this process can use it.
         notes: What is special about it, and which figures could not be had.
+        kind: Torch's name of such devices: ``"cuda"``, ``"xpu"``.
     """
 
     logical_index: int | None
@@ -55,6 +67,7 @@ class DeviceReport:
     uuid: str | None
     visible: bool
     notes: tuple[str, ...] = ()
+    kind: str = "cuda"
 
 
 @dataclass
@@ -85,32 +98,33 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
         how ``CUDA_VISIBLE_DEVICES`` maps). Neither CUDA's nor NVML's failures raise: they are among the notes.
     """
     notes: list[str] = []
-    cuda, why_no_cuda = _cuda()
-    nvml, why_no_nvml = _nvml()
-    notes.extend(note for note in (why_no_cuda, why_no_nvml, _pynvml_distribution_note()) if note)
-    logical = [] if cuda is None else _logical_gpus(cuda, notes)
+    found = _accelerator()
+    nvml, why_no_nvml = _nvml() if found.kind == "cuda" else (None, "")
+    notes.extend(note for note in (found.why_not, why_no_nvml, _pynvml_distribution_note()) if note)
+    logical = [] if found.module is None else _logical_gpus(found, notes)
     physical = [] if nvml is None else _physical_gpus(nvml, notes)
-    rows = [_merged(gpu, physical, cuda) for gpu in logical]
+    rows = [_merged(gpu, physical, found.module) for gpu in logical]
     matched = {gpu.physical_index for gpu in rows}
     rows.extend(gpu for gpu in physical if gpu.physical_index not in matched)
-    reports = tuple(_report(gpu) for gpu in rows)
+    reports = tuple(_report(gpu, found.kind) for gpu in rows)
     notes.extend(_visibility_notes(reports, nvml_answers=bool(physical)))
     return reports, tuple(dict.fromkeys(notes))
 
 
-def _logical_gpus(cuda: Any, notes: list[str]) -> list[_Gpu]:
-    """The GPUs as CUDA sees them."""
-    gpus = []
+def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
+    """The GPUs as torch sees them."""
+    gpus, cuda = [], found.module
     for index in range(_ask(notes, "the number of GPUs", cuda.device_count) or 0):
         gpu = _Gpu(name="unknown GPU", notes=[], logical_index=index)
         properties = _ask(gpu.notes, "properties", functools.partial(cuda.get_device_properties, index))
         if properties is not None:
             gpu.name = str(properties.name)
-            gpu.uuid, gpu.pci = cuda_uuid(properties), _pci_address(properties)
+            gpu.uuid, gpu.pci = device_uuid(properties), _pci_address(properties)
             gpu.total_bytes = int(properties.total_memory)
             gpu.mig = is_mig(gpu.name)
-            problem = _ask(gpu.notes, "architecture", functools.partial(why_unsupported, cuda, index))
-            gpu.notes.extend([problem] if problem else [])
+            if found.kind == "cuda":
+                problem = _ask(gpu.notes, "architecture", functools.partial(why_unsupported, cuda, index))
+                gpu.notes.extend([problem] if problem else [])
         gpus.append(gpu)
     if mig_count(gpu.name for gpu in gpus) > 1:
         notes.append(
@@ -137,7 +151,7 @@ def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
     gpu.uuid = _ask(notes, "UUID", lambda: nvml_text(nvml.nvmlDeviceGetUUID(handle)))
     pci = _ask(notes, "PCI address", lambda: nvml.nvmlDeviceGetPciInfo(handle))
     gpu.pci = None if pci is None else (int(pci.domain), int(pci.bus), int(pci.device))
-    memory = _ask(notes, "memory", lambda: _nvml_memory(nvml, handle))
+    memory = _ask(notes, "memory", lambda: memory_by_nvml(nvml, handle))
     if memory is not None:
         gpu.total_bytes, gpu.free_bytes, gpu.used_bytes = int(memory.total), int(memory.free), int(memory.used)
     gpu.own_bytes = _own_bytes(nvml, handle, notes)
@@ -152,14 +166,6 @@ def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
         gpu.mig = True
         notes.append("MIG is on: choose one instance by its MIG- UUID in CUDA_VISIBLE_DEVICES")
     return gpu
-
-
-def _nvml_memory(nvml: Any, handle: Any) -> Any:
-    """Memory in its second version, which keeps the driver's own share apart; the first where that one fails (WSL)."""
-    try:
-        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    except Exception:  # noqa: BLE001 (old bindings lack it, some drivers answer "unknown error": the first one decides)
-        return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
 def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
@@ -207,9 +213,10 @@ def _same_gpu(gpu: _Gpu, physical: Sequence[_Gpu]) -> _Gpu | None:
     return None
 
 
-def _report(gpu: _Gpu) -> DeviceReport:
+def _report(gpu: _Gpu, kind: str) -> DeviceReport:
     others = None if gpu.used_bytes is None else max(0, gpu.used_bytes - (gpu.own_bytes or 0))
     return DeviceReport(
+        kind=kind,
         logical_index=gpu.logical_index,
         physical_index=gpu.physical_index,
         name=gpu.name,
@@ -227,6 +234,8 @@ def _report(gpu: _Gpu) -> DeviceReport:
 
 def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) -> list[str]:
     """How ``CUDA_VISIBLE_DEVICES`` and CUDA's own order map CUDA's numbers to NVML's."""
+    if any(report.kind != "cuda" for report in reports):
+        return []  # its like of other back ends has no numbers of a driver's to map to
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [report for report in reports if report.visible]
     setting = "CUDA_VISIBLE_DEVICES is not set" if mask is None else f"CUDA_VISIBLE_DEVICES={mask!r}"

@@ -23,6 +23,10 @@ from autosplit.catalog import gpu_catalog
 from autosplit.devices import (
     MAX_DEVICES,
     Device,
+    DeviceWarning,
+    Found,
+    Visible,
+    indices_here,
     list_devices,
     parse_bytes,
     parse_devices,
@@ -45,7 +49,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def install(cuda: FakeCuda | str, nvml: SimpleNamespace | str = "no NVML") -> None:
-        monkeypatch.setattr(devices, "_cuda", lambda: (None, cuda) if isinstance(cuda, str) else (cuda, ""))
+        found = Found(None, "cuda", cuda) if isinstance(cuda, str) else Found(cuda, "cuda")
+        monkeypatch.setattr(devices, "_accelerator", lambda kind=None: found)
         monkeypatch.setattr(devices, "_nvml", lambda: (None, nvml) if isinstance(nvml, str) else (nvml, ""))
 
     return install
@@ -234,7 +239,8 @@ BAD_SPECS = {
     "tpu": "did you mean 'cpu'",
     "0": "write 'cuda:0'",
     "RTX3090": "write 'sim:RTX3090'",
-    "mps": "device 'mps' is unknown",
+    "mps": "device 'mps' is not here",
+    "meta": "device 'meta' is unknown",
     "cpu:0": "expected at least one byte",
     "cpu:0GiB": "expected at least one byte",
     "cpu:1": "has no unit",
@@ -284,7 +290,7 @@ def test_bad_specs(spec, message):
 
 @pytest.mark.parametrize("spec", [[], (), [3], 3, [None], {"cuda": 1}.values(), [torch.device("meta")]])
 def test_bad_sequences(spec):
-    with pytest.raises(DeviceError, match="expected 'cuda'"):
+    with pytest.raises(DeviceError, match="expected 'auto', 'cuda'"):
         parse_devices(spec)
 
 
@@ -374,8 +380,8 @@ def test_without_a_gpu(machine):
 
 def test_the_real_seams_never_raise(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    cuda, why = devices._cuda()
-    assert (cuda is None) == bool(why)
+    found = devices._accelerator()
+    assert (found.module is None) == bool(found.why_not)
     nvml, why = devices._nvml()
     assert (nvml is None) == bool(why)
 
@@ -536,6 +542,69 @@ def test_neither_torch_nor_nvml_is_loaded_for_simulated_and_processor_devices():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_context_is_made_where_nvml_tells_what_is_free(machine):
+    """Asking CUDA for it takes 0.2 to 0.8 GB of each card: eight ranks that looked at eight cards took it 64 times."""
+    card = FakeCard(total=24 * GIB, others=3 * GIB, own=GIB, uuid="a")
+    card.fails["mem_get_info"] = AssertionError("a context was made")
+    asked = []
+
+    def memory(handle: str, version: int | None = None) -> SimpleNamespace:
+        asked.append((handle, version))
+        return SimpleNamespace(free=20 * GIB)
+
+    nvml = SimpleNamespace(
+        nvmlMemory_v2=2,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlSystemGetDriverVersion=lambda: "580.65.06",
+    )
+    machine(FakeCuda([card]), nvml)
+    (device,) = parse_devices("cuda")
+    assert device.capacity_bytes == 21 * GIB
+    assert device.driver == "580.65.06"
+    assert asked == [("GPU-a", 2)]
+
+
+def test_one_card_that_does_not_answer_is_left_out_where_all_are_meant(machine):
+    """A card that another process has for itself ended `devices="cuda"` on a machine with seven free ones."""
+    first, busy, last = cards("A", "B", "C")
+    busy.fails["mem_get_info"] = RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+    machine(FakeCuda([first, busy, last]))
+    for find in (list_devices, parse_devices, lambda: parse_devices("auto"), lambda: parse_devices("cuda")):
+        with pytest.warns(DeviceWarning, match=r"'cuda:1' cannot be asked .* busy or unavailable\), and is left out"):
+            assert [device.name for device in find()] == ["A", "C"]
+    with pytest.raises(DeviceError, match="'cuda:1' cannot be asked for its memory"):
+        parse_devices("cuda:0,1")
+
+
+def test_an_accelerator_that_is_no_gpu_of_cudas(monkeypatch):
+    monkeypatch.setattr(
+        devices, "_accelerator", lambda kind=None: Found(FakeCuda(cards("Intel Max", "Intel Max")), "xpu")
+    )
+    monkeypatch.setattr(devices, "_nvml", lambda: pytest.fail("NVML is CUDA's"))
+    for spec in (None, "auto", "xpu", "xpu:0,1", ["xpu:0", torch.device("xpu", 1)]):
+        assert [device.label for device in parse_devices(spec)] == ["xpu:0", "xpu:1"]
+    assert reserve_bytes(None, parse_devices("xpu:0")[0]) == math.ceil(0.05 * 24 * GIB)
+
+
+THERE = [Visible("RTX 3090", "GPU-a"), Visible("RTX 2080 Ti", "GPU-b"), Visible("RTX 3090", "GPU-c")]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "indices"),
+    [
+        ([("RTX 2080 Ti", "GPU-b"), ("RTX 3090", "GPU-a")], [1, 0]),
+        ([("RTX 3090", "GPU-x"), ("RTX 3090", "GPU-y"), ("RTX 2080 Ti", "GPU-z")], [0, 2, 1]),  # a twin
+        ([("RTX 3090", None)], [0]),
+        ([("RTX 3090", "GPU-c"), ("RTX 3090", "GPU-x")], None),
+        ([("RTX 2080 Ti", "GPU-x"), ("RTX 2080 Ti", "GPU-y")], None),
+        ([("T4", "GPU-x")], None),
+    ],
+)
+def test_a_plans_cards_are_found_by_uuid_or_on_a_twin_by_name(wanted, indices):
+    assert indices_here([Visible(*one) for one in wanted], THERE) == indices
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plans import MIB, make_plan, plan_device, simulated_plan
 from torch import nn
 
-from autosplit import OutOfMemoryError
+from autosplit import OutOfMemoryError, devices
 from autosplit.cost import MemoryFit, Region
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan import SCHEMA_VERSION, DdpPlan, Plan
@@ -242,6 +242,20 @@ class TestDownToTheWrappers:
             norms.batch_sampler(2 * PLAN.effective_batch_size + 1)
         norms.batch_sampler(2 * PLAN.effective_batch_size + 1, drop_last=True)
         PLAN.batch_sampler(2 * PLAN.effective_batch_size + 1)
+
+    def test_its_cards_are_found_wherever_they_stand_now(self, monkeypatch):
+        """CUDA_VISIBLE_DEVICES=1,0 gave each card the other one's share."""
+        large = plan_device(0, 2, kind="cuda", label="cuda:0", name="RTX 3090", uuid="GPU-a")
+        small = plan_device(1, 4, kind="cuda", label="cuda:1", name="RTX 2080 Ti", uuid="GPU-b")
+        plan = make_plan(devices=(large, small))
+        seen = [devices.Visible("RTX 2080 Ti", "GPU-b"), devices.Visible("RTX 3090", "GPU-a")]
+        monkeypatch.setattr(devices, "visible_devices", lambda kind: seen)
+        assert plan.devices_here() == (torch.device("cuda:1"), torch.device("cuda:0"))
+        seen[0] = devices.Visible("T4", "GPU-c")
+        with pytest.raises(
+            DeviceError, match=r"are cuda:0 RTX 3090, cuda:1 RTX 2080 Ti, and .*: cuda:0 T4, cuda:1 RTX"
+        ):
+            plan.wrap(model_of())
 
     def test_the_batch_sampler_hands_out_the_plans_micro_batches(self):
         sampler = PLAN.batch_sampler(40, shuffle=True, seed=3)

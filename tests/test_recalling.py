@@ -119,7 +119,7 @@ def twins(monkeypatch) -> Callable[..., list[Any]]:
         for card in two:
             card.uuid, card.others = f"{serial}-{card.uuid}", others
         nvml = SimpleNamespace(nvmlSystemGetDriverVersion=lambda: driver)
-        monkeypatch.setattr(devices, "_cuda", lambda: (FakeCuda(two), ""))
+        monkeypatch.setattr(devices, "_accelerator", lambda kind=None: devices.Found(FakeCuda(two), "cuda"))
         monkeypatch.setattr(devices, "_nvml", lambda: (nvml, ""))
         ran.clear()
         return ran
@@ -183,7 +183,7 @@ def test_a_twin_on_which_the_step_does_not_fit_tunes_anew(twins, monkeypatch):
 
 def test_less_free_memory_on_the_cards_is_solved_again_and_confirmed(twins, no_search, monkeypatch):
     twins(1)
-    monkeypatch.setattr(devices, "_CUDA_RESERVE", 0.0)
+    monkeypatch.setattr(devices, "_ACCELERATOR_RESERVE", 0.0)
     first = tune(wide(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
     peaks = [device.peak_bytes for device in first.devices]
     no_search()

@@ -12,7 +12,7 @@ import pytest
 from fake_gpus import GIB, FakeCard, FakeCuda, cards
 
 from autosplit import survey
-from autosplit.devices import list_devices
+from autosplit.devices import Found, list_devices
 from autosplit.survey import survey_devices
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def install(cuda: FakeCuda | str, nvml: FakeNvml | str = "no NVML") -> None:
-        monkeypatch.setattr(survey, "_cuda", lambda: (None, cuda) if isinstance(cuda, str) else (cuda, ""))
+        found = Found(None, "cuda", cuda) if isinstance(cuda, str) else Found(cuda, "cuda")
+        monkeypatch.setattr(survey, "_accelerator", lambda: found)
         monkeypatch.setattr(survey, "_nvml", lambda: (None, nvml) if isinstance(nvml, str) else (nvml, ""))
         monkeypatch.setattr(survey, "_pynvml_distribution_note", lambda: None)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from autosplit.ddp.place import Place
-from autosplit.devices import cuda_uuid
+from autosplit.devices import device_uuid
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan import Plan, PlanDevice
 
@@ -26,7 +26,7 @@ class Visible:
 def visible_gpus() -> tuple[Visible, ...]:
     """List the GPUs that this process sees."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(Visible(str(properties.name), cuda_uuid(properties)) for properties in found)
+    return tuple(Visible(str(properties.name), device_uuid(properties)) for properties in found)
 
 
 def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = None) -> torch.device:

@@ -27,7 +27,7 @@ from autosplit.batches import map_tensors, unmarked
 from autosplit.devices import Device
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
-from autosplit.runtime.measurement import Measurement, StepShape
+from autosplit.runtime.measurement import Measurement, StepMemory, StepShape
 from autosplit.runtime.placed import bucket_bytes
 from autosplit.runtime.timing import timed
 from autosplit.trainee import Trainee, training_copy
@@ -57,9 +57,6 @@ class AcceleratorRuntime:
         devices: GPUs and the like.
         capacities_bytes: What each may hold.
         workload: What is trained; copies of it go where they are needed.
-
-    Attributes:
-        steps: Steps run so far to see what they hold.
     """
 
     simulated = False
@@ -69,7 +66,6 @@ class AcceleratorRuntime:
         self.devices = devices
         self.capacities_bytes = capacities_bytes
         self.workload = workload
-        self.steps = 0
         self._backend = backend(devices[0].kind)
         self._gpus = [torch.device(device.kind, device.index) for device in devices]
         self._trainee: Trainee | None = None
@@ -78,7 +74,11 @@ class AcceleratorRuntime:
         self._paces_s: dict[tuple[str, tuple[bool, ...]], float] = {}
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step until it is steady, and return the most that it allocates on each device, in bytes.
+        """Run a step, and return the most that it allocates on each device, in bytes; see `memory`."""
+        return self.memory(shape).allocated_bytes
+
+    def memory(self, shape: StepShape) -> StepMemory:
+        """Run a step until it is steady, and return what it holds.
 
         Raises:
             OutOfMemoryError: A device ran out of memory, or is so near to it that steps no longer run as they should:
@@ -87,25 +87,27 @@ class AcceleratorRuntime:
         """
         return self._within_bounds(shape, lambda run: self._confirm(run, shape))
 
-    def _confirm(self, run: Callable[[Callable[[str], None]], None], shape: StepShape) -> tuple[int, ...]:
+    def _confirm(self, run: Callable[[Callable[[str], None]], None], shape: StepShape) -> StepMemory:
         """Run a step once to settle (kernels are chosen, state appears), and then to see; once more near the wall."""
         steady = _Steady(self, run)
-        self.steps += 1
         run(_unmarked)
         self._begin_peaks()
-        seconds = []
+        seconds: list[float] = []
         while not seconds or (len(seconds) < 2 and (steady.is_giving_back or self._is_near_the_wall())):
-            self.steps += 1
             start_s = time.perf_counter()
             steady(_unmarked)
             seconds.append(time.perf_counter() - start_s)
         self._refuse_cliff(min(seconds), shape)
-        return tuple(int(self._backend.max_memory_allocated(gpu)) for gpu in self._gpus)
+        allocated = tuple(int(self._backend.max_memory_allocated(gpu)) for gpu in self._gpus)
+        return StepMemory(allocated, self._reserved(), 1 + len(seconds))
+
+    def _reserved(self) -> tuple[int, ...]:
+        return tuple(int(self._backend.max_memory_reserved(gpu)) for gpu in self._gpus)
 
     def _is_near_the_wall(self) -> bool:
         return any(
-            self._backend.max_memory_reserved(gpu) > ROOMY * capacity_bytes
-            for gpu, capacity_bytes in zip(self._gpus, self.capacities_bytes, strict=True)
+            reserved_bytes > ROOMY * capacity_bytes
+            for reserved_bytes, capacity_bytes in zip(self._reserved(), self.capacities_bytes, strict=True)
         )
 
     def _refuse_cliff(self, seconds: float, shape: StepShape) -> None:
@@ -147,8 +149,7 @@ class AcceleratorRuntime:
             steady = _Steady(self, run)
             # No mark: to wait before the optimizer would keep its launches from hiding behind the backward.
             found = timed(lambda _mark: steady(_unmarked), budget_s)
-            peaks = tuple(int(self._backend.max_memory_reserved(gpu)) for gpu in self._gpus)
-            return replace(found, update_s=min(update_s, found.seconds), peak_bytes=peaks)
+            return replace(found, update_s=min(update_s, found.seconds), peak_bytes=self._reserved())
 
         return self._within_bounds(shape, use)
 

@@ -22,7 +22,7 @@ from autosplit.isolation import UNHURRIED_S, Child, ChildLostError, LostCauseErr
 from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.accelerator import AcceleratorRuntime
-from autosplit.runtime.measurement import Measurement, StepShape
+from autosplit.runtime.measurement import Measurement, StepMemory, StepShape
 from autosplit.trainee import ran_a_step
 from autosplit.workload import Workload
 
@@ -114,6 +114,15 @@ class IsolatedRuntime:
             AutosplitError: The process can't be started, or dies of whatever it is asked.
         """
         found: tuple[int, ...] = self._call("peaks", shape)
+        return found
+
+    def memory(self, shape: StepShape) -> StepMemory:
+        """Run a step on accelerators until it is steady, and return what it holds.
+
+        Raises:
+            AutosplitError: As `peaks`, with the same leaves.
+        """
+        found: StepMemory = self._call("memory", shape)
         return found
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
@@ -307,6 +316,10 @@ class _Served:
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         return self._guarded(lambda: self._runtime.peaks(shape))
+
+    def memory(self, shape: StepShape) -> StepMemory:
+        assert isinstance(self._runtime, AcceleratorRuntime), "only its steps are not counted to the byte"
+        return self._guarded(partial(self._runtime.memory, shape))
 
     def measure(self, shape: StepShape, budget_s: float) -> Measurement:
         return self._guarded(lambda: self._runtime.measure(shape, budget_s=budget_s))
