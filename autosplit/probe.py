@@ -38,7 +38,7 @@ from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.isolated import IsolatedRuntime, StepLostError
 from autosplit.runtime.measurement import Measurement, Runtime, StepMemory, StepShape
 from autosplit.runtime.simulated import traced_parts, traced_peaks
-from autosplit.runtime.tracing import Tracer
+from autosplit.runtime.tracing import Tracer, Traces
 from autosplit.sizes import ms_text, size_text
 from autosplit.split import proportional_split
 from autosplit.staging import Source, build, follow, isolated_runtime, runtime_for, workload_source
@@ -238,7 +238,7 @@ class Prober:
         return self.tracer.fake or not self.decides_by_steps
 
     @functools.cached_property
-    def _traces(self) -> Tracer | AffineTraces:
+    def _traces(self) -> Traces:
         """What foretells steps: where a real one costs less than a trace, what few traces tell of all."""
         if not self.decides_by_steps:
             return self.tracer

@@ -71,6 +71,7 @@ ORDER = (
     "runtime.isolated",
     "runtime",
     "staging",
+    "wall_search",
     "probe",
     "quiet",
     "rules",

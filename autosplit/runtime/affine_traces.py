@@ -1,4 +1,4 @@
-"""What traces at any batch would say, by arithmetic from a few: what comes and goes in a step is the same at every batch.
+"""What traces at any batch would say, from a few: what comes and goes in a step is the same at every batch.
 
 Each storage takes ``c + s * samples`` bytes. So two traces of different sizes, laid beside each other, tell what each
 storage of a third takes; these are rounded to blocks and added up in their order, which gives the peak to the byte. A
@@ -130,8 +130,8 @@ class _Law:
         if not self._alike:  # kernels chosen by size, say: no more than lines through the peaks
             peaks = self._evaluated(split, [torch.tensor(f.trace.peak_bytes, dtype=torch.float64) for f in self._all])
             found = tuple(max(0, int(peak)) for peak in peaks)
-            parts = [one.of_peak(peak, measured=False) for one, peak in zip(base.parts, found, strict=True)]
-            return replace(base, peak_bytes=found, parts=tuple(part or base.parts[i] for i, part in enumerate(parts)))
+            made = [one.of_peak(peak, measured=False) or one for one, peak in zip(base.parts, found, strict=True)]
+            return replace(base, peak_bytes=found, parts=tuple(made))
         nbytes = self._evaluated(split, [followed.nbytes for followed in self._all]).round()
         rounded = nbytes.sign() * torch.ceil(nbytes.abs() / BLOCK_BYTES) * BLOCK_BYTES
         parts = tuple(self._parts(rounded, device) for device in range(len(split)))

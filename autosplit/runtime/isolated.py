@@ -20,8 +20,8 @@ from autosplit.devices import Device
 from autosplit.errors import AutosplitError, from_user_code, one_line
 from autosplit.isolation import UNHURRIED_S, Child, ChildLostError, LostCauseError
 from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
-from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.measurement import Measurement, StepMemory, StepShape
 from autosplit.trainee import ran_a_step
 from autosplit.workload import Workload

@@ -79,7 +79,7 @@ _KINDS: dict[str, Kind] = {"parameter": "parameters", "buffer": "parameters", "g
 
 
 Entry = tuple[Kind, int, int]
-"""What a storage is for, the device that it came to or went from, and its bytes, not rounded; negative where it went."""
+"""What a storage is for, the device it came to or went from, and its bytes, not rounded; negative where it went."""
 
 Left = Sequence[weakref.ref[torch.UntypedStorage]]
 """Storages that a step left behind, as long as they live."""
