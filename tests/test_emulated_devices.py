@@ -395,14 +395,8 @@ class TestFaults:
                 call()
 
     def test_a_kernel_hangs(self):
-        child = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "import torch, emulated; t = torch.ones(1, device='emu:0'); emulated.hang_kernel(0); print(1, flush=True); t + 1",
-            ],
-            stdout=subprocess.PIPE,
-        )
+        code = "t = torch.ones(1, device='emu:0'); emulated.hang_kernel(0); print(1, flush=True); t + 1"
+        child = subprocess.Popen([sys.executable, "-c", f"import torch, emulated; {code}"], stdout=subprocess.PIPE)
         child.stdout.readline()
         with pytest.raises(subprocess.TimeoutExpired):
             child.wait(1)
