@@ -180,7 +180,7 @@ class TestGradients:
             torch.testing.assert_close(ours[name], grad)
 
     @pytest.mark.parametrize("split", SPLITS, ids=str)
-    @pytest.mark.parametrize("dtype", [torch.double, pytest.param(torch.cdouble, marks=pytest.mark.cuda)], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.double, torch.cdouble], ids=str)
     def test_against_differences_once_and_twice(self, split, dtype):
         wrapped = wrap(Returns(lambda x: (x * x.sin(), x**2)), *split)
         inputs = torch.randn(BATCH, 2, dtype=dtype, device=HOME, requires_grad=True)

@@ -221,7 +221,10 @@ except torch.OutOfMemoryError as error:
     def test_see_the_devices_that_they_are_shown_in_that_order(self):
         all_of_them = [str(torch.emu.get_device_properties(index).uuid) for index in range(2)]
         seen = said_by(
-            "print(json.dumps([str(torch.emu.get_device_properties(i).uuid) for i in range(torch.emu.device_count())]))",
+            """
+properties = map(torch.emu.get_device_properties, range(torch.emu.device_count()))
+print(json.dumps([str(one.uuid) for one in properties]))
+""",
             EMU_VISIBLE_DEVICES="1,0",
         )
         assert seen == all_of_them[::-1]
@@ -272,6 +275,35 @@ class TestArithmetic:
         there(inputs.to("emu:0"))[0].pow(2).sum().backward()
         for ours, theirs in zip(there.parameters(), here.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+
+    def test_of_sparse_gradients(self):
+        here = nn.Embedding(5, 3, sparse=True)
+        there = copy.deepcopy(here).to("emu:1")
+        for layer in (here, there):
+            optimizer = torch.optim.SparseAdam(layer.parameters())
+            for _ in range(2):  # the second is added to the first
+                layer(torch.tensor([1, 2, 1], device=layer.weight.device)).pow(2).sum().backward()
+            optimizer.step()
+        assert there.weight.grad.layout == torch.sparse_coo
+        assert there.weight.grad.device == there.weight.grad._values().device == torch.device("emu", 1)
+        torch.testing.assert_close(there.weight.grad.to("emu:0").to_dense().cpu(), here.weight.grad.to_dense())
+        torch.testing.assert_close(there.weight.cpu(), here.weight)
+
+    def test_of_complex_numbers(self):
+        here = torch.randn(3, 4, dtype=torch.cdouble)
+        there = here.to("emu:0").conj()
+        torch.testing.assert_close((there @ there.mT).cpu(), here.conj() @ here.conj().mT)
+        torch.testing.assert_close(
+            torch.view_as_real(there.resolve_conj()).cpu(), torch.view_as_real(here.conj().clone())
+        )
+
+    def test_parameters_that_move_stay_the_objects_that_optimizers_know(self):
+        model = nn.Linear(3, 2)
+        weight = model.weight
+        for place in ("emu:0", "emu:1", "cpu"):
+            model.to(place)(torch.ones(1, 3, device=place)).sum().backward()
+            assert model.weight is weight
+            assert weight.grad.device == weight.device == torch.device(place)
 
     def test_backward_has_a_thread_for_each_device(self):
         threads = {}
@@ -382,7 +414,7 @@ class TestFaults:
         for call in (
             lambda: tensor + 1,
             torch.emu.synchronize,
-            lambda: tensor.cpu(),
+            tensor.cpu,
             lambda: torch.ones(1, device="emu:0"),
         ):
             with pytest.raises(torch.AcceleratorError, match="EMU error: an illegal memory access was encountered"):

@@ -897,7 +897,7 @@ class TestOnGpus:
     @pytest.mark.parametrize("split", [(2, 6), (6, 2), (0, 8), (8, 0)], ids=str)
     @pytest.mark.parametrize(
         "make",  # the emulated devices have no sparse tensors
-        [mlp, pytest.param(lambda: Mixed().double(), marks=pytest.mark.cuda)],
+        [mlp, lambda: Mixed().double()],
         ids=["mlp", "mixed"],
     )
     def test_gradients_are_those_of_the_whole_step(self, make, split):

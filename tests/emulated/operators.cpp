@@ -392,8 +392,9 @@ void sparse_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       if (own && *own == *alias) {
         auto changed = given[position].toTensor();
         if (changed.is_sparse()) {
-          at::sparse::get_sparse_impl(changed)->set_indices_and_values_unsafe(value.toTensor()._indices(),
-                                                                             value.toTensor()._values());
+          auto* sparse = at::sparse::get_sparse_impl(changed);
+          sparse->raw_resize_(host.sparse_dim(), host.dense_dim(), host.sizes());
+          sparse->set_indices_and_values_unsafe(value.toTensor()._indices(), value.toTensor()._values());
           changed._coalesced_(host.is_coalesced());
         }
         value = changed; // a dense one has been changed where it lies
