@@ -11,7 +11,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["PROCESSORS", "accelerator_kind", "backend", "is_accelerator"]
+__all__ = ["PROCESSORS", "accelerator_in_use", "accelerator_kind", "backend", "is_accelerator"]
 
 PROCESSORS = frozenset({"cpu", "sim", "meta"})
 """The kinds of devices whose memory is this machine's own, or none."""
@@ -34,6 +34,20 @@ def accelerator_kind() -> str | None:
         return "cuda"
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
+
+
+def accelerator_in_use() -> Any:
+    """Return the back end of the accelerator that this process has begun to use; None where it uses none.
+
+    It begins nothing itself: to ask whether a GPU is there would be enough to forbid CUDA to forked processes.
+    """
+    import torch
+
+    built_for = torch.accelerator.current_accelerator()
+    if built_for is None:
+        return None
+    found = backend(built_for.type)
+    return found if found.is_initialized() else None
 
 
 def backend(kind: str) -> Any:

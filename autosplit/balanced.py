@@ -392,8 +392,9 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 )
         if not self._checked:
             _refuse_compiled(self.module)  # it may have been compiled since
-            check_links(self.devices)
-            check_links((torch.device(self.output_device), *self.devices))
+            if active_placement() is None:  # there all devices are one, and nothing is copied between two
+                check_links(self.devices)
+                check_links((torch.device(self.output_device), *self.devices))
             self._checked = True
 
     def _kept_now(self) -> tuple[KeptReplicas | None, bool]:
@@ -428,7 +429,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                 f"{placement.num_devices}; expected as many; use the plan's own budgets, and one wrapper"
             )
         link = Link(torch.device(self.output_device))
-        if self.devices[0].type != "cpu":
+        if placement is None and self.devices[0].type != "cpu":
             return run_on_gpus(self.module, self.devices, active, chunks, kept, self.dim), link
         if placement is not None:
             return run_placed(self.module, placement, active, chunks, kept), PlacedLink(tuple(active))

@@ -224,6 +224,20 @@ def devices_command(as_json: _Json = False, quiet: _Quiet = False, verbose: _Ver
     return _to_run("devices.devices", Manner(as_json, quiet, verbose))
 
 
+@app.command("doctor", epilog=_example("autosplit doctor --json"))
+def doctor_command(
+    devices: Annotated[_Text, typer.Option(metavar="SPEC", help="Default: every GPU; without any, cpu:256MiB.")] = None,
+    save: Annotated[
+        _Text, typer.Option(metavar="FILE", help="Keep the rates of the cards, for AUTOSPLIT_GPUS and sim: devices.")
+    ] = None,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Examine this machine, and name what to mend."""
+    return _to_run("doctor.doctor", Manner(as_json, quiet, verbose), devices, save)
+
+
 @app.command(
     "tune",
     epilog=_example(

@@ -12,8 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from autosplit.accelerators import accelerator_in_use
 from autosplit.errors import InputError
 from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
 from autosplit.split import whole_number
@@ -101,5 +100,5 @@ def _refuse_own_batch_size(function: Callable[..., Any], args: tuple[Any, ...], 
 
 def _free() -> None:
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if (accelerator := accelerator_in_use()) is not None:
+        accelerator.empty_cache()

@@ -185,8 +185,9 @@ class Child:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
-        process.join()
-        process.close()
+        process.join(_CLOSING_S)
+        if process.exitcode is not None:  # one that hangs in a driver can't be ended, nor is it waited for
+            process.close()
         pipe.close()
 
     def _hand_over(self) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from autosplit.accelerators import accelerator_in_use
 from autosplit.errors import AutosplitError
 
 __all__ = ["DoesNotFitError", "OutOfMemoryError", "is_kernel_limit", "is_oom"]
@@ -131,7 +133,8 @@ def is_oom(error: BaseException, *, smaller_ran: bool = True) -> bool:
             either too little memory or that the model can't run there at all; default: it ran, they mean memory.
 
     Returns:
-        True for torch's own class, a MemoryError, and a RuntimeError with a text of the tables above.
+        True for torch's own class, a MemoryError, and a RuntimeError with a text of the tables above, unless a kernel's
+        failure has left a device unusable.
     """
     return any(_says_oom(link, smaller_ran=smaller_ran) for link in _with_causes(error))
 
@@ -154,7 +157,25 @@ def _says_oom(error: BaseException, *, smaller_ran: bool) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    return bool(_OOM.search(text) or (smaller_ran and _PERHAPS_OOM.search(text)))
+    said = _OOM.search(text) or (smaller_ran and _PERHAPS_OOM.search(text))
+    return bool(said) and not _is_broken(accelerator_in_use())
+
+
+def _is_broken(accelerator: Any) -> bool:
+    """Tell whether a device fails at whatever it is asked: a kernel did (a label out of range, an illegal access).
+
+    A library that can't make its handle after that says that it lacks memory. Only devices are asked that hold
+    memory: the others would get a context by it.
+    """
+    if accelerator is None:
+        return False
+    try:
+        for index in range(accelerator.device_count()):
+            if accelerator.memory_reserved(index):
+                accelerator.synchronize(index)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:

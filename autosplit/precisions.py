@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autosplit.accelerators import backend, is_accelerator
 from autosplit.devices import Device
 from autosplit.errors import WorkloadError
 from autosplit.workload import PRECISIONS
@@ -15,6 +16,10 @@ __all__ = ["native_ones", "precision_list"]
 
 BF16_CAPABILITY = (8, 0)
 """Compute capability of the first GPUs with bfloat16 units (CUDA C++ Programming Guide, arithmetic instructions)."""
+
+WITHOUT_BF16 = ("gfx8", "gfx900", "gfx906", "gfx10")
+"""AMD's architectures without matrix units for bfloat16, MI50 and RDNA 2 the last of them: "MI100" Instruction Set
+Architecture, "RDNA3" Instruction Set Architecture. Their compute capability is 9.0 as that of later ones is."""
 
 
 def precision_list(value: Any) -> tuple[str | None, ...]:
@@ -72,8 +77,13 @@ def _has_bf16(device: Device) -> bool:
     if device.kind == "sim":
         assert device.spec is not None, device
         return "bfloat16" in device.spec.peak_flops
+    if device.kind == "cuda" and torch.version.hip:
+        return not torch.cuda.get_device_properties(device.index).gcnArchName.startswith(WITHOUT_BF16)
     if device.kind == "cuda":
         return torch.cuda.get_device_capability(device.index) >= BF16_CAPABILITY
+    if is_accelerator(device.kind):
+        question = getattr(backend(device.kind), "is_bf16_supported", None)
+        return question is not None and bool(question())
     # What a processor has is told by names that torch keeps to itself; one that went away counts as a no.
     asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(question is not None and question() for question in asked)

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 import torch
 
+from autosplit.accelerators import is_accelerator
 from autosplit.cost import LONGEST_LEAP, Ceiling, Limit, MemoryFit, MemoryParts, Role, TimeCurve, largest_fitting
 from autosplit.devices import Device, list_devices
 from autosplit.errors import (
@@ -32,16 +33,18 @@ from autosplit.host import available_host_bytes
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, is_kernel_limit
 from autosplit.request import Request, checked_request
 from autosplit.rng import kept_rng
-from autosplit.runtime.cuda import CONFIRMING_STEPS
+from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.isolated import IsolatedRuntime, StepLostError
-from autosplit.runtime.measurement import Measurement, Runtime, StepShape
+from autosplit.runtime.measurement import Measurement, Runtime, StepMemory, StepShape
 from autosplit.runtime.simulated import traced_parts, traced_peaks
-from autosplit.runtime.tracing import Tracer
+from autosplit.runtime.tracing import Tracer, Traces
 from autosplit.sizes import ms_text, size_text
 from autosplit.split import proportional_split
 from autosplit.staging import Source, build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.timings import TimedSize
 from autosplit.trainee import listed, ran_a_step
+from autosplit.wall_search import WallSearch
 
 __all__ = ["Prober", "does_not_fit", "find_ceiling"]
 
@@ -112,6 +115,7 @@ class Prober:
     _measured: dict[StepShape, Measurement] = field(default_factory=dict)
     _equals: dict[tuple[str, int, Role, int], tuple[int, int]] = field(default_factory=dict)
     _slopes: dict[tuple[str, int, Role, int], tuple[int, float]] = field(default_factory=dict)
+    _memories: dict[StepShape, StepMemory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         optimizer = self.tracer.workload.optimizer
@@ -121,8 +125,19 @@ class Prober:
         """Return the smallest share that a device trains on: 2 where a BatchNorm sees one value per sample, else 1."""
         if not self.tracer.norms_over_samples:
             return 1
+        if not self.has_traces:
+            return 2
+        return self._least_traced
+
+    @functools.cached_property
+    def _least_traced(self) -> int:
+        one = StepShape(((1,),))
         try:
-            self.traced(StepShape(((1,),)))
+            if self.decides_by_steps:  # with this one size nothing is to be foretold
+                with _naming(one):
+                    self.tracer.trace(one)
+            else:
+                self.traced(one)
         except AutosplitError as error:
             # torch nn/functional.py, _verify_batch_size; the wrapper's own words for it are raised from it.
             if "Expected more than 1 value per channel" not in str(error.__cause__):
@@ -156,6 +171,8 @@ class Prober:
         self.report(f"{self.runtime.devices[index].label}: ceiling as {role}")
         self._refuse_unlike_steps()
         shape_of = self._shapes(index, role, elsewhere, accumulates)
+        if self.decides_by_steps:
+            return self._ceiling_by_steps(index, role, shape_of, start)
         capacity_bytes = self.runtime.capacities_bytes[index]
         before = Counts(self.counts.steps, self.counts.ooms)
         least = self.least_batch()
@@ -209,6 +226,101 @@ class Prober:
             confirmed=confirmed,
             points=seen.points(),
         )
+
+    @functools.cached_property
+    def decides_by_steps(self) -> bool:
+        """Whether real steps say what fits, and traces only where to begin: on accelerators."""
+        return is_accelerator(self.runtime.devices[0].kind)
+
+    @property
+    def has_traces(self) -> bool:
+        """Whether anything can be predicted: a model that runs on nothing but its device has real steps alone."""
+        return self.tracer.fake or not self.decides_by_steps
+
+    @functools.cached_property
+    def _traces(self) -> Traces:
+        """What foretells steps: where a real one costs less than a trace, what few traces tell of all."""
+        if not self.decides_by_steps:
+            return self.tracer
+        samples = max(self.least_batch(), self.tracer.workload.sample_batch_size)
+        return AffineTraces(self.tracer, samples, max(self.max_batch_size, samples))
+
+    def _ceiling_by_steps(
+        self, index: int, role: Role, shape_of: Callable[[int], StepShape], start: int | None
+    ) -> Ceiling:
+        """Find a ceiling by real steps; see `ceiling`."""
+        device, capacity_bytes = self.runtime.devices[index], self.runtime.capacities_bytes[index]
+        least, steps, ooms = self.least_batch(), self.counts.steps, self.counts.ooms
+        begin = start or self.tracer.workload.sample_batch_size
+        search = WallSearch(
+            (lambda n: self.traced(shape_of(max(n, least)))[index]) if self.has_traces else None,
+            capacity_bytes,
+            least,
+            self.max_batch_size,
+            start=min(max(begin, least), max(least, self.max_batch_size)),
+            known=self._alike(index, role, shape_of) or 0,
+        )
+        seen = _Seen()
+        n = search.next() if self.max_batch_size >= least else None
+        while n is not None:
+            self._run_for(search, index, shape_of, n, seen)
+            n = None if self.out_of_time and search.found else self._following(search, capacity_bytes)
+        found = search.found
+        self._equals[_kind_of(self.runtime, index, role, shape_of)] = index, found
+        limit: Limit = seen.limit or ("max_batch_size" if found >= self.max_batch_size else "memory")
+        if limit == "memory" and self.out_of_time and found + 1 not in seen.failed:
+            limit = "time"
+        fixed_bytes, bytes_per_sample = self._line(search.corrected, found)
+        peak_bytes = search.allocated.get(found, 0)
+        self._log_ceiling(index, role, found, limit, peak_bytes, confirmed=found > 0)
+        return Ceiling(
+            device=device.label,
+            role=role,
+            batch_size=found,
+            limited_by=limit,
+            fixed_bytes=fixed_bytes,
+            bytes_per_sample=bytes_per_sample,
+            peak_bytes=peak_bytes,
+            capacity_bytes=capacity_bytes,
+            steps=self.counts.steps - steps,
+            ooms=self.counts.ooms - ooms,
+            confirmed=found > 0,
+            points=seen.points(),
+        )
+
+    def _following(self, search: WallSearch, capacity_bytes: int) -> int | None:
+        """Return the next size; where a ceiling is to be exact, one sample more until that fails."""
+        n = search.next()
+        if n is None and self.exact and search.found < self.max_batch_size and search.failed != search.found + 1:
+            n = search.found + 1
+        if n is not None:
+            _log.info("next %d of %s: %d ran, of the sizes tried", n, size_text(capacity_bytes), search.found)
+        return n
+
+    def _run_for(
+        self, search: WallSearch, index: int, shape_of: Callable[[int], StepShape], n: int, seen: _Seen
+    ) -> None:
+        """Run a size, and tell the search what came of it."""
+        if self._ran(index, shape_of, n, seen):
+            memory = self._memories[shape_of(n)]
+            search.ran(n, memory.allocated_bytes[index], memory.reserved_bytes[index], memory.steps)
+        else:
+            search.ran_out(n)
+            search.blind = seen.limit == "kernel" or seen.lost
+
+    def _peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a step for its memory, and count the steps that this took."""
+        if not self.decides_by_steps:
+            self._count(self._steps_to_see(shape))
+            return self.runtime.peaks(shape)
+        assert isinstance(self.runtime, (AcceleratorRuntime, IsolatedRuntime)), self.runtime
+        try:
+            self._memories[shape] = memory = self.runtime.memory(shape)
+        except Exception:
+            self._count(1)
+            raise
+        self._count(memory.steps)
+        return memory.allocated_bytes
 
     def _refuse_unlike_steps(self) -> None:
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in listed(self.tracer.trainee.optimizers)):
@@ -267,7 +379,7 @@ class Prober:
         if shape not in self._traced:
             before = self.tracer.runs
             with _naming(shape):
-                self._traced[shape] = traced_peaks(self.tracer, shape)
+                self._traced[shape] = traced_peaks(self._traces, shape)
             _log.debug("traced %s: %s", _shape_text(shape), _bytes_texts(self._traced[shape]))
             if not self.tracer.fake:  # followed with real tensors, a trace is a step
                 self._count(self.tracer.runs - before)
@@ -283,7 +395,7 @@ class Prober:
         if not (self.tracer.fake or self.runtime.simulated):
             return (None,) * len(peaks)  # a trace of real tensors is a step, and holds what the devices hold
         with _naming(shape):
-            found = traced_parts(self.tracer, shape)
+            found = traced_parts(self._traces, shape)
         measured = not self.runtime.simulated
         return tuple(parts.of_peak(peak, measured=measured) for parts, peak in zip(found, peaks, strict=True))
 
@@ -362,6 +474,8 @@ class Prober:
     def predicted_ceiling(self, index: int, role: Role, *, accumulates: bool, start: int) -> int:
         """Return a ceiling by traces alone; 0 where not even one sample fits. See `ceiling`."""
         shape_of, least = self._shapes(index, role, (), accumulates), self.least_batch()
+        if not self.has_traces:
+            return start  # trials will tell
         found = largest_fitting(
             lambda n: self.traced(shape_of(max(n, least)))[index],
             self.runtime.capacities_bytes[index],
@@ -393,6 +507,44 @@ class Prober:
 
         # From one point to the second both the share and the batch grow, to the third the batch alone.
         return MemoryFit.through(point(less, fewer), point(share, fewer), point(less, elsewhere))
+
+    def primary_fit_by_steps(
+        self, traced: MemoryFit | None, share: int, others: Sequence[int], *, accumulates: bool
+    ) -> MemoryFit | None:
+        """Fit device 0's peak to steps that all devices really make together, with about a half of what each holds.
+
+        Args:
+            traced: The plane by traces, whose shape it keeps: two steps tell by how much its slopes are off. Without
+                it three steps make the plane.
+            share: About the most that device 0 holds.
+            others: About the most that each of the others holds.
+            accumulates: See `ceiling`.
+
+        Returns:
+            The plane; None where one of the steps did not run.
+        """
+        least = self.least_batch()
+
+        def part(samples: int, quarters: int) -> int:
+            return samples and max(least * quarters, samples * quarters // 4)
+
+        def point(own: int, beside: int) -> tuple[StepShape, tuple[int, int, int]]:
+            split = (part(max(1, share), own), *(part(samples, beside) for samples in others))
+            shape = _balanced(split, accumulates)
+            return shape, (split[0], sum(split), self.confirmed_peaks(shape)[0])
+
+        try:
+            if traced is None:
+                return MemoryFit.through(*(point(own, beside)[1] for own, beside in ((1, 1), (2, 1), (1, 2))))
+            points = [point(1, 1), point(2, 2)]
+        except OutOfMemoryError as error:
+            _log.info("device 0 beside the others: out of memory (%s)", error)
+            self.counts.ooms += 1
+            return None
+        (t0, y0), (t1, y1) = ((self.traced(shape)[0], peak) for shape, (_, _, peak) in points)
+        scale = max(0.0, (y1 - y0) / (t1 - t0)) if t1 > t0 else 1.0
+        fixed_bytes = y1 - scale * (t1 - traced.fixed_bytes)
+        return MemoryFit(fixed_bytes, scale * traced.bytes_per_share, scale * traced.bytes_per_batch)
 
     def timed_sizes(
         self, index: int, ceiling: int, *, role: Role, budget_s: float, alone: bool = True
@@ -455,7 +607,7 @@ class Prober:
 
     def untraced_bytes(self, ceiling: Ceiling) -> int:
         """Return what a confirmed step on device 0 held beyond its trace; 0 for a ceiling that was not run."""
-        if not ceiling.confirmed or not ceiling.batch_size:
+        if not ceiling.confirmed or not ceiling.batch_size or not self.has_traces:
             return 0
         shape = self._shapes(0, "primary", (), False)(ceiling.batch_size)
         return max(0, ceiling.peak_bytes - self.traced(shape)[0])
@@ -478,6 +630,8 @@ class Prober:
         def peak(total: int) -> float:
             return self.traced(_balanced((share, max(total, self.least_batch())), accumulates))[0]
 
+        if not self.has_traces:
+            return least
         total = largest_fitting(
             peak, self.runtime.capacities_bytes[0], least=sum(least), most=sum(most), start=sum(least) + 1
         )
@@ -543,19 +697,15 @@ class Prober:
         Raises:
             OutOfMemoryError: A device would hold more than it may.
         """
-        if self.runtime.devices[0].kind == "cuda":
-            self._count(self._steps_to_see(shape))
-            return self.runtime.peaks(shape)
-        return self._peaks_of(shape)
+        return self._peaks(shape) if self.decides_by_steps else self._peaks_of(shape)
 
     def _peaks_of(self, shape: StepShape) -> tuple[int, ...]:
         """Return the peaks of a real step: of a run where that is bounded, traced where memory is never filled."""
         devices = self.runtime.devices
-        if devices[0].kind == "cuda":
+        if self.decides_by_steps:
             return ()  # the timed run measures them
         if all(device.budgeted for device in devices):
-            self._count(self._steps_to_see(shape))
-            return self.runtime.peaks(shape)
+            return self._peaks(shape)
         peaks = self.traced(shape)
         for index, peak_bytes in enumerate(peaks):
             if peak_bytes > self.runtime.capacities_bytes[index]:
@@ -806,10 +956,9 @@ class Prober:
     ) -> bool:
         """Run a step for its memory, and keep what it shows."""
         shape = shape_of(n)
-        self._count(self._steps_to_see(shape))
         try:
             with _naming(shape):
-                seen.ran[n] = self.runtime.peaks(shape)[index]
+                seen.ran[n] = self._peaks(shape)[index]
         except OutOfMemoryError as error:
             _log.info("ran %s: out of memory (%s)", _shape_text(shape), error)
             self.counts.ooms += 1
@@ -827,8 +976,6 @@ class Prober:
 
     def _steps_to_see(self, shape: StepShape) -> int:
         """Return how many steps a runtime makes to tell the peaks of one."""
-        if self.runtime.devices[0].kind == "cuda":
-            return CONFIRMING_STEPS  # a few of them in a row
         if self._has_state or shape.arrangement == "eval":
             return 1
         self._has_state = True
@@ -1049,8 +1196,8 @@ def _ceiling_of(source: Source, request: Request, role: Role, *, exact: bool, is
 
 
 def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device, ...], tuple[int, ...], int]:
-    if device.kind == "cuda":
-        others = [other for other in list_devices() if other.kind == "cuda" and other.index != device.index]
+    if is_accelerator(device.kind):
+        others = [other for other in list_devices() if other.kind == device.kind and other.index != device.index]
         if not others:
             raise DeviceError(
                 f"{device.label} is the only GPU; expected another one to be device 0 beside a replica; "
@@ -1072,7 +1219,7 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
             f"a batch of {prober.max_batch_size} is the most that is asked for, and BatchNorm trains on no fewer than "
             f"{least} samples; expected at least {least}; raise effective_batch_size or max_batch_size"
         )
-    needed = prober.traced(StepShape(((least,),)))[0]
+    needed = prober.traced(StepShape(((least,),)))[0] if prober.has_traces else 0
     if needed <= capacity_bytes:
         lost = prober.runtime.notes if isinstance(prober.runtime, IsolatedRuntime) else ()
         if lost or prober.out_of_time:

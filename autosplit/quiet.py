@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autosplit.accelerators import accelerator_in_use
 from autosplit.balanced import BalancedDataParallel
 from autosplit.batches import Whole, chunk, map_leaves, map_tensors
 from autosplit.heads import head_of
@@ -144,8 +145,8 @@ class QuietCopy:
     def close(self) -> None:
         """Put back what had to be borrowed from the live model, and give back what its copy took on a GPU."""
         self.trainee.restore()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        if (accelerator := accelerator_in_use()) is not None:
+            accelerator.empty_cache()
 
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from autosplit.comparing import ComparedMachine, Comparison
+    from autosplit.examination import Copy, Examination
     from autosplit.explanation import Explanation
     from autosplit.survey import DeviceReport
 
@@ -408,6 +409,73 @@ def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console
     own = [f"{_gpu_label(device)}: {note}" for device in devices for note in device.notes]
     if lines := [*notes, *own]:
         _print(_bullets(lines), console)
+
+
+def print_examination(found: Examination, console: Console) -> None:
+    """Print a machine's examination.
+
+    Args:
+        found: From `examine`.
+        console: Where to.
+    """
+    build = f"torch {found.torch}" + (f", CUDA {found.cuda}" if found.cuda else "")
+    _print(_pairs([("runs on", found.kind), ("build", build), ("driver", found.driver or "-")]), console)
+    _print(_card_table(found), console)
+    rows = [(f"{one.source} to {one.destination}", _copied_text(one)) for one in found.copies]
+    if (meeting := found.collective) is not None:
+        rate = "they do not meet" if meeting.gb_per_s is None else f"{meeting.gb_per_s:.3g} GB/s of gradients"
+        rows.append((f"{meeting.ranks} ranks by {meeting.backend}", rate))
+    if (training := found.training) is not None:
+        measured, predicted = training.measured_samples_per_s, training.predicted_samples_per_s
+        split = " + ".join(str(share) for share in training.split)
+        rows += [
+            ("a small model", f"{split} samples per forward; tuned in {training.took_s:.0f} s"),
+            ("its throughput", f"{rate_text(measured)}, predicted {rate_text(predicted)}"),
+            (
+                "its memory",
+                f"{_sizes_text(training.measured_bytes)}, predicted {_sizes_text(training.predicted_bytes)}",
+            ),
+        ]
+    _print(_pairs(rows), console)
+    if found.notes:
+        _print(_bullets(found.notes), console)
+    if not found.problems:
+        _print(_bullets([f"nothing is wrong; this took {found.took_s:.0f} s"]), console)
+    for one in found.problems:
+        _print(_pairs([("wrong", one.problem), ("cure", one.cure or "-")]), console)
+
+
+def _card_table(found: Examination) -> Table:
+    table = _table()
+    table.add_column("device", overflow="fold")
+    table.add_column("name", overflow="fold")
+    for heading in ("memory", "free", *found.cards[0].tflops, "memory rate", "launch"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for card in found.cards:
+        products = [_part_text(f"{rate:.3g} T", card.tflops_of_catalogue.get(n)) for n, rate in card.tflops.items()]
+        _add_row(
+            table,
+            card.device,
+            _short_name(card.name),
+            size_text(card.memory_bytes),
+            _known_bytes(card.free_bytes),
+            *products,
+            _part_text(f"{card.memory_gb_per_s:.3g} GB/s", card.memory_of_catalogue),
+            f"{1e6 * card.launch_s:.1f} us",
+        )
+    return table
+
+
+def _part_text(rate: str, part: float | None) -> str:
+    return rate if part is None else f"{rate} ({part:.0%})"
+
+
+def _copied_text(one: Copy) -> str:
+    return f"{one.gb_per_s:.3g} GB/s{'' if one.arrives else ', and arrives wrong'}"
+
+
+def _sizes_text(sizes: Sequence[int]) -> str:
+    return " + ".join(size_text(size) for size in sizes)
 
 
 def _gpu_table(devices: Sequence[DeviceReport]) -> Table:

@@ -6,8 +6,11 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from autosplit.accelerators import accelerator_in_use
 
 __all__ = ["ExtremeDraws", "kept_rng"]
 
@@ -60,7 +63,7 @@ class ExtremeDraws:
 
 @contextmanager
 def kept_rng(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Put every random number generator back to where it was: Python's, NumPy's if loaded, torch's, CUDA's.
+    """Put every random number generator back to where it was: Python's, NumPy's if loaded, torch's, the accelerator's.
 
     Args:
         generators: Others to be put back, too.
@@ -69,8 +72,9 @@ def kept_rng(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     others = [(generator, generator.get_state()) for generator in generators]
-    cuda_devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=cuda_devices):
+    accelerator = accelerator_in_use()
+    states = [] if accelerator is None else _states_of(accelerator)
+    with torch.random.fork_rng(devices=()):
         try:
             yield
         finally:
@@ -79,3 +83,12 @@ def kept_rng(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
             for generator, state in others:
                 generator.set_state(state)
+            for state, *device in states:
+                accelerator.set_rng_state(state, *device)
+
+
+def _states_of(accelerator: Any) -> list[tuple[Any, ...]]:
+    """Return the state of each device's generator, and which device it is; Metal's functions take none."""
+    if accelerator.device_count() == 1:
+        return [(accelerator.get_rng_state(),)]
+    return [(accelerator.get_rng_state(index), index) for index in range(accelerator.device_count())]

@@ -36,7 +36,7 @@ from autosplit.space import (
     best_trial,
     configuration_of,
 )
-from autosplit.split import accumulation_steps, even_split, micro_batch_sizes
+from autosplit.split import accumulation_steps, even_split, micro_batch_sizes, proportional_split
 from autosplit.staging import Followed, runtime_for
 from autosplit.timings import TimedSize, curve_of, pooled
 from autosplit.workload import modules_of
@@ -442,7 +442,16 @@ class Session:
     def _plane(self, share: int, others: int, *, accumulates: bool) -> MemoryFit:
         """Fit device 0's memory; what a real step holds beyond its trace (workspaces, fragmentation) stays with it."""
         assert self.primary_alone is not None, "it is measured first"
-        fit = self.prober.primary_fit(share, others, accumulates=accumulates)
+        fit = self.prober.primary_fit(share, others, accumulates=accumulates) if self.prober.has_traces else None
+        if self.prober.decides_by_steps:
+            sizes = tuple(max(1, ceiling.batch_size) for ceiling in self.replicas)
+            beside = proportional_split(others, sizes)
+            measured = self.prober.primary_fit_by_steps(fit, share, beside, accumulates=accumulates)
+            if measured is not None:
+                return measured
+        if fit is None:  # nothing is known beside the others: what it holds alone, all of it
+            line = self.primary_alone
+            return MemoryFit(line.fixed_bytes, line.bytes_per_sample, line.bytes_per_sample)
         return replace(fit, fixed_bytes=fit.fixed_bytes + self.prober.untraced_bytes(self.primary_alone))
 
     def _curves(self, ranks: tuple[Ceiling, ...]) -> tuple[TimeCurve, ...]:

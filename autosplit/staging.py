@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.accelerators import is_accelerator
 from autosplit.bounded import TooLarge, built_within
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
 from autosplit.interrupts import held_interrupts
+from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.cuda import CudaRuntime
 from autosplit.runtime.isolated import IsolatedRuntime, RealRuntime
 from autosplit.runtime.measurement import Runtime
 from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.runtime.tracing import Tracer, make_tracer
+from autosplit.runtime.tracing import Tracer, make_device_tracer, make_tracer
 from autosplit.trainee import built_without_memory, fake_mode, training_copy
 from autosplit.workload import PRECISIONS, Workload
 
@@ -207,10 +208,9 @@ def follow(
         UserCodeError: The workload failed on its own sample batch.
         WorkloadError: No training step can be made of it.
     """
-    like_gpu = devices[0].kind != "cpu"
     workload, why_real = built.workload, built.why_real
     try:
-        tracer, note = make_tracer(workload, like_gpu=like_gpu)
+        tracer, note = _traced(workload, devices[0])
     except Exception as error:
         if not built.fake:
             raise
@@ -221,12 +221,18 @@ def follow(
             tracer.trainee.restore()  # the function may return the very same model again, and that may be borrowed
     if built.fake and why_real is not None:
         workload = _built(built.source)
-        tracer, note = make_tracer(workload, like_gpu=like_gpu)
+        tracer, note = _traced(workload, devices[0])
         why_real = note or why_real
     closing.callback(tracer.trainee.restore)
     assumed = tracer.assumptions()
     rebuild = partial(_built, built.source) if built.fake and why_real is None else None
     return Followed(workload, tracer, assumed if why_real is None else (why_real, *assumed), isolated, rebuild)
+
+
+def _traced(workload: Workload, device: Device) -> tuple[Tracer, str | None]:
+    if is_accelerator(device.kind):
+        return make_device_tracer(workload, torch.device(device.kind, device.index))
+    return make_tracer(workload, like_gpu=device.kind == "sim")
 
 
 def _built_for_real(error: Exception) -> str:
@@ -277,6 +283,6 @@ def _real_runtime(
         trainee = training_copy(workload, device=torch.device("cpu"))
         closing.callback(trainee.restore)
         return CpuRuntime(devices, capacities_bytes, trainee)
-    runtime = CudaRuntime(devices, capacities_bytes, workload)
+    runtime = AcceleratorRuntime(devices, capacities_bytes, workload)
     closing.callback(runtime.close)
     return runtime

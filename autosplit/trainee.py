@@ -32,10 +32,13 @@ from autosplit.rng import ExtremeDraws
 from autosplit.transfer import Placement, adopt_module
 from autosplit.workload import Workload, call_model, modules_of, on_first_device
 
-__all__ = ["Trainee", "fake_mode", "ran_a_step", "training_copy"]
+__all__ = ["Trainee", "fake_mode", "holds_fakes", "ran_a_step", "training_copy"]
 
-LOSS_SCALE = 65536.0
-"""torch.amp.GradScaler's initial scale (its default `init_scale`)."""
+CPU = torch.device("cpu")
+
+LOSS_SCALE = 1.0
+"""Of fp16: takes the same memory and kernels as a larger one, which overflows in the first steps of most trainings. The
+scaler then leaves out the optimizer, whose state would not be there to be measured."""
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Trainee:
         models: One module, or several as the workload has them.
         optimizers: One optimizer, or several as the workload has them.
         fake_mode: The mode their tensors live in; None for real ones.
+        device: Where fake tensors say that they are.
         scaler: The GradScaler of ``fp16``, real copies only.
         restore: Puts back what had to be borrowed from the live model; nothing for a copy.
         left: What the last step left on the first device, whoever keeps it: the next begins with it.
@@ -64,17 +68,20 @@ class Trainee:
     left: Sequence[weakref.ref[torch.UntypedStorage]] = ()
     grown_bytes: int = 0
     peak_bytes: int = 0
+    device: torch.device = CPU
     draws: ExtremeDraws = field(default_factory=ExtremeDraws)
+    _updated: bool = False
 
     def batch(self, n: int) -> Any:
         """Make a batch of `n` samples, fake for a fake trainee; what the sample batch shares is marked as `Whole`."""
         workload, mode = self.workload, self.fake_mode
         sample = workload.sample_batch
         if mode is not None and workload.make_batch is None:
-            sample = map_leaves(lambda leaf: _fake_leaf(leaf, mode), sample)
+            sample = map_leaves(lambda leaf: _fake_leaf(leaf, mode, self.device), sample)
         with mode or nullcontext():
             if workload.make_batch is not None:
-                return workload.made_batch(n)
+                made = workload.made_batch(n)
+                return made if mode is None else map_tensors(lambda tensor: tensor.to(self.device), made)
             return resize(sample, n, workload.batch_dim, mark=True)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -172,12 +179,15 @@ class Trainee:
         for optimizer in listed(self.optimizers):
             if self.scaler is not None:
                 self.scaler.step(optimizer)
+                if not self._updated and not optimizer.state:
+                    optimizer.step()  # it may have been left out, for a loss that is infinite at any scale
                 continue
             if self.workload.precision == "fp16":
                 grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
                 if grads:
                     torch._foreach_mul_(grads, 1.0 / LOSS_SCALE)
             optimizer.step()
+        self._updated = True
         if self.scaler is not None:
             self.scaler.update()
 
@@ -289,24 +299,37 @@ def mode_of(workload: Workload) -> FakeTensorMode | None:
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 
-def _fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Make the fake of a tensor, on the CPU wherever the tensor is: a CPU build of torch has no fake GPUs."""
-    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
+def holds_fakes(device: torch.device) -> bool:
+    """Tell whether fake tensors on a device can be trained: not every build, nor every back end, has what it takes."""
+    try:
+        with fake_mode():
+            weight = torch.empty(2, 2, device=device, requires_grad=True)
+            (weight @ weight).sum().backward()
+    except Exception:  # noqa: BLE001  # whatever a back end lacks
+        return False
+    return True
+
+
+def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """Make the fake of a tensor on a device, wherever the tensor is."""
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode and tensor.device == device:
         return tensor
     if tensor.layout != torch.strided:
-        return _fake_sparse(tensor, mode)
+        return _fake_sparse(tensor, mode, device)
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)
 
 
-def _fake_sparse(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+def _fake_sparse(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Make the fake of a sparse tensor, with as many values, which are what it takes: torch's own fakes have none."""
     if tensor.layout is not torch.sparse_coo:
         raise NotImplementedError(f"a tensor of {tensor.layout} can't be faked with its values")
-    indices, values = (_fake_like(part, mode) for part in (tensor.detach()._indices(), tensor.detach()._values()))
+    indices, values = (
+        _fake_like(part, mode, device) for part in (tensor.detach()._indices(), tensor.detach()._values())
+    )
     with mode:
         return torch.sparse_coo_tensor(
             indices, values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
@@ -320,10 +343,10 @@ def _fake_scalar(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         return torch.tensor(number, dtype=tensor.dtype)
 
 
-def _fake_leaf(leaf: Any, mode: FakeTensorMode) -> Any:
+def _fake_leaf(leaf: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     if isinstance(leaf, Whole):
-        return Whole(map_tensors(lambda tensor: _fake_like(tensor, mode), leaf.value))
-    return _fake_like(leaf, mode) if isinstance(leaf, Tensor) else leaf
+        return Whole(map_tensors(lambda tensor: _fake_like(tensor, mode, device), leaf.value))
+    return _fake_like(leaf, mode, device) if isinstance(leaf, Tensor) else leaf
 
 
 def training_copy(
@@ -339,7 +362,7 @@ def training_copy(
 
     Args:
         workload: Its model may be a factory, which is called here.
-        device: Where a real copy goes; None leaves it where the model is.
+        device: Where the copy goes; None leaves a real one where the model is, and a fake one on the processor.
         mode: Makes the copy fake.
         gpu_variants: Let the optimizer run the multi-tensor variant that it would choose on a GPU.
 
@@ -357,7 +380,7 @@ def training_copy(
     _refuse_unready(models)
     restore: Callable[[], None] = _nothing
     if mode is not None:
-        _fake_into(memo, models, workload, mode)
+        _fake_into(memo, models, workload, mode, device or CPU)
         models = _map_modules(with_eager_parts, copy.deepcopy(models, memo))
     else:
         _refuse_meta(models)
@@ -393,7 +416,7 @@ def _ready(
     scaler = None
     if workload.precision == "fp16" and mode is None and workload.step is None:
         scaler = torch.amp.GradScaler(_device_type(models), init_scale=LOSS_SCALE)
-    return Trainee(workload, models, optimizers, mode, scaler, restore)
+    return Trainee(workload, models, optimizers, mode, scaler, restore, device=device or CPU)
 
 
 def _nothing() -> None:
@@ -459,7 +482,9 @@ def _borrow(models: Any) -> Callable[[], None]:
     return restore
 
 
-def _fake_into(memo: dict[int, Any], models: Any, workload: Workload, mode: FakeTensorMode) -> None:
+def _fake_into(
+    memo: dict[int, Any], models: Any, workload: Workload, mode: FakeTensorMode, device: torch.device
+) -> None:
     """Put the fakes of all tensors that will be deep-copied where deepcopy looks for copies it has made."""
     tensors = [t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())]
     # Numbers that a model keeps on the side may be asked for; an average of its weights is not.
@@ -467,7 +492,7 @@ def _fake_into(memo: dict[int, Any], models: Any, workload: Workload, mode: Fake
     for optimizer in _live_optimizers(workload):
         tensors += _state_tensors(optimizer)
     for tensor in tensors:
-        memo[id(tensor)] = _fake_like(tensor, mode)
+        memo[id(tensor)] = _fake_like(tensor, mode, device)
     for optimizer in _live_optimizers(workload):
         settings = [value for group in optimizer.param_groups for value in group.values() if isinstance(value, Tensor)]
         for tensor in (*_state_tensors(optimizer), *settings):

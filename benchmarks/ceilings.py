@@ -46,7 +46,7 @@ from autosplit import Workload, find_ceiling, parse_devices
 from autosplit.cost import largest_fitting
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
-from autosplit.runtime.cuda import CudaRuntime
+from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.placed import run_placed
 from autosplit.runtime.simulated import traced_peaks
@@ -181,7 +181,7 @@ def step_of(case: Case, closing: ExitStack) -> Step:
     On a GPU it is three steps: the allocator's peak is steady in the third.
     """
     if case.gpu:
-        runtime = CudaRuntime(parse_devices("cuda:0"), (case.budget_bytes,), case.workload())
+        runtime = AcceleratorRuntime(parse_devices("cuda:0"), (case.budget_bytes,), case.workload())
         closing.callback(runtime.close)
         return lambda n: void(runtime.peaks(shape_of(n)))
     trainee = training_copy(case.workload(), device=torch.device("cpu"))

@@ -46,7 +46,7 @@ from autosplit.errors import DeviceError
 from autosplit.oom import OutOfMemoryError
 from autosplit.probe import find_ceiling
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.cuda import CudaRuntime
+from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracing import Tracer, make_tracer
@@ -194,7 +194,7 @@ class Place:
         self.timed = name is not None
 
     @contextmanager
-    def runtime(self, workload: Workload) -> Iterator[CudaRuntime | CpuRuntime]:
+    def runtime(self, workload: Workload) -> Iterator[AcceleratorRuntime | CpuRuntime]:
         """Make the runtime that really runs steps, and free what it holds in the end."""
         devices, capacities_bytes = (self.real,), (self.real.capacity_bytes,)
         if not self.timed:
@@ -204,7 +204,7 @@ class Place:
             finally:
                 trainee.restore()
             return
-        runtime = CudaRuntime(devices, capacities_bytes, workload)
+        runtime = AcceleratorRuntime(devices, capacities_bytes, workload)
         try:
             yield runtime
         finally:
@@ -251,7 +251,7 @@ def compared(place: Place, workload: Workload, sizes: tuple[int, ...]) -> tuple[
     return tracer, rows
 
 
-def measured_step(place: Place, runtime: CudaRuntime | CpuRuntime, size: int) -> dict[str, Any]:
+def measured_step(place: Place, runtime: AcceleratorRuntime | CpuRuntime, size: int) -> dict[str, Any]:
     """Run a step for its time and its peak."""
     if not place.timed:
         return {"measured_bytes": runtime.peaks(shape_of(size))[0]}

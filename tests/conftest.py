@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import emulated
 import pytest
 from hypothesis import settings
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 # a sum over one thread is the same sum every time.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+
+# Emulated devices, where they are asked for: torch loads them, here and in the processes that tests start.
+if emulated.wanted():
+    emulated.switch_on()
 
 # Each makes typer and rich write colour into a pipe; typer reads them while it is imported. A width is pytest-xdist's.
 for _name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
@@ -38,7 +43,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; torch is imported only if such a test was collected."""
+    """Skip what needs an accelerator where there is none; torch is imported only if such a test was collected."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -46,9 +51,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    reason = f"needs a CUDA device; torch {torch.__version__} sees none"
     for item in gpu_items:
-        item.add_marker(skip)
+        if found is None:
+            item.add_marker(
+                pytest.mark.skip(reason=reason + " (EMULATED_DEVICES=2 emulates two: tests/test_emulated.py)")
+            )
+        elif item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason=reason + ", and what is measured here is CUDA's own"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

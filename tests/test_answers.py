@@ -11,9 +11,10 @@ import msgspec
 import pytest
 import typer.main
 from handmade import made_ceiling, made_plan
+from test_doctor import CARD, examined
 
 import autosplit.survey
-from autosplit import checks, probe, tuning
+from autosplit import checks, doctor, probe, tuning
 from autosplit.cli import app, main
 from autosplit.commands.answers import ANSWERS, ProbedCeiling
 from autosplit.findings import Check
@@ -70,6 +71,7 @@ def stand_ins(monkeypatch, tmp_path):
     store("ab" * 16, plan)
     report = DeviceReport(0, 1, "NVIDIA H100", 80 * 2**30, 70 * 2**30, 2**30, 3, 40, None, "GPU-1", visible=True)
     monkeypatch.setattr(autosplit.survey, "survey_devices", lambda: ((report,), ("a note",)))
+    monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(CARD))
     monkeypatch.setattr(tuning, "tune", lambda *_, **__: plan)
     ceiling = made_ceiling("cpu:0", 7, 2**20, points=((4, 100, True), (8, 150, False)))
     monkeypatch.setattr(probe, "find_ceiling", lambda *_, **__: ceiling)
@@ -78,6 +80,7 @@ def stand_ins(monkeypatch, tmp_path):
 
 LINES = {
     "devices": "devices",
+    "doctor": "doctor",
     "tune": "tune train.py --devices sim:2xRTX3090",
     "compare": "compare train.py --devices sim:2xRTX3090 --devices sim:L4 --price L4=0.8",
     "probe": "probe train.py --devices cpu:1MiB",

@@ -175,7 +175,7 @@ def examples():
 
 
 # These take seconds: a model is built, and traced or run.
-LONG = ("autosplit tune ", "autosplit compare ", "autosplit probe ", "autosplit check ")
+LONG = ("autosplit doctor", "autosplit tune ", "autosplit compare ", "autosplit probe ", "autosplit check ")
 
 
 @pytest.mark.parametrize(

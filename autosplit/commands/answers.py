@@ -9,6 +9,7 @@ from typing import Any
 from autosplit.commands.listing import Profile
 from autosplit.comparing import Misfit
 from autosplit.cost import Ceiling
+from autosplit.examination import Examination
 from autosplit.findings import Check
 from autosplit.measured_errors import MeasuredError
 from autosplit.plan import Plan
@@ -239,6 +240,7 @@ class Exported:
 
 ANSWERS: Mapping[str, type] = {
     "devices": Devices,
+    "doctor": Examination,
     "tune": Plan,
     "compare": Compared,
     "probe": Ceilings,

@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 
+from autosplit.accelerators import backend, is_accelerator
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError, from_user_code, one_line
 from autosplit.isolation import UNHURRIED_S, Child, ChildLostError, LostCauseError
 from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
+from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.cuda import CudaRuntime
-from autosplit.runtime.measurement import Measurement, StepShape
+from autosplit.runtime.measurement import Measurement, StepMemory, StepShape
 from autosplit.trainee import ran_a_step
 from autosplit.workload import Workload
 
@@ -28,7 +30,7 @@ __all__ = ["IsolatedRuntime", "StepLostError"]
 
 T = TypeVar("T")
 
-RealRuntime = CpuRuntime | CudaRuntime
+RealRuntime = CpuRuntime | AcceleratorRuntime
 
 START_LIMIT_S = 60.0
 """What importing torch and building a workload may take, however little of a time limit is left."""
@@ -89,6 +91,7 @@ class IsolatedRuntime:
         self._longest_s = 0.0
         self._answered = False
         self._hung = 0
+        self._is_new = True
         self._deadly: dict[tuple[str, StepShape], str] = {}
         self._child = Child(partial(_Served, make, _Settings.of_this_process()))
         self._child.start()
@@ -111,6 +114,15 @@ class IsolatedRuntime:
             AutosplitError: The process can't be started, or dies of whatever it is asked.
         """
         found: tuple[int, ...] = self._call("peaks", shape)
+        return found
+
+    def memory(self, shape: StepShape) -> StepMemory:
+        """Run a step on accelerators until it is steady, and return what it holds.
+
+        Raises:
+            AutosplitError: As `peaks`, with the same leaves.
+        """
+        found: StepMemory = self._call("memory", shape)
         return found
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
@@ -162,13 +174,14 @@ class IsolatedRuntime:
             self._answered = True
             raise
         else:
-            self._answered = True
+            self._answered, self._is_new = True, False
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)
             return answer
         self._refuse_to_go_on(cause)
         raise self._lost_step(shape, cause)
 
     def _get_ready(self) -> None:
+        self._is_new = self._is_new or self._child.pid is None
         own_s = UNHURRIED_S if self._deadline_s is None else self._deadline_s - time.monotonic()
         try:
             self._child.get_ready(max(own_s, START_LIMIT_S))
@@ -206,7 +219,9 @@ class IsolatedRuntime:
 
     def _limit_s(self, shape: StepShape) -> float:
         """Return how long a call may take before it is taken to hang."""
-        least_s = COMPILED_LIMIT_S if shape.compiled else ALERT_LIMIT_S if self._hung else CALL_LIMIT_S
+        # A new process starts its devices and copies the model there, however alert the others have made us.
+        is_alert = self._hung and not (self._is_new and is_accelerator(self.devices[0].kind))
+        least_s = COMPILED_LIMIT_S if shape.compiled else ALERT_LIMIT_S if is_alert else CALL_LIMIT_S
         least_s = max(least_s, SLOWER_BY * self._longest_s)
         if self._hung:
             return least_s
@@ -234,20 +249,56 @@ class _Settings:
     """What a process may have set of torch that changes what a step takes."""
 
     num_threads: int
-    matmul_precision: str
-    benchmark: bool
-    deterministic: bool
+    matmul_precision: str | None
+    deterministic: tuple[bool, bool]
+    attention: tuple[bool, ...]
+    switches: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of_this_process(cls) -> _Settings:
-        cudnn = torch.backends.cudnn
-        return cls(torch.get_num_threads(), torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.deterministic)
+        return cls(
+            torch.get_num_threads(),
+            _matmul_precision(),
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            tuple(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _ATTENTIONS),
+            tuple((path, attrgetter(path)(torch.backends)) for path in _switches()),
+        )
 
     def take_over(self) -> None:
         torch.set_num_threads(self.num_threads)
-        torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.backends.cudnn.benchmark = self.benchmark
-        torch.backends.cudnn.deterministic = self.deterministic
+        if self.matmul_precision is not None:
+            torch.set_float32_matmul_precision(self.matmul_precision)
+        enabled, warn_only = self.deterministic
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        for kernel, is_on in zip(_ATTENTIONS, self.attention, strict=True):
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(is_on)
+        for path, value in self.switches:
+            owner, _, name = path.rpartition(".")
+            place = attrgetter(owner)(torch.backends) if owner else torch.backends
+            if getattr(place, name) != value:
+                setattr(place, name, value)
+
+
+_ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
+
+_CUDNN_SWITCHES = ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic")
+
+_NEW_PRECISIONS = ("", "cuda.matmul.", "cudnn.conv.", "cudnn.rnn.", "mkldnn.matmul.", "mkldnn.conv.", "mkldnn.rnn.")
+
+
+def _matmul_precision() -> str | None:
+    """Return how float32 is multiplied; None where one of torch's new switches says it, which refuse the old ones."""
+    try:
+        return torch.get_float32_matmul_precision() if torch.backends.cudnn.allow_tf32 is not None else None
+    except RuntimeError:
+        return None
+
+
+def _switches() -> tuple[str, ...]:
+    """Return the names of what is switched in `torch.backends`."""
+    if _matmul_precision() is None:
+        return (*_CUDNN_SWITCHES, *(f"{place}fp32_precision" for place in _NEW_PRECISIONS))
+    return (*_CUDNN_SWITCHES, "cudnn.allow_tf32")
 
 
 class _Served:
@@ -266,6 +317,10 @@ class _Served:
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         return self._guarded(lambda: self._runtime.peaks(shape))
 
+    def memory(self, shape: StepShape) -> StepMemory:
+        assert isinstance(self._runtime, AcceleratorRuntime), "only its steps are not counted to the byte"
+        return self._guarded(partial(self._runtime.memory, shape))
+
     def measure(self, shape: StepShape, budget_s: float) -> Measurement:
         return self._guarded(lambda: self._runtime.measure(shape, budget_s=budget_s))
 
@@ -278,8 +333,8 @@ class _Served:
         except (AutosplitError, KeyboardInterrupt):
             raise
         except (Exception, SystemExit) as error:
-            if self._cuda_is_lost():
-                raise LostCauseError(f"lost CUDA to {one_line(error)}") from error
+            if self._device_is_lost():
+                raise LostCauseError(f"lost its device to {one_line(error)}") from error
             if is_oom(error, smaller_ran=self._ran):
                 raise OutOfMemoryError(f"out of memory: {one_line(error)}; give it fewer samples") from error
             if is_kernel_limit(error):
@@ -290,12 +345,12 @@ class _Served:
         self._ran = True
         return answer
 
-    def _cuda_is_lost(self) -> bool:
+    def _device_is_lost(self) -> bool:
         """Tell whether an error stays (an illegal access, a failed assertion in a kernel), so that all calls fail."""
         try:
             for device in self._runtime.devices:
-                if device.kind == "cuda":
-                    torch.cuda.synchronize(device.index)
+                if is_accelerator(device.kind):
+                    backend(device.kind).synchronize(device.index)
         except RuntimeError:
             return True
         return False

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from autosplit.devices import Device
 
-__all__ = ["Arrangement", "Measurement", "Runtime", "StepShape"]
+__all__ = ["Arrangement", "Measurement", "Runtime", "StepMemory", "StepShape"]
 
 Arrangement = Literal["balanced", "rank", "eval"]
 """``balanced``: BalancedDataParallel over the devices; ``rank``: one DDP process; ``eval``: a forward, no gradients."""
@@ -67,6 +67,21 @@ class Measurement:
     busy_s: tuple[float, ...] = ()
     update_s: float = 0.0
     repeats: int = 1
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What an optimizer step holds on accelerators.
+
+    Attributes:
+        allocated_bytes: The most that tensors took of each device.
+        reserved_bytes: The most that the allocator held of each, for them and in blocks that it kept.
+        steps: How many were run to see it.
+    """
+
+    allocated_bytes: tuple[int, ...]
+    reserved_bytes: tuple[int, ...]
+    steps: int
 
 
 class Runtime(Protocol):

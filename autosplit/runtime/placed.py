@@ -38,12 +38,14 @@ MOST_TO_SETTLE = 4
 """Steps after which what one leaves behind has to be what the next one leaves."""
 
 
-def wrapper_for(workload: Workload, split: tuple[int, ...]) -> Callable[[nn.Module], nn.Module]:
-    """Return what wraps a model so that its batch is split over CPU devices."""
+def wrapper_for(
+    workload: Workload, split: tuple[int, ...], device: torch.device | str = "cpu"
+) -> Callable[[nn.Module], nn.Module]:
+    """Return what wraps a model so that its batch is split over devices that are all one to torch."""
     return lambda module: BalancedDataParallel(
         None,
         module,
-        ["cpu"] * len(split),
+        [device] * len(split),
         dim=workload.batch_dim,
         split=split,
         reduce="sum" if workload.loss_reduction == "sum" else None,
@@ -120,7 +122,7 @@ def run_placed(
         OutOfMemoryError: A device would hold more than its capacity.
     """
     sizes = [sum(split) for split in shape.splits]
-    models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0]))
+    models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], trainee.device))
     try:
         with trainee.fake_mode or nullcontext():
             made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}

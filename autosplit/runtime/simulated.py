@@ -21,7 +21,7 @@ from autosplit.devices import Device
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes, views_buckets
-from autosplit.runtime.tracing import Event, Move, OpCost, Phase, Trace, Tracer, Work
+from autosplit.runtime.tracing import Event, Move, OpCost, Phase, Trace, Tracer, Traces, Work
 from autosplit.runtime.tracking import rounded
 from autosplit.transfer import HOST
 
@@ -152,7 +152,7 @@ class SimulatedRuntime:
                 )
 
 
-def traced_peaks(tracer: Tracer, shape: StepShape) -> tuple[int, ...]:
+def traced_peaks(tracer: Traces, shape: StepShape) -> tuple[int, ...]:
     """Predict each device's peak from traces, in bytes, whatever it may hold.
 
     Args:
@@ -162,7 +162,7 @@ def traced_peaks(tracer: Tracer, shape: StepShape) -> tuple[int, ...]:
     return _source_of(tracer, shape).peaks()
 
 
-def traced_parts(tracer: Tracer, shape: StepShape) -> tuple[MemoryParts, ...]:
+def traced_parts(tracer: Traces, shape: StepShape) -> tuple[MemoryParts, ...]:
     """Tell what each device's peak is made of, from traces; it adds up to what `traced_peaks` returns.
 
     Args:
@@ -180,7 +180,7 @@ def _active(split: tuple[int, ...]) -> list[int]:
     return [index for index, samples in enumerate(split) if samples]
 
 
-def _source_of(tracer: Tracer, shape: StepShape) -> _Whole | _Composed:
+def _source_of(tracer: Traces, shape: StepShape) -> _Whole | _Composed:
     # Over two devices device 0's trace is the whole step.
     if shape.arrangement == "balanced" and len({0, *_active(shape.splits[0])}) > 2:
         composed = _Composed(tracer, shape)
@@ -218,7 +218,7 @@ def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> Non
 class _Whole:
     """A step traced over all devices that have samples, the first one among them."""
 
-    def __init__(self, tracer: Tracer, shape: StepShape) -> None:
+    def __init__(self, tracer: Traces, shape: StepShape) -> None:
         self._tracer = tracer
         self._shape = shape
         self._num_devices = len(shape.splits[0])
@@ -276,7 +276,7 @@ def _stand_ins(split: tuple[int, ...]) -> tuple[int, ...]:
 class _Composed:
     """A step put together: device 0 beside stand-ins for all the rest, and each other device beside an idle one."""
 
-    def __init__(self, tracer: Tracer, shape: StepShape) -> None:
+    def __init__(self, tracer: Traces, shape: StepShape) -> None:
         self._tracer = tracer
         self._shape = shape
 

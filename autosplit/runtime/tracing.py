@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,11 @@ from autosplit.interrupts import held_interrupts
 from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.placed import run_placed, run_until_settled
-from autosplit.runtime.tracking import Kind, Tracker
-from autosplit.trainee import Trainee, fake_mode, mode_of, training_copy
+from autosplit.runtime.tracking import Entry, Kind, Tracker
+from autosplit.trainee import CPU, Trainee, fake_mode, holds_fakes, mode_of, training_copy
 from autosplit.workload import Workload, modules_of
 
-__all__ = ["Event", "Move", "Phase", "Trace", "Tracer", "Work", "make_tracer"]
+__all__ = ["Event", "Move", "Phase", "Trace", "Tracer", "Traces", "Work", "make_device_tracer", "make_tracer"]
 
 aten = torch.ops.aten
 
@@ -246,6 +246,17 @@ def _flat(values: Sequence[Any]) -> list[Tensor]:
     return found
 
 
+class Traces(Protocol):
+    """What tells of a step what it holds and what it does."""
+
+    @property
+    def trainee(self) -> Trainee:
+        """The copy that is traced."""
+
+    def trace(self, shape: StepShape) -> Trace:
+        """Return the trace of a step."""
+
+
 class Tracer:
     """Traces training steps of one workload.
 
@@ -253,6 +264,7 @@ class Tracer:
         workload: What is trained.
         fake: Follow fake tensors; otherwise real ones on the CPU.
         like_gpu: Run the variants of ops and optimizers that a GPU would run, instead of this processor's.
+        device: Where fake tensors say that they are, so that ops are those of that device.
 
     Attributes:
         trainee: The copy that is traced.
@@ -260,7 +272,7 @@ class Tracer:
         norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
     """
 
-    def __init__(self, workload: Workload, *, fake: bool, like_gpu: bool) -> None:
+    def __init__(self, workload: Workload, *, fake: bool, like_gpu: bool, device: torch.device = CPU) -> None:
         self.workload = workload
         self.fake = fake
         self.like_gpu = like_gpu
@@ -270,11 +282,12 @@ class Tracer:
             # What was built under fake tensors has a mode already, and tensors of two modes do not mix.
             self.trainee: Trainee = training_copy(
                 workload,
-                device=torch.device("cpu"),
+                device=device if fake else CPU,
                 mode=(mode_of(workload) or fake_mode()) if fake else None,
                 gpu_variants=like_gpu,
             )
         self._kept: dict[StepShape, Trace] = {}
+        self._entries: dict[StepShape, tuple[Entry, ...]] = {}
         self._with_gradient: list[nn.Parameter] | None = None
         self._leaves_unused = False
 
@@ -288,17 +301,21 @@ class Tracer:
             The trace; peaks are not held against any capacity.
         """
         if shape not in self._kept:
-            if shape.arrangement != "eval" and self._with_gradient is None:
-                # The optimizer's state appears in the first step, and is there in all that follow.
-                self._with_gradient = []
-                first = replace(shape, accumulates=False, updates=True)
-                trace = self._settled(first)
-                if trace is None or self.trainee.draws.count:
-                    trace = run_until_settled(self.trainee, lambda: self._run(first))
-                self._kept[first] = trace
+            self._settle(shape)
             if shape not in self._kept:
                 self._kept[shape] = self._run(shape)
         return self._kept[shape]
+
+    def _settle(self, shape: StepShape) -> None:
+        """Follow the first step of all: the optimizer's state appears in it, and is there in all that follow."""
+        if shape.arrangement == "eval" or self._with_gradient is not None:
+            return
+        self._with_gradient = []
+        first = replace(shape, accumulates=False, updates=True)
+        trace = self._settled(first)
+        if trace is None or self.trainee.draws.count:
+            trace = run_until_settled(self.trainee, lambda: self._run(first))
+        self._kept[first] = trace
 
     def _settled(self, shape: StepShape) -> Trace | None:
         """Follow the first step, and tell of it what the second would show, which is spared.
@@ -342,7 +359,12 @@ class Tracer:
         return self._followed(shape, lambda _phase, _tracker: None)[0]
 
     def _followed(
-        self, shape: StepShape, on_mark: Callable[[str, Tracker], None], *, settles: bool = False
+        self,
+        shape: StepShape,
+        on_mark: Callable[[str, Tracker], None],
+        *,
+        settles: bool = False,
+        keeps_entries: bool = False,
     ) -> tuple[Trace, tuple[int, ...]]:
         """Run a step; return its trace, and what each device holds after it."""
         recorder = _Recorder(sum(shape.splits[0]))
@@ -368,6 +390,8 @@ class Tracer:
         ):
             peaks = run_placed(self.trainee, shape, tracker, mark, held=held, settles=settles)
         self.runs += 1
+        if keeps_entries:
+            self._entries[shape] = tracker.entries()
         self.norms_over_samples |= recorder.norms_over_samples
         phases = recorder.finish()
         micro, update = _events(phases, "micro"), _events(phases, "update")
@@ -399,13 +423,24 @@ class Tracer:
         """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
         return [OpCost(0, p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
 
+    def entries_of(self, shape: StepShape) -> tuple[Entry, ...]:
+        """Follow one optimizer step as `trace` does, and return what came and went in it, in order."""
+        if shape not in self._entries:
+            self._settle(shape)
+            self._kept[shape], _ = self._followed(shape, lambda _phase, _tracker: None, keeps_entries=True)
+        return self._entries[shape]
+
+    def known(self, shape: StepShape) -> Trace | None:
+        """Return the trace of a step that was followed already; None for another."""
+        return self._kept.get(shape)
+
     def leaves_unused(self) -> bool:
         """Tell whether some trainable parameter got no gradient in a step; of a custom step nobody knows."""
         return self._leaves_unused and self.workload.step is None
 
     def assumptions(self) -> tuple[str, ...]:
         """Return what the workload leaves open and was taken for granted, a sentence each."""
-        if not self.workload.takes_loss_itself:
+        if not self.workload.takes_loss_itself or not self.runs:
             return self.workload.assumptions()
         with kept_rng(), self.trainee.fake_mode or nullcontext(), torch.no_grad():
             return self.workload.assumptions(self.trainee.outputs())
@@ -463,6 +498,56 @@ def _without_onednn() -> Iterator[None]:
         switch.enabled = enabled
 
 
+def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer, str | None]:
+    """Make a tracer for a model that runs on an accelerator, where real steps decide and traces only begin.
+
+    Fake tensors live on that device, so that attention, dropout and autocast are its own; on the processor where that
+    does not work; and where nothing works (kernels without fakes, weights of an odd kind) nothing is followed.
+
+    Args:
+        workload: What is trained.
+        device: Where it is to run.
+
+    Returns:
+        The tracer, which is not fake where it can't follow anything, and a sentence that says what it falls short of.
+
+    Raises:
+        WorkloadError: No training step can be made of it.
+    """
+    shape = StepShape(((workload.sample_batch_size,),))
+    failures: list[Exception] = []
+    for place in (device, CPU) if holds_fakes(device) else (CPU,):
+        try:
+            tracer = _traced_once(workload, shape, fake=True, like_gpu=True, device=place)
+        except AutosplitError:
+            raise
+        except Exception as error:  # noqa: BLE001  # as in make_tracer
+            failures.append(error)
+        else:
+            if place == device:
+                return tracer, None
+            why = f" ({_cause_text(failures[0])})" if failures else ""
+            return tracer, (
+                f"traces are of the processor, since fake tensors can't be followed on {device.type}{why}: real steps "
+                "correct them"
+            )
+    tracer = Tracer(workload, fake=False, like_gpu=True)
+    tracer.norms_over_samples = any(
+        isinstance(part, nn.modules.batchnorm._NormBase)  # what all of them have in common
+        for module in modules_of(tracer.trainee.models)
+        for part in module.modules()
+    )
+    return tracer, (
+        f"the model can't be followed with fake tensors ({_cause_text(failures[0])}); what fits is told by real steps "
+        "alone"
+    )
+
+
+def _cause_text(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
 def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | None]:
     """Make a tracer that follows fake tensors, or real ones where the model can't be faked.
 
@@ -494,16 +579,17 @@ def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | No
         raise
     except Exception as error:
         raise from_user_code(error, "the workload on its own sample batch") from error
-    reason = str(failure).strip().splitlines()
     return tracer, (
-        f"the model can't be followed with fake tensors ({type(failure).__name__}: {reason[0] if reason else ''}); "
+        f"the model can't be followed with fake tensors ({_cause_text(failure)}); "
         "real ones on the CPU were followed instead"
     )
 
 
-def _traced_once(workload: Workload, shape: StepShape, *, fake: bool, like_gpu: bool) -> Tracer:
+def _traced_once(
+    workload: Workload, shape: StepShape, *, fake: bool, like_gpu: bool, device: torch.device = CPU
+) -> Tracer:
     """Make a tracer that has followed a step; where that fails, a borrowed model is as it was."""
-    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu)
+    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device)
     try:
         tracer.trace(shape)
     except BaseException:

@@ -43,7 +43,7 @@ from autosplit.transfer import (
     deactivate_placement,
 )
 
-__all__ = ["BLOCK_BYTES", "Kind", "Left", "Observer", "Tracker", "rounded"]
+__all__ = ["BLOCK_BYTES", "Entry", "Kind", "Left", "Observer", "Tracker", "rounded"]
 
 BLOCK_BYTES = 512
 
@@ -78,6 +78,9 @@ _KINDS: dict[str, Kind] = {"parameter": "parameters", "buffer": "parameters", "g
 """By what a transfer is for."""
 
 
+Entry = tuple[Kind, int, int]
+"""What a storage is for, the device it came to or went from, and its bytes, not rounded; negative where it went."""
+
 Left = Sequence[weakref.ref[torch.UntypedStorage]]
 """Storages that a step left behind, as long as they live."""
 
@@ -94,10 +97,11 @@ class Observer(Protocol):
 
 @dataclass
 class _Held:
-    """A storage that lives: where, how large, and what calls back when it dies."""
+    """A storage that lives: where, how large rounded and as it is, and what calls back when it dies."""
 
     device: int
     nbytes: int
+    exact_bytes: int
     finalizer: weakref.finalize[..., Any]
     storage: weakref.ref[torch.UntypedStorage]
     kind: Kind = "activations"
@@ -175,7 +179,7 @@ class Tracker(TorchDispatchMode, Placement):
         self._token: Token[Placement | None] | None = None
         # What a storage is for may show later than its bytes do: a gradient is one when it is on its parameter. So the
         # peak is accounted for at the end, from what came and went until then.
-        self._account: list[tuple[_Held, int, int]] | None = [] if accounts else None
+        self._account: list[tuple[_Held, int, int, int]] | None = [] if accounts else None
         self._entries_at_peak = [0] * len(labels)
 
     @property
@@ -214,10 +218,15 @@ class Tracker(TorchDispatchMode, Placement):
         """Return what a device held at its peak, in bytes for each kind of storage; it adds up to the peak."""
         assert self._account is not None, "the tracker keeps no accounts"
         found: dict[Kind, int] = {}
-        for held, place, nbytes in self._account[: self._entries_at_peak[device]]:
+        for held, place, nbytes, _ in self._account[: self._entries_at_peak[device]]:
             if place == device:
                 found[held.kind] = found.get(held.kind, 0) + nbytes
         return found
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return what came and went, in order."""
+        assert self._account is not None, "the tracker keeps no accounts"
+        return tuple((held.kind, device, exact_bytes) for held, device, _, exact_bytes in self._account)
 
     def adopt(self, tensor: Tensor, device: int) -> None:
         """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
@@ -331,12 +340,13 @@ class Tracker(TorchDispatchMode, Placement):
     def _regrow(self, tensor: Tensor) -> None:
         """Follow a storage that an op resized in place."""
         held = self._held[_storage_key(tensor)]
-        nbytes = rounded(tensor.untyped_storage().nbytes())
+        exact_bytes = tensor.untyped_storage().nbytes()
+        nbytes = rounded(exact_bytes)
         if nbytes != held.nbytes:
-            grown = nbytes - held.nbytes
-            held.nbytes = nbytes
+            grown, grown_exactly = nbytes - held.nbytes, exact_bytes - held.exact_bytes
+            held.nbytes, held.exact_bytes = nbytes, exact_bytes
             if held.device >= 0:
-                self._charge(held, grown)
+                self._charge(held, grown, grown_exactly)
 
     def _hold(self, storage: torch.UntypedStorage, device: int) -> None:
         """Follow a storage; one that is followed already is placed where it was provisional."""
@@ -345,23 +355,24 @@ class Tracker(TorchDispatchMode, Placement):
         if held is not None:
             if held.device == _PROVISIONAL and device >= 0:
                 held.device = device
-                self._charge(held, held.nbytes)
+                self._charge(held, held.nbytes, held.exact_bytes)
             return
-        nbytes = rounded(storage.nbytes())
+        exact_bytes = storage.nbytes()
+        nbytes = rounded(exact_bytes)
         finalizer = weakref.finalize(storage, self._release, key)
         finalizer.atexit = False
-        held = self._held[key] = _Held(device, nbytes, finalizer, weakref.ref(storage))
+        held = self._held[key] = _Held(device, nbytes, exact_bytes, finalizer, weakref.ref(storage))
         if device >= 0:
-            self._charge(held, nbytes)
+            self._charge(held, nbytes, exact_bytes)
 
-    def _charge(self, held: _Held, nbytes: int) -> None:
+    def _charge(self, held: _Held, nbytes: int, exact_bytes: int) -> None:
         device = held.device
         live_bytes = self.live_bytes[device]
         capacity_bytes = self.capacities[device]
         # Charged before the check: the storage is held, and its finalizer gives back what is charged here.
         self.live_bytes[device] = live_bytes + nbytes
         if self._account is not None:
-            self._account.append((held, device, nbytes))
+            self._account.append((held, device, nbytes, exact_bytes))
         if capacity_bytes is not None and live_bytes + nbytes > capacity_bytes:
             raise OutOfMemoryError(
                 f"{self.labels[device]} is out of memory: {nbytes} bytes asked for, {live_bytes} held, "
@@ -381,7 +392,7 @@ class Tracker(TorchDispatchMode, Placement):
         if held is not None and held.device >= 0:
             self.live_bytes[held.device] -= held.nbytes
             if self._account is not None:
-                self._account.append((held, held.device, -held.nbytes))
+                self._account.append((held, held.device, -held.nbytes, -held.exact_bytes))
 
 
 def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[int, bool]:

@@ -14,7 +14,7 @@ from autosplit.balanced import BalancedDataParallel
 from autosplit.devices import parse_devices
 from autosplit.oom import OutOfMemoryError
 from autosplit.probe import find_ceiling
-from autosplit.runtime.cuda import CudaRuntime, _failed_gpu
+from autosplit.runtime.accelerator import AcceleratorRuntime, _failed_gpu
 from autosplit.runtime.measurement import StepShape
 from autosplit.tuning import tune
 
@@ -49,9 +49,9 @@ class FakeAllocator:
         self.count += self.retries.pop(0) if self.retries else 0
 
 
-def bare_runtime() -> CudaRuntime:
+def bare_runtime() -> AcceleratorRuntime:
     device = parse_devices("sim:RTX3090")[0]
-    return CudaRuntime((device,), (2**30,), small())
+    return AcceleratorRuntime((device,), (2**30,), small())
 
 
 class TestWallsThatDoNotRaise:
@@ -87,14 +87,14 @@ class TestWallsThatDoNotRaise:
             confirm(128, 0.05)
 
 
-def cuda_runtime(spec: str, workload) -> CudaRuntime:
+def cuda_runtime(spec: str, workload) -> AcceleratorRuntime:
     devices = parse_devices(spec)
-    return CudaRuntime(devices, tuple(device.capacity_bytes for device in devices), workload)
+    return AcceleratorRuntime(devices, tuple(device.capacity_bytes for device in devices), workload)
 
 
 def fits(workload, n: int, capacity_bytes: int) -> bool:
     devices = parse_devices("cuda:0")
-    runtime = CudaRuntime(devices, (capacity_bytes,), workload)
+    runtime = AcceleratorRuntime(devices, (capacity_bytes,), workload)
     try:
         runtime.peaks(StepShape(((n,),)))
     except OutOfMemoryError:

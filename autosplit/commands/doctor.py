@@ -1,0 +1,50 @@
+"""``autosplit doctor``: whether autosplit works on this machine, how fast it is, and what to mend."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autosplit.catalog import GPUS_VARIABLE
+from autosplit.commands.saying import EXIT_INTERRUPTED, Manner, failed, note, print_json
+from autosplit.files import replace_file
+from autosplit.terminal import stdout_kept_clean
+
+if TYPE_CHECKING:
+    from autosplit.examination import Examination
+
+__all__ = ["doctor"]
+
+
+def doctor(devices: str | None, save: str | None, manner: Manner) -> int:
+    """Examine this machine, and print what was found.
+
+    Args:
+        devices: A device spec; None for what is here.
+        save: Where to keep the rates of its cards; None for nowhere.
+        manner: How.
+    """
+    from autosplit.doctor import examine
+    from autosplit.examination import cards_toml
+
+    with stdout_kept_clean():
+        try:
+            found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))
+        except KeyboardInterrupt:
+            return failed("interrupted before the examination was over; run it again", EXIT_INTERRUPTED)
+    if save is not None:
+        replace_file(Path(save), cards_toml(found), mode=0o666)
+        note(f"kept the rates of its cards: {GPUS_VARIABLE}={save} makes `sim:` predict with them", manner)
+    _print(found, manner)
+    return 0
+
+
+def _print(found: Examination, manner: Manner) -> None:
+    if manner.as_json:
+        print_json(found)
+    else:
+        from autosplit.report import print_examination
+        from autosplit.terminal import console_for
+
+        print_examination(found, console_for(sys.stdout))

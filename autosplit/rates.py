@@ -1,0 +1,128 @@
+"""The rates that this machine's devices reach: matrix products, their memory, the host's launches, and copies.
+
+Each is the best of a few short runs, timed by the wall clock with the device idle before and after: what a training
+step can hope for, not what the maker prints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from autosplit.accelerators import backend, is_accelerator
+
+__all__ = ["copy_bytes_per_s", "launch_s", "matmul_flops", "memory_bytes_per_s", "synchronize"]
+
+_RUNS = 5
+_LEAST_S = 0.01
+"""A run takes so long at least: the clock and the wait for the device are a thousandth of it."""
+
+_COPIED_BYTES = 64 * 2**20
+_LAUNCHES = 2000
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if is_accelerator(device.type):
+        backend(device.type).synchronize(device)
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, *, largest_bytes: int) -> float | None:
+    """Time matrix products, ever larger ones, until one takes long enough to fill the device.
+
+    Args:
+        device: Where.
+        dtype: Of the factors.
+        largest_bytes: For the three matrices together.
+
+    Returns:
+        Operations per second; None where the device has no such product.
+    """
+    best, size = 0.0, 256
+    try:
+        while True:
+            left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+            seconds = _seconds_of(lambda a=left, b=right: a @ b, device)  # type: ignore[misc]  # bound at once
+            best = max(best, 2 * size**3 / seconds)
+            if seconds >= _LEAST_S or 3 * (2 * size) ** 2 * dtype.itemsize > largest_bytes:
+                return best
+            size *= 2
+    except RuntimeError:
+        return best or None
+
+
+def memory_bytes_per_s(device: torch.device, *, largest_bytes: int) -> float:
+    """Time copies within a device's memory, which read and write each byte.
+
+    Args:
+        device: Where.
+        largest_bytes: For both ends together.
+
+    Returns:
+        Bytes read and written per second.
+    """
+    source = torch.ones(min(largest_bytes, 8 * _COPIED_BYTES) // 8, dtype=torch.float32, device=device)
+    destination = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds_of(lambda: destination.copy_(source), device)
+
+
+def launch_s(device: torch.device) -> float:
+    """Time what the host takes to start an operation, the device having next to nothing to do.
+
+    Args:
+        device: Where.
+
+    Returns:
+        Seconds for each.
+    """
+    one = torch.ones(1, device=device)
+
+    def start_many() -> None:
+        for _ in range(_LAUNCHES):
+            one.add(1.0)
+
+    return _seconds_of(start_many, device, waits=False) / _LAUNCHES
+
+
+def copy_bytes_per_s(source: torch.device, destination: torch.device) -> float:
+    """Time copies from one device to another.
+
+    Args:
+        source: Where from.
+        destination: Where to.
+
+    Returns:
+        Bytes per second.
+    """
+    sent = torch.ones(_COPIED_BYTES // 4, dtype=torch.float32, device=source)
+    into = torch.empty(sent.shape, dtype=sent.dtype, device=destination)
+    return sent.nbytes / _seconds_of(lambda: into.copy_(sent), source, destination)
+
+
+def _seconds_of(run: Callable[[], Tensor | None], *devices: torch.device, waits: bool = True) -> float:
+    """Time one of a number of runs in a row, the least of a few such rows."""
+    found: list[float] = []
+    count = 1
+    run()
+    while len(found) < _RUNS:
+        taken_s = _timed(run, count, devices, waits=waits)
+        if taken_s < _LEAST_S and count < 2**12:
+            count *= 2
+            continue
+        found.append(taken_s / count)
+    return min(found)
+
+
+def _timed(run: Callable[[], Tensor | None], count: int, devices: Sequence[torch.device], *, waits: bool) -> float:
+    for device in devices:
+        synchronize(device)
+    start_s = time.perf_counter()
+    for _ in range(count):
+        run()
+    if waits:
+        for device in devices:
+            synchronize(device)
+    return time.perf_counter() - start_s

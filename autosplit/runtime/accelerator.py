@@ -1,0 +1,359 @@
+"""Real steps on accelerators: kernels, the caching allocator's peak, and the clock with every device idle.
+
+What a device may hold is set as the allocator's own limit while a step runs, so that the reserve stays free, and so
+that running over it raises even where the driver would spill into host memory (Windows, WSL).
+
+What a step holds is what it allocates at most. What the allocator reserves for that is more, by the blocks that it
+keeps and cuts up; it never exceeds the limit, so that near it it tells nothing of the step. It is the wall: a step fits
+that runs within the limit without the allocator having to give back what it keeps, again and again.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.accelerators import backend
+from autosplit.balanced import BalancedDataParallel
+from autosplit.batches import map_tensors, unmarked
+from autosplit.devices import Device
+from autosplit.oom import OutOfMemoryError, is_oom
+from autosplit.rng import kept_rng
+from autosplit.runtime.measurement import Measurement, StepMemory, StepShape
+from autosplit.runtime.placed import bucket_bytes
+from autosplit.runtime.timing import timed
+from autosplit.trainee import Trainee, training_copy
+from autosplit.workload import Workload, modules_of
+
+__all__ = ["AcceleratorRuntime"]
+
+T = TypeVar("T")
+
+ROOMY = 0.9
+"""A step for which the allocator reserves no more than this share of the limit is not run again to see it thrash."""
+
+UPDATES_TIMED = 2
+"""Runs of the optimizer by the clock; waiting for what comes before it keeps them out of the timed steps."""
+
+CLIFF = 4.0
+"""A step that takes so many times as long for each sample as a smaller one did may lie in host memory."""
+
+SPILLING = 1 / 32
+"""Of a device's memory: with more than that left to the driver nothing is spilled to the host."""
+
+
+class AcceleratorRuntime:
+    """A training step on accelerators of one kind.
+
+    Args:
+        devices: GPUs and the like.
+        capacities_bytes: What each may hold.
+        workload: What is trained; copies of it go where they are needed.
+    """
+
+    simulated = False
+    shares_processor = False
+
+    def __init__(self, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], workload: Workload) -> None:
+        self.devices = devices
+        self.capacities_bytes = capacities_bytes
+        self.workload = workload
+        self._backend = backend(devices[0].kind)
+        self._gpus = [torch.device(device.kind, device.index) for device in devices]
+        self._trainee: Trainee | None = None
+        self._home: torch.device | None = None
+        self._has_run = False
+        self._paces_s: dict[tuple[str, tuple[bool, ...]], float] = {}
+
+    def peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a step, and return the most that it allocates on each device, in bytes; see `memory`."""
+        return self.memory(shape).allocated_bytes
+
+    def memory(self, shape: StepShape) -> StepMemory:
+        """Run a step until it is steady, and return what it holds.
+
+        Raises:
+            OutOfMemoryError: A device ran out of memory, or is so near to it that steps no longer run as they should:
+                the allocator has to give back what it kept in each of them, or they are suddenly many times slower
+                for each sample (memory that spills to the host). It is named.
+        """
+        return self._within_bounds(shape, lambda run: self._confirm(run, shape))
+
+    def _confirm(self, run: Callable[[Callable[[str], None]], None], shape: StepShape) -> StepMemory:
+        """Run a step once to settle (kernels are chosen, state appears), and then to see; once more near the wall."""
+        steady = _Steady(self, run)
+        run(_unmarked)
+        self._begin_peaks()
+        seconds: list[float] = []
+        while not seconds or (len(seconds) < 2 and (steady.is_giving_back or self._is_near_the_wall())):
+            start_s = time.perf_counter()
+            steady(_unmarked)
+            seconds.append(time.perf_counter() - start_s)
+        self._refuse_cliff(min(seconds), shape)
+        allocated = tuple(int(self._backend.max_memory_allocated(gpu)) for gpu in self._gpus)
+        return StepMemory(allocated, self._reserved(), 1 + len(seconds))
+
+    def _reserved(self) -> tuple[int, ...]:
+        return tuple(int(self._backend.max_memory_reserved(gpu)) for gpu in self._gpus)
+
+    def _is_near_the_wall(self) -> bool:
+        return any(
+            reserved_bytes > ROOMY * capacity_bytes
+            for reserved_bytes, capacity_bytes in zip(self._reserved(), self.capacities_bytes, strict=True)
+        )
+
+    def _refuse_cliff(self, seconds: float, shape: StepShape) -> None:
+        """Refuse a step that is suddenly slow for each sample while the driver has nothing left."""
+        pace_s = seconds / shape.num_samples
+        kind = shape.arrangement, tuple(samples > 0 for samples in shape.splits[0])
+        best_s = self._paces_s.setdefault(kind, pace_s)
+        self._paces_s[kind] = min(best_s, pace_s)
+        if pace_s <= CLIFF * best_s:
+            return
+        for gpu in self._gpus:
+            free_bytes, total_bytes = self._backend.mem_get_info(gpu)
+            if free_bytes < SPILLING * total_bytes:
+                raise OutOfMemoryError(
+                    f"a step takes {pace_s / best_s:.0f} times as long for each sample as a smaller one did, and "
+                    f"{gpu} has {free_bytes} bytes left, as where memory spills to the host",
+                    device=str(gpu),
+                )
+
+    def retries(self) -> list[int]:
+        """Return how often each device's allocator found nothing and had to give back what it kept."""
+        return [int(self._backend.memory_stats(gpu).get("num_alloc_retries", 0)) for gpu in self._gpus]
+
+    def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
+        """Run a step repeatedly for its time, and for what the allocator reserves for it.
+
+        Args:
+            shape: The step.
+            budget_s: Stop repeating after this long.
+
+        Raises:
+            OutOfMemoryError: As `peaks`.
+        """
+
+        def use(run: Callable[[Callable[[str], None]], None]) -> Measurement:
+            run(_unmarked)
+            update_s = min(self._update_seconds(run) for _ in range(UPDATES_TIMED))
+            self._begin_peaks()
+            steady = _Steady(self, run)
+            # No mark: to wait before the optimizer would keep its launches from hiding behind the backward.
+            found = timed(lambda _mark: steady(_unmarked), budget_s)
+            return replace(found, update_s=min(update_s, found.seconds), peak_bytes=self._reserved())
+
+        return self._within_bounds(shape, use)
+
+    def _update_seconds(self, run: Callable[[Callable[[str], None]], None]) -> float:
+        marks: dict[str, float] = {}
+
+        def mark(phase: str) -> None:
+            if phase == "update":
+                self.wait()
+                marks[phase] = time.perf_counter()
+
+        run(mark)
+        end_s = time.perf_counter()
+        return end_s - marks.get("update", end_s)
+
+    def wait(self) -> None:
+        """Wait until every device is idle."""
+        for gpu in self._gpus:
+            self._backend.synchronize(gpu)
+
+    def _begin_peaks(self) -> None:
+        """Forget what choosing kernels took: what it reserved would stay so."""
+        self._release()
+        for gpu in self._gpus:
+            self._backend.reset_peak_memory_stats(gpu)
+
+    def close(self) -> None:
+        """Give the copies' memory back."""
+        self._drop_trainee()
+
+    def _within_bounds(self, shape: StepShape, use: Callable[[Callable[[Callable[[str], None]], None]], T]) -> T:
+        """Use a step that is ready to run, within what the devices may hold."""
+        with self._bounded(), kept_rng(), self._current(self._alone_on(shape) or self._gpus[0]):
+            return self._guarded(lambda: use(self._prepared(shape)), shape)
+
+    def _alone_on(self, shape: StepShape) -> torch.device | None:
+        """Return the device of a step that one works on by itself."""
+        active = [index for index, samples in enumerate(shape.splits[0]) if samples]
+        return self._gpus[active[0]] if shape.alone else None
+
+    def _prepared(self, shape: StepShape) -> _Run:
+        """Put a copy of the workload on the step's first device, and the batches in pinned host memory."""
+        alone = self._alone_on(shape)
+        trainee = self._trainee_on(alone or self._gpus[0])
+        sizes = [sum(split) for split in shape.splits]
+        made = {size: map_tensors(self._pinned, trainee.batch(size)) for size in dict.fromkeys(sizes)}
+        buckets = None
+        if alone and shape.num_ranks > 1:
+            buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8, device=alone)
+        gpus, split = (self._gpus, shape.splits[0]) if alone is None else ([alone], (sizes[0],))
+        return _Run(trainee, shape, [made[size] for size in sizes], gpus, split, buckets, self.wait)
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in memory that is copied from while kernels run, as a loader with pin_memory has it."""
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or self._gpus[0].type == "mps":
+            return tensor
+        return tensor.pin_memory()
+
+    def _trainee_on(self, gpu: torch.device) -> Trainee:
+        if self._trainee is None or self._home != gpu:
+            self._drop_trainee()  # the old copy's memory, before the new one's
+            self._trainee, self._home = training_copy(self.workload, device=gpu), gpu
+        return self._trainee
+
+    def _drop_trainee(self) -> None:
+        if self._trainee is not None:
+            self._trainee.restore()
+        self._trainee = self._home = None
+        self._release()
+
+    def _guarded(self, run: Callable[[], T], shape: StepShape) -> T:
+        """Run, and name the device that ran out of memory.
+
+        It recovers outside the except block, whose traceback pins tensors.
+        """
+        try:
+            result = run()
+        except Exception as error:
+            if not is_oom(error, smaller_ran=self._has_run):
+                raise
+            message, index = str(error), _failed_gpu(error, self._gpus)
+        else:
+            self._has_run = True
+            return result
+        self._drop_trainee()  # where its first update ran out of memory, its optimizer has half of its state
+        where = "a GPU" if index is None else f"{self.devices[index].label} ({self.devices[index].name})"
+        raise OutOfMemoryError(
+            f"{where} is out of memory with the samples {shape.splits[0]}; give it fewer. {message.splitlines()[0]}",
+            device=None if index is None else self.devices[index].label,
+            device_index=index,
+            capacity_bytes=0 if index is None else self.capacities_bytes[index],
+        )
+
+    def _release(self) -> None:
+        gc.collect()
+        self._backend.empty_cache()
+
+    @contextmanager
+    def _current(self, gpu: torch.device) -> Iterator[None]:
+        """Make a device the current one: what a model puts on the accelerator without saying where goes there."""
+        before = self._backend.current_device()
+        self._backend.set_device(gpu)
+        try:
+            yield
+        finally:
+            self._backend.set_device(before)
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Let the allocator of each device hold no more than its capacity, or the user's own limit, from now on."""
+        self._release()
+        before = [self._backend.get_per_process_memory_fraction(gpu) for gpu in self._gpus]
+        for gpu, own, capacity_bytes in zip(self._gpus, before, self.capacities_bytes, strict=True):
+            total_bytes = self._backend.get_device_properties(gpu).total_memory
+            self._backend.set_per_process_memory_fraction(min(own, capacity_bytes / total_bytes), gpu)
+        try:
+            yield
+        finally:
+            for gpu, share in zip(self._gpus, before, strict=True):
+                self._backend.set_per_process_memory_fraction(share, gpu)
+            self._release()
+
+
+def _unmarked(_phase: str) -> None:
+    """Mark nothing."""
+
+
+class _Steady:
+    """A step that may not make the allocator give back what it kept twice in a row.
+
+    Args:
+        runtime: Whose step it is.
+        run: The step.
+    """
+
+    def __init__(self, runtime: AcceleratorRuntime, run: Callable[[Callable[[str], None]], None]) -> None:
+        self._runtime, self._run = runtime, run
+        self._gave_back: set[int] = set()
+
+    @property
+    def is_giving_back(self) -> bool:
+        """Whether the last step made it."""
+        return bool(self._gave_back)
+
+    def __call__(self, mark: Callable[[str], None]) -> None:
+        before = self._runtime.retries()
+        self._run(mark)
+        after = self._runtime.retries()
+        gave_back = {index for index, count in enumerate(after) if count > before[index]}
+        again, self._gave_back = self._gave_back & gave_back, gave_back
+        if again:
+            label = self._runtime.devices[min(again)].label
+            raise OutOfMemoryError(
+                f"the allocator of {label} had to give back memory in two steps one after the other", device=label
+            )
+
+
+class _Run:
+    """One optimizer step, ready to be called; it returns when every device is idle."""
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        shape: StepShape,
+        batches: Sequence[Any],
+        gpus: list[torch.device],
+        split: tuple[int, ...],
+        buckets: Tensor | None,
+        wait: Callable[[], None],
+    ) -> None:
+        self._trainee, self._shape, self._batches, self._gpus, self._buckets = trainee, shape, batches, gpus, buckets
+        self._sizes = [sum(micro) for micro in shape.splits]
+        self._wait = wait
+        if shape.compiled:  # without the wrapper, which would bring the batch to the device
+            self._models = trainee.compiled()
+            self._batches = [map_tensors(lambda tensor: tensor.to(gpus[0]), unmarked(batch)) for batch in batches]
+        else:
+            self._models = trainee.wrapped(lambda module: self._wrapped(module, split))
+
+    def __call__(self, mark: Callable[[str], None]) -> None:
+        if self._shape.arrangement == "eval":
+            self._trainee.evaluate(self._models, self._batches[0])
+        else:
+            try:
+                updates = int(self._shape.updates)
+                self._trainee.step(self._models, self._batches, self._sizes, mark, updates=updates)
+            except BaseException:
+                for wrapper in modules_of(self._models):
+                    wrapper.zero_grad(set_to_none=True)  # what waits elsewhere, and what follows it, too
+                raise
+        self._wait()
+
+    def _wrapped(self, module: nn.Module, split: tuple[int, ...]) -> nn.Module:
+        workload = self._trainee.workload
+        reduce = "sum" if workload.loss_reduction == "sum" else None
+        return BalancedDataParallel(None, module, self._gpus, dim=workload.batch_dim, split=split, reduce=reduce)  # type: ignore[arg-type]
+
+
+def _failed_gpu(error: BaseException, gpus: list[torch.device]) -> int | None:
+    """Find which device an out-of-memory error is about: ours says so, the allocator of CUDA writes "GPU 1"."""
+    if isinstance(error, OutOfMemoryError) and error.device is not None:
+        names = [str(gpu) for gpu in gpus]
+        return names.index(error.device) if error.device in names else None
+    found = re.search(rf"(?:GPU|device|{gpus[0].type.upper()}) (\d+)|{gpus[0].type}:(\d+)", str(error))
+    ordinals = [gpu.index for gpu in gpus]
+    ordinal = int(found[1] or found[2]) if found else None
+    return ordinals.index(ordinal) if ordinal in ordinals else None

@@ -1,0 +1,179 @@
+"""Emulated accelerators: several devices in the host's memory, for tests of what needs GPUs.
+
+The environment variable ``EMULATED_DEVICES`` says how many; `switch_on` makes this process and those that it starts
+load them with torch, as torch loads any out-of-tree back end. Their kind is ``emu``, their module ``torch.emu``.
+
+What is set here is of the devices themselves, by their numbers among all (``EMU_VISIBLE_DEVICES`` changes what a
+process calls them, as CUDA's variable does), and holds for every process that shares ``EMULATED_MEMORY``, a file:
+
+* `set_memory`: a device's size. From the environment: ``EMULATED_BYTES``, by default 2 GiB each.
+* `set_context_bytes`: what a context costs on each device (``EMULATED_CONTEXT_BYTES``, by default 32 MiB).
+* `contexts`: which process has a context where; `reserved`: what each holds besides.
+
+Faults are ordered for this process: `fail_allocation`, `fail_kernel`, `hang_kernel`, `copies_arrive_as_zeros`; `mend`
+takes them back, an error that sticks as well (which on a real card takes a new process).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+from .build import NoCompiler, built_library
+
+__all__ = [
+    "NoCompiler",
+    "built_library",
+    "contexts",
+    "copies_arrive_as_zeros",
+    "fail_allocation",
+    "fail_kernel",
+    "hang_kernel",
+    "library",
+    "load",
+    "mend",
+    "reserved",
+    "set_context_bytes",
+    "set_memory",
+    "switch_on",
+    "wanted",
+    "workspaces",
+]
+
+MOST = 16
+library: ctypes.CDLL | None = None
+"""The C side, once it is loaded."""
+
+
+def wanted() -> bool:
+    """Tell whether this process is to have emulated devices."""
+    return os.environ.get("EMULATED_DEVICES", "0") not in {"", "0"}
+
+
+def switch_on() -> None:
+    """Let torch load the devices in this process and in those that it starts; called before torch is imported."""
+    site = str(Path(__file__).parent / "site")
+    sys.path.append(site)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([site, *([before] if before else [])])
+    if "EMULATED_MEMORY" not in os.environ:
+        file, path = tempfile.mkstemp(prefix="emulated-memory-")
+        os.close(file)
+        os.environ["EMULATED_MEMORY"] = path
+
+
+def load() -> None:
+    """Give torch the devices; called once in a process, by torch itself where `switch_on` was called before.
+
+    Raises:
+        NoCompiler: If the library is not built yet, and can't be.
+    """
+    global library  # noqa: PLW0603 - a process has one
+    import torch
+
+    path = built_library()
+    torch.ops.load_library(path)
+    library = ctypes.CDLL(str(path))
+    for name in ("emu_total", "emu_context_bytes", "emu_current_seed"):
+        getattr(library, name).restype = ctypes.c_uint64
+    library.emu_fraction.restype = ctypes.c_double
+    library.emu_random_state.restype = ctypes.c_int64
+    from . import group, torch_emu
+
+    torch.utils.rename_privateuse1_backend("emu")
+    torch._register_device_module("emu", torch_emu)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    group.register()
+
+
+def _c() -> ctypes.CDLL:
+    assert library is not None, "the emulated devices are not loaded: set EMULATED_DEVICES"
+    return library
+
+
+def set_memory(device: int, size_bytes: int) -> None:
+    """Set the size of a device, for every process."""
+    _c().emu_set_total(device, ctypes.c_uint64(size_bytes))
+
+
+@contextmanager
+def memory(*sizes_bytes: int):
+    """Give the first devices these sizes for a while."""
+    before = [_c().emu_total(device) for device in range(len(sizes_bytes))]
+    for device, size_bytes in enumerate(sizes_bytes):
+        set_memory(device, size_bytes)
+    try:
+        yield
+    finally:
+        for device, size_bytes in enumerate(before):
+            set_memory(device, size_bytes)
+
+
+def set_context_bytes(size_bytes: int) -> None:
+    """Set what a context costs on each device, for every process and for contexts that are there already."""
+    _c().emu_set_context_bytes(ctypes.c_uint64(size_bytes))
+
+
+def _processes() -> dict[int, tuple[int, list[int]]]:
+    found, number = {}, 0
+    bits, held = ctypes.c_uint32(), (ctypes.c_uint64 * MOST)()
+    while pid := _c().emu_process(number, ctypes.byref(bits), held):
+        if pid > 0:
+            found[pid] = (bits.value, list(held))
+        number += 1
+        if number >= 64:
+            break
+    return found
+
+
+def contexts() -> dict[int, tuple[int, ...]]:
+    """Return the devices on which each living process has a context, by its id."""
+    found = {
+        pid: tuple(device for device in range(MOST) if bits >> device & 1) for pid, (bits, _) in _processes().items()
+    }
+    return {pid: devices for pid, devices in found.items() if devices}
+
+
+def reserved() -> dict[int, tuple[int, ...]]:
+    """Return the bytes that each living process has reserved on each of the visible devices' numbers, by its id."""
+    return {pid: tuple(held) for pid, (_, held) in _processes().items()}
+
+
+def fail_allocation(device: int, number: int = 1) -> None:
+    """Let the number-th allocation from now on a device run out of memory, however much is free."""
+    _c().emu_fail_allocation(device, ctypes.c_int64(number))
+
+
+def fail_kernel(device: int, number: int = 1) -> None:
+    """Let the number-th kernel from now on a device fail; then every call fails, as after a real one."""
+    _c().emu_fail_kernel(device, ctypes.c_int64(number))
+
+
+def hang_kernel(device: int, number: int = 1) -> None:
+    """Let the number-th kernel from now on a device never return."""
+    _c().emu_hang_kernel(device, ctypes.c_int64(number))
+
+
+def copies_arrive_as_zeros(wrong: bool = True) -> None:
+    """Let copies between two devices arrive as zeros, as they do where peer access is broken."""
+    _c().emu_zeros(int(wrong))
+
+
+def workspaces(share: float, *, benchmark: bool = False) -> None:
+    """Let each convolution borrow memory while it runs.
+
+    Args:
+        share: Of the bytes of its result; 0 is none.
+        benchmark: Whether a convolution of new shapes first tries engines of two and four times that, as with
+            ``torch.backends.cudnn.benchmark``: what they borrow stays reserved, and what does not fit is left out.
+    """
+    _c().emu_workspaces(ctypes.c_double(share), int(benchmark))
+
+
+def mend() -> None:
+    """Take every ordered fault back, and an error that sticks."""
+    _c().emu_mend()

@@ -1,0 +1,42 @@
+"""Every test that needs an accelerator, run on emulated ones: each file in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import emulated
+import pytest
+
+HERE = Path(__file__).parent
+MARKED = re.compile(r"\bpytest\.mark\.gpu\b")
+FILES = sorted(path.name for path in HERE.glob("test_*.py") if MARKED.search(path.read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library():
+    """Build it once, before anything waits for it."""
+    try:
+        emulated.built_library()
+    except emulated.NoCompiler as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.skipif(emulated.wanted(), reason="runs on the emulated devices already")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", FILES)
+def test_on_two_emulated_devices(name, tmp_path):
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", name, "-m", "gpu and not slow", "-n", "0", "-q", "--no-header", "--tb=short"],
+        cwd=HERE,
+        env={**os.environ, "EMULATED_DEVICES": "2", "EMULATED_MEMORY": str(tmp_path / "memory")},
+        capture_output=True,
+        text=True,
+        timeout=570,
+        check=False,
+    )
+    none_left = child.returncode == 5  # pytest's word for: no test of this file was selected
+    assert child.returncode == 0 or none_left, child.stdout[-12_000:] + child.stderr[-2000:]
