@@ -230,7 +230,7 @@ def _buckets(shape: StepShape, trainee: Trainee, tracker: Tracker) -> Iterator[N
     if shape.num_ranks == 1:
         yield
         return
-    buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8)
+    buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8, device=trainee.parameters()[0].device)
     tracker.adopt(buckets, 0)
     tracker.classify(buckets, "gradients")
     with gradients_in(buckets, trainee) if views_buckets(shape) else nullcontext():
