@@ -24,6 +24,7 @@ ORDER = (
     "oom",
     "executable",
     "rng",
+    "garbage",
     "interrupts",
     "bounded",
     "isolation",
