@@ -14,7 +14,6 @@ pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrati
 pytest.importorskip("transformers", reason="needs transformers (the extra `integrations`), for its models")
 
 import accelerate
-import gpus
 import shared_training as shared
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -27,7 +26,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autosplit.balanced import BalancedDataParallel
 from autosplit.ddp.place import Place
-from autosplit.devices import visible_devices
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.findings import Check
 from autosplit.integrations.accelerate import Accelerator, NoPlanWarning, UnevenLossWarning, _apply, _doubt_sum
@@ -813,17 +811,9 @@ def test_a_loss_that_is_a_sum_is_doubted():
 @pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize("sizes", [(8,), (5, 3)])
 def test_on_accelerators_a_plan_trains_what_one_batch_would(sizes, monkeypatch):
-    """accelerate knows some kinds of device, and the emulated ones by our word for the processor that it would take."""
     monkeypatch.setattr("test_integrations_accelerate.STEPS", 6)
-    if KIND != "cuda":
-        monkeypatch.setattr(accelerate.PartialState, "default_device", property(lambda _self: torch.device(KIND)))
-    plan = shared.shares_plan(sizes, 20, in_one=len(sizes) > 1)
-    here = visible_devices(KIND)
-    placed = [
-        replace(device, label=f"{KIND}:{n}", kind=KIND, index=n, name=here[n].name, uuid=here[n].uuid)
-        for n, device in ((device.index % gpus.COUNT, device) for device in plan.devices)
-    ]
-    accelerator = make_accelerator(plan=replace(plan, devices=tuple(placed)), count=COUNT["bert"], cpu=False)
+    plan = shared.on_cards(shared.shares_plan(sizes, 20, in_one=len(sizes) > 1), monkeypatch)
+    accelerator = make_accelerator(plan=plan, count=COUNT["bert"], cpu=False)
     parts = prepared("bert", accelerator)
     assert accelerator.device.type == KIND
     assert isinstance(parts[0], BalancedDataParallel) == (len(sizes) > 1)
