@@ -101,6 +101,7 @@ _PERHAPS_OOM = _any_of(
     r"CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
     r"CUFFT_INTERNAL_ERROR",
     r"UR_RESULT_ERROR_OUT_OF_RESOURCES|PI_ERROR_OUT_OF_RESOURCES",
+    r"NCCL Error 1: unhandled cuda error",  # torch/csrc/cuda/nccl.cpp: a communicator's buffers, say
 )
 
 _KERNEL_LIMIT = _any_of(
