@@ -1215,7 +1215,7 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     least = prober.least_batch()
     held = bytes_on_accelerators(prober.tracer.workload)
-    own_bytes = sum(
+    own_bytes = sum(held[place] for place in held if (place.type, place.index) == (device.kind, device.index))
         nbytes for place, nbytes in held.items() if (place.type, place.index) == (device.kind, device.index)
     )
     if own_bytes:

@@ -294,7 +294,7 @@ def runtime_for(
 
 
 def _twinned(devices: Sequence[Device], capacities_bytes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return capacities in which twins have as much: a display, or a page, would else have each of them probed alone."""
+    """Return capacities in which twins have as much: a display on one would else have each of them probed alone."""
     found = list(capacities_bytes)
     for index in sorted(range(len(devices)), key=lambda index: capacities_bytes[index]):
         twins = [
