@@ -1216,8 +1216,6 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
     least = prober.least_batch()
     held = bytes_on_accelerators(prober.tracer.workload)
     own_bytes = sum(held[place] for place in held if (place.type, place.index) == (device.kind, device.index))
-        nbytes for place, nbytes in held.items() if (place.type, place.index) == (device.kind, device.index)
-    )
     if own_bytes:
         return DoesNotFitError(
             f"a copy of the model does not fit {device.label} ({device.name}) at batch {least} beside the model, which "

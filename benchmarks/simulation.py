@@ -45,8 +45,8 @@ from autosplit.devices import Device, parse_devices
 from autosplit.errors import DeviceError
 from autosplit.oom import OutOfMemoryError
 from autosplit.probe import find_ceiling
-from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.measurement import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracing import Tracer, make_tracer

@@ -1,4 +1,4 @@
-"""CUDA's caching allocator by hand, and steps that allocate like those of a network: what finds a wall is tried on it."""
+"""CUDA's caching allocator by hand, and steps that allocate as those of a network do."""
 
 from __future__ import annotations
 
@@ -173,8 +173,7 @@ class Card:
             it.reset_peaks()
             retries = [it.retries]
             while len(retries) < 2 or (
-                len(retries) < 3
-                and (retries[1] > retries[0] or it.most_reserved > 0.9 * it.limit_bytes)
+                len(retries) < 3 and (retries[1] > retries[0] or it.most_reserved > 0.9 * it.limit_bytes)
             ):
                 self.run(self.network.step(n))
                 retries.append(it.retries)
