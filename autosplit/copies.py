@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,18 @@ __all__ = ["Copies", "GpuCopies", "PlacedCopies"]
 
 Grads = Sequence["Tensor | None"]
 
+BUCKET_BYTES = 10 * 2**20
+"""Of what travels as one: what torch's own broadcast of a module's parameters takes (10 MiB)."""
+
 
 class Copies(Protocol):
-    """How tensors travel. Devices are positions in the wrapper's list."""
+    """How tensors travel. Devices are positions in the wrapper's list.
+
+    Attributes:
+        together: Many small tensors go to and from a device as one.
+    """
+
+    together: ClassVar[bool]
 
     def name_of(self, device: int) -> str:
         """Name a device for a message."""
@@ -29,8 +38,14 @@ class Copies(Protocol):
     def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:
         """Copy a tensor of the first device into one that is on another already."""
 
+    def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
+        """Copy tensors of the first device into such as are on another already."""
+
     def bring(self, tensor: Tensor, device: int) -> Tensor:
         """Copy a gradient of a device to the first."""
+
+    def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:
+        """Copy dense gradients of a device to the first, and yield each with its position when it is there."""
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
         """Copy tensors of the first device to each device: for each tensor, one for each; the first's own is a view."""
@@ -40,7 +55,9 @@ class Copies(Protocol):
 
 
 class PlacedCopies:
-    """Between the devices of a placement."""
+    """Between the devices of a placement, one tensor after the other: each is accounted by itself."""
+
+    together: ClassVar[bool] = False
 
     def name_of(self, device: int) -> str:
         """Name a device for a message."""
@@ -54,9 +71,19 @@ class PlacedCopies:
         """Copy a tensor of the first device into one that is on another already."""
         transfer_into(block, tensor.detach(), 0, device, "parameter")
 
+    def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
+        """Copy tensors of the first device into such as are on another already."""
+        for block, tensor in zip(blocks, tensors, strict=True):
+            self.copy_into(block, tensor, device)
+
     def bring(self, tensor: Tensor, device: int) -> Tensor:
         """Copy a gradient of a device to the first."""
         return transfer(tensor, device, 0, "gradient")
+
+    def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:
+        """Copy dense gradients of a device to the first, and yield each with its position when it is there."""
+        for position, tensor in enumerate(tensors):
+            yield position, self.bring(tensor, device)
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
         """Copy tensors of the first device to each device: for each tensor, one for each; the first's own is a view."""
@@ -76,6 +103,7 @@ class GpuCopies:
     """
 
     devices: tuple[torch.device, ...]
+    together: ClassVar[bool] = True
 
     @property
     def _in_one_go(self) -> bool:
@@ -97,6 +125,17 @@ class GpuCopies:
     def bring(self, tensor: Tensor, device: int) -> Tensor:  # noqa: ARG002  # the tensor knows where it is
         """Copy a gradient of a device to the first."""
         return tensor.to(self.devices[0], non_blocking=True)
+
+    def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
+        """Copy tensors of the first device into such as are on another already, small ones together."""
+        for bucket in _buckets(tensors):
+            arrived = _moved([tensors[i].detach() for i in bucket], self.devices[device])
+            torch._foreach_copy_([blocks[i] for i in bucket], arrived)
+
+    def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:  # noqa: ARG002
+        """Copy dense gradients of a device to the first, small ones together."""
+        for bucket in _buckets(tensors):
+            yield from zip(bucket, _moved([tensors[i] for i in bucket], self.devices[0]), strict=True)
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
         """Copy tensors of the first device to each device, small ones together; the first's own is a view."""
@@ -127,6 +166,32 @@ class GpuCopies:
         for i in set(range(len(grads))) - set(together):
             totals[i] = _sum_on_first(self, grads[i], devices)
         return totals
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the positions of tensors of one dtype that travel as one: a copy for each would cost a launch for each."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(position)
+    for positions in by_dtype.values():
+        bucket: list[int] = []
+        num_bytes = 0
+        for position in positions:
+            if bucket and num_bytes + tensors[position].nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, num_bytes = [], 0
+            bucket.append(position)
+            num_bytes += tensors[position].nbytes
+        yield bucket
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors of one dtype and one device to another as one; what comes are views of it."""
+    if len(tensors) == 1:
+        return [tensors[0].to(device, non_blocking=True)]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device, non_blocking=True)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _as_complex(copy: Tensor, tensor: Tensor) -> Tensor:

@@ -170,6 +170,8 @@ def list_devices() -> tuple[Device, ...]:
 
 def parse_devices(
     spec: str | Device | torch.device | Sequence[str | Device | torch.device] | None = None,
+    *,
+    ask_memory: bool = True,
 ) -> tuple[Device, ...]:
     """Read a device spec.
 
@@ -178,6 +180,8 @@ def parse_devices(
             ``"cpu"``, ``"cpu:2GiB,cpu:1GiB"`` (budgets that are enforced), ``"sim:2xA100-40GB+1xRTX3090"``,
             ``"sim:3xRTX3090@10GiB"`` (lowered memory), a `Device`, a ``torch.device``, or a sequence of these; all of
             one kind. None and ``"auto"`` are every visible accelerator, without any the processor.
+        ask_memory: False takes all of an accelerator's memory for its capacity: to ask how much of it is free makes a
+            context there, where NVML does not tell, which a process that does not compute there should not have.
 
     Returns:
         The devices in the order of the spec. Those of ``cpu`` and ``sim`` are numbered by position.
@@ -190,12 +194,12 @@ def parse_devices(
         DeviceWarning: Every GPU is meant, and one can't be asked for its memory: it is left out.
     """
     if spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto"):
-        found = _accelerator()
+        found = _accelerator()._replace(ask_memory=ask_memory)
         return (_plain_cpu(),) if found.module is None else _accelerator_piece(found, None)
     parts = [spec] if isinstance(spec, (str, Device)) or not isinstance(spec, Iterable) else list(spec)
     devices: list[Device] = []
     for part in parts:
-        devices.extend([part] if isinstance(part, Device) else _parse_text(_spec_text(part)))
+        devices.extend([part] if isinstance(part, Device) else _parse_text(_spec_text(part), ask_memory))
     return _joined(devices, spec)
 
 
@@ -210,7 +214,7 @@ def _spec_text(part: object) -> str:
     )
 
 
-def _parse_text(text: str) -> list[Device]:
+def _parse_text(text: str, ask_memory: bool) -> list[Device]:
     """The devices of one string, whose items are parted by commas."""
     devices: list[Device] = []
     kind = ""
@@ -219,21 +223,17 @@ def _parse_text(text: str) -> list[Device]:
         goes_on = kind not in {"", "cpu", "sim"} and re.fullmatch(r"[+-]?[0-9]+", piece)
         head, colon, tail = (kind, ":", piece) if goes_on else piece.partition(":")
         kind = head.strip().lower()
-        devices.extend(_parse_piece(text, piece, kind, tail.strip() if colon else None, devices))
+        if kind in {"cpu", "sim"}:
+            read = _cpu_piece if kind == "cpu" else _sim_piece
+            devices.extend(read(tail.strip() if colon else None))
+        elif kind in _ACCELERATORS or (kind.isidentifier() and kind == _accelerator().kind):
+            found = _accelerator(kind)._replace(ask_memory=ask_memory)
+            devices.extend(_accelerator_piece(found, tail.strip() if colon else None))
+        else:
+            raise DeviceError(_unknown_device(text, piece, kind_before=devices[-1].kind if devices else ""))
         if len(devices) > MAX_DEVICES:
             break
     return devices
-
-
-def _parse_piece(text: str, piece: str, kind: str, tail: str | None, before: list[Device]) -> tuple[Device, ...]:
-    """The devices of one item."""
-    if kind == "cpu":
-        return _cpu_piece(tail)
-    if kind == "sim":
-        return _sim_piece(tail)
-    if kind in _ACCELERATORS or (kind.isidentifier() and kind == _accelerator().kind):
-        return _accelerator_piece(_accelerator(kind), tail)
-    raise DeviceError(_unknown_device(text, piece, kind_before=before[-1].kind if before else ""))
 
 
 def _unknown_device(text: str, piece: str, kind_before: str) -> str:
@@ -389,11 +389,13 @@ class Found(NamedTuple):
         module: The back end's; None where there is no device of it.
         kind: ``"cuda"`` and the like.
         why_not: Why there is none.
+        ask_memory: Ask how much of a device's memory is free.
     """
 
     module: Any
     kind: str
     why_not: str = ""
+    ask_memory: bool = True
 
 
 def _accelerator(kind: str | None = None) -> Found:
@@ -443,7 +445,9 @@ def _device_at(found: Found, index: int, nvml: Any) -> Device:
     properties = found.module.get_device_properties(index)
     total_bytes, uuid = int(properties.total_memory), device_uuid(properties)
     free_bytes: int | None
-    if getattr(properties, "is_integrated", 0):
+    if not found.ask_memory:
+        free_bytes = total_bytes
+    elif getattr(properties, "is_integrated", 0):
         # Its memory is the host's: what the system could free for it counts, and the driver does not see that.
         free_bytes = available_host_bytes()
     else:

@@ -392,17 +392,23 @@ def _comments(notes: Sequence[str]) -> list[str]:
 # -------------------------------------------------------------------------------------------------- starting a script
 
 
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""By which a process is shown some of the machine's devices alone, by their kind."""
+
+
 @dataclass(frozen=True)
 class _Start:
     """How the ranks are started.
 
     Attributes:
         machines: How many ranks each machine has.
-        visible: The GPUs of them, by CUDA's numbers, where they have to be named; None where they are all the first.
+        visible: The GPUs of them, by their numbers, where they have to be named; None where they are all the first.
+        variable: By which a process is shown some of them alone.
     """
 
     machines: tuple[int, ...]
     visible: tuple[int, ...] | None
+    variable: str = ""
 
     @classmethod
     def of(cls, plan: Plan) -> _Start:
@@ -413,8 +419,8 @@ class _Start:
         if len(numbers) > 1 and sum(numbers) == count:
             return cls(tuple(numbers), None)
         indices = tuple(device.index for device in plan.devices)
-        named = plan.devices[0].kind == "cuda" and indices != tuple(range(count))
-        return cls((count,), indices if named else None)
+        variable = _VISIBLE.get(plan.devices[0].kind, "")
+        return cls((count,), indices if variable and indices != tuple(range(count)) else None, variable)
 
     @property
     def several(self) -> bool:
@@ -423,7 +429,7 @@ class _Start:
 
     def by_torchrun(self) -> str:
         """Return torchrun's line; of several machines, that of each."""
-        before = "" if self.visible is None else f"CUDA_VISIBLE_DEVICES={_comma(self.visible)} "
+        before = "" if self.visible is None else f"{self.variable}={_comma(self.visible)} "
         if not self.several:
             return f"{before}torchrun --standalone --nproc-per-node={self.machines[0]} {SCRIPT}"
         here = str(self.machines[0]) if len(set(self.machines)) == 1 else "RANKS_HERE"
@@ -482,7 +488,9 @@ def _to_transformers(plan: Plan, _path: object) -> Export:
     elif plan.devices[0].kind == "cpu":
         command = f"python {SCRIPT}"
     else:  # of several visible GPUs, one process would take all, by nn.DataParallel
-        command = f"CUDA_VISIBLE_DEVICES={plan.devices[0].index} python {SCRIPT}"
+        first = plan.devices[0]
+        shown = f"{_VISIBLE[first.kind]}={first.index} " if first.kind in _VISIBLE else ""
+        command = f"{shown}python {SCRIPT}"
     code = [
         "from transformers import TrainingArguments",
         "",
@@ -553,7 +561,7 @@ def _to_lightning(plan: Plan, _path: object) -> Export:
         )
     kind, several = plan.devices[0].kind, found.even.num_ranks > 1
     # Several GPUs of one machine by their numbers, so that it is these and no others.
-    named = kind == "cuda" and not start.several
+    named = kind != "cpu" and not start.several
     devices: Any = [device.index for device in plan.devices] if named else start.machines[0]
     trainer: dict[str, Any] = {
         "accelerator": "cpu" if kind == "cpu" else "gpu",

@@ -138,6 +138,9 @@ class KeptReplicas:
         self._follow(kept)
         if not self.needed:
             self._round += 1  # not by versions alone: a change through `.data`, or within a tracker, counts none
+        if self._copies.together:
+            for device in devices:
+                self._renew(kept, device)
         tables: dict[int, dict[int, Tensor]] = {device: {} for device in devices}
         # Tensor by tensor, as a broadcast goes: no device waits until another one has all.
         for tensor in (*kept, *(tensor for tensor in tensors if id(tensor) not in self._masters)):
@@ -196,6 +199,9 @@ class KeptReplicas:
             InputError: A backward made gradients that have a graph themselves (``create_graph=True``).
         """
         self._has_graph = False
+        if self._copies.together:
+            for device in {device: None for master in self._masters.values() for device in master.leaves}:
+                self._bring_from(device)
         for master in self._masters.values():
             self._bring(master)
 
@@ -264,6 +270,21 @@ class KeptReplicas:
             if master.noted is None:
                 master.drop_gradients()  # left by a backward that broke off: one that ended has noted what waits
 
+    def _renew(self, kept: list[Tensor], device: int) -> None:
+        """Copy to a device, together, the values that it has from before."""
+        stale = []
+        for tensor in kept:
+            master = self._masters[id(tensor)]
+            leaf = master.leaves.get(device)
+            same = leaf is not None and leaf.shape == tensor.shape and leaf.dtype == tensor.dtype
+            if same and master.stamps[device] != (self._round, *_stamp(tensor)):
+                stale.append(master)
+        with torch.no_grad():
+            leaves = [master.leaves[device].detach() for master in stale]
+            self._copies.copy_all_into(leaves, [master.tensor for master in stale], device)
+        for master in stale:
+            master.stamps[device] = (self._round, *_stamp(master.tensor))
+
     def _elsewhere(self, tensor: Tensor, device: int) -> Tensor:
         """Return what another device computes with in place of a tensor of the first."""
         master = self._masters.get(id(tensor))
@@ -280,6 +301,21 @@ class KeptReplicas:
                 self._copies.copy_into(leaf.detach(), tensor, device)
         master.stamps[device] = stamp
         return leaf if tensor.requires_grad else leaf.detach()
+
+    def _bring_from(self, device: int) -> None:
+        """Bring a device's dense gradients home together."""
+        waiting, grads = [], []
+        for master in self._masters.values():
+            leaf = master.leaves.get(device)
+            if leaf is not None and leaf.grad is not None and leaf.grad.layout == torch.strided:
+                _refuse_graph(leaf.grad)
+                waiting.append((master, leaf))
+                grads.append(leaf.grad)
+        with torch.no_grad():
+            for position, grad in self._copies.bring_all(grads, device):
+                master, leaf = waiting[position]
+                _add_to(master.tensor, grad)
+                leaf.grad = None  # not before, as in `_bring`
 
     def _bring(self, master: _Master) -> None:
         with torch.no_grad():

@@ -612,9 +612,9 @@ def profile_holding(plan: Plan) -> Path | None:
 
 def usable_here() -> tuple[tuple[Path, Plan], ...]:
     """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""
-    from autosplit.devices import list_devices
+    from autosplit.devices import parse_devices
 
-    gpus = [device for device in list_devices() if is_accelerator(device.kind)]
+    gpus = [device for device in parse_devices("auto", ask_memory=False) if is_accelerator(device.kind)]
     return tuple((path, plan) for path, plan in profiles() if plan is not None and _is_usable(plan, gpus))
 
 

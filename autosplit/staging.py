@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from autosplit.accelerators import is_accelerator
 from autosplit.bounded import TooLarge, built_within
 from autosplit.devices import Device
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
+from autosplit.garbage import quick_collections
 from autosplit.interrupts import held_interrupts
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.cpu import CpuRuntime
@@ -195,7 +197,9 @@ def isolated_runtime(
 
 def _runtime_of_source(source: Source, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...]) -> RealRuntime:
     """Make the runtime where nothing has to be undone: in a process that ends."""
-    return _real_runtime(devices, capacities_bytes, _built(source), ExitStack())
+    runtime = _real_runtime(devices, capacities_bytes, _built(source), ExitStack())
+    gc.freeze()  # collections are quick, see `quick_collections`
+    return runtime
 
 
 def follow(
@@ -213,6 +217,7 @@ def follow(
         UserCodeError: The workload failed on its own sample batch.
         WorkloadError: No training step can be made of it.
     """
+    closing.enter_context(quick_collections())
     workload, why_real = built.workload, built.why_real
     try:
         tracer, note = _traced(workload, devices[0])

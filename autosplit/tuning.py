@@ -154,6 +154,10 @@ def tune(
     Warns:
         WaitingWarning: Another process tunes the same thing, and no `progress` was given to hear of it.
     """
+    if strategy == "ddp":
+        from autosplit.ddp.job import own_part
+
+        devices = own_part(devices)
     request = checked_request(
         devices=devices,
         strategy=strategy,

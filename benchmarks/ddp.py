@@ -5,7 +5,8 @@
 Alike: the loop of `ctx.wrap`, `ctx.steps` and `step.backward` against one written by hand in DistributedDataParallel,
 and that one against itself, step by step in the same two processes. Unlike: one rank runs every sample several times;
 equal shares against those that the plan's solver takes from times measured in the same run, and the gain beside the
-one that was predicted. Each rank keeps to a core of its own. Gloo on the processor; NCCL and gloo where there are GPUs.
+one that was predicted. On the processor each rank keeps to a core of its own, and gloo carries what they send; on GPUs
+it is NCCL, and gloo beside it, and torch's own back end on other accelerators.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from autosplit import ddp
+from autosplit.accelerators import accelerator_kind, backend, is_accelerator
 from autosplit.cost import Ceiling, TimeCurve, overlapped_seconds
 from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
 from autosplit.solver import BACKWARD_SHARE, RankSolver
@@ -122,7 +124,7 @@ class Job:
 
     Attributes:
         rounds: Rounds that count.
-        backend: ``gloo`` or ``nccl``.
+        backend: ``gloo``, ``nccl`` and so on.
         devices: Of each rank.
         folder: Where rank 0 writes what was found.
     """
@@ -151,16 +153,14 @@ def run_job(rounds: int, backend: str, devices: tuple[str, ...]) -> dict[str, An
 
 
 def run_rank(rank: int, port: int, job: Job) -> None:
-    """Run a rank, on a core of its own."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    """Run a rank."""
+    device = torch.device(job.devices[rank])
+    keep_to_a_core(rank, device)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     store = distributed.TCPStore("127.0.0.1", port, is_master=False)
-    device = torch.device(job.devices[rank])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if is_accelerator(device.type):
+        backend(device.type).set_device(device)
     distributed.init_process_group(job.backend, store=store, rank=rank, world_size=RANKS)
     found = {"alike": {name: alike(rank, job, case) for name, case in ALIKE.items()}, "unlike": unlike(rank, job)}
     if rank == 0:
@@ -171,11 +171,22 @@ def run_rank(rank: int, port: int, job: Job) -> None:
     os._exit(0)
 
 
+def keep_to_a_core(rank: int, device: torch.device) -> None:
+    """Give a rank that computes on a processor a core of its own.
+
+    One of a GPU's has several threads that must not wait for each other: the loop, which launches its kernels, autograd
+    and the back end's own.
+    """
+    if device.type == "cpu" and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
 def plan_of(devices: Sequence[str], sizes: Sequence[int], steps: int, effective: int) -> Plan:
     """Return a plan with these ranks, made by hand."""
     ceilings = [Ceiling(label, "rank", 64, "memory", 1000, 10, 1640, 2000) for label in devices]
     kind: Any = devices[0].partition(":")[0]
-    name = torch.cuda.get_device_name(devices[0]) if kind == "cuda" else kind
+    name = str(backend(kind).get_device_properties(0).name) if is_accelerator(kind) else kind
     return Plan(
         split=tuple(sizes),
         gpu0_bsz=sizes[0],
@@ -208,8 +219,8 @@ def plan_of(devices: Sequence[str], sizes: Sequence[int], steps: int, effective:
 
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_accelerator(device.type):
+        backend(device.type).synchronize(device)
 
 
 def seconds_of(step: Step, device: torch.device) -> float:
@@ -266,7 +277,7 @@ def with_interval(name: str, figure: Callable[[Sequence[int]], float], rounds: i
 def by_hand(rank: int, job: Job, case: Case, num_samples: int) -> Step:
     """Return an optimizer step as it is written for DistributedDataParallel."""
     device = torch.device(job.devices[rank])
-    ids = [device.index] if device.type == "cuda" else None
+    ids = [device.index] if is_accelerator(device.type) else None
     model = DistributedDataParallel(case.model().to(device), device_ids=ids, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     texts = Texts(num_samples, case.length)
@@ -465,11 +476,13 @@ def claim(said: str, figure: float, limit: float) -> dict[str, Any]:
 def places() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield what the ranks may run on here: a name, the backend, and each rank's device."""
     yield "cpu, gloo", "gloo", ("cpu:0", "cpu:1")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind = accelerator_kind()
+    count = 0 if kind is None else backend(kind).device_count()
     if count > 1:
-        yield "two GPUs, nccl", "nccl", ("cuda:0", "cuda:1")
-        yield "two GPUs, gloo", "gloo", ("cuda:0", "cuda:1")
-    elif count:
+        usual = distributed.get_default_backend_for_device(kind)
+        for chosen in (usual, *(("gloo",) if kind == "cuda" else ())):
+            yield f"two {'GPUs' if kind == 'cuda' else kind}, {chosen}", chosen, (f"{kind}:0", f"{kind}:1")
+    elif kind == "cuda":
         yield "one GPU for both, gloo", "gloo", ("cuda:0", "cuda:0")
 
 

@@ -43,7 +43,13 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs an accelerator where there is none; torch is imported only if such a test was collected."""
+    """Give slow tests time on a busy machine, and skip what needs an accelerator where there is none.
+
+    torch is imported only if such a test was collected.
+    """
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -26,6 +26,7 @@ from balanced_models import (
     inputs_of,
     loss_of,
 )
+from gpus import CARDS, KIND, card
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
@@ -40,13 +41,8 @@ pytestmark = [
 
 BATCH = 8
 SPLITS = [(2, 6), (6, 2), (1, 7), (0, 8), (8, 0)]
-CARDS = (0, 1) if torch.cuda.device_count() > 1 else (0, 0)
 ORDERS = [(0, 1), (1, 0)] if CARDS == (0, 1) else [(0, 0)]
 TOLERANCE = 1e-10
-
-
-def card(index: int) -> torch.device:
-    return torch.device("cuda", index)
 
 
 HOME = card(CARDS[0])
@@ -64,6 +60,8 @@ def wrap(module: nn.Module, *split: int, cards=CARDS, **options) -> BalancedData
 
 def made(name: str, home: torch.device = HOME):
     """A model, its twin, and inputs on its device, all in double precision."""
+    if KIND == "emu" and name in {"sparse", "complex"}:
+        pytest.skip("the emulated devices have no sparse and no complex tensors")
     make, shape = MODELS[name]
     torch.set_default_dtype(torch.double)
     with home:  # not .to(home): a buffer that requires grad would be a leaf no more
@@ -184,7 +182,7 @@ class TestGradients:
             torch.testing.assert_close(ours[name], grad)
 
     @pytest.mark.parametrize("split", SPLITS, ids=str)
-    @pytest.mark.parametrize("dtype", [torch.double, torch.cdouble], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.double, pytest.param(torch.cdouble, marks=pytest.mark.cuda)], ids=str)
     def test_against_differences_once_and_twice(self, split, dtype):
         wrapped = wrap(Returns(lambda x: (x * x.sin(), x**2)), *split)
         inputs = torch.randn(BATCH, 2, dtype=dtype, device=HOME, requires_grad=True)
@@ -197,6 +195,7 @@ class TestGradients:
         wrapped = wrap(module, *split)
         assert gradcheck(lambda _: wrapped(inputs), (module.scale,))
 
+    @pytest.mark.cuda  # the emulated devices have no complex tensors
     def test_complex_outputs_are_complex(self):
         """torch's copies between GPUs work on pairs of real numbers, and have handed these out."""
         module = nn.Linear(3, 2, dtype=torch.cfloat, device=HOME)
@@ -207,6 +206,7 @@ class TestGradients:
             assert (outputs.dtype, outputs.shape) == (torch.cfloat, (BATCH, 2))
             torch.testing.assert_close(outputs, module(inputs))
 
+    @pytest.mark.cuda  # nn.DataParallel's broadcast is
     def test_an_even_split_is_nn_data_parallels(self):
         """The same chunks: then outputs, gradients and running statistics are the same, too."""
         module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double().to(HOME)
@@ -268,7 +268,7 @@ class TestDevices:
             assert_same_gradients(module, reference, TOLERANCE)
 
     @pytest.mark.parametrize("split", SPLITS, ids=str)
-    @pytest.mark.parametrize("kind", [int, card, lambda index: f"cuda:{index}"], ids=["number", "device", "name"])
+    @pytest.mark.parametrize("kind", [int, card, lambda index: f"{KIND}:{index}"], ids=["number", "device", "name"])
     def test_outputs_go_where_they_are_wanted(self, kind, split):
         module, reference, inputs = made("mlp")
         plain = reference(inputs)
@@ -280,7 +280,7 @@ class TestDevices:
         (loss_of(outputs) + mean).backward()
         assert_same_gradients(module, reference, TOLERANCE)
 
-    @pytest.mark.parametrize("kind", [int, card, lambda index: f"cuda:{index}"], ids=["number", "device", "name"])
+    @pytest.mark.parametrize("kind", [int, card, lambda index: f"{KIND}:{index}"], ids=["number", "device", "name"])
     def test_by_number_by_name_and_by_object(self, kind):
         module, inputs = nn.Linear(10, 5).to(HOME), torch.randn(20, 10)
         outputs = data_parallel(module, inputs, 2, [kind(index) for index in CARDS], kind(CARDS[0]))
@@ -288,7 +288,7 @@ class TestDevices:
 
     def test_moved_after_it_was_wrapped(self):
         """As scripts do: wrapped first, then .cuda()."""
-        wrapped = BalancedDataParallel(2, nn.Linear(5, 3), list(CARDS)).cuda(CARDS[0])
+        wrapped = BalancedDataParallel(2, nn.Linear(5, 3), list(CARDS)).to(card(CARDS[0]))
         inputs = torch.randn(BATCH, 5)
         torch.testing.assert_close(wrapped(inputs), wrapped.module(inputs.to(HOME)))
 
@@ -357,21 +357,21 @@ class TestInsideReplicas:
         """torch's threads are told that autocast is on, not in which dtype: they ran in float16."""
 
         def see(module, x):
-            return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), module.body[0](x).dtype
+            return torch.is_autocast_enabled(KIND), torch.get_autocast_dtype(KIND), module.body[0](x).dtype
 
-        with torch.autocast("cuda", dtype=dtype):
+        with torch.autocast(KIND, dtype=dtype):
             seen, outputs = witnessed(see, *split)
         assert seen == [(True, dtype, dtype)] * sum(1 for size in split if size)
         assert outputs.dtype == dtype
 
     def test_autocast_is_off_where_it_is_off(self):
-        seen, outputs = witnessed(lambda module, x: torch.is_autocast_enabled("cuda"))
+        seen, outputs = witnessed(lambda module, x: torch.is_autocast_enabled(KIND))
         assert seen == [False, False]
         assert outputs.dtype == torch.float32
 
     def test_autocast_inside_the_forward(self):
         def see(module, x):
-            with torch.autocast("cuda", dtype=torch.bfloat16):
+            with torch.autocast(KIND, dtype=torch.bfloat16):
                 return module.body[0](x).dtype
 
         seen, outputs = witnessed(see)
@@ -383,7 +383,7 @@ class TestInsideReplicas:
         module = MODELS["mlp"][0]().to(HOME)
         reference, inputs = copy.deepcopy(module), torch.randn(BATCH, 5, device=HOME)
         for model, call in ((reference, reference), (module, wrap(module, *split))):
-            with torch.autocast("cuda", dtype=torch.bfloat16):
+            with torch.autocast(KIND, dtype=torch.bfloat16):
                 outputs = call(inputs)
             loss_of(outputs.float()).backward()
             assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
@@ -413,7 +413,7 @@ class TestInsideReplicas:
         """Without an index it is the current GPU, and in a replica that is the replica's."""
         module = Witness(lambda module, x: torch.zeros(1).device == x.device).to(HOME)
         inputs = torch.randn(BATCH, 5)
-        with torch.device("cuda"):
+        with torch.device(KIND):
             outputs = wrap(module, *split)(inputs)
         assert set(module.seen) == {True}
         assert outputs.device == HOME

@@ -63,6 +63,17 @@ def test_every_order_of_the_rivals_comes_equally_often(bench):
     assert {len([order for order in bench.PERMUTATIONS if order[0] == place]) for place in range(3)} == {2}
 
 
+def test_ranks_of_gpus_keep_all_cores(bench, monkeypatch):
+    """On one of them, launches waited for autograd and for NCCL's own thread."""
+    kept = []
+    monkeypatch.setattr(bench.os, "sched_getaffinity", lambda _pid: {3, 5}, raising=False)
+    monkeypatch.setattr(bench.os, "sched_setaffinity", lambda _pid, cores: kept.append(cores), raising=False)
+    for rank in (0, 1, 2):
+        bench.keep_to_a_core(rank, bench.torch.device("cuda", rank))
+        bench.keep_to_a_core(rank, bench.torch.device("cpu"))
+    assert kept == [{3}, {5}, {3}]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_quick_form(tmp_path):

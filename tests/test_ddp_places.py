@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from fake_gpus import FakeCuda, cards
 from test_ddp import make_plan
 from torch import distributed as dist
 
 from autosplit import ddp, profiles
-from autosplit.ddp.devices import Visible, backend_for, device_for
+from autosplit.ddp.devices import agreed_backend, backend_for, card_of, device_for
 from autosplit.ddp.place import Place, _agreed_round, explain_loopback, place_here
-from autosplit.devices import parse_devices
+from autosplit.devices import Visible, parse_devices
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan import Plan
 
@@ -65,6 +66,31 @@ class TestPlaces:
             place_here()
         set_all(monkeypatch, {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"})
         assert place_here() == Place(2, 4, 0, None, "node1:1234")
+
+    @pytest.mark.parametrize(
+        ("variables", "count"),
+        [
+            ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, 2),
+            ({"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_NODEID": "1"}, 3),
+            ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3,1(x2)", "SLURM_NODEID": "2"}, 3),
+            ({"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_NTASKS_PER_NODE": "2"}, None),  # the step's, not the job's
+            ({"SLURM_NTASKS_PER_NODE": "2"}, 2),
+        ],
+    )
+    def test_slurm_tells_how_many_ranks_a_node_has(self, variables, count, monkeypatch):
+        """Without it the first node's ranks looked at the second one's cards, and chose another back end than these."""
+        where = {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
+        set_all(monkeypatch, {**SLURM, **where, **variables})
+        place = place_here()
+        assert place.local_world_size == count
+        assert place.beside() == range(2, min(4, 2 + (count or 4)))
+
+    @pytest.mark.parametrize("said", ["two", "2(x)", "2,", "-1"])
+    def test_a_list_of_slurms_that_is_none(self, said, monkeypatch):
+        where = {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "node1", "SLURM_STEP_TASKS_PER_NODE": said}
+        set_all(monkeypatch, {**SLURM, **where})
+        with pytest.raises(InputError, match=r"SLURM_STEP_TASKS_PER_NODE is .*; expected the processes of each node"):
+            place_here()
 
     def test_a_batch_script_of_slurms_is_one_process(self, monkeypatch):
         """It sees the job's tasks, and would wait for others that nobody starts."""
@@ -228,6 +254,8 @@ class TestDevices:
         plan = plan_for("cuda:0", "cuda:2")
         assert str(device_for(plan, Place(1, 2, 1, 2), (Visible("A100", None),))) == "cuda:0"
         assert str(device_for(plan, Place(1, 2, 1, 2), (CARDS[2],))) == "cuda:0"
+        # Slurm handed them out in another order than when the plan was made.
+        assert str(device_for(plan, Place(1, 2, 1, 2), (CARDS[0],))) == "cuda:0"
 
     def test_a_card_that_is_not_there(self):
         plan = plan_for("cuda:0", "cuda:1")
@@ -245,17 +273,65 @@ class TestDevices:
         with pytest.raises(PlanError, match="the rank's device is 'tpu:0'; expected 'cpu', 'cpu:0' or 'cuda:0'"):
             device_for(plan, Place(0, 1), ())
 
-    @pytest.mark.parametrize(
-        ("labels", "place", "backend"),
-        [
-            (("cuda:0", "cuda:1"), Place(0, 2, 0, 2), "nccl"),
-            (("cuda:0", "cuda:0"), Place(0, 2, 0, 2), "gloo"),
-            (("cuda:0", "cuda:1", "cuda:0", "cuda:1"), Place(3, 4, 1, 2), "nccl"),
-        ],
-    )
-    def test_nccl_takes_no_two_ranks_of_one_card(self, labels, place, backend):
-        assert backend_for(plan_for(*labels), place, torch.device("cuda", 0)) == backend
-        assert backend_for(plan_for(*labels), place, torch.device("cpu")) == "gloo"
+
+def chosen(monkeypatch: pytest.MonkeyPatch, plan: Plan, cards: list[str]) -> list[str]:
+    """What each rank of a job takes for the back end, or refuses, where `cards` are those that they are on."""
+    store = dist.HashStore()
+    for rank, card in enumerate(cards):  # as the others will have by the time that rank 0 asks
+        store.set(f"card/{rank}", card)
+    found = []
+    for rank, card in enumerate(cards):
+        monkeypatch.setattr("autosplit.ddp.devices.card_of", lambda _device, card=card: card)
+        try:
+            found.append(agreed_backend(store, Place(rank, len(cards)), torch.device("cuda", 0), plan))
+        except DeviceError as error:
+            found.append(str(error))
+    return found
+
+
+class TestBackends:
+    """It is chosen by the cards, once for all ranks; those that choose differently wait for each other for ever."""
+
+    @pytest.fixture(autouse=True)
+    def _nccl(self, monkeypatch):
+        """As in a build of torch for CUDA."""
+        monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "nccl")
+
+    def test_ranks_that_each_see_one_card_have_four_of_them(self, monkeypatch):
+        """All labels are cuda:0 under ``srun --gpus-per-task=1``: they were taken for one card, and gloo for them."""
+        plan = plan_for("cuda:0", "cuda:0", "cuda:0", "cuda:0")
+        assert chosen(monkeypatch, plan, ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]) == ["nccl"] * 4
+
+    def test_two_nodes_of_like_labels(self, monkeypatch):
+        plan = plan_for("cuda:0", "cuda:1", "cuda:0", "cuda:1")
+        assert chosen(monkeypatch, plan, ["node1 cuda:0", "node1 cuda:1", "node2 cuda:0", "node2 cuda:1"]) == (
+            ["nccl"] * 4
+        )
+
+    def test_ranks_that_share_a_card_as_the_plan_has_it_use_gloo(self, monkeypatch):
+        assert chosen(monkeypatch, plan_for("cuda:0", "cuda:0"), ["GPU-a", "GPU-a"]) == ["gloo"] * 2
+
+    def test_ranks_that_were_to_have_a_card_each_do_not_share_one(self, monkeypatch):
+        """Each sees one card and takes it; that it is the same one, only all of them together can tell."""
+        plan = plan_for("cuda:0", "cuda:1", "cuda:2")
+        for said in chosen(monkeypatch, plan, ["GPU-0", "GPU-1", "GPU-0"]):
+            assert said.startswith("ranks 0 and 2 have one card, the only one that each of them sees; expected a card")
+
+    def test_gloo_where_torch_was_built_without_nccl(self, monkeypatch):
+        monkeypatch.setattr(dist, "is_backend_available", lambda _name: False)
+        assert chosen(monkeypatch, plan_for("cuda:0", "cuda:1"), ["GPU-a", "GPU-b"]) == ["gloo"] * 2
+
+    def test_processors_have_gloo(self):
+        assert backend_for("cpu", ["one", "one"]) == "gloo"
+        assert card_of(torch.device("cpu")).endswith(" cpu")
+
+    def test_a_card_is_known_by_its_uuid_and_else_by_its_place(self, monkeypatch):
+        monkeypatch.setattr("socket.gethostname", lambda: "node1")
+        for with_uuid, known in ((True, "GPU-00000001-0000-0000-0000-000000000000"), (False, "node1 cuda:1")):
+            fake = FakeCuda(cards("A100", "L4"), with_uuid=with_uuid)
+            fake.get_device_properties = lambda device, of=fake.get_device_properties: of(device.index)
+            monkeypatch.setattr("autosplit.ddp.devices.backend", lambda _kind, fake=fake: fake)
+            assert card_of(torch.device("cuda", 1)) == known
 
 
 def remembered(key: str, spec: str = "cpu:1GiB", **changes: Any) -> Plan:

@@ -18,7 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import spinning
 import torch
+from fake_gpus import FakeCuda, cards
 from ranks import found_by, run_ranks, starting
 from test_ddp import make_plan
 from torch import distributed as dist
@@ -26,6 +28,8 @@ from torch import nn
 
 import autosplit
 from autosplit import ddp, devices, profiles
+from autosplit.commands import tune as starts
+from autosplit.commands.workloads import check_before_running, isolates
 from autosplit.cost import MemoryFit, RankStepTime, Region, StepTime, TimeCurve
 from autosplit.ddp import job as jobs
 from autosplit.ddp import ranks as rank_steps
@@ -183,7 +187,7 @@ def without_memory() -> list[Any]:
 
 
 def without_memory_in_a_timed_step() -> list[Any]:
-    """Lack memory only where gradients meet: the other rank waits for it, until it gives up."""
+    """Lack memory only where gradients meet: the other rank waits for it, and is told; it need not give up."""
 
     def spring() -> None:
         if rank_here() == 1 and not sprung:
@@ -191,11 +195,38 @@ def without_memory_in_a_timed_step() -> list[Any]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     sprung: list[bool] = []
-    rank_steps.LEAST_TIMEOUT_S = 3.0
+    rank_steps.LEAST_TIMEOUT_S = 300.0
     trap = Trap(spring, after=2)
     start_s = time.monotonic()
     plan = tune(workload(compute_loss=trap), profile="off", n_trials=3)
     return [[trial.failure for trial in plan.trials], time.monotonic() - start_s, plan.real_ooms]
+
+
+def spinning_for_one_without_memory() -> list[Any]:
+    """Lack memory where gradients meet, on a back end that waits for ever; then take a step that fits."""
+    spinning.register()
+    request = checked_request(devices=DEVICES, strategy="ddp")
+    found: list[Any] = []
+    with jobs.joined(request) as job:
+        for victim, error in ((1, torch.OutOfMemoryError("out of memory")), (0, torch.OutOfMemoryError("again"))):
+            sprung: list[bool] = []
+
+            def spring(victim: int = victim, error: Exception = error, sprung: list[bool] = sprung) -> None:
+                if rank_here() == victim and not sprung:
+                    sprung.append(True)
+                    raise error
+
+            given = workload(compute_loss=Trap(spring, after=2))
+            runtime = CpuRuntime(job.own.devices, job.own.capacities_bytes, training_copy(given, device=job.device))
+            options = DdpOptions().keywords()
+            steps = RankSteps(given, runtime, job.device, job.peers, backend=spinning.NAME, options=options)
+            start_s = time.monotonic()
+            for _ in range(2):
+                result = steps.measured([4], budget_s=0.1)
+                found.append((result.rank, result.message) if isinstance(result, Failure) else len(result[0]))
+            found.append(time.monotonic() - start_s)
+            steps.close()
+    return found
 
 
 def raising() -> tuple[str, str, int]:
@@ -203,7 +234,7 @@ def raising() -> tuple[str, str, int]:
         if rank_here() == 1:
             raise ValueError("a bug of mine")
 
-    rank_steps.LEAST_TIMEOUT_S = 3.0
+    rank_steps.LEAST_TIMEOUT_S = 300.0  # nobody waits for it
     return raised(lambda: tune(workload(compute_loss=Trap(spring, after=2)), profile="off"))
 
 
@@ -286,6 +317,7 @@ def with_less_memory() -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "tuned": tuned,
     "without memory": without_memory,
+    "spinning": spinning_for_one_without_memory,
     "raising": raising,
     "interrupted": interrupted,
     "other requests": lambda: raised(lambda: tune(workload(), effective_batch_size=64 + rank_here())),
@@ -419,6 +451,14 @@ class TestTwoRanks:
             assert all("rank 1: cpu:1 is out of memory" in failure for failure in failures if failure)
             assert ooms >= 1
             assert seconds < 60
+
+    def test_one_that_spins_for_the_gradients_of_another_is_told(self, ranks: Any) -> None:
+        """NCCL waits until its watchdog ends the process: one rank's lack of memory was the end of the job."""
+        for one, fits, first_s, other, again, second_s in found_by(ranks, "spinning"):
+            assert (one[0], other[0]) == (1, 0)
+            assert "cpu:1 is out of memory" in one[1]
+            assert fits == again == 2
+            assert max(first_s, second_s) < 10
 
     def test_what_one_raises_ends_all(self, ranks: Any) -> None:
         (first, said, code), (second, own, own_code) = found_by(ranks, "raising")
@@ -716,7 +756,49 @@ def test_machines_are_told_apart_by_their_first_ranks(locals_: list[int | None],
     ],
 )
 def test_each_rank_has_its_machines_device(place: Place, spec: str, index: int) -> None:
-    assert jobs._own_device(checked_request(devices=spec, strategy="ddp"), place) == index
+    assert jobs._own_device(parse_devices(spec), place) == index
+
+
+class TestOwnPart:
+    """A context takes up to a GiB: eight ranks that looked at eight cards left seven foreign ones on each."""
+
+    @pytest.fixture(autouse=True)
+    def fake(self, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+        fake = FakeCuda(cards("A100", "A100", "A100", "A100"))
+        monkeypatch.setattr(devices, "_accelerator", lambda kind=None: devices.Found(fake, kind or "cuda"))
+        monkeypatch.setattr(devices, "_nvml", lambda: (None, "it is not here"))
+        return fake
+
+    @pytest.mark.parametrize(
+        ("place", "spec", "own"),
+        [
+            (Place(1, 4, 1, 4), None, "cuda:1"),
+            (Place(5, 8, 1, 4), "cuda", "cuda:1"),
+            (Place(1, 2, 1, 2), "cuda:3,2", "cuda:2"),
+            (Place(1, 2, 1, 2), "cuda:3", "cuda:3"),  # each process was given its own
+            (Place(1, 2, 1, 2), "cuda:0,1,2", "cuda:0,1,2"),  # which all ranks are to hear of
+            (Place(0, 1), "cuda", "cuda"),
+            (Place(1, 2, 1, 2), "cpu:1MiB,cpu:2MiB", "cpu:1MiB,cpu:2MiB"),
+        ],
+    )
+    def test_is_a_card(self, place: Place, spec: Any, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(jobs, "place_here", lambda: place)
+        assert jobs.own_part(spec) == own
+
+    def test_the_others_are_asked_for_nothing(self, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        for index in (0, 1, 3):
+            fake.cards[index].fails["mem_get_info"] = AssertionError(f"a context on cuda:{index}")
+        monkeypatch.setattr(jobs, "place_here", lambda: Place(2, 4, 2, 4))
+        request = checked_request(devices=jobs.own_part("cuda"), strategy="ddp")
+        assert [device.label for device in request.devices] == ["cuda:2"]
+
+    def test_whoever_starts_ranks_or_looks_for_their_plan_asks_none(self, fake: FakeCuda) -> None:
+        for card in fake.cards:
+            card.fails["mem_get_info"] = AssertionError("a context")
+        assert starts._ranks_to_start("cuda") == 4
+        check_before_running({"devices": "cuda:0,1"}, None)
+        assert isolates(None, "cuda")
+        assert profiles.usable_here() == ()
 
 
 def test_two_signals_of_one_keypress_are_one() -> None:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from fake_gpus import GIB, NEW_ARCHES, FakeCard, FakeCuda, cards
+from gpus import COUNT, KIND
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit import devices
+from autosplit.accelerators import backend
 from autosplit.catalog import gpu_catalog
 from autosplit.devices import (
     MAX_DEVICES,
@@ -610,9 +612,9 @@ def test_a_plans_cards_are_found_by_uuid_or_on_a_twin_by_name(wanted, indices):
 @pytest.mark.gpu
 def test_on_a_real_gpu():
     found = list_devices()
-    assert [device.index for device in found] == list(range(torch.cuda.device_count()))
+    assert [device.index for device in found] == list(range(COUNT))
     names = [(device.name, device.uuid, device.driver) for device in found]
-    assert [(device.name, device.uuid, device.driver) for device in parse_devices("cuda")] == names
-    free_bytes, total_bytes = torch.cuda.mem_get_info(0)
+    assert [(device.name, device.uuid, device.driver) for device in parse_devices(KIND)] == names
+    free_bytes, total_bytes = backend(KIND).mem_get_info(0)
     assert 0 < found[0].capacity_bytes <= total_bytes
     assert abs(found[0].capacity_bytes - free_bytes) < GIB

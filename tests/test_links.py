@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from gpus import COUNT, card
 
 from autosplit import links
 from autosplit.errors import DeviceError
@@ -161,4 +162,4 @@ def test_the_real_copy_is_torchs_own():
 
 @pytest.mark.gpu
 def test_the_gpus_here_are_sound():
-    check_links([torch.device("cuda", index) for index in range(torch.cuda.device_count())])
+    check_links([card(index) for index in range(COUNT)])

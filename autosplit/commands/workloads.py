@@ -23,7 +23,7 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     from autosplit.devices import parse_devices, parse_reserve
 
     if "devices" in keywords:
-        parse_devices(keywords["devices"])
+        parse_devices(keywords["devices"], ask_memory=False)
     parse_reserve(keywords.get("reserve"))
     if output is not None and "\0" in output:
         raise InputError(
@@ -64,10 +64,11 @@ def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, toge
     """
     if asked is not None:
         return asked
+    from autosplit.accelerators import is_accelerator
     from autosplit.devices import parse_devices
 
-    first = parse_devices(devices)[0]
-    return first.kind == "cuda" or (first.kind == "cpu" and first.budgeted and not together)
+    first = parse_devices(devices, ask_memory=False)[0]
+    return is_accelerator(first.kind) or (first.kind == "cpu" and first.budgeted and not together)
 
 
 def sendable(spec: str, workload: object) -> Loaded:

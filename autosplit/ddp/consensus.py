@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from torch import distributed as dist
 
+from autosplit.ddp.faults import GRACE_S, Watch
 from autosplit.errors import AutosplitError, RankFailedError, from_user_code, one_line
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.trainee import ran_a_step
@@ -106,6 +107,64 @@ class Interrupts:
         self.came, self._at_s = True, now_s
 
 
+class _Attempts:
+    """What the ranks run together, one after the other; a rank that can't go on breaks it off for all.
+
+    Whoever waits in a collective of NCCL's hears of nothing, and spins until a watchdog ends its process.
+
+    Args:
+        watch: By which ranks hear of each other meanwhile; without it each waits for its back end's time-out.
+    """
+
+    def __init__(self, watch: Watch | None) -> None:
+        self.was_cut = False
+        self._watch = watch
+        self._number = 0
+        self._missing: set[str] = set()
+        self._cut: Callable[[], None] | None = None
+        self._cutting: threading.Thread | None = None
+        self._lock = threading.Lock()
+        if watch is not None:
+            watch.on_missing = self._heard
+
+    @contextmanager
+    def next(self, cut: Callable[[], None] | None) -> Iterator[None]:
+        """Run one of them.
+
+        Args:
+            cut: Breaks its collectives off; it is called in another thread. Without it, there are none.
+        """
+        with self._lock:
+            self._number += 1
+            self._cut, self._cutting = cut, None
+            self.was_cut = cut is not None and str(self._number) in self._missing
+        try:
+            if self.was_cut:
+                raise RuntimeError("another rank does not come")
+            yield
+        except BaseException:
+            if cut is not None and not self.was_cut and self._watch is not None:
+                self._watch.say_missing(str(self._number))
+                self._begin_cutting()  # of what was begun before it failed, which waits for the others
+            raise
+        finally:
+            with self._lock:
+                self._cut = None
+            if self._cutting is not None:
+                self._cutting.join(GRACE_S)
+
+    def _heard(self, number: str) -> None:
+        with self._lock:
+            self._missing.add(number)  # this rank may come to it only now
+            if number in ("", str(self._number)) and self._cut is not None:
+                self.was_cut = True
+                self._begin_cutting()
+
+    def _begin_cutting(self) -> None:
+        self._cutting = threading.Thread(target=self._cut, name="autosplit-cut", daemon=True)
+        self._cutting.start()
+
+
 class Peers:
     """The ranks of a job, as one of them sees them.
 
@@ -114,17 +173,21 @@ class Peers:
         world_size: The processes of the job.
         group: A gloo group for plain values.
         interrupts: Where Ctrl-C is noted.
+        watch: By which a rank hears of the others while it waits for them.
 
     Attributes:
         parted: The last that was said is why all leave.
     """
 
-    def __init__(self, rank: int, world_size: int, group: Any, interrupts: Interrupts) -> None:
+    def __init__(
+        self, rank: int, world_size: int, group: Any, interrupts: Interrupts, watch: Watch | None = None
+    ) -> None:
         self.parted = False
         self.rank = rank
         self.world_size = world_size
         self.interrupts = interrupts
         self._group = group
+        self._attempts = _Attempts(watch)
 
     def gathered(self, value: T) -> list[T]:
         """Return every rank's value, in the order of the ranks.
@@ -165,8 +228,12 @@ class Peers:
         self.all_run(lambda: kept.append(run()))
         return kept[0]
 
-    def all_try(self, run: Callable[[], T]) -> list[T] | Failure:
+    def all_try(self, run: Callable[[], T], *, cut: Callable[[], None] | None = None) -> list[T] | Failure:
         """Run something on every rank that may lack memory.
+
+        Args:
+            run: What to run.
+            cut: Breaks off the collectives in it, where a rank does not come to them; called in another thread.
 
         Returns:
             What each made of it; or the first that ran out of memory, on all ranks.
@@ -175,7 +242,7 @@ class Peers:
             Exception: What else it raised on this rank.
             RankFailedError: It raised on another one.
         """
-        told, own = self._exchanged(run)
+        told, own = self._exchanged(run, cut)
         short = next((one.failure for one in told if one.failure is not None and one.failure.lacks_memory), None)
         if short is not None:
             return short
@@ -193,14 +260,19 @@ class Peers:
         if causes:
             raise causes[0].as_error() from own
 
-    def _exchanged(self, run: Callable[[], T]) -> tuple[list[_Told[T]], BaseException | None]:
+    def _exchanged(
+        self, run: Callable[[], T], cut: Callable[[], None] | None = None
+    ) -> tuple[list[_Told[T]], BaseException | None]:
         value: T | None = None
         own: BaseException | None = None
+        failure: Failure | None = None
         try:
-            value = run()
+            with self._attempts.next(cut):
+                value = run()
         except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever it is, the others wait to hear of it
-            own = error if has_waited(error) else _named(error)
-        failure = None if own is None else self.failure(own)
+            waited = self._attempts.was_cut or has_waited(error)
+            own = error if waited else _named(error)
+            failure = replace(self.failure(own), waited=waited)
         return self.gathered(_Told(value, failure, self.interrupts.came)), own
 
     def part(self) -> None:

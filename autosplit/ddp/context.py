@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
+from autosplit.accelerators import is_accelerator
 from autosplit.ddp.batchnorms import has_synchronised, silence, uncounted
 from autosplit.ddp.checkpoints import load_checkpoint, save_checkpoint
 from autosplit.ddp.loops import foreign_steps, gathered
@@ -95,14 +96,14 @@ class Context:
         self._refuse_options(kwargs)
         self._doubt_model(model)
         if sync_batchnorm:
-            if self.device.type != "cuda":
+            if not is_accelerator(self.device.type):
                 raise InputError(
                     f"sync_batchnorm is True on {self.device}; expected a GPU, SyncBatchNorm runs nowhere else; leave "
                     "it out"
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self._doubt_batchnorms(model)
-        if self.device.type == "cuda":
+        if is_accelerator(self.device.type):
             kwargs.setdefault("device_ids", [self.device.index])
         kwargs = {**self.plan.ddp.options.keywords(), **kwargs}
         wrapped = DistributedDataParallel(model.to(self.device), **kwargs)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ __all__ = [
     "UnwatchedWarning",
     "Watch",
     "abort_group",
+    "cut_off",
+    "end_process",
     "group_sockets",
     "open_sockets",
     "told_if_long",
@@ -75,6 +77,9 @@ class Watch:
     Args:
         rank: Of this process.
         world_size: The processes of the job; alone there is nothing to watch.
+
+    Attributes:
+        on_missing: Told the number of what another rank said that it misses; nothing where a rank failed for good.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -88,6 +93,7 @@ class Watch:
         self._silent: set[int] = set()
         self._heard = threading.Event()
         self._sockets: Mapping[int, str] = {}
+        self.on_missing: Callable[[str], None] = lambda _number: None
         self._last_resort: threading.Timer | None = None
 
     @property
@@ -125,6 +131,14 @@ class Watch:
             self._last_resort.cancel()
         if self._line is not None:
             self._line.close()
+
+    def say_missing(self, number: str) -> None:
+        """Tell the other ranks that this one does not come to the collectives in which they may wait.
+
+        Args:
+            number: Of what they run, by which they know whether they still do.
+        """
+        self._tell(Word("missing", self._rank, number))
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -248,6 +262,11 @@ class Watch:
                 self._gone[word.rank] = word
             if self._rank in (0, word.rank):
                 line.send(word)
+        elif word.kind == "missing":
+            if self._rank in (0, word.rank):
+                line.send(word)
+            if self._rank != word.rank:
+                self.on_missing(word.cause)
         elif word.kind != "sign" and self._failed is None:
             self._failed = word
             line.send(word)
@@ -264,15 +283,20 @@ class Watch:
         self._last_resort.daemon = True
         self._last_resort.start()
         if self._failed.rank != self._rank:
-            _cut_off(self._sockets)
+            cut_off(dist.group.WORLD, self._sockets)
+            self.on_missing("")
 
     def _end_process(self) -> None:
         assert self._failed is not None, "it was the reason to wait"
-        _print(
-            f"autosplit: {self._message(self._failed)}; rank {self._rank} did not leave autosplit.ddp.setup within "
-            f"{GRACE_S:.0f} s, so its process is ended now"
+        end_process(
+            f"{self._message(self._failed)}; rank {self._rank} did not leave autosplit.ddp.setup within {GRACE_S:.0f} s"
         )
-        os._exit(1)
+
+
+def end_process(why: str) -> None:
+    """End this process, where nothing else gets it out of what it waits for; say why on stderr."""
+    _print(f"autosplit: {why}, so its process is ended now")
+    os._exit(1)
 
 
 @contextlib.contextmanager
@@ -344,20 +368,23 @@ def group_sockets(before: Mapping[int, str]) -> dict[int, str]:
     return {number: name for number, name in open_sockets().items() if before.get(number) != name}
 
 
-def abort_group() -> None:
+def abort_group(group: Any) -> None:
     """Let NCCL give up what it is doing, which would keep a group from being destroyed."""
-    with contextlib.suppress(Exception):  # whatever it is, GRACE_S is the end of it
-        group: Any = dist.group.WORLD
+    with contextlib.suppress(Exception):  # whatever it is, there is a last resort
         group.abort()
 
 
-def _cut_off(sockets: Mapping[int, str]) -> None:
-    """Let whoever waits in a collective have an error.
+def cut_off(group: Any, sockets: Mapping[int, str]) -> None:
+    """Let whoever waits in a group's collective have an error, or go on without what it waited for.
 
     NCCL can be told to abort. Gloo can't (torch 2.13: `abort` does nothing, a time-out holds from the next collective
     on), but it ends a collective as soon as a connection ends, so this side hangs up as well.
+
+    Args:
+        group: The process group.
+        sockets: This process's ends of gloo's connections, from `group_sockets`.
     """
-    abort_group()
+    abort_group(group)
     still = open_sockets()
     for number in [number for number, name in sockets.items() if still.get(number) == name]:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as end:

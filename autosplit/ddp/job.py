@@ -14,16 +14,18 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
+from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.consensus import Interrupts, Peers, has_waited
+from autosplit.ddp.devices import backend_for, card_of
 from autosplit.ddp.faults import Watch, group_sockets, open_sockets
 from autosplit.ddp.place import Place, explain_loopback, import_without_group, meeting_place, place_here
-from autosplit.devices import Device
+from autosplit.devices import Device, parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
 from autosplit.fingerprint import digest_of
 from autosplit.profiles import machine_of
 from autosplit.request import Request
 
-__all__ = ["Job", "in_a_job", "joined"]
+__all__ = ["Job", "in_a_job", "joined", "own_part"]
 
 T = TypeVar("T")
 
@@ -42,7 +44,7 @@ class Job:
         whole: The same, with every rank's device, in their order.
         machine: Of the whole job, as `profiles.machine_of` describes one; with ``ranks_per_machine`` where there are
             several.
-        shares_card: Two ranks are on one GPU.
+        backend: Of the group in which gradients meet.
     """
 
     place: Place
@@ -50,13 +52,13 @@ class Job:
     own: Request
     whole: Request
     machine: dict[str, Any]
-    shares_card: bool = False
+    backend: str = "gloo"
 
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
         device = self.own.devices[0]
-        return torch.device("cuda", device.index) if device.kind == "cuda" else torch.device("cpu")
+        return _torch_device(device)
 
     def told(self, run: Callable[[], T]) -> T:
         """Return what rank 0 makes of something, on every rank."""
@@ -91,6 +93,25 @@ class Job:
         return not self.place.local_rank
 
 
+def own_part(devices: Any) -> Any:
+    """Return the part of a device spec that this process computes on: the others' cards it asks for nothing.
+
+    Args:
+        devices: Of all ranks of this machine. What can't be shared out is returned as it is, for `joined` to refuse on
+            all ranks.
+    """
+    place = place_here()
+    if place.world_size == 1:
+        return devices
+    found = parse_devices(devices, ask_memory=False)
+    if not is_accelerator(found[0].kind):
+        return devices
+    try:
+        return found[_own_device(found, place)].label
+    except DeviceError:
+        return devices
+
+
 def in_a_job() -> bool:
     """Tell whether torchrun, Slurm or a process group says that this process is one of several.
 
@@ -116,25 +137,25 @@ def joined(request: Request) -> Iterator[Job]:
     """
     place = place_here()
     with _talking(place) as peers, peers.interrupts.noted():
-        peers.all_run(lambda: _own_device(request, place))  # what is wrong on one machine ends all
+        peers.all_run(lambda: _own_device(request.devices, place))  # what is wrong on one machine ends all
         yield _job(request, place, peers)
         peers.part()
 
 
 def _job(request: Request, place: Place, peers: Peers) -> Job:
-    index = _own_device(request, place)
+    index = _own_device(request.devices, place)
     device = request.devices[index]
-    if device.kind == "cuda":
-        torch.cuda.set_device(device.index)  # NCCL sends from the current device
+    if is_accelerator(device.kind):
+        backend(device.kind).set_device(device.index)  # NCCL sends from the current device
     own = replace(
         request,
         devices=(device,),
         capacities_bytes=(request.capacities_bytes[index],),
         reserved_bytes=(request.reserved_bytes[index],),
     )
-    found = peers.gathered((own, machine_of(own.devices), place.local_rank))
-    requests = [one for one, _, _ in found]
-    peers.all_run(lambda: _refuse_different(requests, [machine for _, machine, _ in found]))
+    found = peers.gathered((own, machine_of(own.devices), place.local_rank, card_of(_torch_device(device))))
+    requests, machines, locals_, cards = map(list, zip(*found, strict=True))
+    peers.all_run(lambda: _refuse_different(requests, machines))
     whole = replace(
         requests[0],
         devices=tuple(one.devices[0] for one in requests),
@@ -142,14 +163,16 @@ def _job(request: Request, place: Place, peers: Peers) -> Job:
         reserved_bytes=tuple(one.reserved_bytes[0] for one in requests),
         deadline_s=request.deadline_s,
     )
-    locals_ = [local for _, _, local in found]
-    machine = _machine_of_all([machine for _, machine, _ in found], locals_)
-    return Job(place, peers, own, whole, machine, _shares_card(whole.devices))
+    return Job(place, peers, own, whole, _machine_of_all(machines, locals_), backend_for(device.kind, cards))
 
 
-def _own_device(request: Request, place: Place) -> int:
+def _torch_device(device: Device) -> torch.device:
+    return torch.device(device.kind, device.index) if is_accelerator(device.kind) else torch.device("cpu")
+
+
+def _own_device(devices: Sequence[Device], place: Place) -> int:
     """Return which of the machine's devices is this rank's."""
-    kind, count = request.kind, len(request.devices)
+    kind, count = devices[0].kind, len(devices)
     if kind == "sim":
         raise DeviceError(
             f"the devices are simulated, and {place.world_size} ranks were started; expected real ones to run steps "
@@ -157,11 +180,11 @@ def _own_device(request: Request, place: Place) -> int:
         )
     here = place.local_world_size or place.world_size
     local = place.local_rank if place.local_rank is not None else place.rank
-    if count == 1 and kind == "cuda" and here > 1:
-        return 0  # each process was given its own; that they are others is seen when all are known
+    if count == 1 and is_accelerator(kind) and here > 1:
+        return 0  # its own part, or all that the process was given
     if count != here or local >= count:
         raise DeviceError(
-            f"there are {count} devices ({', '.join(device.label for device in request.devices)}) for {here} ranks of "
+            f"there are {count} devices ({', '.join(device.label for device in devices)}) for {here} ranks of "
             "this machine; expected one for each; name as many (--devices cpu:2GiB,cpu:1GiB), or start torchrun with "
             f"--nproc-per-node {count}"
         )
@@ -201,11 +224,6 @@ def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int
     return {**machines[0], "devices": runs, **several}
 
 
-def _shares_card(devices: Sequence[Device]) -> bool:
-    cards = [device.uuid for device in devices if device.uuid is not None]
-    return len(set(cards)) < len(cards)
-
-
 @contextmanager
 def _talking(place: Place) -> Iterator[Peers]:
     """Make a gloo group for plain values, and end it; where there is a process group already, it stays.
@@ -222,7 +240,7 @@ def _talking(place: Place) -> Iterator[Peers]:
         watch.begin({} if adopted else group_sockets(before))
         with _broken_off_named(place), watch.telling():
             agreed = None
-            peers = Peers(place.rank, place.world_size, group, Interrupts())
+            peers = Peers(place.rank, place.world_size, group, Interrupts(), watch)
             try:
                 yield peers
             except BaseException as error:

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
+from autosplit.accelerators import backend, is_accelerator
 from autosplit.assembly import Subject, assembled, measured_ranks, rank_answer, residuals_of, why_no_ranks
 from autosplit.checks import checks_for, not_checked
 from autosplit.cost import Ceiling, Fit, MemoryFit, RankStepTime, Region, StepTime, TimeCurve
@@ -263,23 +263,25 @@ class JointSession:
     # All ranks together
 
     def _rank_steps(self) -> RankSteps:
-        on_gpu = self.request.kind == "cuda"
-        if on_gpu:
+        if is_accelerator(self.request.kind):
             self._probing.close()
-            torch.cuda.set_per_process_memory_fraction(self._fraction(), self.job.device)
-            self.closing.callback(torch.cuda.set_per_process_memory_fraction, 1.0, self.job.device)
+            self._bound_memory()
         return RankSteps(
             self.subject.workload,
             self.prober.runtime,
             self.job.device,
             self.peers,
-            backend="nccl" if on_gpu and not self.job.shares_card else "gloo",
+            backend=self.job.backend,
             options=self._options().keywords(),
         )
 
-    def _fraction(self) -> float:
-        total_bytes = torch.cuda.get_device_properties(self.job.device).total_memory
-        return min(1.0, self.job.own.capacities_bytes[0] / total_bytes)
+    def _bound_memory(self) -> None:
+        """Let the allocator hold no more than this rank's capacity, or the user's own limit, until the end."""
+        gpu, device = backend(self.request.kind), self.job.device
+        before = gpu.get_per_process_memory_fraction(device)
+        total_bytes = gpu.get_device_properties(device).total_memory
+        gpu.set_per_process_memory_fraction(min(before, self.job.own.capacities_bytes[0] / total_bytes), device)
+        self.closing.callback(gpu.set_per_process_memory_fraction, before, device)
 
     def _options(self) -> DdpOptions:
         return DdpOptions(find_unused_parameters=any(rank.unused for rank in self.ranks))

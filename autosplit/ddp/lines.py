@@ -63,12 +63,13 @@ class Word:
 
     Attributes:
         kind: "joined", which only rank 0 hears; "failed" and "left", as the rank said; "lost", where it said nothing;
-            "sign", that it is alive; "over", from this rank to its own thread.
+            "missing", that it does not come to collectives in which the others wait; "sign", that it is alive; "over",
+            from this rank to its own thread.
         rank: Of whom.
-        cause: Of a failure or of leaving, on one line.
+        cause: Of a failure or of leaving, on one line; of what is missed, its number.
     """
 
-    kind: Literal["joined", "failed", "left", "lost", "sign", "over"]
+    kind: Literal["joined", "failed", "left", "lost", "missing", "sign", "over"]
     rank: int
     cause: str = ""
 
@@ -360,7 +361,7 @@ def _word_of(line: bytes) -> Word | None:
     if not isinstance(told, dict) or set(told) != {"kind", "rank", "cause"}:
         return None
     # No other kind comes from outside; "over" would end the thread.
-    known = told["kind"] in ("failed", "left", "lost", "sign")
+    known = told["kind"] in ("failed", "left", "lost", "missing", "sign")
     whole = known and isinstance(told["rank"], int) and isinstance(told["cause"], str)
     return Word(told["kind"], told["rank"], told["cause"]) if whole else None
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from autosplit.ddp.devices import exchange_device
 from autosplit.schedule import OptimizerStep, count_samples, counted
 
 __all__ = ["LeftOverWarning", "foreign_steps", "gathered"]
@@ -28,10 +29,9 @@ def gathered(values: Sequence[int], device: torch.device) -> list[list[int]]:
 
     Args:
         values: This rank's.
-        device: This rank's; NCCL sends from there, gloo from the host.
+        device: This rank's.
     """
-    device = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    own = torch.tensor(list(values), dtype=torch.int64, device=device)
+    own = torch.tensor(list(values), dtype=torch.int64, device=exchange_device(device))
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
     return [part.tolist() for part in found]

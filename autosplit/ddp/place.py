@@ -1,7 +1,7 @@
 """Which process of the job this is, as torchrun or Slurm made it, and where its ranks meet.
 
 torchrun   RANK      WORLD_SIZE             LOCAL_RANK      LOCAL_WORLD_SIZE   MASTER_ADDR, MASTER_PORT
-srun       PROCID    STEP_NUM_TASKS         LOCALID         -                  from the job where one node has it all
+srun       PROCID    STEP_NUM_TASKS         LOCALID         STEP_TASKS_PER_NODE   the job's, where one node has it all
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from torch.distributed.rendezvous import rendezvous
 from autosplit.errors import InputError
 
 __all__ = ["Place", "explain_loopback", "explain_taken_port", "import_without_group", "meeting_place", "place_here"]
+
+_TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+"""What srun says of all nodes of its step, and what was asked for of each node of the job."""
 
 _GROUPS = itertools.count()
 """Numbers the groups that this process made; every rank makes the same ones, so the numbers agree."""
@@ -102,7 +105,29 @@ def _place_in_slurm() -> Place:
             'name; before srun, export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         )
     port = _number_in("MASTER_PORT") or _port_of_job()
-    return Place(rank, world_size, local_rank, world_size if one_node else None, f"{host}:{port}")
+    return Place(rank, world_size, local_rank, world_size if one_node else _tasks_of_node(), f"{host}:{port}")
+
+
+def _tasks_of_node() -> int | None:
+    """Return how many of the step's processes Slurm started on this node; None where it does not say.
+
+    Raises:
+        InputError: Slurm's list of them is none: "4(x2),3" are 4, 4 and 3.
+    """
+    name = next((name for name in _TASKS_PER_NODE if os.environ.get(name)), None)
+    if name is None:
+        return None
+    pieces = [re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", piece) for piece in os.environ[name].split(",")]
+    counts = [int(piece[1]) for piece in pieces if piece for _ in range(int(piece[2] or 1))]
+    if None in pieces or not counts:
+        raise InputError(
+            f"{name} is {os.environ[name]!r}; expected the processes of each node, such as '4(x2),3'; start the job "
+            "with srun"
+        )
+    if len(set(counts)) == 1:
+        return counts[0]
+    node = _number_in("SLURM_NODEID")
+    return None if node is None or node >= len(counts) else counts[node]
 
 
 def _port_of_job() -> int:

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-import torch
 from torch import distributed as dist
 
+from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.context import Context
-from autosplit.ddp.devices import backend_for, device_for
+from autosplit.ddp.devices import agreed_backend, device_for
 from autosplit.ddp.faults import TOLD_AFTER_S, Watch, abort_group, group_sockets, open_sockets, told_if_long
 from autosplit.ddp.place import (
     Place,
@@ -36,8 +36,9 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
             model = ctx.wrap(model)
 
     Started without either, it is a job of one process. The device is the very card that the plan means, whatever
-    CUDA_VISIBLE_DEVICES says; the backend is nccl on GPUs, and gloo elsewhere or where two ranks share a card. A
-    process group that is already there is used, and left as it is; one that is made here is destroyed on leaving.
+    CUDA_VISIBLE_DEVICES says; the backend is torch's own for the devices (nccl on GPUs of NVIDIA and AMD), and gloo on
+    processors, where torch was built without it, and where two ranks share a card. A process group that is already
+    there is used, and left as it is; one that is made here is destroyed on leaving.
     Wrapped models then go on as what they wrap: `module`, `state_dict`, and forwards in `eval()` or without gradients.
 
     A rank that leaves by an exception (a `sys.exit(0)` is none) tells the others, and one that is killed is missed by
@@ -77,12 +78,12 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
             f"each rank; start it with torchrun --nproc-per-node {count}, or tune for the devices of this job"
         )
     device = device_for(plan, place)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # NCCL sends from the current device
+    if is_accelerator(device.type):
+        backend(device.type).set_device(device)  # NCCL sends from the current device
     watch = Watch(place.rank, place.world_size)
     ctx = Context(plan, place.rank, device)
     try:
-        with _process_group(place, backend_for(plan, place, device), watch, ctx) as sockets:
+        with _process_group(place, watch, ctx) as sockets:
             watch.begin(sockets)
             with watch.telling():
                 agree_on(plan, place.rank)
@@ -92,7 +93,7 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
 
 
 @contextmanager
-def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> Iterator[Mapping[int, str]]:
+def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping[int, str]]:
     """Make the process group, and destroy it at the end; do neither where there is one.
 
     Yields:
@@ -109,8 +110,9 @@ def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> It
             "ended before setup"
         ):
             store = meeting_place(place)
+            chosen = agreed_backend(store, place, ctx.device, ctx.plan)
             before = open_sockets()
-            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+            dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size)
     except RuntimeError as error:
         explain_loopback(error, place)
         explain_taken_port(error, place)
@@ -121,7 +123,7 @@ def _process_group(place: Place, backend: str, watch: Watch, ctx: Context) -> It
         ctx.part_from_group()
         if watch.failed:
             with suppress(Exception):  # what failed is what has to be heard of
-                abort_group()
+                abort_group(dist.group.WORLD)
                 dist.destroy_process_group()
         else:
             dist.destroy_process_group()

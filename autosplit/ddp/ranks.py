@@ -2,6 +2,8 @@
 
 dry pass   forward, backward, update; nothing is sent | every rank tells: it fits, or it does not
 timed      blocks of whole steps, the gradients meeting in each one's last backward
+
+A rank that fails where the others wait for its gradients breaks that off for all of them.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +22,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autosplit.accelerators import backend, is_accelerator
+from autosplit.batches import map_tensors
 from autosplit.ddp.consensus import Failure, Peers
+from autosplit.ddp.faults import cut_off, end_process, group_sockets, open_sockets
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import Measurement, Runtime, StepShape
@@ -36,7 +42,8 @@ WARMUPS = 3
 """DDP lays out its buckets anew before its second step, and the third is steady."""
 
 LEAST_TIMEOUT_S = 15.0
-"""A rank that waits for another one's gradients for so long, and for `TIMEOUT_STEPS` dry passes, gives up."""
+"""A rank waits for so long, and for `TIMEOUT_STEPS` dry passes, for what nobody breaks off: then gloo gives up, and on
+another back end the process of a rank that was told to is ended."""
 
 TIMEOUT_STEPS = 10
 
@@ -75,6 +82,8 @@ class RankSteps:
         self.steps = self.ooms = 0
         self._slowest_dry_s = 0.0
         self._group: Any = None
+        self._sockets: Mapping[int, str] = {}
+        self._last_resort: threading.Timer | None = None
         self._trainee: Trainee | None = None
         self._models: Any = None
 
@@ -93,10 +102,12 @@ class RankSteps:
         """
         run = tuple(max(1, size) for size in sizes)
         with kept_rng():
-            peaks = self._try(lambda: self._dry(run))
+            # On a processor, memory is what the tracker counts, in a step without the wrappers.
+            unfit = None if self.device.type == "cpu" else self._prepared()
+            peaks = unfit or self._try(lambda: self._dry(run))
             if isinstance(peaks, Failure):
                 return peaks
-            measured = self._timed(run, budget_s)
+            measured = self._prepared() or self._timed(run, budget_s)
         if isinstance(measured, Failure):
             return measured
         later = self.peers.gathered(self._reserved_bytes())
@@ -135,31 +146,32 @@ class RankSteps:
         return peak
 
     def _dry_on_gpu(self, sizes: tuple[int, ...]) -> int:
-        torch.cuda.reset_peak_memory_stats(self.device)
-        trainee = self._trainee_here()
+        self._release()  # or the peak would begin at what an earlier step has reserved
+        backend(self.device.type).reset_peak_memory_stats(self.device)
+        assert self._trainee is not None, "it is prepared"
+        for wrapper in _wrappers(self._models):
+            wrapper.require_forward_param_sync = False  # nor do buffers, which the next step sends again
         for _ in range(2):  # the optimizer's state appears in the first
-            self._run(trainee, trainee.models, sizes)
-        torch.cuda.synchronize(self.device)
+            self._run(self._trainee, self._models, sizes, meets=False)
+        self._wait()
         return self._reserved_bytes()
 
     def _reserved_bytes(self) -> int:
-        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
+        on_gpu = is_accelerator(self.device.type)
+        return int(backend(self.device.type).max_memory_reserved(self.device)) if on_gpu else 0
 
     # Steps of all ranks
 
     def _timed(self, sizes: tuple[int, ...], budget_s: float) -> Measurement | Failure:
         """Time blocks of steps; how many, every rank reads from the same figures."""
-        made = self._try(self._prepare)
-        if isinstance(made, Failure):
-            return made
-        first = self._try(lambda: self._block(sizes, WARMUPS))
+        first = self._try(lambda: self._block(sizes, WARMUPS), together=True)
         if isinstance(first, Failure):
             return first
         count = max(1, math.ceil(BLOCK_S * WARMUPS / max(whole_s for whole_s, _ in first)))
         seconds: list[float] = []
         update_s: list[float] = []
         while not is_enough(seconds, sum(seconds) * count, budget_s):
-            block = self._try(lambda: self._block(sizes, count))
+            block = self._try(lambda: self._block(sizes, count), together=True)
             if isinstance(block, Failure):
                 return block
             seconds.append(max(whole_s for whole_s, _ in block) / count)
@@ -197,52 +209,85 @@ class RankSteps:
         models: Any,
         sizes: tuple[int, ...],
         mark: Callable[[str], None] = lambda _phase: None,
+        *,
+        meets: bool = True,
     ) -> None:
-        made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
+        # Here, because not every loss moves its batch: a `loss_fn` has the targets from where they are.
+        made = {size: map_tensors(self._here, trainee.batch(size)) for size in dict.fromkeys(sizes)}
         position = 0
 
         def marked(phase: str) -> None:
             nonlocal position
             if phase == "micro":
                 position += 1
-                _synchronise(models, position == len(sizes))
+                for wrapper in _wrappers(models):
+                    wrapper.require_backward_grad_sync = meets and position == len(sizes)
             mark(phase)
 
         trainee.step(models, [made[size] for size in sizes], sizes, marked)
 
-    def _prepare(self) -> None:
+    def _prepared(self) -> Failure | None:
         """Make this rank's copy, the group, and the wrappers, which send rank 0's weights to all."""
-        trainee = self._trainee_here()
         if self._models is not None:
-            return
+            return None
+        copied = self._try(self._copy)  # by itself: one that lacks memory for it is waited for by nobody
+        if isinstance(copied, Failure):
+            return copied
         self._meet()
-        self._models = trainee.wrapped(self._wrapped)
+        wrapped = self._try(self._wrap, together=True)
+        return wrapped if isinstance(wrapped, Failure) else None
+
+    def _copy(self) -> None:
+        self._trainee = training_copy(self.workload, device=self.device)
+
+    def _wrap(self) -> None:
+        assert self._trainee is not None, "it is copied before"
+        self._models = self._trainee.wrapped(self._wrapped)
 
     def _meet(self) -> None:
         if self._group is None:
-            timeout = timedelta(seconds=max(LEAST_TIMEOUT_S, TIMEOUT_STEPS * self._slowest_dry_s))
+            # Only gloo raises after it; others end the process.
+            timeout = timedelta(seconds=self._patience_s) if self.backend == "gloo" else None
+            before = open_sockets()
             self._group = dist.new_group(backend=self.backend, timeout=timeout)
+            self._sockets = group_sockets(before)
+
+    @property
+    def _patience_s(self) -> float:
+        return max(LEAST_TIMEOUT_S, TIMEOUT_STEPS * self._slowest_dry_s)
+
+    def _break_off(self) -> None:
+        """Get this rank out of the collective in which it waits for one that does not come; called in a thread."""
+        if self.backend != "gloo":
+            why = f"another rank failed, and {self.backend} does not let rank {self.peers.rank} go"
+            self._last_resort = threading.Timer(self._patience_s, end_process, (why,))
+            self._last_resort.daemon = True
+            self._last_resort.start()
+        cut_off(self._group, self._sockets)
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # nothing of it meets, and DDP refuses it
-        ids = [self.device.index] if self.device.type == "cuda" else None
+        ids = [self.device.index] if is_accelerator(self.device.type) else None
         return DistributedDataParallel(module, device_ids=ids, process_group=self._group, **self.options)
 
-    def _trainee_here(self) -> Trainee:
-        if self._trainee is None:
-            self._trainee = training_copy(self.workload, device=self.device)
-        return self._trainee
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if is_accelerator(self.device.type):
+            backend(self.device.type).synchronize(self.device)
 
     # Lacking memory
 
-    def _try(self, run: Callable[[], Any]) -> Any:
-        """Run something on every rank; where one lacks memory, all drop what they have and begin anew."""
-        result = self.peers.all_try(lambda: self._guarded(run))
+    def _try(self, run: Callable[[], Any], *, together: bool = False) -> Any:
+        """Run something on every rank; where one lacks memory, all drop what they have and begin anew.
+
+        Args:
+            run: What to run.
+            together: Ranks wait for each other in it.
+        """
+        result = self.peers.all_try(lambda: self._guarded(run), cut=self._break_off if together else None)
         if isinstance(result, Failure):
             self.ooms += 1
             self._drop()
@@ -267,16 +312,19 @@ class RankSteps:
         if self._trainee is not None:
             self._trainee.restore()
         self._trainee = None
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._release()
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+        if self._last_resort is not None:
+            self._last_resort.cancel()
+            self._last_resort = None
+
+    def _release(self) -> None:
+        gc.collect()
+        if is_accelerator(self.device.type):
+            backend(self.device.type).empty_cache()
 
 
-def _synchronise(models: Any, meets: bool) -> None:
-    """Say whether gradients meet in the backward that comes."""
-    for wrapper in modules_of(models):
-        if isinstance(wrapper, DistributedDataParallel):
-            wrapper.require_backward_grad_sync = meets
+def _wrappers(models: Any) -> list[DistributedDataParallel]:
+    return [wrapper for wrapper in modules_of(models) if isinstance(wrapper, DistributedDataParallel)]

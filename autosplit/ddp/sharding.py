@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from autosplit.ddp.devices import exchange_device
 from autosplit.errors import InputError
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
     """Send rank 0's weights and buffers, one at a time: the whole model need not fit on a device."""
     if dist.get_world_size() == 1:
         return
-    at = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    at = exchange_device(device)
     for tensor in _tensors_of(model).values():
         if tensor.is_meta or not tensor.numel():
             continue  # what is on the meta device has no values yet

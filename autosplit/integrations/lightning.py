@@ -19,11 +19,11 @@ from typing import Any
 
 import lightning.pytorch
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.dataloader import default_collate
 
+from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.context import let_go_of_group_last
 from autosplit.ddp.loops import gathered
 from autosplit.ddp.process import agree_on
@@ -177,8 +177,7 @@ class SharesLoader:
     def _over_processes(self, number: int) -> int:
         if self._share.num_processes == 1:
             return number
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
-        return sum(part for (part,) in gathered((number,), device or torch.device("cpu")))
+        return sum(part for (part,) in gathered((number,), torch.device(accelerator_kind() or "cpu")))
 
 
 class Shares(lightning.pytorch.Callback):

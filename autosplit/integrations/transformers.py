@@ -47,6 +47,7 @@ from autosplit.integrations.loaders import loader_options, taken_mark
 from autosplit.integrations.share import NoPlanWarning, Share, find_share, parameters_in, tell_of_no_plan
 from autosplit.integrations.weighing import weighted_backward
 from autosplit.plan import Plan
+from autosplit.rng import kept_rng
 from autosplit.workload import Workload
 
 if TYPE_CHECKING:
@@ -223,13 +224,12 @@ class SharesMixin(Mixed):
     def _found_rule(self) -> tuple[str, float]:
         loader = self.callback_handler.train_dataloader
         dataset = loader.dataset
-        device = self.args.device
         was_training = self.model.training
         self.model.eval()
         try:
             with (
                 torch.no_grad(),
-                torch.random.fork_rng([device] if device.type == "cuda" else []),
+                kept_rng(),
                 self.compute_loss_context_manager(),
             ):
                 batch = loader.collate_fn([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
@@ -285,8 +285,8 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
     args.per_device_train_batch_size = share.batch_size
     args.gradient_accumulation_steps = share.accumulation_steps
     args.average_tokens_across_devices = True
-    has_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    if share.device.type == "cpu" and not (args.use_cpu or has_nccl):
+    meets_on_cards = dist.is_initialized() and dist.get_backend() != "gloo"
+    if share.device.type == "cpu" and not (args.use_cpu or meets_on_cards):
         args.use_cpu = True  # or each process would train alone where there is no GPU
         vars(args).pop("_setup_devices", None)  # they have chosen a device already, and choose again when asked
     device = args.device  # by which the processes meet

@@ -82,11 +82,12 @@ def load() -> None:
         getattr(library, name).restype = ctypes.c_uint64
     library.emu_fraction.restype = ctypes.c_double
     library.emu_random_state.restype = ctypes.c_int64
-    from . import torch_emu
+    from . import group, torch_emu
 
     torch.utils.rename_privateuse1_backend("emu")
     torch._register_device_module("emu", torch_emu)
     torch.utils.generate_methods_for_privateuse1_backend()
+    group.register()
 
 
 def _c() -> ctypes.CDLL:

@@ -1,0 +1,16 @@
+"""The accelerators that tests marked `gpu` run on: real ones, or emulated (tests/emulated)."""
+
+from __future__ import annotations
+
+import torch
+
+from autosplit.accelerators import accelerator_kind, backend
+
+KIND = accelerator_kind() or "cuda"
+COUNT = backend(KIND).device_count() if accelerator_kind() else 0
+CARDS = (0, 1) if COUNT > 1 else (0, 0)
+"""Two cards, or one that is named twice."""
+
+
+def card(index: int) -> torch.device:
+    return torch.device(KIND, index)

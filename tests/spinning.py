@@ -1,0 +1,81 @@
+"""A back end that waits as NCCL does: for ever, and without an error, for a rank that does not come.
+
+What gloo sends, it sends, each collective in a thread of its own, and waits for that in short sleeps, as a stream of a
+card is waited for. It ends by `abort` alone, and then as if nothing had been wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+NAME = "spinning"
+
+
+class _Done(dist.Work):  # type: ignore[misc]
+    """A collective that has ended."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self._future: Any = torch.futures.Future()
+        self._future.set_result(tensors)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        return self._future
+
+
+class Spinning(dist.ProcessGroup):  # type: ignore[misc]
+    """The group."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def shutdown(self) -> None:
+        assert self.aborted or not self.waits, "a group in use is destroyed"
+
+    waits = False
+
+    def _run(self, start: Callable[[], Any], tensors: Any) -> _Done:
+        if not self.aborted:
+            work, self.waits = start(), True
+            while not (work.is_completed() or self.aborted):
+                time.sleep(0.002)
+            self.waits = False
+        return _Done(tensors)
+
+    def allreduce(self, tensors: Any, *options: Any) -> Any:
+        return self._run(lambda: self._gloo.allreduce(tensors, *options), tensors)
+
+    def broadcast(self, tensors: Any, *options: Any) -> Any:
+        return self._run(lambda: self._gloo.broadcast(tensors, *options), tensors)
+
+    def allgather(self, outputs: Any, tensors: Any, *options: Any) -> Any:
+        return self._run(lambda: self._gloo.allgather(outputs, tensors, *options), outputs)
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+
+def register() -> None:
+    """Let torch know it; once."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, Spinning, devices=["cpu"])
