@@ -42,8 +42,9 @@ def _meet(end: str) -> None:
         raise ZeroDivisionError("boom")
     elif end == "host memory":
         raise MemoryError("no room on the host")
-    elif end == "cuda assertion":
-        torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")].sum().item()
+    elif end == "kernel assertion":
+        there = torch.accelerator.current_accelerator()
+        torch.zeros(4, device=there)[torch.tensor([9], device=there)].sum().item()
     elif end == "garbage":
         sys.stdout.write("garbage\n")
         os.write(1, b"garbage\n")

@@ -420,11 +420,24 @@ class TestFaults:
             with pytest.raises(torch.AcceleratorError, match="EMU error: an illegal memory access was encountered"):
                 call()
 
-    def test_an_index_out_of_range_is_an_assertion_in_the_kernel(self):
-        table = torch.ones(3, 2, device="emu:0")
-        for call in (lambda: F.embedding(torch.tensor([3], device="emu:0"), table), torch.emu.synchronize):
+    @pytest.mark.parametrize(
+        "look_up",
+        [
+            lambda table, index: table[index],
+            lambda table, index: F.embedding(index, table),
+            lambda table, index: table.gather(0, index[:, None]),
+            lambda table, index: F.cross_entropy(table[:1], index),
+        ],
+        ids=["index", "embedding", "gather", "label"],
+    )
+    def test_an_index_out_of_range_is_an_assertion_in_the_kernel(self, look_up):
+        table, index = torch.ones(3, 2, device="emu:0"), torch.tensor([3], device="emu:0")
+        for call in (lambda: look_up(table, index), torch.emu.synchronize):
             with pytest.raises(torch.AcceleratorError, match="EMU error: device-side assert triggered"):
                 call()
+        emulated.mend()
+        with pytest.raises(IndexError, match="Dimension out of range"):  # which the host sees
+            table.sum(5)
 
     def test_a_kernel_hangs(self):
         code = "t = torch.ones(1, device='emu:0'); emulated.hang_kernel(0); print(1, flush=True); t + 1"

@@ -13,6 +13,7 @@ import torch
 from deadly import dead_on_arrival, deadly
 from workloads import small
 
+from autosplit.accelerators import accelerator_kind
 from autosplit.devices import parse_devices
 from autosplit.errors import AutosplitError, InputError, UserCodeError
 from autosplit.isolation import ChildLostError, LostCauseError
@@ -430,11 +431,11 @@ def test_settings_of_torch_are_taken_over():
 
 @pytest.mark.gpu
 def test_a_failed_assertion_in_a_kernel_costs_one_call():
-    devices = parse_devices("cuda:0")
+    devices = parse_devices(f"{accelerator_kind()}:0")
     with ExitStack() as closing:
-        runtime = isolated_runtime(partial(deadly, "cuda assertion", 64), devices, (2**30,), closing)
+        runtime = isolated_runtime(partial(deadly, "kernel assertion", 64), devices, (2**30,), closing)
         before = runtime.peaks(rank(4))
-        with pytest.raises(StepLostError, match="lost CUDA to"):
+        with pytest.raises(StepLostError, match=f"lost {accelerator_kind().upper()} to"):
             runtime.peaks(rank(64))
         assert runtime.peaks(rank(4)) == before
 

@@ -16,6 +16,7 @@ takes them back, an error that sticks as well (which on a real card takes a new 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import sys
@@ -64,6 +65,7 @@ def switch_on() -> None:
         file, path = tempfile.mkstemp(prefix="emulated-memory-")
         os.close(file)
         os.environ["EMULATED_MEMORY"] = path
+        atexit.register(Path(path).unlink, missing_ok=True)
 
 
 def load() -> None:
