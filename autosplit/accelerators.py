@@ -43,11 +43,11 @@ def accelerator_in_use() -> Any:
     """
     import torch
 
+    if torch.cuda.is_initialized():
+        return torch.cuda
     built_for = torch.accelerator.current_accelerator()
-    if built_for is None:
-        return None
-    found = backend(built_for.type)
-    return found if found.is_initialized() else None
+    found = None if built_for is None else backend(built_for.type)
+    return found if found is not None and found.is_initialized() else None
 
 
 def backend(kind: str) -> Any:

@@ -124,7 +124,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         if devices:
             self.output_device = _output_device(output_device, devices[0])
             self.src_device_obj = devices[0]
-            if len(devices) == 1 and devices[0].type != "cpu":
+            tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+            if len(devices) == 1 and devices[0].type != "cpu" and any(one.device != devices[0] for one in tensors):
                 self.module.to(devices[0])  # as nn.DataParallel does, and with one device only
         self.reduce = checked_reduce(reduce)
         self.ceilings = _checked_sizes("ceilings", ceilings, len(devices))

@@ -43,7 +43,7 @@ from autosplit.sizes import ms_text, size_text
 from autosplit.split import proportional_split
 from autosplit.staging import Source, build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.timings import TimedSize
-from autosplit.trainee import listed, ran_a_step
+from autosplit.trainee import bytes_on_accelerators, listed, ran_a_step
 from autosplit.wall_search import WallSearch
 
 __all__ = ["Prober", "does_not_fit", "find_ceiling"]
@@ -1214,6 +1214,18 @@ def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:
     """Say that the workload does not fit a device at one sample, with the bytes it needs and has."""
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     least = prober.least_batch()
+    held = bytes_on_accelerators(prober.tracer.workload)
+    own_bytes = sum(held[place] for place in held if (place.type, place.index) == (device.kind, device.index))
+    if own_bytes:
+        return DoesNotFitError(
+            f"a copy of the model does not fit {device.label} ({device.name}) at batch {least} beside the model, which "
+            f"is there already and takes {own_bytes} of the {capacity_bytes} bytes that it may hold; expected room for "
+            "a step; tune with the model on the processor (model.cpu()), and move it afterwards",
+            device=device.label,
+            device_index=index,
+            requested_bytes=own_bytes,
+            capacity_bytes=capacity_bytes,
+        )
     if prober.max_batch_size < least:
         return DoesNotFitError(
             f"a batch of {prober.max_batch_size} is the most that is asked for, and BatchNorm trains on no fewer than "

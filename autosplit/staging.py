@@ -25,7 +25,8 @@ from autosplit.runtime.isolated import IsolatedRuntime, RealRuntime
 from autosplit.runtime.measurement import Runtime
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracing import Tracer, make_device_tracer, make_tracer
-from autosplit.trainee import built_without_memory, fake_mode, training_copy
+from autosplit.sizes import size_text
+from autosplit.trainee import built_without_memory, bytes_on_accelerators, fake_mode, training_copy
 from autosplit.workload import PRECISIONS, Workload
 
 __all__ = ["Built", "Followed", "Source", "build", "follow", "isolated_runtime", "runtime_for", "workload_source"]
@@ -34,6 +35,9 @@ _log = logging.getLogger(__name__)
 
 Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
+
+TWINS_WITHIN = 0.01
+"""Of their memory: accelerators of one name are planned as equals with what the one with the least of them may hold."""
 
 SMALL_BYTES = 256 * 2**20
 """What is built for simulated cards has its memory up to here: it is there sooner than torch's compiler, which building
@@ -184,6 +188,7 @@ def isolated_runtime(
     """
     if devices[0].kind == "sim":
         return None
+    capacities_bytes = _twinned(devices, capacities_bytes)
     make = partial(_runtime_of_source, source, devices, capacities_bytes)
     runtime = IsolatedRuntime(make, devices, capacities_bytes, deadline_s=deadline_s)
     closing.callback(runtime.close)
@@ -229,9 +234,20 @@ def follow(
         tracer, note = _traced(workload, devices[0])
         why_real = note or why_real
     closing.callback(tracer.trainee.restore)
-    assumed = tracer.assumptions()
+    assumed = (*tracer.assumptions(), *_held_already(workload, devices[0].kind, twice=isolated is not None))
     rebuild = partial(_built, built.source) if built.fake and why_real is None else None
     return Followed(workload, tracer, assumed if why_real is None else (why_real, *assumed), isolated, rebuild)
+
+
+def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[str, ...]:
+    """Say what a model takes of the devices that it is tuned for by being there: a copy of it is trained beside it."""
+    held = bytes_on_accelerators(workload)
+    return tuple(
+        f"the model is on {device} already and takes {size_text(nbytes)} of it beside the copy that was run"
+        f"{', in each of two processes' if twice else ''}: as much more fits if it is moved there after tuning"
+        for device, nbytes in held.items()
+        if device.type == kind
+    )
 
 
 def _traced(workload: Workload, device: Device) -> tuple[Tracer, str | None]:
@@ -272,6 +288,7 @@ def runtime_for(
         followed: The workload and its tracer.
         closing: Gets what has to be undone at the end.
     """
+    capacities_bytes = _twinned(devices, capacities_bytes)
     if followed.isolated is not None:
         assert followed.isolated.devices == devices, (followed.isolated.devices, devices)
         assert followed.isolated.capacities_bytes == capacities_bytes, capacities_bytes
@@ -279,6 +296,20 @@ def runtime_for(
     if devices[0].kind == "sim":
         return SimulatedRuntime(devices, capacities_bytes, followed.tracer)
     return _real_runtime(devices, capacities_bytes, followed.workload, closing)
+
+
+def _twinned(devices: Sequence[Device], capacities_bytes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return capacities in which twins have as much: a display on one would else have each of them probed alone."""
+    found = list(capacities_bytes)
+    for index in sorted(range(len(devices)), key=lambda index: capacities_bytes[index]):
+        twins = [
+            least
+            for device, least in zip(devices, found, strict=True)
+            if device.name == devices[index].name and least <= found[index] <= least * (1 + TWINS_WITHIN)
+        ]
+        if is_accelerator(devices[index].kind):
+            found[index] = min(twins)
+    return tuple(found)
 
 
 def _real_runtime(

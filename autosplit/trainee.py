@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from autosplit.accelerators import is_accelerator
 from autosplit.accumulation import Accumulation
 from autosplit.batches import Whole, map_leaves, map_tensors, resize, tensors_of
 from autosplit.bounded import settings_kept_on_failure
@@ -32,7 +33,7 @@ from autosplit.rng import ExtremeDraws
 from autosplit.transfer import Placement, adopt_module
 from autosplit.workload import Workload, call_model, modules_of, on_first_device
 
-__all__ = ["Trainee", "fake_mode", "holds_fakes", "ran_a_step", "training_copy"]
+__all__ = ["Trainee", "bytes_on_accelerators", "fake_mode", "holds_fakes", "ran_a_step", "training_copy"]
 
 CPU = torch.device("cpu")
 
@@ -218,6 +219,20 @@ class Trainee:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def bytes_on_accelerators(workload: Workload) -> dict[torch.device, int]:
+    """Return what a live model and its live optimizers hold of each accelerator."""
+    given: Any = workload.model
+    models = modules_of(given) if isinstance(given, (nn.Module, tuple, list, Mapping)) else []
+    tensors = [t for model in models for p in (*model.parameters(), *model.buffers()) for t in (p, p.grad)]
+    tensors += [t for optimizer in _live_optimizers(workload) for t in _state_tensors(optimizer)]
+    held = {t.untyped_storage()._cdata: t for t in tensors if t is not None and t.layout is torch.strided}
+    found: dict[torch.device, int] = {}
+    for tensor in held.values():
+        if is_accelerator(tensor.device.type) and not isinstance(tensor, FakeTensor):
+            found[tensor.device] = found.get(tensor.device, 0) + tensor.untyped_storage().nbytes()
+    return found
 
 
 def ran_a_step(trace: TracebackType | None) -> bool:

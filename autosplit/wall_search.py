@@ -95,9 +95,11 @@ class WallSearch:
             return max(self.least, min(self._below(high), high // 2 if self._failures > 1 else high - 1))
         if self.steps + STEPS_NEEDED > (MOST_STEPS if self._is_sharp and self.traced is not None else 2 * MOST_STEPS):
             return None
-        aim = self._aim(low, high)
-        least_gain = LEAST_GAIN if self._is_sharp else LEAST_BLURRED_GAIN
-        return aim if aim > low and (aim - low >= least_gain * low) else None
+        full = self._fitting(self.corrected, low, high)
+        aim = self._aim(low, high, full)
+        # Where the wall is blurred, as long as there is so much room to look for it: half of that is gained by looking.
+        least_gain = 0.0 if self._is_sharp else LEAST_BLURRED_GAIN if self.failed is not None else LEAST_GAIN
+        return aim if aim > low and full - low >= least_gain * low else None
 
     @property
     def _is_sharp(self) -> bool:
@@ -112,8 +114,7 @@ class WallSearch:
         promised = self._fitting(self.traced, self.least - 1, self.most + 1)
         return max(self.least, promised // FIRST_SHARE if promised > 2 * FIRST_SHARE else promised)
 
-    def _aim(self, low: int, high: int) -> int:
-        full = self._fitting(self.corrected, low, high)
+    def _aim(self, low: int, high: int, full: int) -> int:
         is_far = full > 2 * low
         if self.blind or (self.failed is not None and (is_far or len(self.allocated) == 1)):
             return (low + high) // 2

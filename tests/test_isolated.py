@@ -282,6 +282,65 @@ def test_after_one_that_hangs_others_are_given_less(runtime):
     assert limits(child) == [600, 600, 3, 120]
 
 
+def test_a_new_process_may_start_its_devices_and_copy_the_model_there(runtime):
+    """After a hang the next process had 3 s for its first call: less than CUDA's start and a large model's copy."""
+    apart, child = runtime()
+    apart.devices = tuple(replace(device, kind="cuda") for device in apart.devices)
+    child.takes_s, child.answers = 0.01, [(1,), hung()]
+    apart.peaks(rank(4))
+    with pytest.raises(StepLostError):
+        apart.peaks(rank(64))
+    apart.peaks(rank(32))
+    apart.peaks(rank(33))
+    assert limits(child) == [600, 600, 10, 3]
+
+
+def test_what_a_process_set_of_torch_holds_in_the_other():
+    """torch refuses its old switch of a float32's precision once a new one was used: no process could be started."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        settings = isolated._Settings.of_this_process()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    try:
+        settings.take_over()
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize(
+    ("change", "undo", "seen"),
+    [
+        (
+            lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+            lambda: torch.use_deterministic_algorithms(False),
+            torch.is_deterministic_algorithms_warn_only_enabled,
+        ),
+        (
+            lambda: torch.backends.cuda.enable_flash_sdp(False),
+            lambda: torch.backends.cuda.enable_flash_sdp(True),
+            lambda: not torch.backends.cuda.flash_sdp_enabled(),
+        ),
+        (
+            lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+            lambda: setattr(torch.backends.cudnn, "allow_tf32", True),
+            lambda: not torch.backends.cudnn.allow_tf32,
+        ),
+    ],
+)
+def test_switches_of_kernels_hold_in_the_other_process(change, undo, seen):
+    try:
+        change()
+        settings = isolated._Settings.of_this_process()
+        undo()
+        assert not seen()
+        settings.take_over()
+        assert seen()
+    finally:
+        undo()
+
+
 def test_hanging_ends_with_the_time_limit(runtime):
     apart, child = runtime(deadline_s=1040.0)
     child.takes_s, child.answers = 20.0, [(1,), hung(), hung(), hung()]

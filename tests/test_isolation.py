@@ -290,3 +290,20 @@ def test_a_script_without_a_guard_is_told(tmp_path):
     )
     assert done.stdout == "noise\n"
     assert "ChildLostError: the process exited with code 1" in done.stderr
+
+
+def test_a_process_that_can_not_be_ended_is_not_waited_for(child, monkeypatch):
+    """One that hangs in a driver outlives SIGKILL, and whoever joined it waited for ever."""
+    child.get_ready()
+    process = child._process
+    waited = []
+
+    def join(timeout=None):
+        waited.append(timeout)
+
+    monkeypatch.setattr(process, "join", join)
+    child.end()
+    assert waited
+    assert None not in waited
+    monkeypatch.undo()
+    process.join()

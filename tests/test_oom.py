@@ -6,11 +6,14 @@ owner/name#1 an issue that quotes it.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch._utils import ExceptionWrapper
 
+from autosplit import oom
 from autosplit.errors import UserCodeError, WorkloadError, from_user_code
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, is_kernel_limit, is_oom
 
@@ -155,6 +158,10 @@ PERHAPS_OOM = [
     (
         "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`",
         "JIA-Lab-research/UVTR#13",
+    ),
+    (
+        "NCCL Error 1: unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+        "torch/csrc/cuda/nccl.cpp: nn.DataParallel's own communicators",
     ),
     ("UR backend failed. UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)", "intel/torch-xpu-ops#1170, #1324"),
     ("Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)", "intel/ipex-llm#9467"),
@@ -386,6 +393,27 @@ class TestClasses:
         with pytest.raises(RuntimeError) as caught:
             ask()
         assert not is_oom(caught.value)
+
+
+class TestADeviceThatIsBroken:
+    """A label out of range leaves CUDA unusable, and the next library says that it has no memory for a handle."""
+
+    MESSAGE = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+
+    @pytest.mark.parametrize("is_broken", [True, False])
+    def test_is_no_lack_of_memory(self, is_broken, monkeypatch):
+        asked = []
+
+        def synchronize(index):
+            asked.append(index)
+            if is_broken:
+                raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+        held = {0: 0, 1: 2**20}
+        cuda = SimpleNamespace(device_count=lambda: 2, memory_reserved=held.get, synchronize=synchronize)
+        monkeypatch.setattr(oom, "accelerator_in_use", lambda: cuda)
+        assert is_oom(RuntimeError(self.MESSAGE)) != is_broken
+        assert asked == [1], "a device that holds nothing would get a context by being asked"
 
 
 class TestChains:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from workloads import Uncopyable, branching, net, net_batch, small
 
 from autosplit import staging
-from autosplit.devices import parse_devices
+from autosplit.devices import Device, parse_devices
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.profiles import workload_of
 from autosplit.runtime.cpu import CpuRuntime
@@ -233,3 +233,15 @@ def test_a_model_without_memory_is_planned_for_cards_and_refused_here():
     assert tune(small(model), devices="sim:RTX3090", max_batch_size=8, n_trials=2, profile="off").batch_size == 8
     with pytest.raises(WorkloadError, match="meta device"):
         tune(small(model), devices="cpu:1MiB", max_batch_size=8, profile="off")
+
+
+@pytest.mark.parametrize(
+    ("capacities", "planned"),
+    [((1000, 995), (995, 995)), ((1000, 980), (1000, 980)), ((995, 1000, 400), (995, 995, 400))],
+)
+def test_twins_have_as_much_as_the_one_with_the_least(capacities, planned):
+    """A display on one of two equal cards had each probed by itself: 24 confirmations for 10."""
+    devices = tuple(Device("cuda", index, "NVIDIA RTX 3090", nbytes) for index, nbytes in enumerate(capacities))
+    assert staging._twinned(devices, capacities) == planned
+    budgets = tuple(Device("cpu", index, "cpu", nbytes, budgeted=True) for index, nbytes in enumerate(capacities))
+    assert staging._twinned(budgets, capacities) == capacities, "what is counted to the byte is used to the byte"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
+from workloads import small
 
 from autosplit.batches import Whole, tensors_of
 from autosplit.errors import AutosplitError, WorkloadError
@@ -616,3 +617,17 @@ def test_what_was_changed_for_a_while_is_as_before_where_it_can_not_be_built_wit
     with pytest.raises(RuntimeError):
         built_without_memory(build, fake_mode())
     assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e6, float("inf")])
+def test_fp16_has_the_optimizers_state_from_the_first_step(factor):
+    """GradScaler leaves out the optimizer where a gradient overflows, as the first of fp16 do at its scale of 65536.
+
+    No state was there then to be measured, 8 bytes a parameter, and the ceiling was too high by them.
+    """
+    loss = lambda outputs, targets: nn.functional.cross_entropy(outputs, targets) * factor
+    trainee = training_copy(small(loss_fn=loss, precision="fp16"), device=torch.device("cpu"))
+    trainee.step(trainee.models, [trainee.batch(4)], [4])
+    states = trainee.optimizers.state.values()
+    assert len(states) == len(trainee.parameters())
+    assert all({"exp_avg", "exp_avg_sq"} <= state.keys() for state in states)

@@ -65,7 +65,7 @@ class AffineTraces:
         for index in active if high > low else ():
             law.add(index, self._traced(unit, (*base[:index], high, *base[index + 1 :])))
         known = self._tracer.known(replace(unit, splits=((self._samples,),)))
-        if known is not None and len(unit.splits[0]) == 1:
+        if known is not None and len(unit.splits[0]) == 1 and law.is_alike:
             self._is_curved = law.at((self._samples,)).peak_bytes != known.peak_bytes
         if self._is_curved and len(active) == 1 and high > low:
             law.add(active[0], self._traced(unit, tuple(samples and high + low for samples in base)))
@@ -117,17 +117,17 @@ class _Law:
     def __init__(self, base: _Followed) -> None:
         self._base = base
         self._others: list[tuple[int, _Followed]] = []
-        self._alike = True
+        self.is_alike = True
 
     def add(self, index: int, followed: _Followed) -> None:
         """Take in a step in which one device has other samples than in the base."""
         self._others.append((index, followed))
-        self._alike = self._alike and self._base.is_like(followed)
+        self.is_alike = self.is_alike and self._base.is_like(followed)
 
     def at(self, split: tuple[int, ...]) -> Trace:
         """Return what would be traced."""
         base = self._base.trace
-        if not self._alike:  # kernels chosen by size, say: no more than lines through the peaks
+        if not self.is_alike:  # kernels chosen by size, say: no more than lines through the peaks
             peaks = self._evaluated(split, [torch.tensor(f.trace.peak_bytes, dtype=torch.float64) for f in self._all])
             found = tuple(max(0, int(peak)) for peak in peaks)
             made = [one.of_peak(peak, measured=False) or one for one, peak in zip(base.parts, found, strict=True)]

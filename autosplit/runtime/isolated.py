@@ -170,6 +170,7 @@ class IsolatedRuntime:
         except ChildLostError as lost:
             self._deadly[name, shape] = cause = lost.cause
             self._hung += lost.hung
+            self._is_new = True
         except AutosplitError:
             self._answered = True
             raise
@@ -181,7 +182,6 @@ class IsolatedRuntime:
         raise self._lost_step(shape, cause)
 
     def _get_ready(self) -> None:
-        self._is_new = self._is_new or self._child.pid is None
         own_s = UNHURRIED_S if self._deadline_s is None else self._deadline_s - time.monotonic()
         try:
             self._child.get_ready(max(own_s, START_LIMIT_S))
@@ -334,7 +334,7 @@ class _Served:
             raise
         except (Exception, SystemExit) as error:
             if self._device_is_lost():
-                raise LostCauseError(f"lost its device to {one_line(error)}") from error
+                raise LostCauseError(f"lost {self._runtime.devices[0].kind.upper()} to {one_line(error)}") from error
             if is_oom(error, smaller_ran=self._ran):
                 raise OutOfMemoryError(f"out of memory: {one_line(error)}; give it fewer samples") from error
             if is_kernel_limit(error):
