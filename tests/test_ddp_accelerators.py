@@ -94,6 +94,28 @@ def trained() -> dict[str, Any]:
         return trained_by(ctx)
 
 
+def sharded() -> dict[str, Any]:
+    """Take a step with the parameters shared out by FSDP2, and compare the weights with those of one process."""
+    inputs, targets = samples()
+    with ddp.setup(plan_of_cards()) as ctx:
+        # torch moves no parameter in place to a back end that is not its own, as FSDP2 would.
+        model = ctx.shard(make_model().to(ctx.device), layers=nn.Linear)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dataset = torch.utils.data.TensorDataset(inputs, targets)
+        for step in ctx.steps(torch.utils.data.DataLoader(dataset, batch_sampler=ctx.batch_sampler(NUM_SAMPLES))):
+            for some, wanted in step:
+                step.backward(nn.functional.mse_loss(model(some.to(ctx.device)), wanted.to(ctx.device)))
+            optimizer.step()
+        found = [parameter.full_tensor().detach().cpu() for parameter in model.parameters()]
+    whole = make_model()
+    nn.functional.mse_loss(whole(inputs), targets).backward()
+    pairs = zip(found, whole.parameters(), strict=True)
+    return {
+        "error": max(float((got - (p.detach() - 0.1 * p.grad)).abs().max()) for got, p in pairs if p.grad is not None),
+        "contexts": contexts_here(),
+    }
+
+
 def resumed() -> float:
     """Train, save, load into another model, and compare."""
     path = Path(os.environ["SCENARIO_FOLDER"]) / "last.pt"
@@ -168,6 +190,7 @@ def without_memory() -> dict[str, Any]:
 
 ON_CARDS: dict[str, Callable[[], Any]] = {
     "trained": trained,
+    "sharded": sharded,
     "resumed": resumed,
     "without memory": without_memory,
     "tuned": tuned_and_trained,
@@ -190,6 +213,11 @@ class TestTwoRanks:
             assert found["device"] == f"{KIND}:{rank}"
             assert found["share"] == SHARES[rank]
             assert found["backend"] == dist.get_default_backend_for_device(KIND)
+            assert found["contexts"] in (None, [rank])
+
+    def test_share_a_model_out(self, ranks: Any) -> None:
+        for rank, found in enumerate(found_by(ranks, "sharded")):
+            assert found["error"] < 1e-12
             assert found["contexts"] in (None, [rank])
 
     def test_save_and_load(self, ranks: Any) -> None:
