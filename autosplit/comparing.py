@@ -6,6 +6,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -319,11 +320,10 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
     """Return which machine a price is for."""
     if isinstance(name, str):
         plain = name.strip()
-        spec = plain if plain.partition(":")[0].strip().lower() in ("sim", "cuda", "cpu") else f"sim:{plain}"
-        try:
-            wanted = _identity(parse_devices(spec))
-        except DeviceError:
-            wanted = ()
+        wanted: tuple[object, ...] = ()
+        for spec in (f"sim:{plain}", plain):
+            with suppress(DeviceError):
+                wanted = wanted or _identity(parse_devices(spec))
         for place, machine in enumerate(machines):
             if machine.name == plain or _identity(machine.devices) == wanted:
                 return place

@@ -101,7 +101,8 @@ _PERHAPS_OOM = _any_of(
     r"CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
     r"CUFFT_INTERNAL_ERROR",
     r"UR_RESULT_ERROR_OUT_OF_RESOURCES|PI_ERROR_OUT_OF_RESOURCES",
-    r"NCCL Error 1: unhandled cuda error",  # torch/csrc/cuda/nccl.cpp: a communicator's buffers, say
+    # torch/csrc/cuda/nccl.cpp: the communicators of one process's GPUs take memory past the allocator.
+    r"NCCL Error 1: unhandled cuda error",
 )
 
 _KERNEL_LIMIT = _any_of(

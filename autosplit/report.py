@@ -480,7 +480,7 @@ def _sizes_text(sizes: Sequence[int]) -> str:
 
 def _gpu_table(devices: Sequence[DeviceReport]) -> Table:
     table = _table()
-    for heading in ("cuda", "physical", "name"):
+    for heading in (devices[0].kind, "physical", "name"):
         table.add_column(heading, overflow="fold")
     for heading in ("total", "free", "others", "busy", "temp", "power"):
         table.add_column(heading, justify="right", overflow="fold")

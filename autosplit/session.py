@@ -718,7 +718,7 @@ class Session:
         return DdpOptions(find_unused_parameters=self.prober.tracer.leaves_unused())
 
     def _all_reduce_seconds(self, step_time: StepTime) -> float:
-        """Return the time of DDP's all-reduce: a ring over simulated links, otherwise what replicas' copies took."""
+        """Return the time of DDP's all-reduce: a ring over simulated links, or those that replicas' copies took."""
         count = len(self.request.devices)
         if count == 1:
             return 0.0
@@ -726,7 +726,9 @@ class Session:
             link = min(device.spec.link_bytes_per_s for device in self.request.devices if device.spec is not None)
             # A ring sends 2 (W - 1) / W of the gradients over each link (Patarasuk and Yuan 2009).
             return 2 * (count - 1) / count * bucket_bytes(self.prober.tracer.trainee) / link
-        return sum(step_time.copies_s)
+        # A replica's copies are its parameters' way out and its gradients' way home, one replica after the other. A
+        # ring sends over all links at once, both ways, and the slowest decides.
+        return (count - 1) / count * max(step_time.copies_s)
 
     def _final_ceilings(self, best: Trial) -> tuple[Ceiling, ...]:
         """Find the largest shares that fit all at once: any split within them does."""

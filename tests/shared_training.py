@@ -15,6 +15,7 @@ import runpy
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autosplit.cost import MemoryFit, Region
+from autosplit.devices import visible_devices
 from autosplit.plan import DdpPlan, Plan, RankSettings
 from autosplit.split import accumulation_steps
 
@@ -82,6 +84,20 @@ def shares_plan(sizes: tuple[int, ...], effective: int, *, in_one: bool = False)
         ddp=DdpPlan((), 1.0, reason="one process") if alone else DdpPlan(ranks, 11.0),
         region=Region(MemoryFit(9, 3), 2**30, total, (total,) * (count - 1), total) if in_one else None,
     )
+
+
+def on_cards(plan: Plan, monkeypatch: Any) -> Plan:
+    """A plan with accelerators of this machine in place of its devices; accelerate hears of a kind that it misses."""
+    from gpus import COUNT, KIND
+
+    if KIND not in {"cuda", "xpu", "npu"}:
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", f"{KIND}:0")
+    here = visible_devices(KIND)
+    placed = [
+        replace(device, label=f"{KIND}:{n}", kind=KIND, index=n, name=here[n].name, uuid=here[n].uuid)
+        for n, device in ((device.index % COUNT, device) for device in plan.devices)
+    ]
+    return replace(plan, devices=tuple(placed))
 
 
 def make_text(index: int, generator: torch.Generator) -> dict[str, Any]:

@@ -60,8 +60,6 @@ def wrap(module: nn.Module, *split: int, cards=CARDS, **options) -> BalancedData
 
 def made(name: str, home: torch.device = HOME):
     """A model, its twin, and inputs on its device, all in double precision."""
-    if KIND == "emu" and name in {"sparse", "complex"}:
-        pytest.skip("the emulated devices have no sparse and no complex tensors")
     make, shape = MODELS[name]
     torch.set_default_dtype(torch.double)
     with home:  # not .to(home): a buffer that requires grad would be a leaf no more

@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpus import KIND
 from test_ddp import NUM_SAMPLES, loader_of, make_model, make_plan, mean_loss, weights
 from torch import nn
 
 from autosplit import BalancedDataParallel, ddp
+from autosplit.accelerators import backend
 from autosplit.ddp import checkpoints
+from autosplit.devices import visible_devices
 from autosplit.errors import CheckpointError
 
 
@@ -149,16 +152,17 @@ class TestInterchange:
 @pytest.mark.gpu
 def test_leaves_no_bytes_on_the_gpu_but_the_models_own(tmp_path):
     """map_location="cuda" put file and model side by side on a card that was near its ceiling."""
-    plan = make_plan((4,), 8, device="cuda:{}")
-    plan = replace(plan, devices=(replace(plan.devices[0], name=torch.cuda.get_device_name(0)),))
+    gpu = backend(KIND)
+    plan = make_plan((4,), 8, device=f"{KIND}:{{}}")
+    plan = replace(plan, devices=(replace(plan.devices[0], name=visible_devices(KIND)[0].name),))
     with ddp.setup(plan) as ctx:
         model = ctx.wrap(make_model())
         ctx.save_checkpoint(tmp_path / "last.pt", model=model)
-        before_bytes = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before_bytes = gpu.memory_allocated()
+        gpu.reset_peak_memory_stats()
         ctx.load_checkpoint(tmp_path / "last.pt", model=model)
-        assert torch.cuda.memory_allocated() == before_bytes
-        assert torch.cuda.max_memory_allocated() <= before_bytes + max(p.nbytes for p in model.parameters())
+        assert gpu.memory_allocated() == before_bytes
+        assert gpu.max_memory_allocated() <= before_bytes + max(p.nbytes for p in model.parameters())
 
 
 class Executed:

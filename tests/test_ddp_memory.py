@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import KIND
 from ranks import found_by, run_ranks
 from test_ddp import make_plan
 from torch import distributed as dist
 from torch import nn
 
 from autosplit import ddp
+from autosplit.accelerators import backend
+from autosplit.devices import visible_devices
 
 MIB = 2**20
 SPARE_BYTES = 24 * MIB
@@ -77,9 +80,10 @@ def by_hand(ctx: ddp.Context, path: Path, model: nn.Module) -> None:
 def on_gpu() -> dict[str, int]:
     """What a rank holds on its GPU, and what is free there, before and after a model was loaded on all ranks."""
     path = Path(os.environ["SCENARIO_FOLDER"]) / "large.pt"
-    devices = [f"cuda:{rank if torch.cuda.device_count() > 1 else 0}" for rank in range(2)]
-    plan = make_plan((2, 6), device="cuda:{}")
-    names = [torch.cuda.get_device_name(device) for device in devices]
+    gpu, cards = backend(KIND), visible_devices(KIND)
+    devices = [f"{KIND}:{rank if len(cards) > 1 else 0}" for rank in range(2)]
+    plan = make_plan((2, 6), device=f"{KIND}:{{}}")
+    names = [cards[int(device[-1])].name for device in devices]
     facts = zip(plan.devices, plan.ddp.ranks, devices, names, strict=True)
     known, settings = zip(
         *((replace(d, label=label, name=name), replace(r, device=label)) for d, r, label, name in facts), strict=True
@@ -88,26 +92,22 @@ def on_gpu() -> dict[str, int]:
     with ddp.setup(plan) as ctx:
         model = ctx.wrap(large_model())
         put(ctx, path, model=model)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         dist.barrier()
-        torch.cuda.reset_peak_memory_stats()
+        gpu.reset_peak_memory_stats()
         # Of this rank's own card: to ask for another's would make a context there, which is what is looked for.
-        before, free_before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info(ctx.device)[0]
+        before, free_before = gpu.memory_allocated(), gpu.mem_get_info(ctx.device)[0]
         dist.barrier()
         ctx.load_checkpoint(path, model=model)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         dist.barrier()
-        after, free_after = torch.cuda.memory_allocated(), torch.cuda.mem_get_info(ctx.device)[0]
+        after, free_after = gpu.memory_allocated(), gpu.mem_get_info(ctx.device)[0]
         dist.barrier()
         return {
             "left": after - before,
-            "peak": torch.cuda.max_memory_allocated() - before,
+            "peak": gpu.max_memory_allocated() - before,
             "lost": free_before - free_after,
-            "elsewhere": sum(
-                torch.cuda.memory_allocated(index)
-                for index in range(torch.cuda.device_count())
-                if index != ctx.device.index
-            ),
+            "elsewhere": sum(gpu.memory_allocated(index) for index in range(len(cards)) if index != ctx.device.index),
         }
 
 

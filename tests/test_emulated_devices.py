@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
 import emulated
 import pytest
 import torch
+from torch import distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,3 +132,331 @@ class TestAllocator:
         with pytest.raises(torch.OutOfMemoryError, match="GPU 1"):
             block(KIB, 1)
         block(KIB, 1)
+
+
+def said_by(code: str, **environment: str) -> list:
+    """What a process of its own prints as JSON, with the same devices."""
+    child = subprocess.run(
+        # Torch's backward threads may still be starting: an interpreter that ends under them would abort.
+        [sys.executable, "-c", f"import json, os, torch, emulated\n{code}\nos.sys.stdout.flush(), os._exit(0)"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-4000:]
+    return json.loads(child.stdout)
+
+
+class TestContexts:
+    def test_are_made_where_cuda_makes_them_and_cost_memory(self):
+        seen = said_by(
+            """
+seen = []
+def see(call):
+    call()
+    seen.append(emulated.contexts().get(os.getpid(), ()))
+see(torch.emu.device_count)
+see(lambda: torch.emu.get_device_properties(1))
+see(lambda: torch.emu.memory_reserved(1))
+see(lambda: torch.emu.mem_get_info(2))
+see(lambda: torch.empty(1, device="emu:0"))
+see(lambda: torch.emu.synchronize(3))
+see(lambda: torch.emu.set_device(4))
+print(json.dumps([seen, torch.emu.memory_reserved(2), torch.emu.mem_get_info(2)]))
+""",
+            EMULATED_DEVICES="5",
+            EMULATED_CONTEXT_BYTES=str(64 * MIB),
+            EMULATED_BYTES=str(GIB),
+            EMULATED_MEMORY="",
+        )
+        assert seen == [[[], [], [], [2], [0, 2], [0, 2, 3], [0, 2, 3, 4]], 0, [GIB - 64 * MIB, GIB]]
+
+    def test_a_backward_makes_none_on_a_device_that_it_does_not_use(self):
+        seen = said_by("""
+a = torch.ones(3, device="emu:1", requires_grad=True)
+(a * 2).sum().backward()
+print(json.dumps(emulated.contexts()[os.getpid()]))
+""")
+        assert seen == [1]
+
+
+class TestProcesses:
+    def test_see_each_others_memory_and_share_its_limit(self):
+        torch.emu.empty_cache()
+        free = torch.emu.mem_get_info(1)[0]
+        kept = block(100 * MIB, 1)
+        seen = said_by("""
+free, total = torch.emu.mem_get_info(1)
+mine = torch.empty(free - 2**21, dtype=torch.uint8, device="emu:1")
+try:
+    torch.empty(2**22, dtype=torch.uint8, device="emu:1")
+except torch.OutOfMemoryError as error:
+    print(json.dumps([free, len(emulated.contexts()), str(error)]))
+""")
+        assert seen[:2] == [free - 100 * MIB - 32 * MIB, 2]
+        assert "GPU 1 has a total capacity of 2.00 GiB" in seen[2]
+        del kept
+        torch.emu.empty_cache()
+        assert torch.emu.mem_get_info(1)[0] == free  # what the other held went with it
+
+    def test_that_are_killed_leave_nothing(self):
+        free = torch.emu.mem_get_info(0)[0]
+        child = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import torch; t = torch.ones(2**20, device='emu:0'); print(1, flush=True); input()",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        child.stdout.readline()
+        assert torch.emu.mem_get_info(0)[0] == free - 32 * MIB - 20 * MIB
+        child.kill()
+        child.communicate()
+        assert torch.emu.mem_get_info(0)[0] == free
+
+    def test_see_the_devices_that_they_are_shown_in_that_order(self):
+        all_of_them = [str(torch.emu.get_device_properties(index).uuid) for index in range(2)]
+        seen = said_by(
+            "print(json.dumps([str(torch.emu.get_device_properties(i).uuid) for i in range(torch.emu.device_count())]))",
+            EMU_VISIBLE_DEVICES="1,0",
+        )
+        assert seen == all_of_them[::-1]
+        assert said_by("print(json.dumps(torch.emu.device_count()))", EMU_VISIBLE_DEVICES="1") == 1
+
+    def test_that_are_forked_can_not_use_them(self):
+        seen = said_by("""
+torch.ones(1, device="emu:0")
+if not os.fork():
+    try:
+        torch.ones(1, device="emu:0")
+    except RuntimeError as error:
+        print(json.dumps(str(error)), flush=True)
+    os._exit(0)
+os.wait()
+""")
+        assert "Cannot re-initialize EMU in forked subprocess" in seen
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Flatten(), nn.LayerNorm(288), nn.Linear(288, 4))
+
+
+class TestArithmetic:
+    @pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}], ids=str)
+    def test_is_the_processors(self, options):
+        models = [net(), net()]
+        models[1].load_state_dict(models[0].state_dict())
+        models[1].to("emu:1")
+        batch, target = torch.randn(5, 3, 8, 8), torch.randint(0, 4, (5,))
+        for model in models:
+            optimizer = torch.optim.AdamW(model.parameters(), **options)
+            device = next(model.parameters()).device
+            for _ in range(3):
+                optimizer.zero_grad()
+                F.cross_entropy(model(batch.to(device)), target.to(device)).backward()
+                optimizer.step()
+        for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            assert ours.device == torch.device("emu", 1)
+            torch.testing.assert_close(ours.cpu(), theirs)
+
+    @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+    def test_of_recurrent_cells(self, cell):
+        here = cell(3, 4, 2).double()
+        there = copy.deepcopy(here).to("emu:0")
+        inputs = torch.randn(5, 2, 3, dtype=torch.double)
+        here(inputs)[0].pow(2).sum().backward()
+        there(inputs.to("emu:0"))[0].pow(2).sum().backward()
+        for ours, theirs in zip(there.parameters(), here.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+
+    def test_backward_has_a_thread_for_each_device(self):
+        threads = {}
+        parameter = torch.ones(2, device="emu:0", requires_grad=True)
+        parts = [(parameter * 2).to(f"emu:{index}") * 3 for index in range(2)]
+        for part in parts:
+            part.register_hook(lambda grad: threads.update({grad.device: threading.get_ident()}))
+        (parts[0] + parts[1].to("emu:0")).sum().backward()
+        assert parameter.grad.tolist() == [12, 12]
+        assert len(set(threads.values())) == 2
+
+    def test_of_two_devices_is_refused(self):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            torch.ones(2, device="emu:0") + torch.ones(2, device="emu:1")
+
+    def test_fakes_run_both_ways(self):
+        with FakeTensorMode(), torch.device("emu:1"):
+            model = net()
+            model(torch.randn(5, 3, 8, 8)).sum().backward()
+        assert {parameter.grad.device for parameter in model.parameters()} == {torch.device("emu", 1)}
+
+    def test_each_device_has_random_numbers_of_its_own(self):
+        states = [torch.emu.get_rng_state(device) for device in range(2)]
+        first = torch.rand(3, device="emu:0")
+        assert not torch.equal(torch.emu.get_rng_state(0), states[0])
+        assert torch.equal(torch.emu.get_rng_state(1), states[1])
+        torch.emu.set_rng_state(states[0], 0)
+        F.dropout(torch.ones(9, device="emu:0"))
+        assert torch.equal(torch.emu.get_rng_state(1), states[1])
+        torch.emu.set_rng_state(states[0], 0)
+        assert torch.equal(torch.rand(3, device="emu:0"), first)
+        torch.manual_seed(5)
+        again = torch.rand(3, device="emu:1")
+        torch.manual_seed(5)
+        assert torch.equal(torch.rand(3, device="emu:1"), again)
+
+    def test_what_is_saved_there_is_loaded_there(self):
+        stream = io.BytesIO()
+        torch.save(torch.arange(3, device="emu:1"), stream)
+        stream.seek(0)
+        assert torch.load(stream).device == torch.device("emu", 1)
+        stream.seek(0)
+        assert torch.load(stream, map_location="cpu").tolist() == [0, 1, 2]
+
+    def test_pinned_memory_and_a_loader_that_pins(self):
+        assert torch.ones(3).pin_memory().is_pinned()
+        loader = DataLoader(torch.arange(8), batch_size=4, pin_memory=True)
+        assert [batch.is_pinned() for batch in loader] == [True, True]
+
+
+class TestAutocast:
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_has_cudas_lists(self, dtype):
+        x, half = torch.rand(4, 4, device="emu:0"), torch.rand(4, 4, device="emu:0", dtype=dtype)
+        with torch.autocast("emu", dtype=dtype):
+            lower = [torch.mm(x, x), F.linear(x, x), F.conv1d(x[None], x[None]), torch.einsum("ij,jk", x, x)]
+            full = [
+                half.softmax(-1),
+                F.layer_norm(half, (4,)),
+                half.exp(),
+                half.pow(2),
+                half.sum(),
+                half.log_softmax(-1),
+            ]
+            as_it_is = [half.relu(), half + half]
+            widest = [torch.addcmul(x, half, half)]
+            with pytest.raises(RuntimeError, match="unsafe to autocast"):
+                F.binary_cross_entropy(x, x)
+        assert {tensor.dtype for tensor in lower + as_it_is} == {dtype}
+        assert {tensor.dtype for tensor in full + widest} == {torch.float32}
+
+    def test_the_processors_lists_are_others(self):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.rand(4, 4).bfloat16().softmax(-1).dtype == torch.bfloat16
+
+    def test_a_scaler_works(self):
+        model = nn.Linear(4, 2, device="emu:0")
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("emu", init_scale=8.0)
+        before = model.weight.detach().clone()
+        with torch.autocast("emu", dtype=torch.float16):
+            loss = model(torch.ones(3, 4, device="emu:0")).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.testing.assert_close(model.weight, before - 0.1 * 3)
+
+
+class TestFaults:
+    def test_the_optimizers_first_step_runs_out_of_memory(self):
+        model = nn.Linear(64, 64, device="emu:0")
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+        model(torch.ones(2, 64, device="emu:0")).sum().backward()
+        emulated.fail_allocation(0, 2)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        assert set(optimizer.state[model.weight]) == {"step", "exp_avg"}  # half a state, as on a card
+
+    def test_copies_between_devices_arrive_as_zeros(self):
+        tensor = torch.ones(3, device="emu:0")
+        emulated.copies_arrive_as_zeros()
+        assert tensor.to("emu:1").tolist() == [0, 0, 0]
+        assert tensor.cpu().tolist() == tensor.clone().tolist() == [1, 1, 1]
+
+    def test_an_error_in_a_kernel_sticks(self):
+        tensor = torch.ones(3, device="emu:1")
+        emulated.fail_kernel(1, 2)
+        tensor + 1
+        for call in (
+            lambda: tensor + 1,
+            torch.emu.synchronize,
+            lambda: tensor.cpu(),
+            lambda: torch.ones(1, device="emu:0"),
+        ):
+            with pytest.raises(torch.AcceleratorError, match="EMU error: an illegal memory access was encountered"):
+                call()
+
+    def test_an_index_out_of_range_is_an_assertion_in_the_kernel(self):
+        table = torch.ones(3, 2, device="emu:0")
+        for call in (lambda: F.embedding(torch.tensor([3], device="emu:0"), table), torch.emu.synchronize):
+            with pytest.raises(torch.AcceleratorError, match="EMU error: device-side assert triggered"):
+                call()
+
+    def test_a_kernel_hangs(self):
+        code = "t = torch.ones(1, device='emu:0'); emulated.hang_kernel(0); print(1, flush=True); t + 1"
+        child = subprocess.Popen([sys.executable, "-c", f"import torch, emulated; {code}"], stdout=subprocess.PIPE)
+        child.stdout.readline()
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(1)
+        child.kill()
+        child.communicate()
+
+    def test_convolutions_borrow_workspaces_and_the_first_tries_more(self):
+        model, batch = nn.Conv2d(3, 64, 3, device="emu:0"), torch.ones(8, 3, 66, 66, device="emu:0")
+        result_bytes = 8 * 64 * 64 * 64 * 4
+        peaks = []
+        for share, benchmark in ((0, False), (1, False), (1, True), (1, True)):
+            emulated.workspaces(share, benchmark=benchmark)
+            torch.emu.empty_cache()
+            torch.emu.reset_peak_memory_stats(0)
+            start = torch.emu.memory_allocated(0)
+            model(batch)
+            peaks.append((torch.emu.max_memory_allocated(0) - start) / result_bytes)
+        assert [round(peak, 1) for peak in peaks] == [1, 2, 5, 2]
+
+
+class TestCollectives:
+    def test_of_two_processes(self):
+        """DDP's gradient and FSDP2's are those of one device; objects, means and messages arrive."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        torch.multiprocessing.spawn(_rank, (port,), 2)
+
+
+def _rank(rank: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    device = torch.device("emu", rank)
+    torch.emu.set_device(device)
+    backend = dist.get_default_backend_for_device("emu")
+    dist.init_process_group(f"cpu:gloo,emu:{backend}")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).double().to(device)
+    batch = torch.randn(8, 8).double().to(device)
+    plain = copy.deepcopy(model)
+    plain(batch).sum().backward()
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model), device_ids=[rank], **options)
+        (2 * wrapped(batch[rank * 4 :][:4]).sum()).backward()
+        for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    (2 * model(batch[rank * 4 :][:4]).sum()).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    torch.optim.AdamW(model.parameters()).step()
+    found = [None, None]
+    dist.all_gather_object(found, rank)
+    assert found == [0, 1]
+    mean = torch.full((3,), float(rank), device=device)
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    assert mean.tolist() == [0.5, 0.5, 0.5]
+    message = torch.full((2,), float(rank), device=device)
+    dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
+    assert message.tolist() == [0, 0]
+    assert emulated.contexts()[os.getpid()] == (rank,)
+    dist.barrier(device_ids=[rank])
+    dist.destroy_process_group()

@@ -18,6 +18,7 @@ import shared_training as shared
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from gpus import KIND
 from plans import simulated_plan
 from ranks import found_by, run_ranks
 from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
@@ -45,11 +46,11 @@ def make_accelerator(cls: Any = Accelerator, **options: Any) -> Any:
     """An Accelerator as in a new process: its state is the process's, and another one's settings would stay."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    return cls(cpu=True, **options)
+    return cls(**{"cpu": True, **options})
 
 
 def prepared(kind: str, accelerator: Any, *, workers: int = 0) -> tuple[Any, ...]:
-    model = shared.make_model(kind)
+    model = shared.make_model(kind).to(accelerator.device)  # where some kinds of device have parameters of their own
     loader = DataLoader(TEXTS, batch_size=4, shuffle=True, collate_fn=COLLATE[kind], num_workers=workers)
     held_out = DataLoader(TEXTS[:HELD_OUT], batch_size=EVALUATES_BY, collate_fn=COLLATE[kind])
     if getattr(accelerator, "share", None) is not None:
@@ -804,3 +805,19 @@ def test_a_loss_that_is_a_sum_is_doubted():
             _doubt_sum(loss)
     for loss in (outputs.mean(), entropy(outputs, targets), outputs.sum() / 4):  # a warning would be an error here
         _doubt_sum(loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("sizes", [(8,), (5, 3)])
+def test_on_accelerators_a_plan_trains_what_one_batch_would(sizes, monkeypatch):
+    monkeypatch.setattr("test_integrations_accelerate.STEPS", 6)
+    plan = shared.on_cards(shared.shares_plan(sizes, 20, in_one=len(sizes) > 1), monkeypatch)
+    accelerator = make_accelerator(plan=plan, count=COUNT["bert"], cpu=False)
+    parts = prepared("bert", accelerator)
+    assert accelerator.device.type == KIND
+    assert isinstance(parts[0], BalancedDataParallel) == (len(sizes) > 1)
+    assert {parameter.device.type for parameter in parts[0].parameters()} == {KIND}
+    found = loop(accelerator, parts)
+    expected = shared.by_hand("bert", 20)["weights"][5]
+    assert float((found["weights"].cpu() - expected).abs().max()) < 1e-9

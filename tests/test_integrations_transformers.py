@@ -16,6 +16,7 @@ pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrati
 import shared_training as shared
 import torch
 import transformers
+from gpus import KIND
 from plans import simulated_plan
 from ranks import found_by, run_ranks
 from shared_training import CLIP, COLLATE, EVALUATES_BY, HELD_OUT, JOBS, LR, PRELOAD, STEPS, STOPS_AT, TEXTS, WARMUP
@@ -257,7 +258,7 @@ def make_single(kind: str, plan: Any, args: Any, **options: Any) -> Any:
 
 def error(trainer: Any, effective: int, steps: int) -> float:
     expected = shared.by_hand("bert", effective)["weights"][steps - 1]
-    return float((shared.weights_of(trainer.model) - expected).abs().max())
+    return float((shared.weights_of(trainer.model).cpu() - expected).abs().max())
 
 
 class TestOneProcess:
@@ -292,6 +293,16 @@ class TestOneProcess:
             assert isinstance(wrapped, BalancedDataParallel)
             assert wrapped.module is trainer.model
             assert not any(isinstance(part, BalancedDataParallel) for part in trainer.model.modules())
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("sizes", [(8,), (5, 3)])
+    def test_on_accelerators_too(self, sizes, tmp_path, monkeypatch):
+        plan = shared.on_cards(shared.shares_plan(sizes, 20, in_one=len(sizes) > 1), monkeypatch)
+        trainer = make_single("bert", plan, make_args(tmp_path, max_steps=6, use_cpu=False))
+        trainer.train()
+        assert {parameter.device.type for parameter in trainer.model.parameters()} == {KIND}
+        assert isinstance(trainer.model_wrapped, BalancedDataParallel) == (len(sizes) > 1)
+        assert error(trainer, 20, 6) < 1e-9
 
     def test_a_plan_comes_from_its_file(self, tmp_path, monkeypatch):
         shared.shares_plan((8,), 40).save(tmp_path / "plan.json")

@@ -165,6 +165,10 @@ PERHAPS_OOM = [
     ),
     ("UR backend failed. UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)", "intel/torch-xpu-ops#1170, #1324"),
     ("Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)", "intel/ipex-llm#9467"),
+    (
+        "NCCL Error 1: unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+        "torch/csrc/cuda/nccl.cpp: a communicator of several GPUs of one process",
+    ),
 ]
 
 KERNEL_LIMIT = [

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GPUS = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line]
 INSTALLING = [command for command in COMMANDS if command.startswith("pip install")]
 EXAMPLES = [command for command in COMMANDS if re.fullmatch(r"python examples/\w+\.py", command)]
@@ -103,3 +104,14 @@ def test_the_files_it_names_exist() -> None:
     named = set(re.findall(r"(?:examples|autosplit|docs)/[\w/]+\.\w+|[A-Z]+\.md", README))
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_places_that_run_on_a_card_alone_are_there() -> None:
+    """docs/gpus.md names them one by one."""
+    rows = re.findall(r"^\| `([a-z_/]+\.py):([^|]*)\|[^|]*\|([^|]*)\|$", GPUS, re.MULTILINE)
+    assert len(rows) >= 9
+    for module, names, checked_by in rows:
+        source = (ROOT / "autosplit" / module).read_text(encoding="utf-8")
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"\b{name}\b", source), (module, name)
+        assert all((ROOT / test).exists() for test in re.findall(r"tests/\w+\.py", checked_by)), checked_by

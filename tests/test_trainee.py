@@ -539,6 +539,34 @@ def test_gradients_do_not_outlive_a_step():
     assert all(p.grad is None for p in trainee.models.parameters())
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_gradients_in_buckets_train_as_others_do(num_ranks):
+    """A rank's gradients are moved into its buckets, whatever dtypes they have."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.single, self.double_ = nn.Linear(4, 3), nn.Linear(3, 2).double()
+
+        def forward(self, x):
+            return self.double_(self.single(x).double())
+
+    def loss(module, inputs):
+        return module(inputs).square().mean()
+
+    model = Model()
+
+    trainee = training_copy(Workload(model, torch.randn(4, 4), compute_loss=loss, optimizer=torch.optim.SGD))
+    before = [parameter.clone() for parameter in trainee.parameters()]
+    shape = StepShape(((4,),), "rank", num_ranks)
+    run_placed(trainee, shape, Tracker(["device 0"], [None]), lambda _phase: None)
+    loss(model, trainee.batch(4)).backward()
+    for parameter, old, given in zip(trainee.parameters(), before, model.parameters(), strict=True):
+        assert torch.allclose(parameter, old - 1e-3 * given.grad)
+        assert not torch.equal(parameter, old)
+        assert parameter.grad is None
+
+
 def test_bucket_bytes():
     model = net()
     model[0].requires_grad_(False)

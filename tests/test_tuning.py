@@ -10,6 +10,7 @@ import random
 import types
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from workloads import Uncopyable, char_gpt, mlp, net, net_batch, small, with_los
 import autosplit
 from autosplit import cost, probe, profiles, session
 from autosplit.balanced import BalancedDataParallel
-from autosplit.cost import HURRIED_LOOKS
+from autosplit.cost import HURRIED_LOOKS, StepTime, TimeCurve
 from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
 from autosplit.oom import DoesNotFitError
 from autosplit.plan import Plan
@@ -1074,3 +1075,15 @@ class TestErrors:
         assert said in resumed.notes
         assert resumed.trials == again.trials
         assert not any("cut off" in note for note in again.notes), "it had come to its end"
+
+
+@pytest.mark.parametrize(
+    ("copies_s", "reduce_s"),
+    [((0.0, 0.08), 0.04), ((0.0, *(0.08,) * 7), 0.07), ((0.0, 0.02, 0.08, 0.02), 0.06), ((0.0,), 0.0)],
+)
+def test_an_all_reduce_takes_no_longer_than_the_slowest_links_copies(copies_s, reduce_s):
+    """It was the sum of what all replicas' copies take in turn: seven times a ring, on eight cards alike."""
+    curves = (TimeCurve(((1, 1.0),)),) * len(copies_s)
+    step_time = StepTime(curves, copies_s, (0.0,) * len(copies_s), 0.0, adds_up=False)
+    asked = SimpleNamespace(request=SimpleNamespace(devices=curves, simulated=False))
+    assert session.Session._all_reduce_seconds(asked, step_time) == pytest.approx(reduce_s)

@@ -79,8 +79,8 @@ class Context:
             model: The same on every rank; DDP sends rank 0's weights to the others.
             sync_batchnorm: Let BatchNorms normalise over all ranks' samples, as if they were one batch; GPUs only.
             **kwargs: For DistributedDataParallel, in place of the plan's own (`plan.ddp.options`):
-                `gradient_as_bucket_view`, which saves as much memory as the gradients take, and
-                `find_unused_parameters` where a parameter was seen to get no gradient.
+                `gradient_as_bucket_view`, which saves as much memory as the gradients take (the plan's ceilings count
+                with it), and `find_unused_parameters` where a parameter was seen to get no gradient.
 
         Returns:
             The wrapper; `wrapper.module` is the model.

@@ -187,14 +187,7 @@ class Share:
         Raises:
             DeviceError: No such card is visible.
         """
-        import torch
-
-        from autosplit.accelerators import is_accelerator
-
-        if self.num_processes > 1:
-            return device_for(self.plan, self.place)
-        first = self.plan.devices[0]
-        return torch.device(first.kind, first.index) if is_accelerator(first.kind) else torch.device("cpu")
+        return device_for(self.plan, self.place) if self.num_processes > 1 else self.plan.devices_here()[0]
 
     def refuse_other_job(self, num_processes: int, device: torch.device, tool: str) -> None:
         """Make sure that the tool's processes are the plan's, and compute where it says.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,15 @@ from autosplit.trainee import Trainee, listed
 from autosplit.transfer import HOST
 from autosplit.workload import Workload, modules_of
 
-__all__ = ["adopting_optimizers", "bucket_bytes", "run_placed", "run_until_settled", "wrapper_for"]
+__all__ = [
+    "adopting_optimizers",
+    "bucket_bytes",
+    "gradients_in",
+    "run_placed",
+    "run_until_settled",
+    "views_buckets",
+    "wrapper_for",
+]
 
 
 T = TypeVar("T")
@@ -44,13 +53,47 @@ def wrapper_for(
 
 
 def bucket_bytes(trainee: Trainee) -> int:
-    """Return what DDP's gradient buckets hold: a copy of every trainable parameter's gradient, all through the step."""
-    return sum(
-        parameter.numel() * parameter.element_size()
-        for module in modules_of(trainee.models)
-        for parameter in module.parameters()
-        if parameter.requires_grad
-    )
+    """Return what DDP's gradient buckets hold, all through a step: as much as every trainable parameter's gradient."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in _trainable(trainee))
+
+
+def _trainable(trainee: Trainee) -> list[nn.Parameter]:
+    return [p for module in modules_of(trainee.models) for p in module.parameters() if p.requires_grad]
+
+
+def views_buckets(shape: StepShape) -> bool:
+    """Tell whether a rank's gradients lie in its buckets, as `DdpOptions.gradient_as_bucket_view` has it.
+
+    DDP puts them there in the backward in which they meet. Those of the micro-steps before it, which have none to be
+    added to after `zero_grad`, are tensors of their own (torch 2.13), and then a rank holds both.
+    """
+    return shape.num_ranks > 1 and len(shape.splits) == 1 and not shape.accumulates
+
+
+@contextmanager
+def gradients_in(buckets: Tensor, trainee: Trainee) -> Iterator[None]:
+    """Move each gradient into DDP's buckets as soon as it is there, and make it a view of them.
+
+    Args:
+        buckets: `bucket_bytes` of them, on the parameters' device.
+        trainee: Whose parameters get gradients.
+    """
+    start, handles = 0, []
+    for parameter in sorted(_trainable(trainee), key=lambda p: -p.element_size()):  # each begins at its own alignment
+        end = start + parameter.numel() * parameter.element_size()
+        view = buckets[start:end].view(parameter.dtype).view(parameter.shape)
+        handles.append(parameter.register_post_accumulate_grad_hook(partial(_move_into, view)))
+        start = end
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _move_into(view: Tensor, parameter: Tensor) -> None:
+    if parameter.grad is not None and not parameter.grad.is_sparse:
+        parameter.grad = view.copy_(parameter.grad)
 
 
 def run_placed(
@@ -97,12 +140,11 @@ def run_placed(
                     outputs = trainee.evaluate(models, batches[0])
                     del outputs
                 else:
-                    buckets = _adopt_buckets(trainee, tracker) if shape.num_ranks > 1 else None
                     # Of a step of many only one may be followed, and weights its loss as all of them do.
                     total = 2 * sum(sizes) if shape.accumulates else None
                     updates = 2 if settles else int(shape.updates)
-                    trainee.step(models, batches, sizes, mark, updates=updates, num_samples=total)
-                    del buckets
+                    with _buckets(shape, trainee, tracker):
+                        trainee.step(models, batches, sizes, mark, updates=updates, num_samples=total)
                 peaks = tuple(tracker.peak_bytes)
                 if shape.updates and shape.arrangement != "eval":
                     trainee.left = _left_by(trainee, tracker)
@@ -182,10 +224,17 @@ def _hold(models: Any, split: tuple[int, ...], held: Iterable[nn.Parameter]) -> 
         wrapper.hold_gradients(split, held)
 
 
-def _adopt_buckets(trainee: Trainee, tracker: Tracker) -> torch.Tensor:
-    buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8)
+@contextmanager
+def _buckets(shape: StepShape, trainee: Trainee, tracker: Tracker) -> Iterator[None]:
+    """Hold a rank's gradient buckets through a step, where there are other ranks."""
+    if shape.num_ranks == 1:
+        yield
+        return
+    buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8, device=trainee.parameters()[0].device)
     tracker.adopt(buckets, 0)
-    return buckets
+    tracker.classify(buckets, "gradients")
+    with gradients_in(buckets, trainee) if views_buckets(shape) else nullcontext():
+        yield
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from autosplit.cost import MemoryParts
 from autosplit.devices import Device
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.measurement import Measurement, StepShape
-from autosplit.runtime.placed import bucket_bytes
+from autosplit.runtime.placed import bucket_bytes, views_buckets
 from autosplit.runtime.tracing import Event, Move, OpCost, Phase, Trace, Tracer, Traces, Work
 from autosplit.runtime.tracking import rounded
 from autosplit.transfer import HOST
@@ -197,6 +197,8 @@ def _spec(device: Device) -> GpuSpec:
 def _followed(shape: StepShape, split: tuple[int, ...]) -> StepShape:
     """Return the micro-step to trace for one of a step; of many, each adds to the gradients of those before."""
     accumulates = shape.accumulates or len(shape.splits) > 1
+    if shape.arrangement == "rank" and views_buckets(shape):
+        return StepShape((split,), "rank", num_ranks=2, updates=shape.updates)  # 2 for any number of them
     # A rank is a model on one device; what its buckets hold is there all through, and is added to the peak.
     arrangement = "balanced" if shape.arrangement == "rank" else shape.arrangement
     return StepShape((split,), arrangement, accumulates=accumulates, updates=shape.updates)
@@ -225,14 +227,19 @@ class _Whole:
         self._place = active if alone else sorted({0, *active})
 
     def peaks(self) -> tuple[int, ...]:
-        buckets = rounded(bucket_bytes(self._tracer.trainee)) if self._shape.num_ranks > 1 else 0
+        buckets = self._untraced_buckets()
         peaks = [0] * self._num_devices
         for index, peak_bytes in zip(self._place, self._trace(self._shape.splits[0]).peak_bytes, strict=True):
             peaks[index] = peak_bytes + buckets
         return tuple(peaks)
 
+    def _untraced_buckets(self) -> int:
+        """Return the bytes of DDP's buckets, where its gradients are no views of them, which the trace has."""
+        beside = self._shape.num_ranks > 1 and not views_buckets(self._shape)
+        return rounded(bucket_bytes(self._tracer.trainee)) if beside else 0
+
     def parts(self) -> tuple[MemoryParts, ...]:
-        buckets = rounded(bucket_bytes(self._tracer.trainee)) if self._shape.num_ranks > 1 else 0
+        buckets = self._untraced_buckets()
         found = [_NOTHING] * self._num_devices
         for index, parts in zip(self._place, self._trace(self._shape.splits[0]).parts, strict=True):
             found[index] = replace(parts, gradients_bytes=parts.gradients_bytes + buckets)

@@ -29,6 +29,10 @@ int device_of(const void* pointer);
 void check();            // raises what sticks after a failed kernel
 void launch(int device); // a kernel begins: it may fail or hang by order
 void fail(const std::string& reason);
+struct OneKernel { // what is launched while it lives is part of a kernel that was launched before
+  OneKernel();
+  ~OneKernel();
+};
 bool copies_arrive_as_zeros();
 void use_workspace(int device, const std::string& shapes, size_t bytes); // what a convolution borrows while it runs
 

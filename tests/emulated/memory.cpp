@@ -624,10 +624,20 @@ void fail(const std::string& reason) {
   check();
 }
 
+static thread_local int t_kernels = 0;
+
+OneKernel::OneKernel() {
+  ++t_kernels;
+}
+
+OneKernel::~OneKernel() {
+  --t_kernels;
+}
+
 void launch(int device) {
   check();
   auto& it = state();
-  if (it.fault_device >= 0 && it.fault_device != device) {
+  if (t_kernels > 0 || (it.fault_device >= 0 && it.fault_device != device)) {
     return;
   }
   if (it.kernel_fails_at > 0 && --it.kernel_fails_at == 0) {

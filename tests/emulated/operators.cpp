@@ -4,6 +4,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/NativeFunctions.h>
+#include <ATen/SparseTensorImpl.h>
+#include <ATen/native/SparseTensorUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/native/CPUFallback.h>
@@ -134,6 +136,14 @@ at::Tensor& set_to_nothing(at::Tensor& self) {
   return set_to(self, at::Storage(std::move(storage)), 0, c10::SymIntArrayRef(c10::SymInt(0)), {});
 }
 
+// A parameter that moves to or from the host stays the object that optimizers know, as with CUDA.
+bool may_become(const at::Tensor& self, const at::Tensor& from) {
+  const auto is_plain = [](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && (tensor.device().type() == kType || tensor.device().is_cpu());
+  };
+  return self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set()) || (is_plain(self) && is_plain(from));
+}
+
 // ---- convolutions: torch hands them to a back end's own pair ----
 
 std::string shapes_of(const at::Tensor& input, const at::Tensor& weight) {
@@ -149,8 +159,9 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
   const auto host_bias = bias && bias->defined() ? Maybe<at::Tensor>(on_host(*bias)) : std::nullopt;
   auto host = at::convolution_symint(on_host(input), on_host(weight), host_bias, stride, padding, dilation, transposed,
                                      output_padding, std::move(groups));
+  auto result = on_device(host, input.device());
   use_workspace(input.device().index(), shapes_of(input, weight), host.nbytes());
-  return on_device(host, input.device());
+  return result;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
@@ -162,8 +173,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   auto [by_input, by_weight, by_bias] = at::convolution_backward_symint(
       on_host(grad), on_host(input), on_host(weight), at::OptionalSymIntArrayRef(c10::SymIntArrayRef(channels)), stride,
       padding, dilation, transposed, output_padding, groups, wanted);
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> result{
+      on_device(by_input, input.device()), on_device(by_weight, input.device()), on_device(by_bias, input.device())};
   use_workspace(input.device().index(), "backward" + shapes_of(input, weight), grad.nbytes());
-  return {on_device(by_input, input.device()), on_device(by_weight, input.device()), on_device(by_bias, input.device())};
+  return result;
 }
 
 // The mask is of booleans, as CUDA's is, and drawn by the device's own generator.
@@ -298,6 +311,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = host_generator(value.isNone() ? at::Generator() : value.toGenerator(), here);
     }
   }
+  const OneKernel copies_belong_to_it;
   try {
     at::native::cpu_fallback(op, stack);
   } catch (const c10::IndexError&) {
@@ -310,8 +324,117 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 } // namespace
 
+// ---- sparse tensors: indices and values on the device, arithmetic by the processor on copies ----
+
+at::Tensor to_sparse_host(const at::Tensor& tensor) {
+  auto host = at::_sparse_coo_tensor_unsafe(on_host(tensor._indices()).clone(), on_host(tensor._values()).clone(), tensor.sizes());
+  return host._coalesced_(tensor.is_coalesced());
+}
+
+at::Tensor to_sparse_device(const at::Tensor& host, at::Device device) {
+  auto tensor = at::_sparse_coo_tensor_unsafe(on_device(host._indices(), device), on_device(host._values(), device), host.sizes());
+  return tensor._coalesced_(host.is_coalesced());
+}
+
+at::Tensor sparse_of(int64_t sparse_dim, int64_t dense_dim, Sizes sizes, const at::Tensor& indices, const at::Tensor& values,
+                     Maybe<at::ScalarType> dtype, Maybe<at::Layout> layout, Maybe<at::Device> device, Maybe<bool> pinned,
+                     Maybe<bool> coalesced) {
+  const c10::DeviceGuard guard(values.device());
+  return at::native::new_with_dims_and_tensor_sparse_symint(sparse_dim, dense_dim, sizes, indices, values, dtype, layout,
+                                                            values.device(), pinned, coalesced);
+}
+
+at::Tensor sparse_of_nothing(int64_t sparse_dim, int64_t dense_dim, c10::IntArrayRef sizes, Maybe<at::ScalarType> dtype,
+                             Maybe<at::Layout> layout, Maybe<at::Device> device, Maybe<bool> pinned) {
+  const c10::DeviceGuard guard(device_or_current(device));
+  return at::native::new_with_dims_sparse(sparse_dim, dense_dim, sizes, dtype, layout, device_or_current(device), pinned);
+}
+
+at::Tensor empty_sparse(Sizes sizes, Maybe<at::ScalarType> dtype, Maybe<at::Layout> layout, Maybe<at::Device> device,
+                        Maybe<bool> pinned, Maybe<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(device_or_current(device));
+  return at::native::empty_sparse_symint(sizes, dtype, layout, device_or_current(device), pinned, format);
+}
+
+void sparse_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t start = stack->size() - arguments.size();
+  std::vector<c10::IValue> given(stack->begin() + start, stack->end());
+  Maybe<at::Device> device;
+  for (size_t index = 0; index < given.size(); ++index) {
+    auto& value = (*stack)[start + index];
+    if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().device().type() != kType) {
+      continue;
+    }
+    const auto tensor = value.toTensor();
+    device = tensor.device();
+    value = tensor.is_sparse() ? to_sparse_host(tensor) : on_host(tensor);
+  }
+  TORCH_CHECK(device, op.schema().name(), ": no tensor of an emulated device among its arguments");
+  const c10::DeviceGuard guard(*device);
+  launch(device->index());
+  op.callBoxed(stack);
+  const auto& returns = op.schema().returns();
+  const size_t first = stack->size() - returns.size();
+  for (size_t index = 0; index < returns.size(); ++index) {
+    auto& value = (*stack)[first + index];
+    if (!value.isTensor() || !value.toTensor().defined()) {
+      continue;
+    }
+    const auto host = value.toTensor();
+    const auto* alias = returns[index].alias_info();
+    value = host.is_sparse() ? to_sparse_device(host, *device) : on_device(host, *device);
+    if (!alias || !alias->isWrite()) {
+      continue;
+    }
+    for (size_t position = 0; position < arguments.size(); ++position) { // changed in place: the argument is the result
+      const auto* own = arguments[position].alias_info();
+      if (own && *own == *alias) {
+        auto changed = given[position].toTensor();
+        if (changed.is_sparse()) {
+          at::sparse::get_sparse_impl(changed)->set_indices_and_values_unsafe(value.toTensor()._indices(),
+                                                                             value.toTensor()._values());
+          changed._coalesced_(host.is_coalesced());
+        }
+        value = changed; // a dense one has been changed where it lies
+      }
+    }
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&sparse_fallback>());
+}
+
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors", &sparse_of);
+  m.impl("_sparse_coo_tensor_with_dims", &sparse_of_nothing);
+  m.impl("_indices", &at::native::_indices_sparse);
+  m.impl("_values", &at::native::_values_sparse);
+  m.impl("indices", &at::native::indices_sparse);
+  m.impl("values", &at::native::values_sparse);
+  m.impl("_nnz", &at::native::_nnz_sparse);
+  m.impl("sparse_dim", &at::native::sparse_dim_sparse);
+  m.impl("dense_dim", &at::native::dense_dim_sparse);
+  m.impl("is_coalesced", &at::native::is_coalesced_sparse);
+  m.impl("_coalesced_", &at::native::_coalesced_sparse_);
+  m.impl("clone", &at::native::clone_sparse);
+  m.impl("empty.memory_format", &empty_sparse);
+  m.impl("copy_sparse_to_sparse_", &at::native::copy_sparse_);
+  m.impl("copy_", &at::native::copy_sparse_wrapper_);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// A copy reads conjugates and negatives as they are; torch would copy them first, and never end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -332,6 +455,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &set_to_tensor);
   m.impl("set_", &set_to_nothing);
   m.impl("record_stream", [](at::Tensor&, c10::Stream) {});
+  m.impl("_has_compatible_shallow_copy_type", &may_become);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("native_dropout", &dropout);
