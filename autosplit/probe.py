@@ -1,6 +1,7 @@
 """How many samples each device holds, and how long it takes over them: the only module that may provoke an OOM.
 
-A ceiling is predicted from traces, checked with two small real steps, and confirmed by running the very size; on
+A ceiling is predicted from traces, checked with two small real steps, and confirmed by running the very size. On
+accelerators, where a real step costs less than a trace, few of them decide, and two traces tell where to begin; on
 simulated cards the trace is the truth. Nobody doubles until something breaks.
 """
 

@@ -32,6 +32,9 @@ MOST_STEPS = 8
 STEPS_NEEDED = 3
 """So many does a size take near the wall; no further one is begun that could take more than `MOST_STEPS` in all."""
 
+MOST_BLURRED_STEPS = 24
+"""The same where the wall is blurred, or nothing was traced; most searches are content with half of them."""
+
 MOST_FAILURES = 6
 
 
@@ -93,7 +96,8 @@ class WallSearch:
             return None
         if not self.found:
             return max(self.least, min(self._below(high), high // 2 if self._failures > 1 else high - 1))
-        if self.steps + STEPS_NEEDED > (MOST_STEPS if self._is_sharp and self.traced is not None else 2 * MOST_STEPS):
+        most = MOST_STEPS if self._is_sharp and self.traced is not None else MOST_BLURRED_STEPS
+        if self.steps + STEPS_NEEDED > most:
             return None
         full = self._fitting(self.corrected, low, high)
         aim = self._aim(low, high, full)
