@@ -14,7 +14,7 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from autosplit.devices import Device
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.measurement import Measurement, StepMemory, StepShape
-from autosplit.runtime.placed import bucket_bytes
+from autosplit.runtime.placed import bucket_bytes, gradients_in, views_buckets
 from autosplit.runtime.timing import timed
 from autosplit.trainee import Trainee, training_copy
 from autosplit.workload import Workload, modules_of
@@ -333,9 +333,11 @@ class _Run:
         if self._shape.arrangement == "eval":
             self._trainee.evaluate(self._models, self._batches[0])
         else:
+            views = self._buckets is not None and views_buckets(self._shape)
             try:
                 updates = int(self._shape.updates)
-                self._trainee.step(self._models, self._batches, self._sizes, mark, updates=updates)
+                with gradients_in(self._buckets, self._trainee) if views else nullcontext():  # type: ignore[arg-type]
+                    self._trainee.step(self._models, self._batches, self._sizes, mark, updates=updates)
             except BaseException:
                 for wrapper in modules_of(self._models):
                     wrapper.zero_grad(set_to_none=True)  # what waits elsewhere, and what follows it, too
