@@ -25,18 +25,31 @@ def _library():
         pytest.skip(str(error))
 
 
-@pytest.mark.skipif(emulated.wanted(), reason="runs on the emulated devices already")
+pytestmark = pytest.mark.skipif(emulated.wanted(), reason="runs on the emulated devices already")
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FILES)
 def test_on_two_emulated_devices(name, tmp_path):
+    run_on_two(name, "gpu and not slow", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", FILES)
+def test_slow_ones_on_two_emulated_devices(name, tmp_path):
+    run_on_two(name, "gpu and slow", tmp_path)
+
+
+def run_on_two(name: str, marks: str, tmp_path: Path) -> None:
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", name, "-m", "gpu and not slow", "-n", "0", "-q", "--no-header", "--tb=short"],
+        [sys.executable, "-m", "pytest", name, "-m", marks, "-n", "0", "-q", "--no-header", "--tb=short"],
         cwd=HERE,
         env={**os.environ, "EMULATED_DEVICES": "2", "EMULATED_MEMORY": str(tmp_path / "memory")},
         capture_output=True,
         text=True,
-        timeout=570,
+        timeout=1100,
         check=False,
     )
-    none_left = child.returncode == 5  # pytest's word for: no test of this file was selected
-    assert child.returncode == 0 or none_left, child.stdout[-12_000:] + child.stderr[-2000:]
+    none_there = child.returncode == 5  # pytest's word for: no test of this file was selected
+    assert child.returncode == 0 or none_there, child.stdout[-12_000:] + child.stderr[-2000:]
