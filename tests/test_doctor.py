@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
 import pytest
 import torch
+from gpus import COUNT, KIND, card
 
-from autosplit import doctor, meeting, rates
+from autosplit import doctor, links, meeting, rates
 from autosplit.accelerators import accelerator_kind
 from autosplit.catalog import GPUS_VARIABLE, find_card
 from autosplit.cli import main
+from autosplit.devices import list_devices
 from autosplit.doctor import examine
 from autosplit.errors import DeviceError
 from autosplit.examination import Card, Copy, Examination, Meeting, cards_toml
@@ -155,3 +158,44 @@ class TestThisMachine:
         for word in ("torch 2.", "cpu:0", "float16", "memory rate", "a small model", "its throughput"):
             assert word in printed.out
         assert "looking at a small model" in printed.err
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+class TestAccelerators:
+    def test_all_of_it_is_looked_at_and_nothing_private_said(self, capsys, tmp_path):
+        saved = tmp_path / "cards.toml"
+        assert main(["doctor", "--json", "--quiet", "--save", str(saved)]) == 0
+        text = capsys.readouterr().out
+        answer = json.loads(text)
+        labels = [f"{KIND}:{index}" for index in range(COUNT)]
+        assert (answer["kind"], [card["device"] for card in answer["cards"]]) == (KIND, labels)
+        assert all(
+            one["tflops"]["float32"] > 0 < one["memory_gb_per_s"] and one["launch_s"] > 0 for one in answer["cards"]
+        )
+        assert all(one["arrives"] and one["gb_per_s"] > 0 for one in answer["copies"])
+        ways = [(one["source"], one["destination"]) for one in answer["copies"]]
+        assert sorted(ways) == sorted(itertools.permutations(labels, 2))
+        if COUNT > 1:
+            assert answer["collective"]["gb_per_s"] > 0
+        training = answer["training"]
+        assert training is not None, answer["problems"]
+        assert sum(training["split"]) > 0
+        assert training["measured_bytes"] == pytest.approx(training["predicted_bytes"], rel=0.15)
+        private = [device.uuid for device in list_devices()]
+        assert not [uuid for uuid in private if uuid in text]
+        assert "cards." in saved.read_text()
+
+    @pytest.mark.skipif(KIND != "emu", reason="sound cards can't be made to fail")
+    def test_copies_that_arrive_as_zeros_are_named_with_a_cure(self, monkeypatch):
+        import emulated
+
+        monkeypatch.setattr(links, "_sound", set())
+        emulated.copies_arrive_as_zeros()
+        try:
+            problems: list = []
+            assert not doctor._copy_of(card(0), card(1), problems).arrives
+        finally:
+            emulated.mend()
+        assert "arrived as zeros" in problems[0].problem
+        assert "IOMMU" in problems[0].problem + problems[0].cure
