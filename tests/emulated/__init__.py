@@ -42,6 +42,7 @@ __all__ = [
     "set_memory",
     "switch_on",
     "wanted",
+    "without_cache",
     "workspaces",
 ]
 
@@ -163,6 +164,19 @@ def hang_kernel(device: int, number: int = 1) -> None:
 def copies_arrive_as_zeros(wrong: bool = True) -> None:
     """Let copies between two devices arrive as zeros, as they do where peer access is broken."""
     _c().emu_zeros(int(wrong))
+
+
+@contextmanager
+def without_cache():
+    """Let this process's allocator keep nothing and round to 512 bytes alone: what it reserves is what is allocated.
+
+    Entered before the first allocation that counts; what is cached before stays.
+    """
+    _c().emu_cache(0)
+    try:
+        yield
+    finally:
+        _c().emu_cache(1)
 
 
 def workspaces(share: float, *, benchmark: bool = False) -> None:

@@ -285,7 +285,12 @@ Block* found(int device, size_t size, c10::StreamId stream) { // the smallest th
   return block;
 }
 
+bool caches = true; // else memory goes back at once, as with PYTORCH_NO_CUDA_MEMORY_CACHING: it is what is allocated
+
 size_t segment_size(size_t size) {
+  if (!caches) {
+    return size;
+  }
   if (size <= kSmall) {
     return kSmallSegment;
   }
@@ -456,6 +461,9 @@ void freed(void* pointer) {
   merge(block, block->before);
   merge(block, block->after);
   free_blocks(*block).insert(block);
+  if (!caches) {
+    release_segments(block->device);
+  }
 }
 
 struct CachingAllocator final : c10::DeviceAllocator {
@@ -682,6 +690,9 @@ void use_workspace(int device, const std::string& shapes, size_t bytes) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+EXPORT void emu_cache(int on) {
+  emulated::caches = on;
+}
 EXPORT int emu_count() {
   return emulated::device_count();
 }

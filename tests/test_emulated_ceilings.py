@@ -1,0 +1,146 @@
+"""Ceilings on emulated devices beside a brute force over the same allocator: 40 models, memories and roles."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from gpus import KIND
+from torch import nn
+from torch.nn import functional as F
+
+from autosplit import Workload
+from autosplit.devices import parse_devices
+from autosplit.oom import OutOfMemoryError
+from autosplit.probe import find_ceiling
+from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.measurement import StepShape
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(KIND != "emu", reason="a card's memory is not to be filled forty times"),
+]
+
+MIB = 2**20
+SPEC = "emu:0"
+CASES = 40
+
+
+class Sums(nn.Module):
+    """A recurrent network, its last state read."""
+
+    def __init__(self, kind: type[nn.RNNBase], width: int) -> None:
+        super().__init__()
+        self.recurrent, self.head = kind(8, width, batch_first=True), nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(x)[0][:, -1])
+
+
+def dense(width: int) -> tuple[nn.Module, tuple[int, ...]]:
+    return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 4)), (
+        32,
+    )
+
+
+def convolutional(width: int) -> tuple[nn.Module, tuple[int, ...]]:
+    layers = (nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, stride=2))
+    return nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 4)), (3, 12, 12)
+
+
+def attending(width: int) -> tuple[nn.Module, tuple[int, ...]]:
+    layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.Linear(8, width), layer, nn.Flatten(), nn.Linear(6 * width, 4)), (6, 8)
+
+
+def recurrent(width: int) -> tuple[nn.Module, tuple[int, ...]]:
+    return Sums(nn.GRU, width), (5, 8)
+
+
+MODELS = [dense, convolutional, attending, recurrent]
+OPTIMIZERS = [torch.optim.SGD, torch.optim.AdamW]
+
+
+@dataclass
+class Case:
+    """One that was looked for, with what is true."""
+
+    name: str
+    found: int
+    truth: int
+    steps: int
+    ooms: int
+
+
+def workload_of(number: int) -> tuple[Workload, str]:
+    draw = random.Random(number)
+    make, optimizer = MODELS[number % len(MODELS)], OPTIMIZERS[number // len(MODELS) % 2]
+    width = draw.choice([16, 24, 32, 48])
+    model, shape = make(width)
+    batch = torch.randn(4, *shape), torch.randint(4, (4,))
+    return Workload(model, batch, loss_fn=F.cross_entropy, optimizer=optimizer), f"{make.__name__} {width}"
+
+
+def runs(workload: Workload, samples: int, capacity_bytes: int, role: str) -> bool:
+    """Tell whether a step runs in an allocator that has seen nothing before."""
+    runtime = AcceleratorRuntime(parse_devices(SPEC), (capacity_bytes,), workload)
+    shape = StepShape(((samples,),), arrangement="eval" if role == "eval" else "balanced")
+    try:
+        runtime.peaks(shape)
+    except OutOfMemoryError:
+        return False
+    finally:
+        runtime.close()
+    return True
+
+
+def looked_for(number: int, capacity_bytes: int) -> Case:
+    workload, name = workload_of(number)
+    role = "eval" if number % 5 == 4 and number % 4 else "primary"  # dense ones hold too many to look for
+    reserve = parse_devices(SPEC)[0].capacity_bytes - capacity_bytes
+    ceiling = find_ceiling(workload, SPEC, role=role, reserve=reserve)
+    assert ceiling.limited_by == "memory", ceiling
+    low, high = ceiling.batch_size, ceiling.batch_size + 1
+    while low and not runs(workload, low, capacity_bytes, role):
+        low, high = low - max(1, low // 100), low
+    while runs(workload, high, capacity_bytes, role):
+        low, high = high, high + max(1, high // 50)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if runs(workload, middle, capacity_bytes, role) else (low, middle)
+    return Case(f"{name} {role}", ceiling.batch_size, low, ceiling.steps, ceiling.ooms)
+
+
+@contextlib.contextmanager
+def workspaces() -> Iterator[Any]:
+    import emulated
+
+    emulated.workspaces(0.5, benchmark=True)
+    try:
+        yield
+    finally:
+        emulated.workspaces(0.0)
+
+
+def test_they_are_exact_where_memory_is_what_is_allocated():
+    import emulated
+
+    with emulated.without_cache():
+        cases = [looked_for(number, (6 + 2 * (number % 7)) * MIB) for number in range(CASES)]
+    assert sum(case.found == case.truth for case in cases) >= 0.95 * CASES, cases
+    assert [case for case in cases if case.found > case.truth] == []
+    assert [case for case in cases if case.ooms > 1] == []
+    assert [case for case in cases if case.steps > 8] == []
+
+
+def test_they_are_near_where_segments_are_rounded_and_engines_are_tried():
+    with workspaces():
+        cases = [looked_for(number, (64 + 16 * (number % 5)) * MIB) for number in range(4)]
+    assert [case for case in cases if not 0.97 * case.truth <= case.found <= case.truth] == []
