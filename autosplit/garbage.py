@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from autosplit.interrupts import held_interrupts
+
 __all__ = ["quick_collections"]
 
 
@@ -16,7 +18,8 @@ def quick_collections() -> Iterator[None]:
     With torch and the user's libraries loaded, each looks at half a million objects for 0.1 to 0.3 s; a tuning on two
     devices collects a hundred times.
     """
-    gc.collect()
+    with held_interrupts():  # one that comes in a finalizer is lost
+        gc.collect()
     gc.freeze()
     try:
         yield

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
-from autosplit.accelerators import is_accelerator
+from autosplit.accelerators import accelerator_kind, is_accelerator
 from autosplit.accumulation import Accumulation
 from autosplit.batches import Whole, map_leaves, map_tensors, resize, tensors_of
 from autosplit.bounded import settings_kept_on_failure
@@ -316,6 +316,8 @@ def mode_of(workload: Workload) -> FakeTensorMode | None:
 
 def holds_fakes(device: torch.device) -> bool:
     """Tell whether fake tensors on a device can be trained: not every build, nor every back end, has what it takes."""
+    if accelerator_kind() != device.type:  # autograd ends the process where torch was built without the device
+        return False
     try:
         with fake_mode():
             weight = torch.empty(2, 2, device=device, requires_grad=True)
