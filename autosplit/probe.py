@@ -34,10 +34,9 @@ from autosplit.host import available_host_bytes
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, is_kernel_limit
 from autosplit.request import Request, checked_request
 from autosplit.rng import kept_rng
-from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.isolated import IsolatedRuntime, StepLostError
-from autosplit.runtime.measurement import Measurement, Runtime, StepMemory, StepShape
+from autosplit.runtime.measurement import Measurement, Runtime, SeesMemory, StepMemory, StepShape
 from autosplit.runtime.simulated import traced_parts, traced_peaks
 from autosplit.runtime.tracing import Tracer, Traces
 from autosplit.sizes import ms_text, size_text
@@ -314,7 +313,7 @@ class Prober:
         if not self.decides_by_steps:
             self._count(self._steps_to_see(shape))
             return self.runtime.peaks(shape)
-        assert isinstance(self.runtime, (AcceleratorRuntime, IsolatedRuntime)), self.runtime
+        assert isinstance(self.runtime, SeesMemory), self.runtime
         try:
             self._memories[shape] = memory = self.runtime.memory(shape)
         except Exception:

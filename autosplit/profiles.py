@@ -675,7 +675,7 @@ def _read_or_none(path: Path) -> Plan | None:
 
 
 SLACK = 0.01
-"""Of a device's memory: with so much less than at tuning (a display, another's context), its plan still runs.
+"""Of a plan's peak on a card: with so much less (a display, another's context), it still runs.
 
 It is out of the reserve, by default five times that; a plan at its bound was solved again at any MiB less.
 """
@@ -697,7 +697,7 @@ def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Se
         f"{device.label} may hold {size_text(capacity)}, its share of {planned.share} needs "
         f"{size_text(planned.peak_bytes)}"
         for planned, device, capacity in zip(plan.devices, devices, capacities_bytes, strict=True)
-        if planned.peak_bytes > capacity + (SLACK * planned.capacity_bytes if is_accelerator(device.kind) else 0)
+        if (1 - SLACK * is_accelerator(device.kind)) * planned.peak_bytes > capacity
     ]
     return f"the remembered plan does not fit now ({'; '.join(short)})" if short else None
 

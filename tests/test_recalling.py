@@ -30,7 +30,7 @@ from autosplit.plan import Plan
 from autosplit.recalling import NOT_REMEMBERED
 from autosplit.resolving import Lack, solved_again
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.measurement import Measurement, StepShape
+from autosplit.runtime.measurement import Measurement, StepMemory, StepShape
 from autosplit.tuning import tune
 from autosplit.waiting import Turn, WaitingWarning
 from autosplit.workload import Workload
@@ -96,6 +96,10 @@ class TwinRuntime(CpuRuntime):
         if any(peak > most for peak, most in zip(peaks, self.capacities_bytes, strict=True)):
             raise OutOfMemoryError("a card ran out of memory", device="cuda:0", device_index=0)
         return peaks
+
+    def memory(self, shape: StepShape) -> StepMemory:
+        peaks = self.peaks(shape)
+        return StepMemory(peaks, peaks, 1)
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
         peaks = self.peaks(shape)
