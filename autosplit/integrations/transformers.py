@@ -285,7 +285,7 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
     args.per_device_train_batch_size = share.batch_size
     args.gradient_accumulation_steps = share.accumulation_steps
     args.average_tokens_across_devices = True
-    meets_on_cards = dist.is_initialized() and dist.get_backend() != "gloo"
+    meets_on_cards = dist.is_initialized() and dist.get_backend() not in {"gloo", "undefined"}
     if share.device.type == "cpu" and not (args.use_cpu or meets_on_cards):
         args.use_cpu = True  # or each process would train alone where there is no GPU
         vars(args).pop("_setup_devices", None)  # they have chosen a device already, and choose again when asked
