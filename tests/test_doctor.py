@@ -106,6 +106,13 @@ class TestProblems:
 
 
 class TestCards:
+    def test_a_file_that_can_not_be_written_loses_nothing(self, monkeypatch, capsys, tmp_path):
+        monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(CARD))
+        assert main(["doctor", "--save", str(tmp_path / "none" / "cards.toml")]) == 2
+        printed = capsys.readouterr()
+        assert "H200" in printed.out
+        assert "expected a file in a folder that is there; name another" in printed.err.replace("\n", " ")
+
     def test_what_is_kept_is_what_sim_predicts_with(self, tmp_path, monkeypatch):
         copies = (Copy("cuda:0", "cuda:1", True, 300.0), Copy("cuda:1", "cuda:0", False, 900.0))
         own = replace(CARD, device="cuda:1", name="Intel(R) Data Center GPU Max 1550", catalogue=None)

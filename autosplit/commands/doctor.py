@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from autosplit.catalog import GPUS_VARIABLE
 from autosplit.commands.saying import EXIT_INTERRUPTED, Manner, failed, note, print_json
+from autosplit.errors import InputError, shown
 from autosplit.files import replace_file
 from autosplit.terminal import stdout_kept_clean
 
@@ -33,11 +34,21 @@ def doctor(devices: str | None, save: str | None, manner: Manner) -> int:
             found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))
         except KeyboardInterrupt:
             return failed("interrupted before the examination was over; run it again", EXIT_INTERRUPTED)
-    if save is not None:
-        replace_file(Path(save), cards_toml(found), mode=0o666)
-        note(f"kept the rates of its cards: {GPUS_VARIABLE}={save} makes `sim:` predict with them", manner)
     _print(found, manner)
+    if save is not None:
+        _keep(cards_toml(found), Path(save))
+        note(f"kept the rates of its cards: {GPUS_VARIABLE}={save} makes `sim:` predict with them", manner)
     return 0
+
+
+def _keep(text: str, path: Path) -> None:
+    try:
+        replace_file(path, text, mode=0o666)
+    except OSError as error:
+        raise InputError(
+            f"--save {shown(str(path))} can't be written ({error.strerror}); expected a file in a folder that is "
+            "there; name another"
+        ) from None
 
 
 def _print(found: Examination, manner: Manner) -> None:
