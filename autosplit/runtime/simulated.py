@@ -194,10 +194,10 @@ def _spec(device: Device) -> GpuSpec:
     return device.spec
 
 
-def _followed(shape: StepShape, split: tuple[int, ...]) -> StepShape:
+def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = False) -> StepShape:
     """Return the micro-step to trace for one of a step; of many, each adds to the gradients of those before."""
     accumulates = shape.accumulates or len(shape.splits) > 1
-    if shape.arrangement == "rank" and views_buckets(shape):
+    if in_buckets:
         return StepShape((split,), "rank", num_ranks=2, updates=shape.updates)  # 2 for any number of them
     # A rank is a model on one device; what its buckets hold is there all through, and is added to the peak.
     arrangement = "balanced" if shape.arrangement == "rank" else shape.arrangement
@@ -225,6 +225,8 @@ class _Whole:
         alone = shape.alone
         active = _active(shape.splits[0])
         self._place = active if alone else sorted({0, *active})
+        # Where real tensors are followed, a trace costs a step: one for all roles, and the buckets beside it.
+        self._in_buckets = views_buckets(shape) and tracer.trainee.fake_mode is not None
 
     def peaks(self) -> tuple[int, ...]:
         buckets = self._untraced_buckets()
@@ -234,8 +236,8 @@ class _Whole:
         return tuple(peaks)
 
     def _untraced_buckets(self) -> int:
-        """Return the bytes of DDP's buckets, where its gradients are no views of them, which the trace has."""
-        beside = self._shape.num_ranks > 1 and not views_buckets(self._shape)
+        """Return the bytes of DDP's buckets, where the trace has no gradients that are views of them."""
+        beside = self._shape.num_ranks > 1 and not self._in_buckets
         return rounded(bucket_bytes(self._tracer.trainee)) if beside else 0
 
     def parts(self) -> tuple[MemoryParts, ...]:
@@ -249,7 +251,8 @@ class _Whole:
         _play(clocks, self._trace(split).events(phase), self._place)
 
     def _trace(self, split: tuple[int, ...]) -> Trace:
-        return self._tracer.trace(_followed(self._shape, tuple(split[index] for index in self._place)))
+        own = tuple(split[index] for index in self._place)
+        return self._tracer.trace(_followed(self._shape, own, in_buckets=self._in_buckets))
 
 
 def _joining_costs(event: Move, nbytes: int) -> tuple[OpCost, ...]:
