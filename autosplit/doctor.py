@@ -44,7 +44,7 @@ datasheet, and elementwise operations 0.74 to 0.89 of the memory's rate (medians
 OFF = 0.25
 """A prediction that is off by more than this is named."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 
@@ -142,7 +142,7 @@ def _problems_of(report: DeviceReport) -> list[Problem]:
 
 def _card_of(device: Device, place: torch.device, report: DeviceReport | None, nvml: Any) -> Card:
     largest_bytes = min(device.capacity_bytes // 4, 2**30)
-    on_card = backend(place.type).device(place) if is_accelerator(place.type) else nullcontext()
+    on_card = torch.accelerator.device_index(place.index) if is_accelerator(place.type) else nullcontext()
     with on_card:
         flops = {name: rates.matmul_flops(place, dtype, largest_bytes=largest_bytes) for name, dtype in _DTYPES.items()}
         memory = rates.memory_bytes_per_s(place, largest_bytes=largest_bytes)
@@ -251,7 +251,12 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
         took_s = time.perf_counter() - began_s
         measured_s, peaks = _by_the_plan(plan)
     except (AutosplitError, RuntimeError) as error:
-        problems.append(Problem(f"a small model is not tuned here: {first_line(error)}", "report it with this page"))
+        problems.append(
+            Problem(
+                f"a small model is not tuned here: {first_line(error)}",
+                "mend that, or report it with what doctor prints",
+            )
+        )
         return None
     found = Training(
         devices=",".join(device.label for device in devices),

@@ -180,13 +180,15 @@ def cards_toml(examination: Examination) -> str:
         raise DeviceError("this machine has no accelerator; expected one whose rates can be kept; leave out --save")
     slowest = min((copy.gb_per_s for copy in examination.copies if copy.arrives), default=None)
     lines = ["# Rates that autosplit doctor measured; for AUTOSPLIT_GPUS."]
-    if slowest is not None:
+    if slowest is None:
+        lines += ["# One card has no link to measure: pcie4 is assumed. Write another of the catalogue's in its place."]
+    else:
         lines += ["", "[links]", f"measured = {slowest * 1e9:.4g}"]
     for name, card in {_name_of(card): card for card in examination.cards}.items():
         tflops = {**card.tflops}
         tflops.setdefault("float16", tflops["float32"])
         row = row_of(card.name)
-        tflops["float64"] = row.peak_flops["float64"] / 1e12 if row is not None else tflops["float32"] / 64
+        tflops.setdefault("float64", row.peak_flops["float64"] / 1e12 if row is not None else tflops["float32"])
         link = "measured" if slowest is not None else "pcie4"
         lines += [
             "",

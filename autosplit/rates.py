@@ -50,7 +50,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, *, largest_bytes: int
             if seconds >= _LEAST_S or 3 * (2 * size) ** 2 * dtype.itemsize > largest_bytes:
                 return best
             size *= 2
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # Metal's word for float64 is a TypeError
         return best or None
 
 
