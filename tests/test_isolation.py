@@ -301,9 +301,13 @@ def test_a_process_that_can_not_be_ended_is_not_waited_for(child, monkeypatch):
     def join(timeout=None):
         waited.append(timeout)
 
-    monkeypatch.setattr(process, "join", join)
-    child.end()
+    with monkeypatch.context() as driver:
+        driver.setattr(process, "join", join)
+        driver.setattr(process, "kill", lambda: None)
+        driver.setattr(os, "killpg", lambda group, signal: None)
+        child.end()
     assert waited
     assert None not in waited
-    monkeypatch.undo()
+    assert process.is_alive()
+    process.kill()
     process.join()
