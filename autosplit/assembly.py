@@ -8,7 +8,8 @@ from typing import Any
 
 from autosplit.cost import Ceiling, Fit, MemoryParts, Region, Residual, StepTime, TimeCurve
 from autosplit.findings import Check
-from autosplit.plan import DdpOptions, DdpPlan, Plan, PlanDevice, RankSettings
+from autosplit.plan import Plan
+from autosplit.record import DdpOptions, DdpPlan, PlanDevice, RankSettings
 from autosplit.request import Request
 from autosplit.solver import RankSolver, Solver
 from autosplit.space import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of

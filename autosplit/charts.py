@@ -20,7 +20,8 @@ from autosplit.cost import MemoryParts, Region
 from autosplit.errors import InputError
 from autosplit.explanation import Explanation
 from autosplit.markup import printable
-from autosplit.plan import Plan, PlanDevice
+from autosplit.plan import Plan
+from autosplit.record import PlanDevice
 from autosplit.sizes import rate_text, size_text
 from autosplit.solver import Solver
 from autosplit.space import Configuration, Space, Trial

@@ -21,8 +21,8 @@ from autosplit.errors import InputError, PlanError, shown
 from autosplit.even_ranks import EvenProblem, EvenRanks
 from autosplit.explanation import BINDING_SHARE
 from autosplit.files import READ_BY_ALL, replace_file
-from autosplit.plan import Plan
 from autosplit.printed import printable
+from autosplit.record import PlanRecord
 from autosplit.relaxing import MOST_WORK, Problem
 from autosplit.sharing import shareable
 from autosplit.sizes import rate_text
@@ -92,13 +92,13 @@ class Export:
             ) from error
 
 
-def export(plan: Plan, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
+def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
     """Turn a plan into the settings of another tool.
 
     Args:
         plan: Also one for simulated cards, but for `torchrun`.
         to: One of `FORMATS`.
-        path: The plan's file, which `torchrun` and `env` name. Default: the profile that holds the plan.
+        path: The plan's file, which `torchrun` and `env` name. Default: `PlanRecord.path`.
 
     Raises:
         InputError: There is no such format.
@@ -163,7 +163,7 @@ class _Ranks:
 class _Evened:
     """A plan for a tool that gives every rank the same."""
 
-    plan: Plan
+    plan: PlanRecord
     tool: _Tool
     even: EvenRanks
     exact: bool
@@ -176,7 +176,7 @@ class _Evened:
         return Export(self.tool.to, settings, text, self.exact, self.notes, self.even, self.lost_share)
 
 
-def _evened(plan: Plan, tool: _Tool) -> _Evened:
+def _evened(plan: PlanRecord, tool: _Tool) -> _Evened:
     """Find the plan's numbers for such a tool, and what there is to say of them."""
     ranks = _ranks_of(plan)
     problem = _even_problem(plan, ranks)
@@ -198,7 +198,7 @@ def _evened(plan: Plan, tool: _Tool) -> _Evened:
     return _Evened(plan, tool, even, exact, lost_share, tuple(map(printable, notes)))
 
 
-def _ranks_of(plan: Plan) -> _Ranks:
+def _ranks_of(plan: PlanRecord) -> _Ranks:
     """Return the plan's DDP ranks; a single device has the plan's own numbers.
 
     Raises:
@@ -216,7 +216,7 @@ def _ranks_of(plan: Plan) -> _Ranks:
     return _Ranks(sizes, ceilings, plan.ddp.ranks[0].accumulation_steps, effective)
 
 
-def _even_problem(plan: Plan, ranks: _Ranks) -> EvenProblem:
+def _even_problem(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
     normed = any(check.depends and "BatchNorm" in check.subject for check in plan.checks)
     least = plan.region.least_share if plan.region is not None else 1 + normed
     return EvenProblem(
@@ -232,12 +232,12 @@ def _even_problem(plan: Plan, ranks: _Ranks) -> EvenProblem:
     )
 
 
-def _share_processor(plan: Plan) -> bool:
+def _share_processor(plan: PlanRecord) -> bool:
     """Tell whether the devices are parts of one processor, on which no gain is claimed."""
     return len(plan.devices) > 1 and all(device.kind == "cpu" for device in plan.devices)
 
 
-def _lost(plan: Plan, ranks: _Ranks, even: EvenRanks) -> tuple[float | None, str]:
+def _lost(plan: PlanRecord, ranks: _Ranks, even: EvenRanks) -> tuple[float | None, str]:
     """Compare even ranks with the best that the plan has to offer, both by the model.
 
     Returns:
@@ -271,7 +271,7 @@ def _lost(plan: Plan, ranks: _Ranks, even: EvenRanks) -> tuple[float | None, str
 # -------------------------------------------------------------------------------------------------------------- notes
 
 
-def _first_notes(plan: Plan) -> list[str]:
+def _first_notes(plan: PlanRecord) -> list[str]:
     """Say of which kind the plan is, where that is not what one would think."""
     notes = []
     if plan.simulated:
@@ -325,7 +325,7 @@ def _lost_text(lost_share: float | None, best: str) -> str:
     return f"{percent} fewer than by {best}"
 
 
-def _fewer_notes(plan: Plan, problem: EvenProblem, even: EvenRanks, tool: _Tool) -> list[str]:
+def _fewer_notes(plan: PlanRecord, problem: EvenProblem, even: EvenRanks, tool: _Tool) -> list[str]:
     """Name the devices that only hold the others up."""
     fewer = problem.without_slow()
     if fewer is None or even.samples_per_s is None:
@@ -346,7 +346,7 @@ def _fewer_notes(plan: Plan, problem: EvenProblem, even: EvenRanks, tool: _Tool)
     return [said]
 
 
-def _training_notes(plan: Plan, even: EvenRanks, tool: _Tool) -> list[str]:
+def _training_notes(plan: PlanRecord, even: EvenRanks, tool: _Tool) -> list[str]:
     """Say what of the training the tool does otherwise."""
     notes = []
     parts = even.num_ranks * even.accumulation_steps
@@ -411,7 +411,7 @@ class _Start:
     variable: str = ""
 
     @classmethod
-    def of(cls, plan: Plan) -> _Start:
+    def of(cls, plan: PlanRecord) -> _Start:
         """Read it from a plan."""
         count = len(plan.devices)
         counts = plan.machine.get("ranks_per_machine")
@@ -456,7 +456,7 @@ _PRECISIONS = {"none": ("no", "32-true"), "bf16": ("bf16", "bf16-mixed"), "fp16"
 """What accelerate and Lightning call them."""
 
 
-def _precision(plan: Plan) -> tuple[str, str]:
+def _precision(plan: PlanRecord) -> tuple[str, str]:
     if plan.precision not in _PRECISIONS:
         raise PlanError(
             f"the plan's precision is {shown(plan.precision)}; expected one of {', '.join(_PRECISIONS)}; tune again"
@@ -467,7 +467,7 @@ def _precision(plan: Plan) -> tuple[str, str]:
 # --------------------------------------------------------------------------------------------------------- the tools
 
 
-def _to_transformers(plan: Plan, _path: object) -> Export:
+def _to_transformers(plan: PlanRecord, _path: object) -> Export:
     """`TrainingArguments`; what is left out has the right default, or nothing to do with it."""
     _precision(plan)
     found, start = _evened(plan, _TRANSFORMERS), _Start.of(plan)
@@ -500,7 +500,7 @@ def _to_transformers(plan: Plan, _path: object) -> Export:
     return found.export({"TrainingArguments": arguments, "command": command}, "\n".join(code))
 
 
-def _to_accelerate(plan: Plan, _path: object) -> Export:
+def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
     """`Accelerator`, and the batch size of the DataLoader that is given to its `prepare`: of each process."""
     precision, _ = _precision(plan)
     found, start = _evened(plan, _ACCELERATE), _Start.of(plan)
@@ -540,7 +540,7 @@ def _to_accelerate(plan: Plan, _path: object) -> Export:
     return found.export(settings, "\n".join(code))
 
 
-def _accelerate_launch(plan: Plan, start: _Start, precision: str) -> str:
+def _accelerate_launch(plan: PlanRecord, start: _Start, precision: str) -> str:
     """Write accelerate's own line, with everything that its default configuration would decide otherwise."""
     count, kind = len(plan.devices), plan.devices[0].kind
     words = ["accelerate", "launch", *(["--multi_gpu"] if count > 1 else []), *(["--cpu"] if kind == "cpu" else [])]
@@ -550,7 +550,7 @@ def _accelerate_launch(plan: Plan, start: _Start, precision: str) -> str:
     return shlex.join([*words, SCRIPT])
 
 
-def _to_lightning(plan: Plan, _path: object) -> Export:
+def _to_lightning(plan: PlanRecord, _path: object) -> Export:
     """`Trainer`, which starts the other processes itself, and the batch size of each one's DataLoader."""
     _, precision = _precision(plan)
     found, start = _evened(plan, _LIGHTNING), _Start.of(plan)
@@ -595,7 +595,7 @@ def _to_lightning(plan: Plan, _path: object) -> Export:
     return found.export(settings, "\n".join(code))
 
 
-def _to_torchrun(plan: Plan, path: str | os.PathLike[str] | None) -> Export:
+def _to_torchrun(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
     """Return the line that `autosplit launch --print` gives."""
     file, notes = _file_of(plan, path)
     command = command_for(plan, file, [SCRIPT])
@@ -610,7 +610,7 @@ def _to_torchrun(plan: Plan, path: str | os.PathLike[str] | None) -> Export:
     return Export("torchrun", settings, command.line(), notes=tuple(map(printable, notes)))
 
 
-def _to_env(plan: Plan, path: str | os.PathLike[str] | None) -> Export:
+def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
     """Return the plan's numbers as variables: what autosplit itself reads, and the rest for scripts of one's own."""
     _precision(plan)
     notes = _first_notes(plan)
@@ -644,25 +644,22 @@ def _to_env(plan: Plan, path: str | os.PathLike[str] | None) -> Export:
     return Export("env", variables, "\n".join(lines), notes=tuple(notes))
 
 
-def _to_json(plan: Plan, _path: object) -> Export:
+def _to_json(plan: PlanRecord, _path: object) -> Export:
     settings = shareable(plan).to_dict()
     # Characters beyond ASCII are escaped: none of them can act on a terminal.
     return Export("json", settings, json.dumps(settings, indent=2), notes=tuple(map(printable, _first_notes(plan))))
 
 
-def _file_of(plan: Plan, path: str | os.PathLike[str] | None) -> tuple[Path, list[str]]:
+def _file_of(plan: PlanRecord, path: str | os.PathLike[str] | None) -> tuple[Path, list[str]]:
     """Return the plan's file, and what to do where it has none."""
     if path is not None:
         return Path(path), []
-    from autosplit.profiles import profile_holding  # what knows its file does not wait for it
-
-    kept = profile_holding(plan)
-    if kept is not None:
-        return kept, []
+    if plan.path is not None:
+        return plan.path, []
     return Path(UNSAVED), [f'the plan is in no file yet: plan.save("{UNSAVED}") makes the one that is named here']
 
 
-_Maker = Callable[[Plan, str | os.PathLike[str] | None], Export]
+_Maker = Callable[[PlanRecord, str | os.PathLike[str] | None], Export]
 
 _MAKERS: Mapping[str, _Maker] = {
     "transformers": _to_transformers,

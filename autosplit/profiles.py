@@ -15,7 +15,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,8 @@ from autosplit.files import (
     replace_file,
 )
 from autosplit.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
-from autosplit.plan import MAX_FILE_BYTES, SCHEMA_VERSION, Plan
+from autosplit.plan import Plan
+from autosplit.record import MAX_FILE_BYTES, SCHEMA_VERSION
 from autosplit.sizes import size_text
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ __all__ = [
     "machine_of",
     "memory_shortfall",
     "newest",
-    "profile_holding",
     "profile_paths",
     "profiles",
     "profiles_folder",
@@ -353,7 +353,7 @@ def _read(path: Path) -> Plan | None:
     except OSError as error:
         raise ProfileError(f"it can't be read ({error.strerror or error}); expected a file; remove it") from error
     try:
-        return Plan.from_json(content, source="it")
+        return Plan.from_json(content, source="it").kept_at(path)
     except PlanVersionError as error:
         if error.version < 1:
             raise _SpoiledError(str(error)) from error
@@ -599,15 +599,6 @@ def newest(most: int) -> Iterator[tuple[Path, Plan | None]]:
 def profiles() -> tuple[tuple[Path, Plan | None], ...]:
     """Return all profiles of the cache, the newest first; None in place of a plan that can't be read."""
     return tuple((path, _read_or_none(path)) for path in profile_paths())
-
-
-def profile_holding(plan: Plan) -> Path | None:
-    """Return the file in which a plan is remembered, if it is; notes, which tell how one came by it, do not count."""
-    try:
-        found = profiles()
-    except (OSError, ProfileError):  # a cache of no use holds nothing
-        return None
-    return next((path for path, kept in found if kept is not None and replace(kept, notes=plan.notes) == plan), None)
 
 
 def usable_here() -> tuple[tuple[Path, Plan], ...]:

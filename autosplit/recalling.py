@@ -55,7 +55,7 @@ class Recalled:
             said: Sentences.
         """
         assert self.plan is not None
-        return replace(self.plan, notes=(*said, *self.notes, *self.plan.notes))
+        return self.plan.with_notes(*said, *self.notes)
 
     @property
     def origin(self) -> str:

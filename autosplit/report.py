@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from autosplit.cost import Ceiling
 from autosplit.errors import InputError
 from autosplit.findings import Check, error_text
-from autosplit.plan import Plan, PlanDevice, RankSettings
+from autosplit.plan import Plan
 from autosplit.printed import printable
+from autosplit.record import PlanDevice, RankSettings
 from autosplit.sizes import ms_text, rate_text, size_text
 from autosplit.split import even_split
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.cost import Ceiling, Fit, MemoryFit, Region
-from autosplit.plan import DdpPlan, Plan, RankSettings
+from autosplit.plan import Plan
+from autosplit.record import DdpPlan, RankSettings
 from autosplit.solver import RankAnswer, RankSolver, Solver
 from autosplit.space import Space
 from autosplit.split import accumulation_steps

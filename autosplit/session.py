@@ -17,10 +17,11 @@ from autosplit.cost import Ceiling, Fit, MemoryFit, MemoryParts, Region, Role, S
 from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line
 from autosplit.findings import Check
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
-from autosplit.plan import DdpOptions, DdpPlan, Plan
+from autosplit.plan import Plan
 from autosplit.probe import Prober, does_not_fit
 from autosplit.progress import Progress, fraction_of
 from autosplit.proposals import PATIENCE, Proposer, error_of, steadied
+from autosplit.record import DdpOptions, DdpPlan
 from autosplit.runtime.measurement import Measurement, StepShape
 from autosplit.runtime.placed import bucket_bytes
 from autosplit.runtime.simulated import SimulatedRuntime
@@ -126,7 +127,7 @@ class Session:
         self._bound_by_tracing()
         plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
         if self._is_compiled():
-            plan = replace(plan, notes=(*plan.notes, self._compiled_note(max(plan.split))))
+            plan = plan.with_notes(last=[self._compiled_note(max(plan.split))])
         self._say("done", "done", 1.0)
         return plan
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from autosplit.plan import Plan
 from autosplit.printed import shortened
+from autosplit.record import PlanRecord
 
 __all__ = ["shareable", "without_private"]
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanRecord)
 
 # A blank belongs to a path only where another slash follows: what comes after a path's end is prose. Lengths are
 # bounded, so that no text takes long.
@@ -54,7 +56,7 @@ _MOST_PASSES = 4
 """What was left out may show that what stands next to it is a path."""
 
 
-def shareable(plan: Plan) -> Plan:
+def shareable(plan: AnyPlan) -> AnyPlan:
     """Return the same plan without what tells where and by whom it was made.
 
     Args:
@@ -66,7 +68,7 @@ def shareable(plan: Plan) -> Plan:
     """
     devices = tuple(replace(device, uuid=None) for device in plan.devices)
     known = tuple({device.uuid for device in plan.devices if device.uuid})
-    shared: Plan = _shared(replace(plan, devices=devices), known)
+    shared: AnyPlan = _shared(replace(plan, devices=devices), known)
     return shared
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.plan import Plan
 from autosplit.printed import printable
+from autosplit.record import PlanRecord
 
 __all__ = ["PLAN_VARIABLE", "Command", "command_for", "refuse_unfit", "refuse_without_ranks"]
 
@@ -44,7 +44,7 @@ class Command:
         return printable(" ".join((*set_before, shlex.join(self.command))), longest=None)
 
 
-def command_for(plan: Plan, path: Path, arguments: Sequence[str]) -> Command:
+def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Command:
     """Make torchrun's command for a plan.
 
     Args:
@@ -69,7 +69,7 @@ def command_for(plan: Plan, path: Path, arguments: Sequence[str]) -> Command:
     return Command(command, {PLAN_VARIABLE: str(path.absolute())})
 
 
-def refuse_unfit(plan: Plan) -> None:
+def refuse_unfit(plan: PlanRecord) -> None:
     """Refuse a plan that no job can be started with.
 
     Args:
@@ -88,7 +88,7 @@ def refuse_unfit(plan: Plan) -> None:
     refuse_without_ranks(plan)
 
 
-def refuse_without_ranks(plan: Plan) -> None:
+def refuse_without_ranks(plan: PlanRecord) -> None:
     """Refuse a plan that has no numbers for DDP.
 
     Args:
@@ -133,7 +133,7 @@ _SWITCHES = {"standalone", "no-python", "no_python", "run-path", "run_path", "m"
 """Options of torchrun that take no value. Of ``-m`` the module is the script."""
 
 
-def _processes_per_node(plan: Plan, options: Mapping[str, str]) -> int:
+def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
     count, nodes = len(plan.ddp.ranks), options.get(_NODES, "1")
     if not (nodes.isascii() and nodes.isdigit() and int(nodes)):
         raise InputError(
@@ -147,7 +147,7 @@ def _processes_per_node(plan: Plan, options: Mapping[str, str]) -> int:
     return count // int(nodes)
 
 
-def _refuse_other_count(plan: Plan, options: Mapping[str, str]) -> None:
+def _refuse_other_count(plan: PlanRecord, options: Mapping[str, str]) -> None:
     """Refuse a number of processes that the plan has no ranks for; several machines may have unlike ones."""
     given = next((options[name] for name in _COUNTS if name in options), "")
     if not (given.isascii() and given.isdigit()) or options.get(_NODES, "1") != "1":

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -55,14 +54,12 @@ class TuningInterrupted(KeyboardInterrupt):
     """Ctrl-C while tuning.
 
     Attributes:
-        plan: The best so far; None where no trial had succeeded.
-        path: The profile it was saved as; None where it was not.
+        plan: The best so far, with the profile it was saved as in its `path`; None where no trial had succeeded.
     """
 
-    def __init__(self, plan: Plan | None, path: Path | None) -> None:
-        super().__init__(plan, path)
+    def __init__(self, plan: Plan | None) -> None:
+        super().__init__(plan)
         self.plan = plan
-        self.path = path
 
     def __str__(self) -> str:
         """Say what happened."""
@@ -252,25 +249,23 @@ def _fastest_of(
             if not plans:
                 raise
             found = plans if interrupted.plan is None else [*plans, interrupted.plan]
-            raise _interrupted_among(found, interrupted, asked.request) from None
+            raise _interrupted_among(found) from None
         except DoesNotFitError as misfit:  # the others may
             misfits.append(misfit)
             notes = (*notes, f"precision {one} is left out: {misfit}")
     if not plans:
         raise misfits[0]
-    return _with_notes(_fastest(plans), *_compared(plans), *notes)
+    return _fastest(plans).with_notes(*_compared(plans), *notes)
 
 
 INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned for: this is the best of those that were"
 
 
-def _interrupted_among(found: list[Plan], interrupted: TuningInterrupted, request: Request) -> TuningInterrupted:
+def _interrupted_among(found: list[Plan]) -> TuningInterrupted:
     """Return what carries the best of the plans so far, with the file of that very plan."""
-    best, path = _fastest(found), interrupted.path
-    if best is not interrupted.plan:
-        path = None if request.profile == "off" else profiles.profile_holding(best)
+    best = _fastest(found)
     # Whole for its precision, as it may be, it is not what was asked for.
-    return TuningInterrupted(_with_notes(replace(best, complete=False), INTERRUPTED_NOTE), path)
+    return TuningInterrupted(replace(best, complete=False).with_notes(INTERRUPTED_NOTE).kept_at(best.path))
 
 
 def _fastest(plans: list[Plan]) -> Plan:
@@ -283,10 +278,6 @@ def _compared(plans: list[Plan]) -> tuple[str, ...]:
         return ()
     rates = ", ".join(f"{plan.precision} {plan.samples_per_s:,.0f} samples/s" for plan in plans)
     return (f"precisions: {rates}; {_fastest(plans).precision} is the plan's",)
-
-
-def _with_notes(plan: Plan, *notes: str) -> Plan:
-    return replace(plan, notes=(*notes, *plan.notes)) if notes else plan
 
 
 def _part_of(
@@ -315,7 +306,7 @@ def _tune_source(asked: _Asked, source: Source) -> Plan:
     except TuningInterrupted:
         raise
     except KeyboardInterrupt:  # before there was anything to keep
-        raise TuningInterrupted(None, None) from None
+        raise TuningInterrupted(None) from None
     except AutosplitError:
         raise
     except (Exception, SystemExit) as error:
@@ -343,7 +334,7 @@ def _tuned(asked: _Asked, source: Source) -> Plan:
         if found.plan is not None:
             plan, found = _tried_again(replace(wanted, request=request), found, followed)
             if plan is not None:
-                return _with_losses(replace(plan, notes=(*plan.notes, *defaulted)), isolated)
+                return _with_losses(plan.with_notes(last=defaulted), isolated)
         said = (*waited.notes, *found.notes, *(() if found.notes else wanted.nearest(asked.ignoring)))
         subject = Subject(request, followed.workload, machine, described, wanted.asked)
         study_name = _study_name(request, wanted.key)
@@ -353,8 +344,8 @@ def _tuned(asked: _Asked, source: Source) -> Plan:
             plan = session.plan()
         except KeyboardInterrupt:
             best = session.best_so_far()
-            raise TuningInterrupted(*((None, None) if best is None else kept(_with_losses(best, isolated)))) from None
-        return kept(_with_losses(plan, isolated))[0]
+            raise TuningInterrupted(None if best is None else kept(_with_losses(best, isolated))) from None
+        return kept(_with_losses(plan, isolated))
 
 
 def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
@@ -388,14 +379,14 @@ def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
         study_name = _study_name(whole, wanted.key)
         session = JointSession(job, subject, followed, tell, closing, probing, study_name=study_name)
         plan = _explained(wanted, session.plan())  # by each rank, so that all have the very same plan
-        said, path = (*waited.notes, *found.notes, *nearest), None
+        said = (*waited.notes, *found.notes, *nearest)
         if job.is_first_of_machine:
-            plan, path = _kept(wanted, plan, said=said, unreadable=found.unreadable, trouble=waited.trouble)
+            plan = _kept(wanted, plan, said=said, unreadable=found.unreadable, trouble=waited.trouble)
         else:
-            plan = _with_notes(plan, *said)
+            plan = plan.with_notes(*said)
         if not plan.complete:
             job.peers.part()
-            raise TuningInterrupted(plan, path)
+            raise TuningInterrupted(plan)
         return plan
 
 
@@ -518,10 +509,11 @@ def _given_up(found: Recalled, why: str) -> Recalled:
 def _confirmed(wanted: Wanted, found: Recalled, *, stores: bool = True) -> Plan:
     """Return a remembered plan that ran here, and keep it with the facts of these devices: once for each twin."""
     assert found.plan is not None
+    plan = wanted.with_facts(found.plan).kept_at(found.path)
     if stores:
-        wanted.stored(wanted.with_facts(found.plan))  # where that fails, the next run makes the step once more
+        wanted.stored(plan)  # where that fails, the next run makes the step once more
     said = f"{'; '.join(found.differing)}: confirmed by one step"
-    return replace(found, plan=wanted.with_facts(found.plan)).told(said, f"{found.origin}; {REFRESH_HINT}")
+    return replace(found, plan=plan).told(said, f"{found.origin}; {REFRESH_HINT}")
 
 
 def _makeshift(wanted: Wanted, found: Recalled, again: Plan) -> Plan:
@@ -545,7 +537,7 @@ def _kept(
     unreadable: bool,
     trouble: str | None,
     always: tuple[str, ...] = (),
-) -> tuple[Plan, Path | None]:
+) -> Plan:
     """Remember a plan, and say what is to be said of the cache; of one that is of no use, once.
 
     Args:
@@ -562,7 +554,7 @@ def _kept(
         said = ()
     if path is not None and trouble is not None:
         said = (*said, f"others that tune the same could not be waited for: {trouble}")
-    return replace(plan, notes=(*said, *always, *plan.notes, *failed)), path
+    return plan.with_notes(*said, *always, last=failed).kept_at(path)
 
 
 def _explained(wanted: Wanted, plan: Plan) -> Plan:
@@ -577,7 +569,7 @@ def _isolated(request: Request, source: Source, closing: ExitStack) -> IsolatedR
 
 def _with_losses(plan: Plan, isolated: IsolatedRuntime | None) -> Plan:
     """Add to a plan's notes what became of the processes that its steps ran in."""
-    return plan if isolated is None else replace(plan, notes=(*plan.notes, *isolated.notes))
+    return plan if isolated is None else plan.with_notes(last=isolated.notes)
 
 
 def _study_name(request: Request, key: str) -> str:

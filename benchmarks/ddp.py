@@ -44,7 +44,8 @@ from torch.utils.data.distributed import DistributedSampler
 from autosplit import ddp
 from autosplit.accelerators import accelerator_kind, backend, is_accelerator
 from autosplit.cost import Ceiling, TimeCurve, overlapped_seconds
-from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
+from autosplit.plan import Plan
+from autosplit.record import DdpPlan, PlanDevice, RankSettings
 from autosplit.solver import BACKWARD_SHARE, RankSolver
 
 RANKS = 2

@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from autosplit.commands.answers import ANSWERS
-from autosplit.plan import SCHEMA_VERSION, Plan
+from autosplit.plan import Plan
+from autosplit.record import SCHEMA_VERSION
 
 FOLDER = Path(__file__).parent
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from autosplit.cost import Ceiling, Fit, MemoryFit, MemoryParts, Region, Residual, StepTime, TimeCurve
 from autosplit.findings import Check
-from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
+from autosplit.plan import Plan
+from autosplit.record import DdpPlan, PlanDevice, RankSettings
 from autosplit.space import Trial
 from autosplit.split import accumulation_steps
 

@@ -27,7 +27,8 @@ from torch.nn import functional as F
 
 from autosplit.cost import MemoryFit, Region
 from autosplit.devices import visible_devices
-from autosplit.plan import DdpPlan, Plan, RankSettings
+from autosplit.plan import Plan
+from autosplit.record import DdpPlan, RankSettings
 from autosplit.split import accumulation_steps
 
 NUM_SAMPLES = 50

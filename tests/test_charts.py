@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 from autosplit import charts
 from autosplit.charts import WIDTHS, known_parts
 from autosplit.errors import InputError
-from autosplit.plan import DdpPlan
+from autosplit.record import DdpPlan
 
 DRAWN = ("devices", "line0", "line1", "trials", "landscape", "rates")
 

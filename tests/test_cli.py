@@ -343,7 +343,7 @@ def test_json_is_alone_on_stdout(script, tuned, capfd):
 
 
 def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_path):
-    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False), tmp_path / "kept.json")
+    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False).kept_at(tmp_path / "kept.json"))
     assert main(["tune", script()]) == 4
     out, err = capsys.readouterr()
     assert f"the best plan so far is shown and saved as {tmp_path / 'kept.json'}; run it again" in err
@@ -352,7 +352,7 @@ def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_
 
 
 def test_an_interrupted_tuning_saves_its_output_too(script, tuned, capsys):
-    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False), None)
+    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False))
     assert main(["tune", script(), "--output", "best.json", "--json"]) == 4
     out, err = capsys.readouterr()
     assert json.loads(out)["complete"] is False
@@ -361,12 +361,12 @@ def test_an_interrupted_tuning_saves_its_output_too(script, tuned, capsys):
 
 
 def test_an_interrupted_tuning_that_is_kept_nowhere_says_so(script, tuned, capsys):
-    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False), None)
+    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False))
     assert main(["tune", script(), "--profile", "off"]) == 4
     assert "not saved (--output PATH saves it)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), tuning.TuningInterrupted(None, None)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), tuning.TuningInterrupted(None)])
 def test_an_interrupted_tuning_without_a_plan(script, tuned, fails, error):
     tuned.answer = error
     assert fails("tune", script(), code=4)[0] == "error: interrupted before there was any plan; run it again"

@@ -21,8 +21,8 @@ from autosplit.comparing import Comparison, ComparisonInterrupted, asked_machine
 from autosplit.errors import DeviceError, InputError
 from autosplit.measured_errors import MeasuredError, error_sentences
 from autosplit.oom import DoesNotFitError
-from autosplit.plan import DdpPlan
 from autosplit.progress import Progress
+from autosplit.record import DdpPlan
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

@@ -25,7 +25,8 @@ from autosplit import ddp
 from autosplit.cost import Ceiling
 from autosplit.ddp.context import BatchNormWarning
 from autosplit.errors import CheckpointError, DeviceError, InputError, PlanError
-from autosplit.plan import DdpPlan, Plan, PlanDevice, RankSettings
+from autosplit.plan import Plan
+from autosplit.record import DdpPlan, PlanDevice, RankSettings
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, StepSchedule, steps
 from autosplit.split import accumulation_steps, short_split
 

@@ -39,8 +39,9 @@ from autosplit.ddp.ranks import RankSteps
 from autosplit.devices import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, UserCodeError, WorkloadError
 from autosplit.oom import DoesNotFitError
-from autosplit.plan import DdpOptions, Plan
+from autosplit.plan import Plan
 from autosplit.proposals import Proposer
+from autosplit.record import DdpOptions
 from autosplit.request import checked_request
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.solver import Solver
@@ -253,7 +254,7 @@ def interrupted() -> list[Any]:
     except TuningInterrupted as error:
         plan = error.plan
         assert plan is not None
-        return [plan.to_json(), plan.complete, error.path is not None, signal.getsignal(signal.SIGINT) == handler]
+        return [plan.to_json(), plan.complete, plan.path is not None, signal.getsignal(signal.SIGINT) == handler]
     return ["not interrupted"]
 
 

@@ -15,8 +15,9 @@ from autosplit import explaining, tune
 from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Residual, StepTime, TimeCurve
 from autosplit.errors import PlanError
 from autosplit.explanation import Bound
-from autosplit.plan import DdpPlan, Plan, RankSettings
+from autosplit.plan import Plan
 from autosplit.profiles import profile_paths, read_profile
+from autosplit.record import DdpPlan, RankSettings
 from autosplit.relaxing import NO_LIMIT_BYTES, Problem
 from autosplit.sizes import rate_text
 from autosplit.space import Trial

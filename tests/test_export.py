@@ -27,7 +27,8 @@ from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.export import FORMATS, Export
 from autosplit.findings import Check
 from autosplit.launching import launch_of
-from autosplit.plan import DdpOptions, DdpPlan, Plan, RankSettings
+from autosplit.plan import Plan
+from autosplit.record import DdpOptions, DdpPlan, RankSettings
 
 TOOLS = ("transformers", "accelerate", "lightning")
 TAKERS = {"transformers": "TrainingArguments", "accelerate": "Accelerator", "lightning": "Trainer"}
@@ -342,11 +343,11 @@ def test_torchruns_line_is_that_of_launch(tmp_path):
     assert found.exact
 
 
-def test_a_plan_without_a_file_is_looked_for_among_the_profiles(tmp_path):
+def test_a_plan_knows_the_file_that_it_came_from():
     plan = even_plan()
     assert "the plan is in no file yet" in plan.export("env").notes[0]
     path = profiles.store("0" * 32, plan)
-    found = plan.export("env")
+    found = profiles.read_profile(path).export("env")
     assert found.notes == ()
     assert found.settings["AUTOSPLIT_PROFILE"] == str(path)
 

@@ -91,9 +91,11 @@ ORDER = (
     "sensitivity",
     "soundness",
     "markup",
-    "plan",
+    "record",
     "sharing",
     "torchrun",
+    "export",
+    "plan",
     "fingerprint",
     "profiles",
     "waiting",
@@ -132,7 +134,6 @@ ORDER = (
     "charts",
     "page",
     "terminal",
-    "export",
     "integrations.share",
     "integrations.loaders",
     "integrations.counting",
@@ -180,6 +181,7 @@ WITHOUT_TORCH = (
     "solver",
     "explanation",
     "soundness",
+    "record",
     "plan",
     "sharing",
     "profiles",
@@ -207,8 +209,6 @@ WITHOUT_TORCH = (
     "commands.export",
     "cli",
 )
-# What a method of the first calls of the second, which knows the first: inside functions and for type checkers only.
-REACHES_DOWN = {("plan", "export")}
 TOOLS = ("accelerate", "lightning", "transformers")
 """Each is imported by its own integration, and by nothing else: nobody has to have it."""
 
@@ -265,8 +265,7 @@ def graph_of(root: Path) -> dict[str, set[str]]:
     graph = {}
     for name, path in modules.items():
         ours = {full for full in imports_of(path, root) if full.split(".")[0] == "autosplit"}
-        found = {target for full in ours if (target := own_module(full, set(modules)))} - {name}
-        graph[name] = {target for target in found if (name, target) not in REACHES_DOWN}
+        graph[name] = {target for full in ours if (target := own_module(full, set(modules)))} - {name}
     return graph
 
 
@@ -316,14 +315,6 @@ def test_every_module_has_its_place() -> None:
 def test_imports_reach_only_upwards() -> None:
     violations = order_violations(graph_of(ROOT))
     assert not violations, "\n".join(violations)
-
-
-@pytest.mark.parametrize(("name", "target"), sorted(REACHES_DOWN))
-def test_only_functions_reach_down(name: str, target: str) -> None:
-    path = modules_in(ROOT)[name]
-    at_once = imports_of(path, ROOT, module_level(ast.parse(path.read_text())))
-    assert {own_module(full, set(modules_in(ROOT))) for full in imports_of(path, ROOT)} >= {target}, "no longer needed"
-    assert target not in {own_module(full, set(modules_in(ROOT))) for full in at_once if full.startswith("autosplit.")}
 
 
 def test_tools_are_imported_by_their_integrations_only() -> None:

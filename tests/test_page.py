@@ -20,8 +20,8 @@ from autosplit.cli import main
 from autosplit.errors import InputError
 from autosplit.findings import Check
 from autosplit.page import page_of, write_page
-from autosplit.plan import DdpPlan
 from autosplit.profiles import store
+from autosplit.record import DdpPlan
 
 NAMES = ("devices", "line0", "trials", "landscape", "rates")
 

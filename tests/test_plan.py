@@ -18,7 +18,8 @@ from torch import nn
 from autosplit import OutOfMemoryError, devices
 from autosplit.cost import MemoryFit, Region
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.plan import SCHEMA_VERSION, DdpPlan, Plan
+from autosplit.plan import Plan
+from autosplit.record import SCHEMA_VERSION, DdpPlan
 
 PLAN = make_plan()
 JSON_VALUES = st.recursive(
@@ -163,6 +164,17 @@ class TestFiles:
         PLAN.save(path)
         assert Plan.load(path) == PLAN
         assert Plan.load(str(path)) == PLAN
+
+    def test_knows_its_file_which_is_no_part_of_it(self, tmp_path):
+        made = PLAN
+        made.save(tmp_path / "plan.json")
+        plan = Plan.load(tmp_path / "plan.json")
+        assert plan.path == tmp_path / "plan.json"
+        assert plan.with_notes("read").path == plan.path
+        assert plan == made
+        assert plan.to_json() == made.to_json()
+        assert str(tmp_path) not in repr(plan)
+        assert replace(plan, precision="bf16").path is None, "another plan is in no file"
 
     def test_others_may_read_it_as_any_new_file(self, tmp_path):
         (tmp_path / "any").write_text("")

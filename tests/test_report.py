@@ -10,7 +10,8 @@ from rich.console import Console
 
 from autosplit.cost import MemoryFit, Region
 from autosplit.findings import Check
-from autosplit.plan import DdpPlan, Plan
+from autosplit.plan import Plan
+from autosplit.record import DdpPlan
 from autosplit.report import Origin, paste_lines, print_devices, print_plan
 from autosplit.survey import DeviceReport
 

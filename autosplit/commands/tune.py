@@ -48,8 +48,7 @@ def tune(spec: str, keywords: dict[str, Any], manner: Manner, *, output: str | N
         if together and not speaks():
             return 0 if interrupted is None else EXIT_INTERRUPTED
         _warn_if_not_remembered(plan, manner)
-    path: Path | None = getattr(interrupted, "path", None)
-    saved = None if path is None else str(path)
+    saved = None if interrupted is None or plan.path is None else str(plan.path)
     unsaved: PlanError | None = None
     if output is not None:
         if Path.cwd() != folder:  # the workload's code went elsewhere
@@ -139,7 +138,6 @@ def _warn_if_not_remembered(plan: Plan, manner: Manner) -> None:
 def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any], saved: str | None) -> Origin:
     """Say how this plan is had again: from its file, or by the same call, which its profile answers."""
     from autosplit.loading import split_spec
-    from autosplit.profiles import profile_holding
     from autosplit.report import Origin
 
     if "storage" in keywords:  # these lines are shown, and copied
@@ -152,14 +150,13 @@ def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any]
     module = Path(place).stem if place.endswith(".py") else place
     same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
     arguments = "".join(f", {keyword}={quoted(value)}" for keyword, value in same.items())
-    found = None if keywords.get("profile") == "off" else profile_holding(plan)
     remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
     return Origin(
         f"autosplit.tune({name}{'()' if callable(workload) else ''}{arguments})",
         (f"from {module} import {name}" + (f"  # {place}" if place.endswith(".py") else ""),),
         remark,
         command,
-        None if found is None else str(found),
+        None if plan.path is None else str(plan.path),
     )
 
 

@@ -22,8 +22,9 @@ from autosplit.ddp.checkpoints import load_checkpoint, save_checkpoint
 from autosplit.ddp.loops import foreign_steps, gathered
 from autosplit.ddp.sharding import Layers, begin_step, let_meet, shard
 from autosplit.errors import InputError
-from autosplit.plan import Plan, RankSettings
+from autosplit.plan import Plan
 from autosplit.printed import printable
+from autosplit.record import RankSettings
 from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
 from autosplit.split import accumulation_steps
 

@@ -17,7 +17,8 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.place import Place
 from autosplit.devices import Visible, device_uuid, visible_devices
 from autosplit.errors import DeviceError, PlanError
-from autosplit.plan import Plan, PlanDevice
+from autosplit.plan import Plan
+from autosplit.record import PlanDevice
 
 __all__ = ["agreed_backend", "backend_for", "card_of", "device_for", "exchange_device"]
 

@@ -24,10 +24,11 @@ from autosplit.ddp.ranks import RankSteps
 from autosplit.errors import AutosplitError, WorkloadError
 from autosplit.findings import Check
 from autosplit.oom import DoesNotFitError
-from autosplit.plan import DdpOptions, Plan
+from autosplit.plan import Plan
 from autosplit.probe import Prober, does_not_fit
 from autosplit.progress import Progress, fraction_of
 from autosplit.proposals import Proposer, steadied
+from autosplit.record import DdpOptions
 from autosplit.runtime.measurement import Measurement
 from autosplit.runtime.placed import bucket_bytes
 from autosplit.search import CeilingStore, search
