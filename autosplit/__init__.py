@@ -6,40 +6,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autosplit.balanced import BalancedDataParallel as BalancedDataParallel
-    from autosplit.balanced import data_parallel as data_parallel
-    from autosplit.batches import Whole as Whole
-    from autosplit.checks import check as check
-    from autosplit.comparing import compare as compare
-    from autosplit.devices import list_devices as list_devices
-    from autosplit.devices import parse_devices as parse_devices
+    from autosplit.devices.device import list_devices as list_devices
+    from autosplit.devices.device import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
-    from autosplit.executable import find_executable_batch_size as find_executable_batch_size
+    from autosplit.integrations.executable_batch_size import find_executable_batch_size as find_executable_batch_size
+    from autosplit.measure.gradient_check import check as check
+    from autosplit.measure.prober import find_ceiling as find_ceiling
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
-    from autosplit.plan import Plan as Plan
-    from autosplit.probe import find_ceiling as find_ceiling
-    from autosplit.states import matching_state_dict as matching_state_dict
-    from autosplit.tuning import tune as tune
-    from autosplit.workload import Workload as Workload
+    from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
+    from autosplit.parallel.balanced import data_parallel as data_parallel
+    from autosplit.parallel.state_dict import matching_state_dict as matching_state_dict
+    from autosplit.plan.plan import Plan as Plan
+    from autosplit.tuning.compare import compare as compare
+    from autosplit.tuning.tune import tune as tune
+    from autosplit.workload.batch import Whole as Whole
+    from autosplit.workload.workload import Workload as Workload
 
 # Where each public name lives. Nothing is imported before it is asked for: `--help` and a remembered plan
 # must not wait for torch.
 _HOMES = {
     "AutosplitError": "errors",
-    "BalancedDataParallel": "balanced",
+    "BalancedDataParallel": "parallel.balanced",
     "OutOfMemoryError": "oom",
-    "Plan": "plan",
-    "Whole": "batches",
-    "Workload": "workload",
-    "check": "checks",
-    "compare": "comparing",
-    "data_parallel": "balanced",
-    "find_ceiling": "probe",
-    "find_executable_batch_size": "executable",
-    "list_devices": "devices",
-    "matching_state_dict": "states",
-    "parse_devices": "devices",
-    "tune": "tuning",
+    "Plan": "plan.plan",
+    "Whole": "workload.batch",
+    "Workload": "workload.workload",
+    "check": "measure.gradient_check",
+    "compare": "tuning.compare",
+    "data_parallel": "parallel.balanced",
+    "find_ceiling": "measure.prober",
+    "find_executable_batch_size": "integrations.executable_batch_size",
+    "list_devices": "devices.device",
+    "matching_state_dict": "parallel.state_dict",
+    "parse_devices": "devices.device",
+    "tune": "tuning.tune",
 }
 
 __all__ = ["__version__", "ddp", *_HOMES]

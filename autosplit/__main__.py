@@ -14,13 +14,13 @@ __all__ = ["main"]
 def main() -> NoReturn:
     """Run this process's command line, and exit."""
     try:
-        from autosplit.cli import run
+        from autosplit.cli.main import run
 
         run()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        from autosplit.commands.saying import EXIT_INTERRUPTED, failed
-        from autosplit.outcome import reported
+        from autosplit.cli.exit_code import reported
+        from autosplit.cli.output import EXIT_INTERRUPTED, failed
 
         failed("interrupted before it began; run it again", EXIT_INTERRUPTED)
         raise SystemExit(reported(EXIT_INTERRUPTED)) from None

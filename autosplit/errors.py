@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 __all__ = [
+    "OWN_FOLDER",
     "AutosplitError",
     "CheckpointError",
     "DeviceError",
@@ -117,7 +118,9 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:60]}...{text[-12:]}"
 
 
-_OWN_FOLDER = str(Path(__file__).parent)
+OWN_FOLDER = str(Path(__file__).parent)
+"""The package's: frames in it are not the user's."""
+
 _FOREIGN_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -133,7 +136,7 @@ def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
     frames = []
     while trace is not None:
         path, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        if not path.startswith((_OWN_FOLDER, *_FOREIGN_FOLDERS, "<frozen")):
+        if not path.startswith((OWN_FOLDER, *_FOREIGN_FOLDERS, "<frozen")):
             source = linecache.getline(path, line).strip()
             frames.append(f"{path}:{line} in {trace.tb_frame.f_code.co_name}: {source}")
         trace = trace.tb_next

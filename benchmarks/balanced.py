@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import BalancedDataParallel, Workload, parse_devices
-from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.runtime.tracing import make_tracer
+from autosplit.runtime.tracer import make_tracer
 
 CPU_LIMIT = 1.05
 """The most that a step may take on the processor, as a share of the loop written by hand."""

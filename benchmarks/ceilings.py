@@ -43,16 +43,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from architectures import ARCHITECTURES, BUDGETS, OPTIMIZERS
 
 from autosplit import Workload, find_ceiling, parse_devices
-from autosplit.cost import largest_fitting
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.accelerator import AcceleratorRuntime
-from autosplit.runtime.measurement import StepShape
-from autosplit.runtime.placed import run_placed
+from autosplit.runtime.memory_tracker import Tracker
+from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
-from autosplit.runtime.tracing import make_tracer
-from autosplit.runtime.tracking import Tracker
-from autosplit.trainee import Trainee, fake_mode, training_copy
+from autosplit.runtime.tracer import make_tracer
+from autosplit.runtime.tracked_step import run_placed
+from autosplit.runtime.trainee import Trainee, fake_mode, training_copy
+from autosplit.solve.memory import largest_fitting
 
 THREADS = 1
 MIB = 2**20

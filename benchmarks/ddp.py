@@ -43,10 +43,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from autosplit import ddp
 from autosplit.accelerators import accelerator_kind, backend, is_accelerator
-from autosplit.cost import Ceiling, TimeCurve, overlapped_seconds
-from autosplit.plan import Plan
-from autosplit.record import DdpPlan, PlanDevice, RankSettings
-from autosplit.solver import BACKWARD_SHARE, RankSolver
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
+from autosplit.solve.memory import Ceiling, TimeCurve, overlapped_seconds
+from autosplit.solve.solver import BACKWARD_SHARE, RankSolver
 
 RANKS = 2
 COST_LIMIT = 0.01

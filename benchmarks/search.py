@@ -59,15 +59,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import architectures
 
 from autosplit import Plan, Workload, parse_devices, tune
-from autosplit.cost import TimeCurve, overlapped_seconds
-from autosplit.devices import Device
+from autosplit.devices.device import Device
+from autosplit.devices.transfer import HOST
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.measurement import Measurement, StepShape
+from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime, _Composed
-from autosplit.runtime.tracing import Event, Move, Trace, Tracer, Work, make_tracer
-from autosplit.split import even_split, fastest_split, micro_batch_sizes, proportional_split
-from autosplit.transfer import HOST
+from autosplit.runtime.tracer import Event, Move, Trace, Tracer, Work, make_tracer
+from autosplit.solve.memory import TimeCurve, overlapped_seconds
+from autosplit.solve.split import even_split, fastest_split, micro_batch_sizes, proportional_split
 
 FIRST_REGRET = 0.01
 """The most after one trial, in the median."""
@@ -559,7 +559,7 @@ def moves(split: Split) -> Iterator[Split]:
 @contextmanager
 def shared_traces(tracer: Tracer) -> Iterator[None]:
     """Let every tuning follow steps with a kept tracer, so that no step is followed twice."""
-    with mock.patch("autosplit.staging.make_tracer", return_value=(tracer, None)):
+    with mock.patch("autosplit.runtime.prepare.make_tracer", return_value=(tracer, None)):
         yield
 
 

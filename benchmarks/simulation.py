@@ -11,7 +11,7 @@ counts against its ceiling; what it had handed out is beside it.
 What one card can't tell is how far transfers between cards are off. Without a GPU there is no time to compare: steps
 run on the processor, and only what they hold is held against its prediction.
 
-`--record` takes the summary of a file written earlier into `autosplit/runtime/measured_errors.json`, which
+`--record` takes the summary of a file written earlier into `autosplit/tuning/prediction_errors.json`, which
 `autosplit.compare` quotes.
 """
 
@@ -39,21 +39,21 @@ from startup import processor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.catalog import find_card
-from autosplit.cost import largest_fitting
-from autosplit.devices import Device, parse_devices
+from autosplit.devices.catalog import find_card
+from autosplit.devices.device import Device, parse_devices
 from autosplit.errors import DeviceError
+from autosplit.measure.prober import find_ceiling
 from autosplit.oom import OutOfMemoryError
-from autosplit.probe import find_ceiling
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.runtime.tracing import Tracer, make_tracer
-from autosplit.trainee import training_copy
-from autosplit.workload import Workload
+from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.runtime.trainee import training_copy
+from autosplit.solve.memory import largest_fitting
+from autosplit.workload.workload import Workload
 
-RECORDED = Path(__file__).parents[1] / "autosplit" / "runtime" / "measured_errors.json"
+RECORDED = Path(__file__).parents[1] / "autosplit" / "tuning" / "prediction_errors.json"
 RESULTS = Path(__file__).parent / "results" / "simulation.json"
 
 BUDGET_S = 1.0

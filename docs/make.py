@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from autosplit.commands.answers import ANSWERS
-from autosplit.plan import Plan
-from autosplit.record import SCHEMA_VERSION
+from autosplit.cli.json_types import ANSWERS
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import SCHEMA_VERSION
 
 FOLDER = Path(__file__).parent
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
-from autosplit.balanced import BalancedDataParallel
-from autosplit.runtime.tracking import Tracker
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.runtime.memory_tracker import Tracker
 
 SPLITS = [(4, 6, 6), (1, 2, 13), (0, 8, 8), (16, 0, 0), (0, 0, 16)]
 BATCH = 16

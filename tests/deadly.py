@@ -11,7 +11,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from autosplit.workload import Workload
+from autosplit.workload.workload import Workload
 
 
 class Deadly(nn.Module):

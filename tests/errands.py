@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from autosplit.errors import UserCodeError
-from autosplit.isolation import LostCauseError
+from autosplit.runtime.child_process import LostCauseError
 
 
 class Errand:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autosplit.cost import Ceiling, Fit, MemoryFit, MemoryParts, Region, Residual, StepTime, TimeCurve
-from autosplit.findings import Check
-from autosplit.plan import Plan
-from autosplit.record import DdpPlan, PlanDevice, RankSettings
-from autosplit.space import Trial
-from autosplit.split import accumulation_steps
+from autosplit.measure.check_result import Check
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
+from autosplit.solve.memory import Ceiling, Fit, MemoryFit, MemoryParts, Region, Residual, StepTime, TimeCurve
+from autosplit.solve.search_space import Trial
+from autosplit.solve.split import accumulation_steps
 
 GIB = 2**30
 

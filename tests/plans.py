@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autosplit.cost import Ceiling
-from autosplit.findings import Check
-from autosplit.plan import Plan
-from autosplit.record import DdpPlan, PlanDevice, RankSettings
-from autosplit.space import Trial
+from autosplit.measure.check_result import Check
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
+from autosplit.solve.memory import Ceiling
+from autosplit.solve.search_space import Trial
 
 MIB = 2**20
 

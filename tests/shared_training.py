@@ -25,11 +25,11 @@ from plans import make_plan, plan_device
 from torch import nn
 from torch.nn import functional as F
 
-from autosplit.cost import MemoryFit, Region
-from autosplit.devices import visible_devices
-from autosplit.plan import Plan
-from autosplit.record import DdpPlan, RankSettings
-from autosplit.split import accumulation_steps
+from autosplit.devices.device import visible_devices
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpPlan, RankSettings
+from autosplit.solve.memory import MemoryFit, Region
+from autosplit.solve.split import accumulation_steps
 
 NUM_SAMPLES = 50
 STEPS = 50
@@ -186,7 +186,7 @@ def forget_accelerate() -> None:
 
 def run_example(name: str) -> tuple[str, bool]:
     """Run an example as a script; return what it printed, and whether it said that it has no plan."""
-    from autosplit.integrations.share import NoPlanWarning
+    from autosplit.integrations.process_share import NoPlanWarning
 
     path = Path(__file__).parents[1] / "examples" / name
     with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:

@@ -14,17 +14,17 @@ from torch.nn import functional as F
 from workloads import char_gpt, mlp, small
 
 from autosplit.accelerators import accelerator_kind, backend
-from autosplit.balanced import BalancedDataParallel
-from autosplit.devices import Device, parse_devices
+from autosplit.devices.device import Device, parse_devices
+from autosplit.measure.prober import Prober, find_ceiling
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
-from autosplit.probe import Prober, find_ceiling
+from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.runtime import accelerator
 from autosplit.runtime.accelerator import AcceleratorRuntime, _failed_gpu
-from autosplit.runtime.measurement import StepMemory, StepShape
+from autosplit.runtime.protocol import StepMemory, StepShape
 from autosplit.runtime.simulated import traced_peaks
-from autosplit.runtime.tracing import Tracer, make_tracer
-from autosplit.tuning import tune
-from autosplit.workload import Workload
+from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.tuning.tune import tune
+from autosplit.workload.workload import Workload
 
 MIB = 2**20
 KIND = accelerator_kind() or "cuda"
@@ -327,7 +327,7 @@ class TestOneDevice:
     def test_a_compiled_step_has_its_batch_on_the_device(self, monkeypatch):
         """It ran without the wrapper, which brings the batch there: "no step could be run", said every plan."""
         with running(f"{KIND}:0", small()) as runtime:
-            monkeypatch.setattr("autosplit.trainee.Trainee.compiled", lambda trainee: trainee.models)
+            monkeypatch.setattr("autosplit.runtime.trainee.Trainee.compiled", lambda trainee: trainee.models)
             assert runtime.peaks(StepShape(((8,),), compiled=True))[0] > 0
 
     @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from workloads import ALL
 
 from autosplit.runtime.affine_traces import AffineTraces
-from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_parts, traced_peaks
-from autosplit.runtime.tracing import make_tracer
-from autosplit.workload import Workload
+from autosplit.runtime.tracer import make_tracer
+from autosplit.workload.workload import Workload
 
 SHAPES = {
     "alone": lambda n: StepShape(((n,),)),

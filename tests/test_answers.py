@@ -13,13 +13,16 @@ import typer.main
 from handmade import made_ceiling, made_plan
 from test_doctor import CARD, examined
 
-import autosplit.survey
-from autosplit import checks, doctor, probe, tuning
-from autosplit.cli import app, main
-from autosplit.commands.answers import ANSWERS, ProbedCeiling
-from autosplit.findings import Check
-from autosplit.profiles import store
-from autosplit.survey import DeviceReport
+import autosplit.devices.inventory
+from autosplit.cli.json_types import ANSWERS, ProbedCeiling
+from autosplit.cli.main import app, main
+from autosplit.devices.inventory import DeviceReport
+from autosplit.measure import gradient_check as checks
+from autosplit.measure import prober as probe
+from autosplit.measure.check_result import Check
+from autosplit.profiles.store import store
+from autosplit.tuning import doctor
+from autosplit.tuning import tune as tuning
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -70,7 +73,7 @@ def stand_ins(monkeypatch, tmp_path):
     plan.save("plan.json")
     store("ab" * 16, plan)
     report = DeviceReport(0, 1, "NVIDIA H100", 80 * 2**30, 70 * 2**30, 2**30, 3, 40, None, "GPU-1", visible=True)
-    monkeypatch.setattr(autosplit.survey, "survey_devices", lambda: ((report,), ("a note",)))
+    monkeypatch.setattr(autosplit.devices.inventory, "survey_devices", lambda: ((report,), ("a note",)))
     monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(CARD))
     monkeypatch.setattr(tuning, "tune", lambda *_, **__: plan)
     ceiling = made_ceiling("cpu:0", 7, 2**20, points=((4, 100, True), (8, 150, False)))

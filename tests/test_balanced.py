@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autosplit
-from autosplit.balanced import AmbiguousBatchWarning, BalancedDataParallel, data_parallel
-from autosplit.batches import Whole
 from autosplit.errors import AutosplitError, DeviceError, InputError, WorkloadError
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime.tracking import Tracker
+from autosplit.parallel.balanced import AmbiguousBatchWarning, BalancedDataParallel, data_parallel
+from autosplit.runtime.memory_tracker import Tracker
+from autosplit.workload.batch import Whole
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 

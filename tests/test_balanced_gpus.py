@@ -31,8 +31,8 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from autosplit.balanced import BalancedDataParallel, data_parallel
 from autosplit.oom import OutOfMemoryError
+from autosplit.parallel.balanced import BalancedDataParallel, data_parallel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.balanced import BalancedDataParallel
-from autosplit.batches import map_tensors
 from autosplit.errors import WorkloadError
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.workload.batch import map_tensors
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -129,7 +129,7 @@ def assert_mirrors(tree, more, n, dim, given_shares) -> None:
     assert_alike(wrapped(inputs["tree"], more=inputs["more"]), inputs)
 
 
-@pytest.mark.filterwarnings("ignore::autosplit.balanced.AmbiguousBatchWarning")  # what is drawn may be square
+@pytest.mark.filterwarnings("ignore::autosplit.parallel.balanced.AmbiguousBatchWarning")  # what is drawn may be square
 class TestAnyNesting:
     @settings(max_examples=400)
     @given(TREES, TREES, st.integers(1, 20), st.sampled_from([0, 1]), shares())

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autosplit.batches import Whole, batch_size_of, chunk, map_tensors, resize, tensors_of
 from autosplit.errors import WorkloadError
+from autosplit.workload.batch import Whole, batch_size_of, chunk, map_tensors, resize, tensors_of
 
 
 class Pair(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.bounded import TooLarge, built_within
+from autosplit.runtime.build_small import TooLarge, built_within
 
 MIB = 2**20
 HUGE = 10**6
@@ -172,7 +172,7 @@ def test_what_was_changed_for_a_while_is_as_before_once_code_was_left(read, writ
 def test_torchs_compiler_is_not_loaded_for_it():
     """It takes as long as torch itself, which a plan that is remembered would be held up by."""
     code = (
-        "import sys; from torch import nn; from autosplit.bounded import built_within\n"
+        "import sys; from torch import nn; from autosplit.runtime.build_small import built_within\n"
         "built_within(lambda: nn.Sequential(nn.Embedding(9, 8), nn.TransformerEncoderLayer(8, 2, 8)), 2**20)\n"
         "print('torch._dynamo' in sys.modules)"
     )

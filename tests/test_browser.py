@@ -19,7 +19,7 @@ pytest.importorskip("selenium")
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from autosplit.page import write_page
+from autosplit.cli.page import write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autosplit
-from autosplit.cli import main
+from autosplit.cli.main import main
 from autosplit.errors import UserCodeError
 from autosplit.runtime import timing
 

@@ -13,11 +13,11 @@ from torch import nn
 import autosplit
 from autosplit import Workload, find_ceiling
 from autosplit.errors import InputError, UserCodeError
-from autosplit.interrupts import held_interrupts
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.measurement import StepShape
-from autosplit.trainee import training_copy
+from autosplit.runtime.interrupts import held_interrupts
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.trainee import training_copy
 
 
 class Branching(nn.Module):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosplit import catalog
-from autosplit.catalog import catalog_names_near, find_card, gpu_catalog, mentions_card, shown
+from autosplit.devices import catalog
+from autosplit.devices.catalog import catalog_names_near, find_card, gpu_catalog, mentions_card, shown
 from autosplit.errors import DeviceError
 
 GIB = 2**30
@@ -102,7 +102,7 @@ def test_what_is_shown_stays_on_one_short_line(value):
 
 def test_neither_torch_nor_nvml_is_loaded():
     code = (
-        "import sys; from autosplit.catalog import find_card\nfind_card('T4')\n"
+        "import sys; from autosplit.devices.catalog import find_card\nfind_card('T4')\n"
         "print([name for name in ('torch', 'pynvml', 'optuna') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,8 +14,8 @@ from autosplit import Workload, find_ceiling
 from autosplit.errors import WorkloadError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.measurement import StepShape
-from autosplit.trainee import Trainee, training_copy
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.trainee import Trainee, training_copy
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 

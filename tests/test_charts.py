@@ -10,10 +10,10 @@ from handmade import GIB, made_plan, solved_plan
 
 pytest.importorskip("matplotlib")
 
-from autosplit import charts
-from autosplit.charts import WIDTHS, known_parts
+from autosplit.cli import charts
+from autosplit.cli.charts import WIDTHS, known_parts
 from autosplit.errors import InputError
-from autosplit.record import DdpPlan
+from autosplit.plan.record import DdpPlan
 
 DRAWN = ("devices", "line0", "line1", "trials", "landscape", "rates")
 

@@ -23,17 +23,20 @@ from torch.nn import functional as F
 from workloads import Uncopyable, char_gpt, cnn, mlp, net, net_batch, recurrent
 
 import autosplit
-from autosplit import checks, quiet, report, rules
-from autosplit.batches import Whole, map_tensors
-from autosplit.checks import check, checks_for
-from autosplit.cli import main
+from autosplit.cli import tables as report
+from autosplit.cli.main import main
 from autosplit.errors import UserCodeError, WorkloadError
-from autosplit.findings import Check, error_text
-from autosplit.plan import Plan
-from autosplit.runtime.placed import wrapper_for
-from autosplit.schedule import steps
-from autosplit.trainee import fake_mode
-from autosplit.workload import Workload
+from autosplit.measure import gradient_check as checks
+from autosplit.measure import gradient_runs as quiet
+from autosplit.measure import loss_rule as rules
+from autosplit.measure.check_result import Check, error_text
+from autosplit.measure.gradient_check import check, checks_for
+from autosplit.parallel.optimizer_steps import steps
+from autosplit.plan.plan import Plan
+from autosplit.runtime.tracked_step import wrapper_for
+from autosplit.runtime.trainee import fake_mode
+from autosplit.workload.batch import Whole, map_tensors
+from autosplit.workload.workload import Workload
 
 
 def by_subject(found):

@@ -15,19 +15,20 @@ from pathlib import Path
 import pytest
 from handmade import made_ceiling, made_plan
 
-import autosplit.survey
-from autosplit import probe, tuning
+import autosplit.devices.inventory
 from autosplit.__main__ import main as start
-from autosplit.cli import app, main
-from autosplit.commands.tune import _say_if_waiting
-from autosplit.cost import Ceiling
-from autosplit.devices import Device
+from autosplit.cli.commands.tune import _say_if_waiting
+from autosplit.cli.main import app, main
+from autosplit.devices.device import Device
+from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import AutosplitError
-from autosplit.loading import Loaded
+from autosplit.measure import prober as probe
 from autosplit.oom import DoesNotFitError
-from autosplit.plan import Plan
-from autosplit.profiles import store
-from autosplit.survey import DeviceReport
+from autosplit.plan.plan import Plan
+from autosplit.profiles.store import store
+from autosplit.solve.memory import Ceiling
+from autosplit.tuning import tune as tuning
+from autosplit.workload.from_file import Loaded
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
@@ -147,9 +148,9 @@ def test_usage_errors_are_one_line_and_point_to_the_help(fails, arguments, said)
 def test_what_starts_at_once_loads_neither_torch_nor_what_it_has_no_use_for(tmp_path, cache_dir):
     """In one process, one after the other: what each has loaded by its end."""
     store("ab" * 16, made_plan((100, 156), kind="sim"))
-    heavy = ("torch", "optuna", "pynvml", "pydantic", "filelock", "rich", "msgspec", "autosplit.solver")
+    heavy = ("torch", "optuna", "pynvml", "pydantic", "filelock", "rich", "msgspec", "autosplit.solve.solver")
     code = (
-        "import sys; from autosplit.cli import main\n"
+        "import sys; from autosplit.cli.main import main\n"
         f"for words in (['tune', '--help'], ['profiles', 'path'], ['profiles'], ['show', 'abab']):\n"
         f"    assert main(words) == 0\n    print('loaded', [m for m in {heavy!r} if m in sys.modules])"
     )
@@ -159,7 +160,7 @@ def test_what_starts_at_once_loads_neither_torch_nor_what_it_has_no_use_for(tmp_
         "loaded []",
         "loaded ['msgspec']",
         "loaded ['rich', 'msgspec']",
-        "loaded ['rich', 'msgspec', 'autosplit.solver']",
+        "loaded ['rich', 'msgspec', 'autosplit.solve.solver']",
     ]
 
 
@@ -378,7 +379,7 @@ def test_what_does_not_fit_exits_with_3(script, tuned, fails):
 
 
 def test_our_own_bug_keeps_its_traceback(script, tuned, monkeypatch):
-    monkeypatch.setattr("autosplit.commands.workloads.user_frames", lambda trace: ())
+    monkeypatch.setattr("autosplit.cli.workload_arguments.user_frames", lambda trace: ())
     tuned.answer = ZeroDivisionError("ours")
     with pytest.raises(ZeroDivisionError):
         main(["tune", script()])
@@ -472,7 +473,7 @@ def test_ctrl_c_while_arguments_are_read(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autosplit.cli._whole", interrupted)
+    monkeypatch.setattr("autosplit.cli.main._whole", interrupted)
     assert main(["tune", "x.py", "--seed", "1"]) == 4
     assert capsys.readouterr().err.startswith("error: interrupted before there was any plan")
 
@@ -688,7 +689,7 @@ def test_a_dead_process_is_one_line(script, probed, fails):
 def test_real_gpus_are_isolated_by_default(script, probed, monkeypatch, capsys):
     gpu = Device("cuda", 0, "NVIDIA H100", 80 * 2**30)
     monkeypatch.setattr(
-        "autosplit.devices.parse_devices", lambda spec=None, **_: spec if isinstance(spec, tuple) else (gpu,)
+        "autosplit.devices.device.parse_devices", lambda spec=None, **_: spec if isinstance(spec, tuple) else (gpu,)
     )
     assert main(["probe", script()]) == 0
     assert main(["probe", script(), "--no-isolate"]) == 0
@@ -704,7 +705,7 @@ def test_progress_is_told_unless_it_is_to_be_quiet(script, probed, monkeypatch, 
     def bar():
         yield told.append
 
-    monkeypatch.setattr("autosplit.commands.saying.progress_bar", bar)
+    monkeypatch.setattr("autosplit.cli.output.progress_bar", bar)
     assert main(["probe", script(), *TWO]) == 0
     assert [(progress.message, progress.fraction, progress.steps) for progress in told] == [
         ("cpu:0: ceiling as rank", 0.0, 0),
@@ -786,7 +787,7 @@ def test_ctrl_c_ends_both_processes(script, command):
 
 def test_devices_as_a_table_and_as_json(monkeypatch, capsys):
     report = DeviceReport(0, 1, "NVIDIA H100", 80 * 2**30, 70 * 2**30, 2**30, 3, 40, None, "GPU-1", visible=True)
-    monkeypatch.setattr(autosplit.survey, "survey_devices", lambda: ((report,), ("a note",)))
+    monkeypatch.setattr(autosplit.devices.inventory, "survey_devices", lambda: ((report,), ("a note",)))
     assert main(["devices"]) == 0
     out = capsys.readouterr().out
     assert "H100" in out
@@ -993,10 +994,10 @@ def test_ctrl_c_while_it_is_imported(monkeypatch, capsys):
     class Interrupting:
         @staticmethod
         def find_spec(name, _path=None, _target=None):
-            if name == "autosplit.cli":
+            if name == "autosplit.cli.main":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "autosplit.cli")
+    monkeypatch.delitem(sys.modules, "autosplit.cli.main")
     monkeypatch.setattr(sys, "meta_path", [Interrupting, *sys.meta_path])
     before = signal.getsignal(signal.SIGINT)
     try:

@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import autosplit
-from autosplit import comparing, measured_errors, report, tuning
-from autosplit.cli import main
-from autosplit.comparing import Comparison, ComparisonInterrupted, asked_machines, compared
+from autosplit.cli import tables as report
+from autosplit.cli.main import main
 from autosplit.errors import DeviceError, InputError
-from autosplit.measured_errors import MeasuredError, error_sentences
 from autosplit.oom import DoesNotFitError
-from autosplit.progress import Progress
-from autosplit.record import DdpPlan
+from autosplit.plan.record import DdpPlan
+from autosplit.tuning import compare as comparing
+from autosplit.tuning import prediction_errors as measured_errors
+from autosplit.tuning import tune as tuning
+from autosplit.tuning.compare import Comparison, ComparisonInterrupted, asked_machines, compared
+from autosplit.tuning.prediction_errors import MeasuredError, error_sentences
+from autosplit.tuning.progress import Progress
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from autosplit import BalancedDataParallel, find_ceiling, tune
-from autosplit.compiling import compiled_like, eager_of, has_compiled_parts, is_compiled, with_eager_parts
 from autosplit.errors import InputError, WorkloadError
-from autosplit.profiles import workload_of
+from autosplit.profiles.store import workload_of
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.trainee import training_copy
-from autosplit.workload import Workload
+from autosplit.runtime.trainee import training_copy
+from autosplit.workload.compiled import compiled_like, eager_of, has_compiled_parts, is_compiled, with_eager_parts
+from autosplit.workload.workload import Workload
 
 BATCH = (torch.randn(4, 8), torch.randint(0, 3, (4,)))
 
@@ -115,8 +115,8 @@ def test_a_ceiling_of_one():
 
 
 def test_the_runtime_says_nothing_of_a_compiled_steps_memory():
-    from autosplit.devices import parse_devices
-    from autosplit.runtime.measurement import StepShape
+    from autosplit.devices.device import parse_devices
+    from autosplit.runtime.protocol import StepShape
 
     trainee = training_copy(Workload(compiled(), BATCH, loss_fn=F.cross_entropy), device=torch.device("cpu"))
     assert CpuRuntime(parse_devices("cpu:1MiB"), (2**20,), trainee).peaks(StepShape(((4,),), compiled=True)) == ()

@@ -9,10 +9,10 @@ import torch
 from balanced_models import MODELS, TOLERANCE, assert_same_gradients, inputs_of, loss_of
 from torch import nn
 
-from autosplit import copies
-from autosplit.copies import GpuCopies
-from autosplit.replicas import replicate
-from autosplit.running import _outputs_of_gpus
+from autosplit.parallel import tensor_copies as copies
+from autosplit.parallel.parallel_apply import _outputs_of_gpus
+from autosplit.parallel.replicate import replicate
+from autosplit.parallel.tensor_copies import GpuCopies
 
 CPUS = (torch.device("cpu"),) * 3
 SPLITS = [(4, 6, 6), (0, 8, 8), (4, 0, 12), (0, 0, 16)]

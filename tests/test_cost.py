@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosplit.cost import (
+from autosplit.solve.memory import (
     Ceiling,
     MemoryFit,
     MemoryParts,

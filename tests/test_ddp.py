@@ -22,13 +22,13 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 from autosplit import ddp
-from autosplit.cost import Ceiling
 from autosplit.ddp.context import BatchNormWarning
 from autosplit.errors import CheckpointError, DeviceError, InputError, PlanError
-from autosplit.plan import Plan
-from autosplit.record import DdpPlan, PlanDevice, RankSettings
-from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, StepSchedule, steps
-from autosplit.split import accumulation_steps, short_split
+from autosplit.parallel.optimizer_steps import OptimizerStep, RankSlice, ScheduledBatchSampler, StepSchedule, steps
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
+from autosplit.solve.memory import Ceiling
+from autosplit.solve.split import accumulation_steps, short_split
 
 NUM_SAMPLES = 45
 INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

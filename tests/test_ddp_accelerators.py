@@ -24,9 +24,9 @@ from torch import nn
 import autosplit
 from autosplit import ddp
 from autosplit.accelerators import backend
-from autosplit.ddp import ranks as rank_steps
-from autosplit.devices import visible_devices
-from autosplit.plan import Plan
+from autosplit.devices.device import visible_devices
+from autosplit.plan.plan import Plan
+from autosplit.tuning import rank_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.skipif(COUNT < 2, reason="needs two cards")]
 
@@ -353,10 +353,10 @@ def test_the_launcher_has_no_context(tmp_path: Path, monkeypatch: pytest.MonkeyP
     code = """
 import os, sys
 import emulated
-from autosplit import profiles
-from autosplit.commands.tune import _ranks_to_start
-from autosplit.commands.workloads import check_before_running, isolates
-from autosplit.ddp.devices import card_of
+from autosplit.profiles import store as profiles
+from autosplit.cli.commands.tune import _ranks_to_start
+from autosplit.cli.workload_arguments import check_before_running, isolates
+from autosplit.ddp.device import card_of
 import torch
 check_before_running({"devices": "emu"}, None)
 assert _ranks_to_start("emu") == 2 and isolates(None, "emu")

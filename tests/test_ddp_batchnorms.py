@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from autosplit import ddp
 from autosplit.errors import InputError
-from autosplit.split import micro_batch_sizes
+from autosplit.solve.split import micro_batch_sizes
 
 pytestmark = pytest.mark.alone
 

@@ -22,8 +22,8 @@ from torch import nn
 
 from autosplit import BalancedDataParallel, ddp
 from autosplit.accelerators import backend
-from autosplit.ddp import checkpoints
-from autosplit.devices import visible_devices
+from autosplit.ddp import checkpoint as checkpoints
+from autosplit.devices.device import visible_devices
 from autosplit.errors import CheckpointError
 
 

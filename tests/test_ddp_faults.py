@@ -28,8 +28,9 @@ from torch.utils.data import DataLoader
 
 import autosplit
 from autosplit import ddp
-from autosplit.ddp import faults, lines
-from autosplit.ddp.lines import Address, Line, Word
+from autosplit.ddp import failure as faults
+from autosplit.ddp import failure_channel as lines
+from autosplit.ddp.failure_channel import Address, Line, Word
 from autosplit.errors import RankFailedError
 
 SOON_S = 20

@@ -15,12 +15,13 @@ from fake_gpus import FakeCuda, cards
 from test_ddp import make_plan
 from torch import distributed as dist
 
-from autosplit import ddp, profiles
-from autosplit.ddp.devices import agreed_backend, backend_for, card_of, device_for
-from autosplit.ddp.place import Place, _agreed_round, explain_loopback, place_here
-from autosplit.devices import Visible, parse_devices
+from autosplit import ddp
+from autosplit.ddp.device import agreed_backend, backend_for, card_of, device_for
+from autosplit.ddp.rendezvous import Place, _agreed_round, explain_loopback, place_here
+from autosplit.devices.device import Visible, parse_devices
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.plan import Plan
+from autosplit.plan.plan import Plan
+from autosplit.profiles import store as profiles
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "AUTOSPLIT_PROFILE")
 SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77"}
@@ -281,7 +282,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, plan: Plan, cards: list[str]) -> lis
         store.set(f"card/{rank}", card)
     found = []
     for rank, card in enumerate(cards):
-        monkeypatch.setattr("autosplit.ddp.devices.card_of", lambda _device, card=card: card)
+        monkeypatch.setattr("autosplit.ddp.device.card_of", lambda _device, card=card: card)
         try:
             found.append(agreed_backend(store, Place(rank, len(cards)), torch.device("cuda", 0), plan))
         except DeviceError as error:
@@ -330,7 +331,7 @@ class TestBackends:
         for with_uuid, known in ((True, "GPU-00000001-0000-0000-0000-000000000000"), (False, "node1 cuda:1")):
             fake = FakeCuda(cards("A100", "L4"), with_uuid=with_uuid)
             fake.get_device_properties = lambda device, of=fake.get_device_properties: of(device.index)
-            monkeypatch.setattr("autosplit.ddp.devices.backend", lambda _kind, fake=fake: fake)
+            monkeypatch.setattr("autosplit.ddp.device.backend", lambda _kind, fake=fake: fake)
             assert card_of(torch.device("cuda", 1)) == known
 
 

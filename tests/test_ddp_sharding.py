@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit import ddp
 from autosplit.ddp.context import BatchNormWarning
 from autosplit.errors import CheckpointError, InputError
-from autosplit.schedule import OptimizerStep, ScheduledBatchSampler
+from autosplit.parallel.optimizer_steps import OptimizerStep, ScheduledBatchSampler
 
 try:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -397,7 +397,7 @@ def resumed(sizes: tuple[int, ...], source: str, into: str) -> dict[str, Any]:
 
 def failures() -> dict[str, str]:
     """What all ranks hear where one of them can't write, and where one can't load."""
-    from autosplit.ddp import folders
+    from autosplit.ddp import sharded_checkpoint as folders
 
     found: dict[str, str] = {}
     with ddp.setup(make_plan(SIZES, EFFECTIVE)) as ctx:
@@ -931,7 +931,7 @@ class TestBadFolders:
         refused(ctx, path, parts, match)
 
     def test_parts_may_lie_any_way_that_makes_the_whole(self):
-        from autosplit.ddp import metadata
+        from autosplit.ddp import sharded_metadata as metadata
 
         def chunk(*bounds: tuple[int, int]) -> ChunkStorageMetadata:
             return ChunkStorageMetadata(*(torch.Size(x) for x in zip(*bounds, strict=True)))
@@ -1002,7 +1002,7 @@ class TestBadFolders:
 
 class TestWriting:
     def test_an_interrupted_write_leaves_the_earlier_one(self, ctx, checkpoint, monkeypatch):
-        from autosplit.ddp import folders
+        from autosplit.ddp import sharded_checkpoint as folders
 
         path, parts = checkpoint
         before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}

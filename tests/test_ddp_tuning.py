@@ -27,28 +27,30 @@ from torch import distributed as dist
 from torch import nn
 
 import autosplit
-from autosplit import ddp, devices, profiles
-from autosplit.commands import tune as starts
-from autosplit.commands.workloads import check_before_running, isolates
-from autosplit.cost import MemoryFit, RankStepTime, Region, StepTime, TimeCurve
-from autosplit.ddp import job as jobs
-from autosplit.ddp import ranks as rank_steps
-from autosplit.ddp.consensus import Failure, Interrupts, Peers
-from autosplit.ddp.place import Place, meeting_place
-from autosplit.ddp.ranks import RankSteps
-from autosplit.devices import parse_devices
+from autosplit import ddp
+from autosplit.cli.commands import tune as starts
+from autosplit.cli.workload_arguments import check_before_running, isolates
+from autosplit.ddp.rendezvous import Place, meeting_place
+from autosplit.devices import device as devices
+from autosplit.devices.device import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, UserCodeError, WorkloadError
+from autosplit.measure.request import checked_request
 from autosplit.oom import DoesNotFitError
-from autosplit.plan import Plan
-from autosplit.proposals import Proposer
-from autosplit.record import DdpOptions
-from autosplit.request import checked_request
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpOptions
+from autosplit.profiles import store as profiles
+from autosplit.profiles.tuning_lock import Turn
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.solver import Solver
-from autosplit.space import Space, Trial
-from autosplit.trainee import training_copy
-from autosplit.tuning import TuningInterrupted
-from autosplit.waiting import Turn
+from autosplit.runtime.trainee import training_copy
+from autosplit.solve.memory import MemoryFit, RankStepTime, Region, StepTime, TimeCurve
+from autosplit.solve.proposals import Proposer
+from autosplit.solve.search_space import Space, Trial
+from autosplit.solve.solver import Solver
+from autosplit.tuning import job as jobs
+from autosplit.tuning import rank_steps
+from autosplit.tuning.peers import Failure, Interrupts, Peers
+from autosplit.tuning.rank_steps import RankSteps
+from autosplit.tuning.tune import TuningInterrupted
 
 pytestmark = pytest.mark.alone
 

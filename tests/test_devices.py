@@ -19,10 +19,10 @@ from gpus import COUNT, KIND
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosplit import devices
 from autosplit.accelerators import backend
-from autosplit.catalog import gpu_catalog
-from autosplit.devices import (
+from autosplit.devices import device as devices
+from autosplit.devices.catalog import gpu_catalog
+from autosplit.devices.device import (
     MAX_DEVICES,
     Device,
     DeviceWarning,
@@ -538,7 +538,7 @@ def test_memory_without_proc(tmp_path, monkeypatch):
 
 def test_neither_torch_nor_nvml_is_loaded_for_simulated_and_processor_devices():
     code = (
-        "import sys; from autosplit.devices import parse_devices\n"
+        "import sys; from autosplit.devices.device import parse_devices\n"
         "parse_devices('sim:2xRTX3090'); parse_devices('cpu:1GiB'); parse_devices('cpu')\n"
         "print([name for name in ('torch', 'pynvml', 'optuna') if name in sys.modules])"
     )

@@ -10,15 +10,18 @@ import pytest
 import torch
 from gpus import COUNT, KIND, card
 
-from autosplit import doctor, links, meeting, rates
 from autosplit.accelerators import accelerator_kind
-from autosplit.catalog import GPUS_VARIABLE, find_card
-from autosplit.cli import main
-from autosplit.devices import list_devices
-from autosplit.doctor import examine
+from autosplit.cli.main import main
+from autosplit.ddp import rank_meeting as meeting
+from autosplit.devices import measured_rates as rates
+from autosplit.devices import peer_copy_check as links
+from autosplit.devices.catalog import GPUS_VARIABLE, find_card
+from autosplit.devices.device import list_devices
+from autosplit.devices.examination import Card, Copy, Examination, Meeting, cards_toml
+from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import DeviceError
-from autosplit.examination import Card, Copy, Examination, Meeting, cards_toml
-from autosplit.survey import DeviceReport
+from autosplit.tuning import doctor
+from autosplit.tuning.doctor import examine
 
 GIB = 2**30
 CPU = torch.device("cpu")

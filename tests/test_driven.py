@@ -9,8 +9,8 @@ import time
 import pytest
 from handmade import made_plan
 
-from autosplit.plan import Plan
-from autosplit.profiles import profile_paths, store
+from autosplit.plan.plan import Plan
+from autosplit.profiles.store import profile_paths, store
 
 pytest.importorskip("termios", reason="there are no pseudo-terminals on this system")
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from autosplit import Workload
-from autosplit.devices import parse_devices
+from autosplit.devices.device import parse_devices
+from autosplit.measure.prober import find_ceiling
 from autosplit.oom import OutOfMemoryError
-from autosplit.probe import find_ceiling
 from autosplit.runtime.accelerator import AcceleratorRuntime
-from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.protocol import StepShape
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosplit.cost import Ceiling, Fit, StepTime, TimeCurve
-from autosplit.even_ranks import EvenProblem, EvenRanks
-from autosplit.relaxing import Problem
-from autosplit.solver import MOST_STEPS, WITHIN_REACH
+from autosplit.solve.even_ranks import EvenProblem, EvenRanks
+from autosplit.solve.memory import Ceiling, Fit, StepTime, TimeCurve
+from autosplit.solve.solver import MOST_STEPS, WITHIN_REACH
+from autosplit.solve.what_if import Problem
 
 
 def line(per_sample_s: float, fixed_s: float = 0.0) -> TimeCurve:

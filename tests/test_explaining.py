@@ -11,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import char_gpt
 
-from autosplit import explaining, tune
-from autosplit.cost import Ceiling, Fit, MemoryFit, Region, Residual, StepTime, TimeCurve
+from autosplit import tune
 from autosplit.errors import PlanError
-from autosplit.explanation import Bound
-from autosplit.plan import Plan
-from autosplit.profiles import profile_paths, read_profile
-from autosplit.record import DdpPlan, RankSettings
-from autosplit.relaxing import NO_LIMIT_BYTES, Problem
+from autosplit.plan import explain as explaining
+from autosplit.plan.explanation import Bound
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpPlan, RankSettings
+from autosplit.profiles.store import profile_paths, read_profile
 from autosplit.sizes import rate_text
-from autosplit.space import Trial
+from autosplit.solve.memory import Ceiling, Fit, MemoryFit, Region, Residual, StepTime, TimeCurve
+from autosplit.solve.search_space import Trial
+from autosplit.solve.what_if import NO_LIMIT_BYTES, Problem
 
 MS = 1e-3
 PER_SAMPLE = GIB // 20

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from plans import make_plan as budgeted_plan
 from test_explaining import solved_plan
 
-from autosplit import profiles
-from autosplit.cli import main
+from autosplit.cli.main import main
+from autosplit.cli.torchrun_job import launch_of
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.export import FORMATS, Export
-from autosplit.findings import Check
-from autosplit.launching import launch_of
-from autosplit.plan import Plan
-from autosplit.record import DdpOptions, DdpPlan, RankSettings
+from autosplit.measure.check_result import Check
+from autosplit.plan.export import FORMATS, Export
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpOptions, DdpPlan, RankSettings
+from autosplit.profiles import store as profiles
 
 TOOLS = ("transformers", "accelerate", "lightning")
 TAKERS = {"transformers": "TrainingArguments", "accelerate": "Accelerator", "lightning": "Trainer"}
@@ -476,7 +476,7 @@ def test_a_folder_is_refused_from_python_too(tmp_path):
 
 def test_the_command_needs_no_torch(plan_file):
     code = (
-        "import sys\nfrom autosplit.cli import main\n"
+        "import sys\nfrom autosplit.cli.main import main\n"
         f"assert main(['export', {plan_file!r}, '--to', 'transformers']) == 0\n"
         "assert not {'torch', 'optuna', 'pynvml', 'transformers'} & set(sys.modules)"
     )

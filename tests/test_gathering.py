@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit.errors import WorkloadError
-from autosplit.gathering import Gathering, Link
-from autosplit.reducing import DoubtfulWeights, ReduceWarning
+from autosplit.parallel.gather import Gathering, Link
+from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning
 
 CPU = Link(torch.device("cpu"))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, MSELoss
 
-from autosplit.heads import HeadLoss, head_of, loss_of, parameters_of
+from autosplit.parallel.transformers_loss import HeadLoss, head_of, loss_of, parameters_of
 
 LABELS = torch.zeros(4, 5, dtype=torch.long)
 

@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 from test_printed import assert_harmless
 from workloads import mlp
 
-from autosplit import profiles, tune
-from autosplit.cli import main
-from autosplit.cost import Fit, MemoryFit, Region, Residual, StepTime, TimeCurve
+from autosplit import tune
+from autosplit.cli.main import main
 from autosplit.errors import PlanError
-from autosplit.findings import Check
-from autosplit.plan import Plan
+from autosplit.measure.check_result import Check
+from autosplit.plan.plan import Plan
+from autosplit.profiles import store as profiles
+from autosplit.solve.memory import Fit, MemoryFit, Region, Residual, StepTime, TimeCurve
 
 KEY = "0123456789abcdef"
 MACHINE = {"devices": [{"kind": "sim", "name": "RTX3090", "count": 2}], "torch": "2.13", "cuda": None}

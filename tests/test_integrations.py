@@ -26,12 +26,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from autosplit.ddp.place import Place, place_here
+from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.integrations.counting import TOLERANCE, count_by, fitting_rule
-from autosplit.integrations.loaders import MARK, MarkingDataset, loader_options, taken_mark
-from autosplit.integrations.share import OtherModelWarning, Share, Uncounted, find_share, share_of
-from autosplit.integrations.weighing import weighed, weighted_backward
+from autosplit.integrations.process_share import OtherModelWarning, Share, Uncounted, find_share, share_of
+from autosplit.integrations.share_loader import MARK, MarkingDataset, loader_options, taken_mark
+from autosplit.integrations.weighted_backward import weighed, weighted_backward
+from autosplit.measure.loss_mean import TOLERANCE, count_by, fitting_rule
 
 
 def as_job(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
@@ -151,7 +151,7 @@ class TestFindShare:
         )
         larger = replace(alone, workload={"parameters": 13}, effective_batch_size=41, accumulation_steps=6)
         remembered = [alone, ranks, replace(alone, notes=("again",)), larger]
-        monkeypatch.setattr("autosplit.profiles.usable_here", lambda: tuple((None, plan) for plan in remembered))
+        monkeypatch.setattr("autosplit.profiles.store.usable_here", lambda: tuple((None, plan) for plan in remembered))
         assert find_share(None, parameters=12).plan.bare() == alone.bare()
         assert find_share(None, parameters=13).plan == larger
         assert find_share(None, parameters=14) is None
@@ -166,7 +166,7 @@ class TestFindShare:
     def test_of_an_unknown_model_nothing_is_remembered(self, monkeypatch):
         """Once the plan of another model, the only one there, set the batch size of whatever Lightning trained next."""
         plans = [shared.shares_plan((8,), 40), replace(shared.shares_plan((8,), 40), workload={"parameters": 12})]
-        monkeypatch.setattr("autosplit.profiles.usable_here", lambda: tuple((None, plan) for plan in plans))
+        monkeypatch.setattr("autosplit.profiles.store.usable_here", lambda: tuple((None, plan) for plan in plans))
         assert find_share(None, parameters=None) is None
 
 

@@ -24,12 +24,12 @@ from ranks import found_by, run_ranks
 from shared_training import CLIP, COLLATE, COUNT, EVALUATES_BY, HELD_OUT, JOBS, PRELOAD, STEPS, STOPS_AT, TEXTS
 from torch.utils.data import DataLoader, IterableDataset
 
-from autosplit.balanced import BalancedDataParallel
-from autosplit.ddp.place import Place
+from autosplit.ddp.rendezvous import Place
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.findings import Check
 from autosplit.integrations.accelerate import Accelerator, NoPlanWarning, UnevenLossWarning, _apply, _doubt_sum
-from autosplit.integrations.share import share_of
+from autosplit.integrations.process_share import share_of
+from autosplit.measure.check_result import Check
+from autosplit.parallel.balanced import BalancedDataParallel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from autosplit import tune
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.integrations.lightning import NoPlanWarning, Shares, UnevenLossWarning, workload
-from autosplit.integrations.share import OtherModelWarning
+from autosplit.integrations.process_share import OtherModelWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # of torch 2.13 at Lightning's use of it
@@ -287,7 +287,7 @@ class TestOneProcess:
         module = Module("gpt")
         own = sum(parameter.numel() for parameter in module.parameters())
         plans = [replace(shared.shares_plan((8,), 40), workload={"model": "Other", "parameters": own + 1})]
-        monkeypatch.setattr("autosplit.profiles.usable_here", lambda: tuple((None, plan) for plan in plans))
+        monkeypatch.setattr("autosplit.profiles.store.usable_here", lambda: tuple((None, plan) for plan in plans))
         for given in ({}, {"model": module}):
             with pytest.warns(NoPlanWarning):
                 assert Shares(**given).share is None

@@ -24,7 +24,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import autosplit
-from autosplit.balanced import BalancedDataParallel
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.integrations.transformers import (
     NoPlanWarning,
@@ -34,6 +33,7 @@ from autosplit.integrations.transformers import (
     apply,
     workload,
 )
+from autosplit.parallel.balanced import BalancedDataParallel
 
 BOUNDS = {"bert": 1e-9, "gpt": 1e-8}
 """transformers' loss of GPT-2 casts the logits to float32: two single-process runs of other batches differ as much."""

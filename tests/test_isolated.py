@@ -14,16 +14,16 @@ from deadly import dead_on_arrival, deadly
 from workloads import small
 
 from autosplit.accelerators import accelerator_kind
-from autosplit.devices import parse_devices
+from autosplit.devices.device import parse_devices
 from autosplit.errors import AutosplitError, InputError, UserCodeError
-from autosplit.isolation import ChildLostError, LostCauseError
+from autosplit.measure.prober import find_ceiling
 from autosplit.oom import OutOfMemoryError
-from autosplit.probe import find_ceiling
-from autosplit.runtime import isolated
-from autosplit.runtime.isolated import IsolatedRuntime, StepLostError
-from autosplit.runtime.measurement import Measurement, StepShape
-from autosplit.staging import build, follow, isolated_runtime, runtime_for
-from autosplit.tuning import tune
+from autosplit.runtime import subprocess_runtime as isolated
+from autosplit.runtime.child_process import ChildLostError, LostCauseError
+from autosplit.runtime.prepare import build, follow, isolated_runtime, runtime_for
+from autosplit.runtime.protocol import Measurement, StepShape
+from autosplit.runtime.subprocess_runtime import IsolatedRuntime, StepLostError
+from autosplit.tuning.tune import tune
 
 CPU = parse_devices("cpu:1MiB")
 CAPACITIES = (CPU[0].capacity_bytes,)

@@ -17,7 +17,7 @@ import pytest
 from errands import Errand, OnlyHere, die, hang, refuse
 
 from autosplit.errors import InputError, UserCodeError
-from autosplit.isolation import Child, ChildLostError
+from autosplit.runtime.child_process import Child, ChildLostError
 
 POSIX = pytest.mark.skipif(not hasattr(os, "killpg"), reason="signals and forks are POSIX's")
 TESTS = str(Path(__file__).parent)
@@ -264,7 +264,7 @@ def test_it_ends_when_its_parent_is_killed():
         import sys
         sys.path.insert(0, {TESTS!r})
         from errands import Errand
-        from autosplit.isolation import Child
+        from autosplit.runtime.child_process import Child
         if __name__ == "__main__":
             child = Child(Errand)
             print(child.call("pids")[0], flush=True)
@@ -283,7 +283,7 @@ def test_a_script_without_a_guard_is_told(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {TESTS!r})\nfrom errands import Errand\n"
-        "from autosplit.isolation import Child\nprint('noise')\nChild(Errand).call('add', 1, 2)\n"
+        "from autosplit.runtime.child_process import Child\nprint('noise')\nChild(Errand).call('add', 1, 2)\n"
     )
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=60, env=FROM_HERE

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
-from autosplit.accumulation import Accumulation, current_accumulation
-from autosplit.balanced import BalancedDataParallel
-from autosplit.copies import GpuCopies
 from autosplit.errors import InputError
-from autosplit.kept import KeptReplicas
 from autosplit.oom import OutOfMemoryError
-from autosplit.running import _outputs_of_gpus
-from autosplit.runtime.tracking import Tracker
-from autosplit.schedule import steps
+from autosplit.parallel.accumulation import Accumulation, current_accumulation
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.parallel.optimizer_steps import steps
+from autosplit.parallel.parallel_apply import _outputs_of_gpus
+from autosplit.parallel.persistent_replicas import KeptReplicas
+from autosplit.parallel.tensor_copies import GpuCopies
+from autosplit.runtime.memory_tracker import Tracker
 
 SPLITS = [(4, 6, 6), (1, 2, 13), (0, 8, 8), (16, 0, 0), (0, 0, 16)]
 

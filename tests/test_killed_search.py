@@ -15,8 +15,9 @@ import pytest
 
 SCRIPT = """
 import json, sys
-from autosplit import session, tune
-from autosplit.space import configuration_of
+from autosplit import tune
+from autosplit.tuning import session
+from autosplit.solve.search_space import configuration_of
 sys.path.insert(0, {tests!r})
 from workloads import char_gpt
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from test_ddp import make_plan
 
-from autosplit import profiles
-from autosplit.cli import main
+from autosplit.cli.main import main
+from autosplit.cli.torchrun_job import launch_of
 from autosplit.errors import InputError, PlanError
-from autosplit.launching import launch_of
+from autosplit.profiles import store as profiles
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 

@@ -14,200 +14,61 @@ import autosplit
 
 ROOT = Path(__file__).parents[1] / "autosplit"
 
-# A module imports only what stands above it, at any level: inside functions and under TYPE_CHECKING, too. A package's
-# own name is its __init__, which stands below its modules.
-ORDER = (
-    "errors",
-    "accelerators",
-    "printed",
-    "split",
-    "oom",
-    "executable",
-    "rng",
-    "interrupts",
-    "garbage",
-    "bounded",
-    "isolation",
-    "transfer",
-    "accumulation",
-    "batches",
-    "drawing",
-    "states",
-    "sizes",
-    "files",
-    "host",
-    "catalog",
-    "devices",
-    "survey",
-    "examination",
-    "meeting",
-    "rates",
-    "request",
-    "workload",
-    "precisions",
-    "compiling",
-    "trainee",
-    "links",
-    "copies",
-    "replicas",
-    "kept",
-    "running",
-    "heads",
-    "reducing",
-    "gathering",
-    "balanced",
-    "cost",
-    "timings",
-    "findings",
-    "space",
-    "solver",
-    "proposals",
-    "runtime.measurement",
-    "runtime.timing",
-    "runtime.workspaces",
-    "runtime.tracking",
-    "runtime.placed",
-    "runtime.tracing",
-    "runtime.affine_traces",
-    "runtime.accelerator",
-    "runtime.cpu",
-    "runtime.simulated",
-    "runtime.isolated",
-    "runtime",
-    "staging",
-    "wall_search",
-    "probe",
-    "quiet",
-    "rules",
-    "watching",
-    "checks",
-    "cost_model_sampler",
-    "search",
-    "schedule",
-    "explanation",
-    "relaxing",
-    "even_ranks",
-    "explaining",
-    "sensitivity",
-    "soundness",
-    "markup",
-    "record",
-    "sharing",
-    "torchrun",
-    "export",
-    "plan",
-    "fingerprint",
-    "profiles",
-    "waiting",
-    "mismatches",
-    "recalling",
-    "resolving",
-    "confirming",
-    "progress",
-    "notebook",
-    "assembly",
-    "session",
-    "ddp.place",
-    "ddp.devices",
-    "ddp.lines",
-    "ddp.faults",
-    "ddp.consensus",
-    "ddp.job",
-    "ddp.ranks",
-    "ddp.joint",
-    "tuning",
-    "measured_errors",
-    "doctor",
-    "comparing",
-    "ddp.plans",
-    "ddp.sharding",
-    "ddp.parts",
-    "ddp.checkpoints",
-    "ddp.metadata",
-    "ddp.folders",
-    "ddp.loops",
-    "ddp.batchnorms",
-    "ddp.context",
-    "ddp.process",
-    "ddp",
-    "report",
-    "charts",
-    "page",
-    "terminal",
-    "integrations.share",
-    "integrations.loaders",
-    "integrations.counting",
-    "integrations.weighing",
-    "integrations.own_loss",
-    "integrations.loop_position",
-    "integrations.uneven_gather",
-    "integrations.transformers",
-    "integrations.accelerate",
-    "integrations.lightning_step",
-    "integrations.lightning",
-    "integrations",
-    "loading",
-    "outcome",
-    "launching",
-    "commands.saying",
-    "commands.log",
-    "commands.stored",
-    "commands.workloads",
-    "commands.listing",
-    "commands.answers",
-    "commands.profiles",
-    "commands.devices",
-    "commands.doctor",
-    "commands.tune",
-    "commands.compare",
-    "commands.probe",
-    "commands.check",
-    "commands.show",
-    "commands.launch",
-    "commands.report",
-    "commands.export",
-    "commands",
-    "cli",
-    "__main__",
-)
+# What each package may import, at any level: inside functions and under TYPE_CHECKING, too. All of them may import the
+# root: words that everyone uses. A module stands for itself alone.
+MAY_IMPORT = {
+    "devices": (),
+    "solve": (),
+    "workload": ("devices",),
+    "parallel": ("devices", "solve", "workload"),
+    "runtime": ("devices", "solve", "workload", "parallel"),
+    "measure": ("devices", "solve", "workload", "parallel", "runtime"),
+    "plan": ("devices", "solve", "measure.check_result", "parallel", "runtime"),
+    "profiles": ("devices", "solve", "workload", "plan"),
+    "ddp": ("devices", "solve", "parallel", "plan", "profiles"),
+    "tuning": ("devices", "solve", "workload", "runtime", "measure", "plan", "profiles", "ddp"),
+    "integrations": ("solve", "workload", "parallel", "measure", "plan", "profiles", "ddp"),
+    "cli": ("devices", "solve", "workload", "measure", "plan", "profiles", "ddp", "tuning"),
+}
+IN_THE_ROOT = ("accelerators", "errors", "files", "markup", "oom", "printed", "rng", "sizes", "__main__")
 WITHOUT_TORCH = (
     "errors",
     "printed",
     "files",
-    "split",
-    "cost",
-    "findings",
-    "space",
-    "solver",
-    "explanation",
-    "soundness",
-    "record",
-    "plan",
-    "sharing",
-    "profiles",
-    "measured_errors",
-    "comparing",
-    "report",
-    "charts",
-    "page",
-    "export",
-    "commands.saying",
-    "commands.log",
-    "commands.stored",
-    "commands.workloads",
-    "commands.listing",
-    "commands.answers",
-    "commands.profiles",
-    "commands.devices",
-    "commands.tune",
-    "commands.compare",
-    "commands.probe",
-    "commands.check",
-    "commands.show",
-    "commands.launch",
-    "commands.report",
-    "commands.export",
-    "cli",
+    "solve.split",
+    "solve.memory",
+    "measure.check_result",
+    "solve.search_space",
+    "solve.solver",
+    "plan.explanation",
+    "plan.validation",
+    "plan.record",
+    "plan.plan",
+    "plan.redact",
+    "profiles.store",
+    "tuning.prediction_errors",
+    "tuning.compare",
+    "cli.tables",
+    "cli.charts",
+    "cli.page",
+    "plan.export",
+    "cli.output",
+    "cli.log",
+    "cli.named_plan",
+    "cli.workload_arguments",
+    "cli.profile_table",
+    "cli.json_types",
+    "cli.commands.profiles",
+    "cli.commands.devices",
+    "cli.commands.tune",
+    "cli.commands.compare",
+    "cli.commands.probe",
+    "cli.commands.check",
+    "cli.commands.show",
+    "cli.commands.launch",
+    "cli.commands.report",
+    "cli.commands.export",
+    "cli.main",
 )
 TOOLS = ("accelerate", "lightning", "transformers")
 """Each is imported by its own integration, and by nothing else: nobody has to have it."""
@@ -216,7 +77,7 @@ HEAVY = ("torch", "optuna", "pynvml", "typer", "rich")
 
 
 def modules_in(root: Path) -> dict[str, Path]:
-    """Map each module under `root`, named as in ORDER, to its file.
+    """Map each module under `root`, named as one imports it from there, to its file.
 
     The top __init__ is left out: it holds lazy names, which have their own tests.
     """
@@ -240,7 +101,7 @@ def own_module(dotted: str, known: set[str]) -> str | None:
 
 
 def names_imported(node: ast.AST, package: list[str]) -> list[str]:
-    """List in full what a statement or a call imports: `from ..split import x` gives autosplit.split.x."""
+    """List in full what a statement or a call imports: `from ..split import x` gives autosplit.solve.split.x."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -269,15 +130,28 @@ def graph_of(root: Path) -> dict[str, set[str]]:
     return graph
 
 
-def order_violations(graph: dict[str, set[str]]) -> list[str]:
-    """Say which imports reach downwards."""
-    rank = {name: position for position, name in enumerate(ORDER)}
+def violations(graph: dict[str, set[str]]) -> list[str]:
+    """Say which imports leave a package for one that it may not import."""
     return [
-        f"{name} imports {target}, but {target} stands below {name}"
+        f"{name} imports {target}, which {package_of(name)} may not"
         for name, targets in graph.items()
+        if name != "__main__"  # what starts all of it
         for target in sorted(targets)
-        if name in rank and rank.get(target, 0) > rank[name]  # a test of its own names what ORDER lacks
+        if not may_import(package_of(name), target)
     ]
+
+
+def package_of(module: str) -> str:
+    """Return the package that a module lies in; the root's name is empty."""
+    first = module.partition(".")[0]
+    return first if first in MAY_IMPORT else ""
+
+
+def may_import(package: str, target: str) -> bool:
+    """Tell whether a package may import a module: of its own, of the root, or of what its line in the table names."""
+    return package_of(target) in ("", package) or any(
+        target == one or target.startswith(f"{one}.") for one in MAY_IMPORT.get(package, ())
+    )
 
 
 def module_level(tree: ast.Module) -> list[ast.AST]:
@@ -307,14 +181,21 @@ def loaded_by(statement: str) -> set[str]:
 STARTS_AT_ONCE = [name for name in WITHOUT_TORCH if name in modules_in(ROOT)]
 
 
-def test_every_module_has_its_place() -> None:
-    unlisted = sorted(set(modules_in(ROOT)) - set(ORDER))
-    assert not unlisted, f"{unlisted} stand nowhere in ORDER: give each its place"
+def test_every_module_lies_in_a_package() -> None:
+    outside = {name for name in modules_in(ROOT) if not package_of(name)}
+    assert outside == set(IN_THE_ROOT)
 
 
-def test_imports_reach_only_upwards() -> None:
-    violations = order_violations(graph_of(ROOT))
-    assert not violations, "\n".join(violations)
+def test_imports_flow_one_way() -> None:
+    found = violations(graph_of(ROOT))
+    assert not found, "\n".join(found)
+
+
+def test_the_table_has_an_order() -> None:
+    """Each package imports only what stands above it, but for the one value of a check that plans hold."""
+    packages = list(MAY_IMPORT)
+    for package, targets in MAY_IMPORT.items():
+        assert all(packages.index(target.partition(".")[0]) < packages.index(package) for target in targets)
 
 
 def test_tools_are_imported_by_their_integrations_only() -> None:
@@ -326,7 +207,7 @@ def test_tools_are_imported_by_their_integrations_only() -> None:
         "integrations.accelerate": {"accelerate"},
         "integrations.uneven_gather": {"accelerate"},
         "integrations.lightning": {"lightning"},
-        "integrations.lightning_step": {"lightning"},
+        "integrations.lightning_workload": {"lightning"},
         "integrations.transformers": {"accelerate", "transformers"},  # which it is made of
     }
 
@@ -360,7 +241,7 @@ def test_import_autosplit_loads_nothing_heavy() -> None:
     assert not loaded_by("import autosplit")
 
 
-@pytest.mark.parametrize("module", ["autosplit.balanced", "autosplit.ddp"])
+@pytest.mark.parametrize("module", ["autosplit.parallel.balanced", "autosplit.ddp"])
 def test_wrappers_stand_without_the_tuner(module: str) -> None:
     assert not loaded_by(f"import {module}") & {"optuna", "typer", "rich"}
 
@@ -390,39 +271,47 @@ def test_type_checkers_see_the_same_lazy_names() -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        "from autosplit.cli.main import main",
         "from autosplit.cli import main",
-        "from autosplit import cli",
-        "import autosplit.cli as command_line",
-        "from . import cli",
-        "from .cli import main",
-        "def late():\n    from autosplit.cli import main",
-        "if TYPE_CHECKING:\n    from autosplit.cli import main",
-        "importlib.import_module('autosplit.cli')",
+        "import autosplit.cli.main as command_line",
+        "from ..cli import main",
+        "from ..cli.main import main",
+        "def late():\n    from autosplit.cli.main import main",
+        "if TYPE_CHECKING:\n    from autosplit.cli.main import main",
+        "importlib.import_module('autosplit.cli.main')",
     ],
 )
 def test_the_check_sees_a_downward_import(tmp_path: Path, line: str) -> None:
-    (tmp_path / "cli.py").write_text("")
-    (tmp_path / "plan.py").write_text(line)
-    assert order_violations(graph_of(tmp_path)) == ["plan imports cli, but cli stands below plan"]
+    place(tmp_path, "cli/main.py")
+    place(tmp_path, "plan/plan.py", line)
+    assert violations(graph_of(tmp_path)) == ["plan.plan imports cli.main, which plan may not"]
 
 
 def test_the_check_sees_a_downward_import_of_a_public_name(tmp_path: Path) -> None:
-    (tmp_path / "tuning.py").write_text("")
-    (tmp_path / "plan.py").write_text("from autosplit import tune")
-    assert order_violations(graph_of(tmp_path)) == ["plan imports tuning, but tuning stands below plan"]
+    place(tmp_path, "tuning/tune.py")
+    place(tmp_path, "plan/plan.py", "from autosplit import tune")
+    assert violations(graph_of(tmp_path)) == ["plan.plan imports tuning.tune, which plan may not"]
+
+
+def test_the_check_sees_more_than_a_package_may_have_of_another(tmp_path: Path) -> None:
+    place(tmp_path, "measure/check_result.py")
+    place(tmp_path, "measure/prober.py")
+    place(tmp_path, "plan/record.py", "from autosplit.measure.check_result import Check")
+    assert not violations(graph_of(tmp_path))
+    place(tmp_path, "plan/record.py", "from autosplit.measure.prober import Prober")
+    assert violations(graph_of(tmp_path)) == ["plan.record imports measure.prober, which plan may not"]
 
 
 def test_the_check_sees_inside_packages(tmp_path: Path) -> None:
-    (tmp_path / "runtime").mkdir()
-    for name in ("__init__", "cpu", "tracking"):
-        (tmp_path / "runtime" / f"{name}.py").write_text("")
-    (tmp_path / "runtime" / "cpu.py").write_text("from .tracking import Tracker\nfrom ..errors import InputError")
-    (tmp_path / "errors.py").write_text("")
-    assert graph_of(tmp_path)["runtime.cpu"] == {"runtime.tracking", "errors"}
-    assert not order_violations(graph_of(tmp_path))
-    (tmp_path / "runtime" / "tracking.py").write_text("from autosplit.runtime import cpu")
-    expected = "runtime.tracking imports runtime.cpu, but runtime.cpu stands below runtime.tracking"
-    assert order_violations(graph_of(tmp_path)) == [expected]
+    place(tmp_path, "errors.py")
+    place(tmp_path, "runtime/memory_tracker.py")
+    place(tmp_path, "runtime/cpu.py", "from .memory_tracker import Tracker\nfrom ..errors import InputError")
+    assert graph_of(tmp_path)["runtime.cpu"] == {"runtime.memory_tracker", "errors"}
+
+
+def place(root: Path, name: str, text: str = "") -> None:
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / name).write_text(text)
 
 
 def test_the_check_tells_module_level_from_later() -> None:

@@ -33,20 +33,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from workloads import net, net_batch
 
-from autosplit import probe, session
-from autosplit.accumulation import current_accumulation
-from autosplit.cost import Ceiling
+from autosplit.devices.transfer import active_placement
 from autosplit.errors import UserCodeError
+from autosplit.measure import prober as probe
+from autosplit.measure.prober import find_ceiling
 from autosplit.oom import DoesNotFitError
-from autosplit.plan import Plan
-from autosplit.probe import find_ceiling
-from autosplit.progress import Progress
-from autosplit.runtime import cpu, tracing
-from autosplit.runtime.tracking import Tracker
-from autosplit.trainee import fake_mode
-from autosplit.transfer import active_placement
-from autosplit.tuning import TuningInterrupted, tune
-from autosplit.workload import Workload, modules_of
+from autosplit.parallel.accumulation import current_accumulation
+from autosplit.plan.plan import Plan
+from autosplit.runtime import cpu
+from autosplit.runtime import tracer as tracing
+from autosplit.runtime.memory_tracker import Tracker
+from autosplit.runtime.trainee import fake_mode
+from autosplit.solve.memory import Ceiling
+from autosplit.tuning import session
+from autosplit.tuning.progress import Progress
+from autosplit.tuning.tune import TuningInterrupted, tune
+from autosplit.workload.workload import Workload, modules_of
 
 MIB = 2**20
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from gpus import COUNT, card
 
-from autosplit import links
+from autosplit.devices import peer_copy_check as links
+from autosplit.devices.peer_copy_check import check_links
 from autosplit.errors import DeviceError
-from autosplit.links import check_links
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(3)]

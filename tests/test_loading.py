@@ -7,8 +7,8 @@ import textwrap
 import pytest
 
 from autosplit.errors import InputError, UserCodeError, WorkloadError
-from autosplit.loading import Loaded, load_workload, split_spec
-from autosplit.workload import Workload
+from autosplit.workload.from_file import Loaded, load_workload, split_spec
+from autosplit.workload.workload import Workload
 
 HEAD = "import torch, autosplit\n"
 MADE = "autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))"

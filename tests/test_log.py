@@ -10,8 +10,8 @@ import torch
 from handmade import made_plan
 
 import autosplit
-from autosplit import tuning
-from autosplit.cli import main
+from autosplit.cli.main import main
+from autosplit.tuning import tune as tuning
 
 WORKLOAD = "import torch, autosplit\nworkload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
 
@@ -65,7 +65,7 @@ def test_a_trial_that_fails_says_why(caplog):
 )
 def test_what_is_shown_of_the_log(script, capsys, monkeypatch, flag, shown):
     def stand_in(*_, **__):
-        log = logging.getLogger("autosplit.search")
+        log = logging.getLogger("autosplit.solve.optuna_search")
         log.info("tried")
         log.warning("careful\nof %s", "two")
         return made_plan()

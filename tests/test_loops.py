@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autosplit
-from autosplit.balanced import BalancedDataParallel
-from autosplit.plan import Plan
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.plan.plan import Plan
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,7 @@ from distant_training import BATCH_SIZES, EFFECTIVE_BATCH_SIZE, EPOCHS, NUM_SAMP
 from machines import Machine, Machines, missing, network_of
 from test_ddp import make_plan
 
-from autosplit.plan import Plan
+from autosplit.plan.plan import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.alone]
 

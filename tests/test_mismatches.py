@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import make_plan
 
-from autosplit.mismatches import MOST_TOLD, differences, nearest_told
-from autosplit.plan import Plan
+from autosplit.plan.plan import Plan
+from autosplit.profiles.differences import MOST_TOLD, differences, nearest_told
 
 GPUS = {"kind": "cuda", "name": "NVIDIA A100", "memory_gib": 40, "count": 2}
 MACHINE = {"devices": [GPUS], "torch": "2.12.0", "cuda": "12.6", "autosplit": "1.0"}

@@ -9,9 +9,9 @@ import types
 import pytest
 from pages import Reader
 
-from autosplit import notebook
-from autosplit.notebook import notebook_bar
-from autosplit.progress import Progress
+from autosplit.tuning import notebook
+from autosplit.tuning.notebook import notebook_bar
+from autosplit.tuning.progress import Progress
 
 
 class Screen:

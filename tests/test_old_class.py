@@ -18,10 +18,10 @@ from balanced_models import RUNS, Echo, assert_same_gradients, joined, loss_of, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.balanced import BalancedDataParallel, data_parallel
-from autosplit.batches import Whole
 from autosplit.errors import DeviceError, InputError, WorkloadError
-from autosplit.split import micro_batch_sizes
+from autosplit.parallel.balanced import BalancedDataParallel, data_parallel
+from autosplit.solve.split import micro_batch_sizes
+from autosplit.workload.batch import Whole
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 

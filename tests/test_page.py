@@ -14,14 +14,14 @@ from pages import Reader
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from autosplit import page as pages
-from autosplit.charts import Chart
-from autosplit.cli import main
+from autosplit.cli import page as pages
+from autosplit.cli.charts import Chart
+from autosplit.cli.main import main
+from autosplit.cli.page import page_of, write_page
 from autosplit.errors import InputError
-from autosplit.findings import Check
-from autosplit.page import page_of, write_page
-from autosplit.profiles import store
-from autosplit.record import DdpPlan
+from autosplit.measure.check_result import Check
+from autosplit.plan.record import DdpPlan
+from autosplit.profiles.store import store
 
 NAMES = ("devices", "line0", "trials", "landscape", "rates")
 
@@ -105,7 +105,7 @@ class TestWords:
         assert {"batch_size", "256"} <= set(texts)
 
     def test_words_of_others_stay_words(self, monkeypatch):
-        monkeypatch.setattr("autosplit.page.shareable", lambda plan: plan)  # some of it looks like a path
+        monkeypatch.setattr("autosplit.cli.page.shareable", lambda plan: plan)  # some of it looks like a path
         hostile = "</style><script>alert('1')</script>\"><img src=x onerror=y>{{ 7*7 }}\x00\x1b[31m\u202e&amp;"
         plan = solved_plan(
             notes=(hostile,), checks=(Check(hostile, 0.5, None, True, hostile, hostile),), workload={"model": hostile}

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from plans import MIB, make_plan, plan_device, simulated_plan
 from torch import nn
 
-from autosplit import OutOfMemoryError, devices
-from autosplit.cost import MemoryFit, Region
+from autosplit import OutOfMemoryError
+from autosplit.devices import device as devices
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.plan import Plan
-from autosplit.record import SCHEMA_VERSION, DdpPlan
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import SCHEMA_VERSION, DdpPlan
+from autosplit.solve.memory import MemoryFit, Region
 
 PLAN = make_plan()
 JSON_VALUES = st.recursive(

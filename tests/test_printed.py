@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from autosplit import tuning
-from autosplit.cli import main
-from autosplit.ddp.plans import plan_for_job
+from autosplit.cli.main import main
+from autosplit.cli.tables import Origin, print_checks, print_devices, print_plan
+from autosplit.cli.terminal import progress_bar
+from autosplit.ddp.find_plan import plan_for_job
+from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import DeviceError
-from autosplit.findings import Check
+from autosplit.measure.check_result import Check
 from autosplit.printed import LONGEST, listed, printable, printable_json, without_passwords
-from autosplit.progress import Progress
-from autosplit.report import Origin, print_checks, print_devices, print_plan
-from autosplit.survey import DeviceReport
-from autosplit.terminal import progress_bar
+from autosplit.tuning import tune as tuning
+from autosplit.tuning.progress import Progress
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp\u2066\r\nerror: done\x00\x7f\u2028\ud800[bold red]x[/]"
 """A title, a cleared screen, C1's CSI, a bidirectional override, line ends of three kinds, a lone surrogate, markup."""

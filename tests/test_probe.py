@@ -11,17 +11,17 @@ import torch
 from torch import nn
 from workloads import ALL, branching, cnn, mlp, net, small
 
-from autosplit import probe
-from autosplit.devices import parse_devices
+from autosplit.devices.device import parse_devices
 from autosplit.errors import InputError
+from autosplit.measure import prober as probe
+from autosplit.measure.prober import Prober, find_ceiling
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
-from autosplit.probe import Prober, find_ceiling
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
-from autosplit.runtime.tracing import make_tracer
-from autosplit.trainee import fake_mode, training_copy
-from autosplit.tuning import tune
+from autosplit.runtime.tracer import make_tracer
+from autosplit.runtime.trainee import fake_mode, training_copy
+from autosplit.tuning.tune import tune
 
 KIB = 2**10
 MOST = 40

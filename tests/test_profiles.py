@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from plans import MIB, make_plan, simulated_plan
 from torch import nn
 
-from autosplit import Workload, profiles
-from autosplit.devices import Device, parse_devices
+from autosplit import Workload
+from autosplit.devices.device import Device, parse_devices
 from autosplit.errors import ProfileError
-from autosplit.plan import Plan
-from autosplit.profiles import differing_facts, find, key_of, machine_of, memory_shortfall, store, workload_of
+from autosplit.plan.plan import Plan
+from autosplit.profiles import store as profiles
+from autosplit.profiles.store import differing_facts, find, key_of, machine_of, memory_shortfall, store, workload_of
 
 GIB = 2**30
 KEY = "0123456789abcdef"
@@ -443,7 +444,7 @@ class TestStoreAndFind:
     def test_processes_that_store_at_once_leave_one_whole_file(self, cache_dir):
         code = (
             "import sys; sys.path.insert(0, sys.argv[1])\n"
-            "from dataclasses import replace; from plans import make_plan; from autosplit.profiles import store\n"
+            "from dataclasses import replace; from plans import make_plan; from autosplit.profiles.store import store\n"
             f"[store({KEY!r}, replace(make_plan(), notes=(sys.argv[2] * 20_000,))) for _ in range(10)]"
         )
         writers = [

@@ -10,9 +10,9 @@ import pytest
 from handmade import made_plan
 from rich.console import Console
 
-from autosplit.cli import main
-from autosplit.commands.listing import Profile, print_profiles
-from autosplit.profiles import profile_paths, profiles_folder, store
+from autosplit.cli.main import main
+from autosplit.cli.profile_table import Profile, print_profiles
+from autosplit.profiles.store import profile_paths, profiles_folder, store
 
 AB, CD = "ab" * 16, "cd" * 16
 WORKLOAD = {"model": "train.Net", "parameters": 7_250_000_000}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosplit.cost import MemoryFit, Region, StepTime, TimeCurve
-from autosplit.proposals import PATIENCE, Proposer, error_of, steadied
-from autosplit.solver import Solver
-from autosplit.space import Configuration, Space, Trial, best_trial, configuration_of
+from autosplit.solve.memory import MemoryFit, Region, StepTime, TimeCurve
+from autosplit.solve.proposals import PATIENCE, Proposer, error_of, steadied
+from autosplit.solve.search_space import Configuration, Space, Trial, best_trial, configuration_of
+from autosplit.solve.solver import Solver
 
 
 def line(fixed: float, per_sample: float) -> TimeCurve:

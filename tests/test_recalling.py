@@ -20,20 +20,28 @@ from fake_gpus import GIB, FakeCuda, cards
 from torch import nn
 from workloads import with_loss
 
-from autosplit import confirming, devices, probe, profiles, recalling, request, session, staging, tuning
-from autosplit.checks import not_checked
-from autosplit.cli import main
-from autosplit.cost import Ceiling
+from autosplit.cli.main import main
+from autosplit.devices import device as devices
 from autosplit.errors import InputError
+from autosplit.measure import prober as probe
+from autosplit.measure import request
+from autosplit.measure.gradient_check import not_checked
 from autosplit.oom import OutOfMemoryError
-from autosplit.plan import Plan
-from autosplit.recalling import NOT_REMEMBERED
-from autosplit.resolving import Lack, solved_again
+from autosplit.plan.plan import Plan
+from autosplit.profiles import store as profiles
+from autosplit.profiles.resolve import Lack, solved_again
+from autosplit.profiles.tuning_lock import Turn, WaitingWarning
+from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.measurement import Measurement, StepMemory, StepShape
-from autosplit.tuning import tune
-from autosplit.waiting import Turn, WaitingWarning
-from autosplit.workload import Workload
+from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
+from autosplit.solve.memory import Ceiling
+from autosplit.tuning import confirm as confirming
+from autosplit.tuning import recall as recalling
+from autosplit.tuning import session
+from autosplit.tuning import tune as tuning
+from autosplit.tuning.recall import NOT_REMEMBERED
+from autosplit.tuning.tune import tune
+from autosplit.workload.workload import Workload
 
 MIB = 2**20
 OPTIONS: dict[str, Any] = {"effective_batch_size": 16, "max_batch_size": 16, "n_trials": 1}
@@ -303,7 +311,7 @@ def test_nothing_fits_by_the_fits(monkeypatch):
 
 
 def test_a_peak_is_no_less_than_what_fewer_samples_were_seen_to_take():
-    from autosplit.resolving import _bytes_at, _holds
+    from autosplit.profiles.resolve import _bytes_at, _holds
 
     ceiling = Ceiling("sim:0", "rank", 8, "memory", -100, 50, 300, 310, points=((2, 200, False), (4, 210, False)))
     assert [_bytes_at(ceiling, n) for n in (1, 2, 4, 6, 8)] == [0, 200, 210, 210, 300]

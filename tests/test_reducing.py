@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autosplit import reducing
-from autosplit.balanced import BalancedDataParallel
 from autosplit.errors import InputError, WorkloadError
-from autosplit.reducing import DoubtfulWeights, ReduceWarning, checked_reduce, weights_of
-from autosplit.runtime.tracking import Tracker
-from autosplit.trainee import fake_mode
+from autosplit.parallel import loss_weights as reducing
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning, checked_reduce, weights_of
+from autosplit.runtime.memory_tracker import Tracker
+from autosplit.runtime.trainee import fake_mode
 
 SPLITS = [(4, 6, 6), (1, 2, 13)]
 VOCABULARY = 40

@@ -8,12 +8,12 @@ import pytest
 from handmade import GIB, made_ceiling, made_device, made_plan
 from rich.console import Console
 
-from autosplit.cost import MemoryFit, Region
-from autosplit.findings import Check
-from autosplit.plan import Plan
-from autosplit.record import DdpPlan
-from autosplit.report import Origin, paste_lines, print_devices, print_plan
-from autosplit.survey import DeviceReport
+from autosplit.cli.tables import Origin, paste_lines, print_devices, print_plan
+from autosplit.devices.inventory import DeviceReport
+from autosplit.measure.check_result import Check
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpPlan
+from autosplit.solve.memory import MemoryFit, Region
 
 
 def printed(plan, *, width=100, terminal=False, origin=None):

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit import running
-from autosplit.balanced import BalancedDataParallel
-from autosplit.batches import Whole
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.oom import OutOfMemoryError
-from autosplit.replicas import carried
-from autosplit.running import run_in_turn, run_on_gpus
-from autosplit.runtime.tracking import Tracker
+from autosplit.parallel import parallel_apply as running
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus
+from autosplit.parallel.replicate import carried
+from autosplit.runtime.memory_tracker import Tracker
+from autosplit.workload.batch import Whole
 
 CARDS = tuple(torch.device("cuda", index) for index in (2, 0, 3))
 ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU {} has a total capacity of 23.69 GiB"
@@ -103,7 +103,9 @@ class TestCarried:
         """`with torch.device("cuda:0")` would make the other replicas' tensors on the first card."""
         monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda", 0))
         entered = []
-        monkeypatch.setattr("autosplit.replicas.ExitStack.enter_context", lambda _, context: entered.append(context))
+        monkeypatch.setattr(
+            "autosplit.parallel.replicate.ExitStack.enter_context", lambda _, context: entered.append(context)
+        )
         carried(lambda: None, torch.device("cuda", 1))()
         assert entered == [torch.device("cuda", 1)]
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workloads import small
 
-from autosplit.devices import parse_devices
+from autosplit.devices.device import parse_devices
 from autosplit.errors import InputError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.timing import MAX_REPEATS, MIN_REPEATS, median_error, timed
-from autosplit.trainee import training_copy
+from autosplit.runtime.trainee import training_copy
 
 
 def runtime(spec: str, **options) -> CpuRuntime:

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit.errors import InputError
-from autosplit.schedule import OptimizerStep, ScheduledBatchSampler, StepSchedule, steps
-from autosplit.split import micro_batch_sizes
+from autosplit.parallel.optimizer_steps import OptimizerStep, ScheduledBatchSampler, StepSchedule, steps
+from autosplit.solve.split import micro_batch_sizes
 
 NUM_SAMPLES = 23
 INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -12,12 +12,12 @@ import optuna
 import pytest
 from handmade import made_ceiling
 
-from autosplit import search as search_module
-from autosplit.cost import MemoryFit, Region
 from autosplit.errors import InputError
-from autosplit.proposals import Proposal
-from autosplit.search import CeilingStore, search
-from autosplit.space import Configuration, Space, Trial
+from autosplit.solve import optuna_search as search_module
+from autosplit.solve.memory import MemoryFit, Region
+from autosplit.solve.optuna_search import CeilingStore, search
+from autosplit.solve.proposals import Proposal
+from autosplit.solve.search_space import Configuration, Space, Trial
 
 REGION = Region(MemoryFit(0.0, 1.0, 0.05), 40, 32, (48, 48), 128)
 SPACE = Space(REGION, (256, 256), 8)
@@ -252,7 +252,7 @@ class TestDeadline:
 
     def test_no_trial_begins_after_it(self, monkeypatch):
         now = iter(range(100))
-        monkeypatch.setattr("autosplit.search.time.monotonic", lambda: next(now))
+        monkeypatch.setattr("autosplit.solve.optuna_search.time.monotonic", lambda: next(now))
         assert len(run(Evaluation(), deadline_s=4)) == 5
 
 

@@ -14,7 +14,7 @@ import pytest
 import workloads
 
 from autosplit import parse_devices
-from autosplit.runtime.tracing import Tracer, make_tracer
+from autosplit.runtime.tracer import Tracer, make_tracer
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

@@ -12,10 +12,10 @@ from torch import nn
 from workloads import char_gpt
 
 from autosplit import Workload, tune
-from autosplit.catalog import GPUS_VARIABLE, GpuSpec, gpu_catalog
+from autosplit.devices.catalog import GPUS_VARIABLE, GpuSpec, gpu_catalog
 from autosplit.errors import PlanError
-from autosplit.explanation import Change
-from autosplit.plan import Plan
+from autosplit.plan.explanation import Change
+from autosplit.plan.plan import Plan
 from autosplit.runtime import simulated
 
 pytestmark = pytest.mark.usefixtures("quick_collection")

@@ -10,9 +10,9 @@ from handmade import made_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosplit.cli import main
-from autosplit.plan import Plan
-from autosplit.sharing import shareable, without_private
+from autosplit.cli.main import main
+from autosplit.plan.plan import Plan
+from autosplit.plan.redact import shareable, without_private
 
 UUID = "3f2a91c0-1a2b-4c3d-8e4f-0123456789ab"
 

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autosplit.devices import parse_devices
+from autosplit.devices.device import parse_devices
 from autosplit.errors import UserCodeError
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.memory_tracker import rounded
+from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, traced_parts, traced_peaks
-from autosplit.runtime.tracing import Move, OpCost, Tracer, Work, make_tracer
-from autosplit.runtime.tracking import rounded
-from autosplit.workload import Workload
+from autosplit.runtime.tracer import Move, OpCost, Tracer, Work, make_tracer
+from autosplit.workload.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 UNLIMITED = 2**60

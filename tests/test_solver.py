@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from autosplit.cost import MemoryFit, Region, StepTime, TimeCurve
-from autosplit.solver import RankSolver, Solver, geometric
-from autosplit.space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space
+from autosplit.solve.memory import MemoryFit, Region, StepTime, TimeCurve
+from autosplit.solve.search_space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space
+from autosplit.solve.solver import RankSolver, Solver, geometric
 
 RATES = st.tuples(st.floats(0.0, 2.0), st.floats(0.05, 3.0))
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from handmade import made_plan
 
-from autosplit.cost import Fit, Residual, StepTime, TimeCurve
 from autosplit.errors import PlanError
-from autosplit.plan import Plan
-from autosplit.soundness import DEEPEST, LARGEST, MOST_DEVICES, MOST_FORWARDS, unsound_part
-from autosplit.space import Trial
+from autosplit.plan.plan import Plan
+from autosplit.plan.validation import DEEPEST, LARGEST, MOST_DEVICES, MOST_FORWARDS, unsound_part
+from autosplit.solve.memory import Fit, Residual, StepTime, TimeCurve
+from autosplit.solve.search_space import Trial
 
 CURVES = (TimeCurve(((1, 0.1), (2, 0.2))),) * 2
 TIMES = StepTime(CURVES, (0.0, 0.1), (0.0, 0.1), 0.1, adds_up=False)

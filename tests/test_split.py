@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosplit import split as splits
-from autosplit.cost import TimeCurve
 from autosplit.errors import InputError
+from autosplit.solve import split as splits
+from autosplit.solve.memory import TimeCurve
 
 batch_sizes = st.integers(0, 200)
 device_counts = st.integers(1, 9)

@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from workloads import Uncopyable, branching, net, net_batch, small
 
-from autosplit import staging
-from autosplit.devices import Device, parse_devices
+from autosplit.devices.device import Device, parse_devices
 from autosplit.errors import UserCodeError, WorkloadError
-from autosplit.profiles import workload_of
+from autosplit.profiles.store import workload_of
+from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.prepare import Followed, build, follow, runtime_for, workload_source
 from autosplit.runtime.simulated import SimulatedRuntime
-from autosplit.staging import Followed, build, follow, runtime_for, workload_source
-from autosplit.tuning import tune
-from autosplit.workload import Workload
+from autosplit.tuning.tune import tune
+from autosplit.workload.workload import Workload
 
 
 def staged(source, devices, closing) -> Followed:
@@ -218,7 +218,7 @@ KINDS = {
 @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_every_kind_are_tuned(kind, devices, monkeypatch):
-    from autosplit import session
+    from autosplit.tuning import session
 
     monkeypatch.setattr(session, "POINT_BUDGET_S", 0.01)
     monkeypatch.setattr(session, "TRIAL_BUDGET_S", 0.01)

@@ -12,9 +12,9 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autosplit
-from autosplit.balanced import BalancedDataParallel
 from autosplit.errors import InputError
-from autosplit.states import matching_state_dict
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.parallel.state_dict import matching_state_dict
 
 
 class HasModule(nn.Module):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 from fake_gpus import GIB, FakeCard, FakeCuda, cards
 
-from autosplit import survey
-from autosplit.devices import Found, list_devices
-from autosplit.survey import survey_devices
+from autosplit.devices import inventory as survey
+from autosplit.devices.device import Found, list_devices
+from autosplit.devices.inventory import survey_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable

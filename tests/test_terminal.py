@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from autosplit import terminal as terminals
-from autosplit.terminal import bars_say_it_stops, console_for, progress_bar, stdout_kept_clean
-from autosplit.tuning import Progress
+from autosplit.cli import terminal as terminals
+from autosplit.cli.terminal import bars_say_it_stops, console_for, progress_bar, stdout_kept_clean
+from autosplit.tuning.tune import Progress
 
 
 class Terminal(io.StringIO):

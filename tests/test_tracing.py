@@ -10,9 +10,9 @@ from architectures import ARCHITECTURES, OPTIMIZERS
 from torch import nn
 from torch.nn import functional as F
 
-from autosplit.runtime.measurement import StepShape
-from autosplit.runtime.tracing import Tracer, make_tracer
-from autosplit.workload import Workload
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.workload.workload import Workload
 
 SAMPLES = 4
 SHAPE = StepShape(((SAMPLES,),))

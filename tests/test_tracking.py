@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.balanced import BalancedDataParallel
+from autosplit.devices.transfer import HOST, adopt_module, transfer
 from autosplit.oom import OutOfMemoryError, is_oom
-from autosplit.runtime.measurement import StepShape
-from autosplit.runtime.placed import run_placed
-from autosplit.runtime.tracking import BLOCK_BYTES, Tracker, rounded
-from autosplit.trainee import fake_mode, training_copy
-from autosplit.transfer import HOST, adopt_module, transfer
-from autosplit.workload import Workload
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.runtime.memory_tracker import BLOCK_BYTES, Tracker, rounded
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.tracked_step import run_placed
+from autosplit.runtime.trainee import fake_mode, training_copy
+from autosplit.workload.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from workloads import small
 
-from autosplit.batches import Whole, tensors_of
 from autosplit.errors import AutosplitError, WorkloadError
 from autosplit.rng import kept_rng
-from autosplit.runtime.measurement import StepShape
-from autosplit.runtime.placed import bucket_bytes, run_placed, wrapper_for
-from autosplit.runtime.tracing import make_tracer
-from autosplit.runtime.tracking import Tracker
-from autosplit.trainee import built_without_memory, fake_mode, listed, training_copy
-from autosplit.workload import Workload, modules_of
+from autosplit.runtime.memory_tracker import Tracker
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.tracer import make_tracer
+from autosplit.runtime.tracked_step import bucket_bytes, run_placed, wrapper_for
+from autosplit.runtime.trainee import built_without_memory, fake_mode, listed, training_copy
+from autosplit.workload.batch import Whole, tensors_of
+from autosplit.workload.workload import Workload, modules_of
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 

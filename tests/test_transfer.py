@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
-from autosplit.runtime.tracking import Tracker
-from autosplit.transfer import HOST, active_placement, adopt_module, transfer, transfer_into
+from autosplit.devices.transfer import HOST, active_placement, adopt_module, transfer, transfer_into
+from autosplit.runtime.memory_tracker import Tracker
 
 
 def two_devices(**kwargs) -> Tracker:

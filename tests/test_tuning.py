@@ -20,21 +20,24 @@ from torch.utils.data import DataLoader, TensorDataset
 from workloads import Uncopyable, char_gpt, mlp, net, net_batch, small, with_loss
 
 import autosplit
-from autosplit import cost, probe, profiles, session
-from autosplit.balanced import BalancedDataParallel
-from autosplit.cost import HURRIED_LOOKS, StepTime, TimeCurve
 from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
+from autosplit.measure import prober as probe
+from autosplit.measure.request import checked_request
 from autosplit.oom import DoesNotFitError
-from autosplit.plan import Plan
-from autosplit.request import checked_request
-from autosplit.runtime.measurement import StepShape
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.plan.plan import Plan
+from autosplit.profiles import store as profiles
+from autosplit.runtime.prepare import build, follow, runtime_for, workload_source
+from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
-from autosplit.runtime.tracing import make_tracer
-from autosplit.split import micro_batch_sizes
-from autosplit.staging import build, follow, runtime_for, workload_source
-from autosplit.trainee import fake_mode
-from autosplit.tuning import TuningInterrupted, tune
-from autosplit.workload import Workload
+from autosplit.runtime.tracer import make_tracer
+from autosplit.runtime.trainee import fake_mode
+from autosplit.solve import memory as cost
+from autosplit.solve.memory import HURRIED_LOOKS, StepTime, TimeCurve
+from autosplit.solve.split import micro_batch_sizes
+from autosplit.tuning import session
+from autosplit.tuning.tune import TuningInterrupted, tune
+from autosplit.workload.workload import Workload
 
 KIB, MIB = 2**10, 2**20
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from autosplit.plan import Plan
+from autosplit.plan.plan import Plan
 
 pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"), pytest.mark.alone]
 
@@ -33,13 +33,13 @@ KILLS = 60
 def workload() -> Any:
     import torch
 
-    from autosplit.workload import Workload
+    from autosplit.workload.workload import Workload
 
     return Workload(torch.nn.Linear(4, 1), torch.zeros(4, 4), optimizer=torch.optim.SGD)
 
 
 def tuned(**options: Any) -> Plan:
-    from autosplit.tuning import tune
+    from autosplit.tuning.tune import tune
 
     small: dict[str, Any] = {"devices": "sim:1xRTX3090", "effective_batch_size": 16, "max_batch_size": 16}
     return tune(workload(), **{**small, "n_trials": 2, "progress": lambda _: None, **options})
@@ -65,7 +65,7 @@ def ended(pid: int) -> int:
 @contextmanager
 def counting_searches(path: Path) -> Iterator[None]:
     """Note every search in a file, whichever process makes it."""
-    from autosplit import session
+    from autosplit.tuning import session
 
     real = session.search
 
@@ -111,7 +111,7 @@ def eight_at_once(folder: Path) -> Any:
 
 def a_holder_that_fails(folder: Path) -> Any:
     """Kill one as it searches, interrupt the next, let a third fail: each time the next waiter tunes."""
-    from autosplit import session
+    from autosplit.tuning import session
 
     real, told = session.search, folder / "begun"
 
@@ -156,8 +156,8 @@ def a_holder_that_fails(folder: Path) -> Any:
 
 def interrupted_while_waiting(folder: Path) -> Any:
     """Press Ctrl-C on one that waits, on the command line; whoever is waited for goes on."""
-    from autosplit import session
-    from autosplit.cli import main
+    from autosplit.cli.main import main
+    from autosplit.tuning import session
 
     script = folder / "script.py"
     script.write_text(
@@ -204,8 +204,9 @@ def threads(folder: Path) -> Any:
 
 def turns_and_time_outs(_folder: Path) -> Any:
     """Hold the turn in another process, and see who waits for it."""
-    from autosplit import profiles, recalling
-    from autosplit.waiting import Turn
+    from autosplit.profiles import store as profiles
+    from autosplit.profiles.tuning_lock import Turn
+    from autosplit.tuning import recall as recalling
 
     name = "held"
     tuned(name=name)
@@ -234,8 +235,8 @@ def turns_and_time_outs(_folder: Path) -> Any:
 
 def kills(folder: Path) -> Any:
     """Kill processes at random moments, as they tune anew or write; see what they leave after each."""
-    from autosplit import profiles
-    from autosplit.waiting import Turn
+    from autosplit.profiles import store as profiles
+    from autosplit.profiles.tuning_lock import Turn
 
     moments = random.Random(0)
     begun_s = time.monotonic()
@@ -284,7 +285,7 @@ def run_scenarios(names: str, folder: str) -> None:
     """Run scenarios, each with a cache of its own, in a process that has torch imported before it forks."""
     import torch
 
-    import autosplit.tuning  # noqa: F401
+    import autosplit.tuning.tune  # noqa: F401
 
     torch.set_num_threads(1)
     tuned(profile="off")  # what torch loads late

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from autosplit import waiting
-from autosplit.waiting import LEAST_WAIT_S, WAIT_LIMIT_S, Turn, wait_limit_s
+from autosplit.profiles import tuning_lock as waiting
+from autosplit.profiles.tuning_lock import LEAST_WAIT_S, WAIT_LIMIT_S, Turn, wait_limit_s
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 

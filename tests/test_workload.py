@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
-from autosplit.balanced import BalancedDataParallel
-from autosplit.batches import Whole
 from autosplit.errors import AutosplitError, WorkloadError
-from autosplit.workload import Workload, call_model
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.workload.batch import Whole
+from autosplit.workload.workload import Workload, call_model
 
 
 class Recorder(nn.Module):

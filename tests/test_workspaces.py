@@ -8,15 +8,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from autosplit import find_ceiling
-from autosplit.devices import parse_devices
+from autosplit.devices.device import parse_devices
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime import workspaces
+from autosplit.runtime import fused_rnn_memory as workspaces
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.measurement import StepShape
+from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
-from autosplit.runtime.tracing import make_tracer
-from autosplit.trainee import training_copy
-from autosplit.workload import Workload
+from autosplit.runtime.tracer import make_tracer
+from autosplit.runtime.trainee import training_copy
+from autosplit.workload.workload import Workload
 
 ROOM = 2**40
 

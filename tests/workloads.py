@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.workload import Workload
+from autosplit.workload.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

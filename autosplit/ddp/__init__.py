@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from autosplit.ddp.context import BatchNormWarning, Context, OtherModelWarning
-from autosplit.ddp.faults import UnwatchedWarning
-from autosplit.ddp.loops import LeftOverWarning
-from autosplit.ddp.process import setup
+from autosplit.ddp.failure import UnwatchedWarning
+from autosplit.ddp.loader_steps import LeftOverWarning
+from autosplit.ddp.setup import setup
 from autosplit.errors import RankFailedError
 
 __all__ = [

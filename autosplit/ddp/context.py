@@ -18,15 +18,15 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from autosplit.accelerators import is_accelerator
 from autosplit.ddp.batchnorms import has_synchronised, silence, uncounted
-from autosplit.ddp.checkpoints import load_checkpoint, save_checkpoint
-from autosplit.ddp.loops import foreign_steps, gathered
-from autosplit.ddp.sharding import Layers, begin_step, let_meet, shard
+from autosplit.ddp.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.ddp.fsdp import Layers, begin_step, let_meet, shard
+from autosplit.ddp.loader_steps import foreign_steps, gathered
 from autosplit.errors import InputError
-from autosplit.plan import Plan
+from autosplit.parallel.optimizer_steps import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import RankSettings
 from autosplit.printed import printable
-from autosplit.record import RankSettings
-from autosplit.schedule import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
-from autosplit.split import accumulation_steps
+from autosplit.solve.split import accumulation_steps
 
 __all__ = ["BatchNormWarning", "Context", "OtherModelWarning", "let_go_of_group_last"]
 
@@ -353,7 +353,7 @@ class Context:
         Raises:
             CheckpointError: It was not written, on any rank; an earlier one is as it was.
         """
-        from autosplit.ddp.folders import save_sharded
+        from autosplit.ddp.sharded_checkpoint import save_sharded
 
         save_sharded(path, parts, rank=self.rank)
 
@@ -377,7 +377,7 @@ class Context:
         Raises:
             CheckpointError: It is missing, cut short or does not fit, on any rank; nothing was changed.
         """
-        from autosplit.ddp.folders import load_sharded
+        from autosplit.ddp.sharded_checkpoint import load_sharded
 
         return load_sharded(path, parts, rank=self.rank)
 

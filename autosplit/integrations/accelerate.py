@@ -37,13 +37,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit.ddp.context import let_go_of_group_last
-from autosplit.ddp.process import agree_on
+from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError
-from autosplit.integrations.counting import IGNORED, RULES, SUM, UnevenLossWarning
-from autosplit.integrations.loaders import is_shuffled, loader_options
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.own_loss import OwnLoss
-from autosplit.integrations.share import (
+from autosplit.integrations.process_share import (
     MarkingBatchSampler,
     NoPlanWarning,
     Share,
@@ -51,9 +49,11 @@ from autosplit.integrations.share import (
     parameters_in,
     tell_of_no_plan,
 )
+from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
-from autosplit.integrations.weighing import weighed, weighted_backward
-from autosplit.plan import Plan
+from autosplit.integrations.weighted_backward import weighed, weighted_backward
+from autosplit.measure.loss_mean import IGNORED, RULES, SUM, UnevenLossWarning
+from autosplit.plan.plan import Plan
 from autosplit.printed import printable
 
 __all__ = ["Accelerator", "NoPlanWarning", "UnevenLossWarning"]

@@ -25,10 +25,21 @@ from torch.utils.data.dataloader import default_collate
 
 from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.context import let_go_of_group_last
-from autosplit.ddp.loops import gathered
-from autosplit.ddp.process import agree_on
+from autosplit.ddp.loader_steps import gathered
+from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, PlanError
-from autosplit.integrations.counting import (
+from autosplit.integrations.lightning_workload import asked_loss, workload
+from autosplit.integrations.process_share import (
+    MarkingBatchSampler,
+    NoPlanWarning,
+    Share,
+    find_share,
+    parameters_in,
+    tell_of_no_plan,
+)
+from autosplit.integrations.share_loader import loader_options
+from autosplit.integrations.weighted_backward import batches_of, weighed
+from autosplit.measure.loss_mean import (
     MOST_SAMPLES,
     SUM,
     TOLERANCE,
@@ -37,18 +48,7 @@ from autosplit.integrations.counting import (
     count_by,
     tell_of_uneven_loss,
 )
-from autosplit.integrations.lightning_step import asked_loss, workload
-from autosplit.integrations.loaders import loader_options
-from autosplit.integrations.share import (
-    MarkingBatchSampler,
-    NoPlanWarning,
-    Share,
-    find_share,
-    parameters_in,
-    tell_of_no_plan,
-)
-from autosplit.integrations.weighing import batches_of, weighed
-from autosplit.plan import Plan
+from autosplit.plan.plan import Plan
 
 __all__ = ["NoPlanWarning", "Shares", "SharesLoader", "UnevenLossWarning", "workload"]
 
@@ -100,7 +100,7 @@ class SharesLoader:
         """Let micro-batches count by a rule that was found.
 
         Args:
-            rule: One of `autosplit.integrations.counting`.
+            rule: One of `autosplit.measure.loss_mean`.
         """
         self._sums = rule == SUM
         self._count = partial(count_by, rule) if rule in {"labels", "shifted labels"} else None

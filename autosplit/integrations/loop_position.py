@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from autosplit.errors import InputError
-from autosplit.integrations.weighing import Weighed
+from autosplit.integrations.weighted_backward import Weighed
 
 __all__ = ["LoopPosition"]
 

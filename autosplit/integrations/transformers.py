@@ -9,7 +9,7 @@ A Trainer of your own takes them by ``class MyTrainer(SharesMixin, TheirTrainer)
     no plan             the Trainer as it is; a NoPlanWarning says so
 
 Each micro-batch's loss is weighted by what it counts for: its labels that are not left out, shifted or not, or its
-samples; a sum counts whole. Which of them it is, is found by asking the loss (`autosplit.integrations.counting`).
+samples; a sum counts whole. Which of them it is, is found by asking the loss (`autosplit.measure.loss_mean`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from torch import nn
 from autosplit import ddp
 from autosplit.ddp.context import let_go_of_group_last
 from autosplit.errors import InputError
-from autosplit.integrations.counting import (
+from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, parameters_in, tell_of_no_plan
+from autosplit.integrations.share_loader import loader_options, taken_mark
+from autosplit.integrations.weighted_backward import weighted_backward
+from autosplit.measure.loss_mean import (
     IGNORED,
     MOST_SAMPLES,
     RULES,
@@ -43,12 +46,9 @@ from autosplit.integrations.counting import (
     fitting_rule,
     tell_of_uneven_loss,
 )
-from autosplit.integrations.loaders import loader_options, taken_mark
-from autosplit.integrations.share import NoPlanWarning, Share, find_share, parameters_in, tell_of_no_plan
-from autosplit.integrations.weighing import weighted_backward
-from autosplit.plan import Plan
+from autosplit.plan.plan import Plan
 from autosplit.rng import kept_rng
-from autosplit.workload import Workload
+from autosplit.workload.workload import Workload
 
 if TYPE_CHECKING:
     from transformers import Trainer as Mixed

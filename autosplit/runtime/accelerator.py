@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.accelerators import backend
-from autosplit.balanced import BalancedDataParallel
-from autosplit.batches import map_tensors, unmarked
-from autosplit.devices import Device
+from autosplit.devices.device import Device
 from autosplit.oom import OutOfMemoryError, is_oom
+from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.rng import kept_rng
-from autosplit.runtime.measurement import Measurement, StepMemory, StepShape
-from autosplit.runtime.placed import bucket_bytes, gradients_in, views_buckets
+from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.runtime.timing import timed
-from autosplit.trainee import Trainee, training_copy
-from autosplit.workload import Workload, modules_of
+from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets
+from autosplit.runtime.trainee import Trainee, training_copy
+from autosplit.workload.batch import map_tensors, unmarked
+from autosplit.workload.workload import Workload, modules_of
 
 __all__ = ["AcceleratorRuntime"]
 

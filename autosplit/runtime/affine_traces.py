@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autosplit.cost import MemoryParts
-from autosplit.runtime.measurement import StepShape
-from autosplit.runtime.tracing import Trace, Tracer
-from autosplit.runtime.tracking import BLOCK_BYTES
-from autosplit.trainee import Trainee
+from autosplit.runtime.memory_tracker import BLOCK_BYTES
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.tracer import Trace, Tracer
+from autosplit.runtime.trainee import Trainee
+from autosplit.solve.memory import MemoryParts
 
 __all__ = ["AffineTraces"]
 

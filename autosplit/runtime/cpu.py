@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import gc
 
-from autosplit.devices import Device
+from autosplit.devices.device import Device
 from autosplit.errors import one_line
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
-from autosplit.runtime.measurement import Measurement, StepShape
-from autosplit.runtime.placed import run_placed, run_until_settled, wrapper_for
+from autosplit.runtime.memory_tracker import Tracker
+from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.timing import timed
-from autosplit.runtime.tracking import Tracker
-from autosplit.trainee import Trainee, listed
-from autosplit.workload import Workload, modules_of
+from autosplit.runtime.tracked_step import run_placed, run_until_settled, wrapper_for
+from autosplit.runtime.trainee import Trainee, listed
+from autosplit.workload.workload import Workload, modules_of
 
 __all__ = ["CpuRuntime"]
 

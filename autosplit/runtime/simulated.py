@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autosplit.catalog import GpuSpec
-from autosplit.cost import MemoryParts
-from autosplit.devices import Device
+from autosplit.devices.catalog import GpuSpec
+from autosplit.devices.device import Device
+from autosplit.devices.transfer import HOST
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime.measurement import Measurement, StepShape
-from autosplit.runtime.placed import bucket_bytes, views_buckets
-from autosplit.runtime.tracing import Event, Move, OpCost, Phase, Trace, Tracer, Traces, Work
-from autosplit.runtime.tracking import rounded
-from autosplit.transfer import HOST
+from autosplit.runtime.memory_tracker import rounded
+from autosplit.runtime.protocol import Measurement, StepShape
+from autosplit.runtime.tracer import Event, Move, OpCost, Phase, Trace, Tracer, Traces, Work
+from autosplit.runtime.tracked_step import bucket_bytes, views_buckets
+from autosplit.solve.memory import MemoryParts
 
 __all__ = ["SimulatedRuntime", "traced_parts", "traced_peaks"]
 

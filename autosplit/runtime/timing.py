@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from autosplit.runtime.measurement import Measurement
+from autosplit.runtime.protocol import Measurement
 
 __all__ = ["MIN_REPEATS", "TARGET_ERROR", "is_enough", "median_error", "timed"]
 

@@ -1,0 +1,35 @@
+"""``autosplit check``: what of the training changes with the split."""
+
+from __future__ import annotations
+
+import sys
+
+from autosplit.cli.output import Manner, print_json, progress
+from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.cli.workload_arguments import users_errors
+
+__all__ = ["check"]
+
+
+def check(spec: str, manner: Manner) -> int:
+    """Check a workload, and print what was found."""
+    from autosplit.measure import gradient_check as checks
+    from autosplit.tuning.progress import Progress
+    from autosplit.workload.from_file import load_workload
+
+    with stdout_kept_clean():
+        workload = load_workload(spec)
+        with users_errors(spec), progress(manner) as tell:
+            if tell is not None:
+                tell(Progress("checks", "the gradient of the sample batch, whole and cut", 0.0))
+            found = checks.check(workload)
+    if manner.as_json:
+        from autosplit.cli.json_types import Checks
+
+        print_json(Checks(tuple(found)))
+    else:
+        from autosplit.cli.tables import print_checks
+        from autosplit.cli.terminal import console_for
+
+        print_checks(found, console_for(sys.stdout))
+    return 0

@@ -1,0 +1,98 @@
+"""``autosplit compare``: the same workload on several machines, side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from autosplit.cli.exit_code import end_with_parent
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_json, progress
+from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, users_errors
+from autosplit.errors import InputError
+
+if TYPE_CHECKING:
+    from autosplit.plan.plan import Plan
+    from autosplit.tuning.compare import Comparison
+
+__all__ = ["compare"]
+
+EXIT_MISFIT = 3
+
+
+def compare(
+    spec: str,
+    devices: Sequence[str],
+    prices: Sequence[tuple[str, float]],
+    keywords: Mapping[str, Any],
+    manner: Manner,
+) -> int:
+    """Tune for one machine after the other, and print them in one table.
+
+    Args:
+        spec: The workload's.
+        devices: A device spec for each machine.
+        prices: Of machines, for an hour.
+        keywords: For `tune`; the time limit is for all machines together.
+        manner: How.
+    """
+    from autosplit.tuning import compare as comparing
+
+    end_with_parent()
+    if one_of_several():
+        raise InputError(
+            "autosplit compare in one of several processes: expected one, machines come one after the other; leave "
+            "torchrun out"
+        )
+    machines = comparing.asked_machines(devices, prices, keywords)
+    limits = {keyword: value for keyword, value in keywords.items() if keyword == "time_limit_s"}
+    called = {keyword: value for keyword, value in keywords.items() if keyword not in limits}
+    interrupted = False
+    with stdout_kept_clean():
+        tune_one = _tuner(spec, called)
+        try:
+            with progress(manner) as tell:
+                comparison = comparing.compared(machines, tune_one, **limits, progress=tell)
+        except comparing.ComparisonInterrupted as interrupt:
+            if interrupt.comparison is None:
+                raise
+            comparison, interrupted = interrupt.comparison, True
+    if interrupted:
+        failed("interrupted: the machines that are done are shown; run it again for all of them", EXIT_INTERRUPTED)
+    _print(comparison, manner)
+    if interrupted:
+        return EXIT_INTERRUPTED
+    if comparison.best is None:
+        return failed(f"the workload fits none of {len(machines)} machines; see above what each lacks", EXIT_MISFIT)
+    return 0
+
+
+def _tuner(spec: str, keywords: Mapping[str, Any]) -> Callable[[Any, Mapping[str, Any]], Plan]:
+    """Load a workload, and return what tunes it for a machine as the command `tune` does."""
+    from autosplit.tuning import tune as tuning
+    from autosplit.workload.from_file import load_workload
+
+    workload: Any = load_workload(spec)
+
+    def tune_one(devices: str, timed: Mapping[str, Any]) -> Plan:
+        isolated = isolates(keywords.get("isolate"), devices)
+        called: dict[str, Any] = {**keywords, **timed, "isolate": isolated}
+        with users_errors(spec):
+            return tuning.tune(sendable(spec, workload) if isolated else workload, devices=devices, **called)
+
+    return tune_one
+
+
+def _print(comparison: Comparison, manner: Manner) -> None:
+    if manner.as_json:
+        import msgspec
+
+        from autosplit.cli.json_types import Compared
+
+        print_json(msgspec.convert(comparison.to_dict(), Compared))
+        return
+    from autosplit.cli.tables import print_comparison
+    from autosplit.cli.terminal import console_for
+
+    print_comparison(comparison, console_for(sys.stdout))

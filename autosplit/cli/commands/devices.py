@@ -1,0 +1,29 @@
+"""``autosplit devices``: the GPUs with their load."""
+
+from __future__ import annotations
+
+import sys
+
+from autosplit.cli.output import Manner, print_json
+from autosplit.cli.terminal import stdout_kept_clean
+
+__all__ = ["devices"]
+
+
+def devices(manner: Manner) -> int:
+    """Print what there is to tune for."""
+    from autosplit.devices.inventory import survey_devices
+
+    # Both libraries talk while they start; the table is alone on stdout.
+    with stdout_kept_clean():
+        found, notes = survey_devices()
+    if manner.as_json:
+        from autosplit.cli.json_types import Devices
+
+        print_json(Devices(found, notes))
+    else:
+        from autosplit.cli.tables import print_devices
+        from autosplit.cli.terminal import console_for
+
+        print_devices(found, notes, console_for(sys.stdout))
+    return 0

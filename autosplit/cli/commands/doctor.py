@@ -1,0 +1,61 @@
+"""``autosplit doctor``: whether autosplit works on this machine, how fast it is, and what to mend."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_json
+from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.devices.catalog import GPUS_VARIABLE
+from autosplit.errors import InputError, shown
+from autosplit.files import replace_file
+
+if TYPE_CHECKING:
+    from autosplit.devices.examination import Examination
+
+__all__ = ["doctor"]
+
+
+def doctor(devices: str | None, save: str | None, manner: Manner) -> int:
+    """Examine this machine, and print what was found.
+
+    Args:
+        devices: A device spec; None for what is here.
+        save: Where to keep the rates of its cards; None for nowhere.
+        manner: How.
+    """
+    from autosplit.devices.examination import cards_toml
+    from autosplit.tuning.doctor import examine
+
+    with stdout_kept_clean():
+        try:
+            found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))
+        except KeyboardInterrupt:
+            return failed("interrupted before the examination was over; run it again", EXIT_INTERRUPTED)
+    _print(found, manner)
+    if save is not None:
+        _keep(cards_toml(found), Path(save))
+        note(f"kept the rates of its cards: {GPUS_VARIABLE}={save} makes `sim:` predict with them", manner)
+    return 0
+
+
+def _keep(text: str, path: Path) -> None:
+    try:
+        replace_file(path, text, mode=0o666)
+    except OSError as error:
+        raise InputError(
+            f"--save {shown(str(path))} can't be written ({error.strerror}); expected a file in a folder that is "
+            "there; name another"
+        ) from None
+
+
+def _print(found: Examination, manner: Manner) -> None:
+    if manner.as_json:
+        print_json(found)
+    else:
+        from autosplit.cli.tables import print_examination
+        from autosplit.cli.terminal import console_for
+
+        print_examination(found, console_for(sys.stdout))

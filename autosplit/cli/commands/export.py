@@ -1,0 +1,70 @@
+"""``autosplit export``: a plan as another tool's settings."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from autosplit.cli.json_types import Exported
+from autosplit.cli.named_plan import named_or_newest, told
+from autosplit.cli.output import Manner, json_text, note, write_json
+from autosplit.errors import InputError
+from autosplit.files import what_stands_at
+
+__all__ = ["export"]
+
+
+def export(which: str | None, to: str | None, manner: Manner, *, output: str | None, force: bool) -> int:
+    """Print a plan's settings, or save them.
+
+    Args:
+        which: The plan's file or the beginning of its key; None for the newest profile.
+        to: The format.
+        manner: How; as JSON it is all there is to know of the settings, in place of the text to paste.
+        output: The file for what would be printed; None for stdout.
+        force: Replace a file that is there.
+    """
+    to = _checked(to, output, force=force)
+    path, plan = named_or_newest(which)
+    if which is None:
+        note(f"plan: {told(path, plan)}", manner)
+    found = plan.export(to, path=path)
+    text = found.text
+    if manner.as_json:
+        settings: Any = found.settings
+        text = json_text(Exported(to, found.exact, found.lost_share, tuple(found.notes), settings, found.text))
+    if output is not None:
+        found.save(output, text)
+    if not manner.as_json and (output is not None or not found.tells_notes):
+        for one in found.notes:
+            note(f"note: {one}", manner)
+    if output is None and manner.as_json:
+        write_json(text)
+    elif output is None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _checked(to: str | None, output: str | None, *, force: bool) -> str:
+    """Refuse bad flags before a plan is looked for, and return the format."""
+    from autosplit.plan.export import FORMATS
+
+    if to not in FORMATS:
+        given = "--to is missing" if to is None else f"--to {to!r}"
+        raise InputError(f"{given}: expected one of {', '.join(FORMATS)}; write it as --to {FORMATS[0]}")
+    if output is None:
+        return to
+    stands = what_stands_at(output)
+    if stands is not None:
+        raise InputError(
+            f"--output {output} is {stands}; expected a new file; "
+            + (f"write it as {Path(output) / 'settings'}" if stands == "a folder" else "choose another name")
+        )
+    if not force and os.path.lexists(output):
+        raise InputError(
+            f"--output {output} exists; expected a new file; choose another name, or replace it with --force"
+        )
+    return to

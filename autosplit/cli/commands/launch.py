@@ -1,0 +1,29 @@
+"""``autosplit launch``: a training script by torchrun, with a plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from autosplit.cli.named_plan import plan_file
+from autosplit.cli.output import Manner, note, print_json
+
+__all__ = ["launch"]
+
+
+def launch(arguments: Sequence[str], plan: str | None, manner: Manner, *, print_only: bool) -> int:
+    """Become torchrun; or print its command, as a line for a shell or as JSON."""
+    from autosplit.cli.torchrun_job import launch_of
+
+    found = launch_of(None if plan is None else str(plan_file(plan)), arguments)
+    if manner.as_json:
+        from autosplit.cli.json_types import LaunchCommand
+
+        print_json(LaunchCommand(found.command, dict(found.variables), found.told))
+        return 0
+    if print_only:
+        sys.stdout.write(found.line() + "\n")
+        return 0
+    note(f"plan: {found.told}", manner)
+    found.run()
+    raise AssertionError("this process is torchrun now")

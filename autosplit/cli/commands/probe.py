@@ -1,0 +1,156 @@
+"""``autosplit probe``: how many samples each device holds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_json, progress
+from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
+from autosplit.errors import InputError
+
+if TYPE_CHECKING:
+    from autosplit.devices.device import Device
+    from autosplit.oom import DoesNotFitError
+    from autosplit.solve.memory import Ceiling
+    from autosplit.tuning.progress import Progress
+
+__all__ = ["Probing", "probe"]
+
+
+@dataclass
+class Probing:
+    """What is probed, and what has come of it."""
+
+    spec: str
+    devices_spec: str | None
+    roles: tuple[str, ...]
+    keywords: dict[str, Any]
+    time_limit_s: float | None
+    isolate: bool | None
+    ceilings: list[Ceiling] = field(default_factory=list)
+    misfits: list[DoesNotFitError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    simulated: bool = False
+
+
+def probe(asked: tuple[Any, ...], manner: Manner, *, plot: str | None) -> int:
+    """Find ceilings, and print what was found, also where something kept it from all of them.
+
+    Args:
+        asked: The first arguments of `Probing`.
+        manner: How.
+        plot: Where to draw them.
+    """
+    probing = Probing(*asked)
+    _check_before_probing(probing, plot)
+    interrupted = False
+    with stdout_kept_clean():
+        try:
+            with progress(manner) as tell:
+                _find_ceilings(probing, tell)
+        except KeyboardInterrupt:
+            interrupted = True
+    for error in probing.misfits:
+        failed(str(error), error.exit_code)
+    if interrupted:
+        text = "the ceilings found so far are shown" if probing.ceilings else "no ceiling was found yet"
+        failed(f"interrupted: {text}; run it again for all of them", EXIT_INTERRUPTED)
+    if any(ceiling.batch_size for ceiling in probing.ceilings):
+        _print_ceilings(probing, manner, plot=plot)
+    if interrupted:
+        return EXIT_INTERRUPTED
+    return probing.misfits[0].exit_code if probing.misfits else 0
+
+
+def _check_before_probing(probing: Probing, plot: str | None) -> None:
+    """Refuse bad flags before the user's file runs, which may take long."""
+    from autosplit.solve.memory import Role
+
+    check_before_running({**probing.keywords, **_given(devices=probing.devices_spec)}, None)
+    for role in probing.roles:
+        if role not in get_args(Role):
+            raise InputError(f"--role {role!r}: expected one of {', '.join(get_args(Role))}; choose one of them")
+    if probing.time_limit_s is not None and not probing.time_limit_s > 0:
+        raise InputError(
+            f"--time-limit-s {probing.time_limit_s:g}: expected seconds, above 0; leave it out for no limit"
+        )
+    if plot is not None:
+        from autosplit.cli.tables import check_plot
+
+        check_plot(plot)
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _find_ceilings(probing: Probing, tell: Callable[[Progress], None] | None) -> None:
+    """Find the ceiling of each device in each role, one after the other, into `probing`."""
+    from autosplit.devices.device import parse_devices
+    from autosplit.tuning.tune import NO_GPU_NOTE
+    from autosplit.workload.from_file import load_workload
+
+    workload: Any = load_workload(probing.spec)
+    devices = parse_devices(probing.devices_spec)
+    probing.simulated = devices[0].kind == "sim"
+    if probing.devices_spec is None and devices[0].kind == "cpu":
+        probing.notes.append(NO_GPU_NOTE)
+    isolate = isolates(probing.isolate, devices)
+    source = sendable(probing.spec, workload) if isolate else workload
+    ends_s = None if probing.time_limit_s is None else time.monotonic() + probing.time_limit_s
+    pairs = [(device, role) for device in devices for role in probing.roles]
+    known: dict[tuple[Device, str], Ceiling] = {}
+    for done, (device, role) in enumerate(pairs):
+        _tell_ceiling(tell, probing.ceilings, f"{device.label}: ceiling as {role}", done / len(pairs))
+        # Cards that are not there are alike to the byte.
+        alike = (replace(device, index=0) if probing.simulated else device, role)
+        if alike not in known:
+            # Each gets its part of what is left of the time.
+            left_s = None if ends_s is None else max(0.001, (ends_s - time.monotonic()) / (len(pairs) - done))
+            known[alike] = _ceiling_of(probing, source, device, role, time_limit_s=left_s, isolate=isolate)
+        probing.ceilings.append(replace(known[alike], device=device.label))
+
+
+def _tell_ceiling(
+    tell: Callable[[Progress], None] | None, found: Sequence[Ceiling], message: str, fraction: float
+) -> None:
+    if tell is not None:
+        from autosplit.tuning.progress import Progress
+
+        steps, ooms = sum(ceiling.steps for ceiling in found), sum(ceiling.ooms for ceiling in found)
+        tell(Progress("ceilings", message, fraction, steps, ooms))
+
+
+def _ceiling_of(probing: Probing, source: Any, device: Device, role: Any, **keywords: Any) -> Ceiling:
+    """Find one ceiling; where nothing fits it is 0, and why is kept."""
+    from autosplit.measure.prober import find_ceiling
+    from autosplit.oom import DoesNotFitError
+    from autosplit.solve.memory import Ceiling
+
+    try:
+        with users_errors(probing.spec):
+            return find_ceiling(source, device, role=role, **probing.keywords, **keywords)
+    except DoesNotFitError as error:
+        probing.misfits.append(error)
+        return Ceiling(device.label, role, 0, "memory", 0, 0, error.requested_bytes, error.capacity_bytes)
+
+
+def _print_ceilings(probing: Probing, manner: Manner, *, plot: str | None) -> None:
+    from autosplit.cli.tables import plot_ceilings, print_ceilings
+
+    notes = tuple(dict.fromkeys([*probing.notes, *(note for ceiling in probing.ceilings for note in ceiling.notes)]))
+    if manner.as_json:
+        from autosplit.cli.json_types import Ceilings, ProbedCeiling
+
+        print_json(Ceilings(probing.simulated, tuple(map(ProbedCeiling.of, probing.ceilings)), notes))
+    else:
+        from autosplit.cli.terminal import console_for
+
+        print_ceilings(probing.ceilings, notes, console_for(sys.stdout), simulated=probing.simulated)
+    if plot is not None:  # last: where it can't be drawn, what took long to find is printed already
+        plot_ceilings(probing.ceilings, plot)

@@ -1,0 +1,43 @@
+"""``autosplit report``: a plan as one page."""
+
+from __future__ import annotations
+
+import sys
+
+from autosplit.cli.json_types import Place
+from autosplit.cli.named_plan import named_or_newest, told
+from autosplit.cli.output import Manner, note, print_json
+from autosplit.errors import InputError
+
+__all__ = ["report"]
+
+
+def report(which: str | None, output: str, manner: Manner, *, force: bool) -> int:
+    """Write a plan's page.
+
+    Args:
+        which: The plan's file or the beginning of its key; None for the newest profile.
+        output: The page's file; ``-`` for stdout.
+        manner: How; as JSON it is the file's path.
+        force: Replace a file that is no report.
+    """
+    from autosplit.cli.page import check_page, page_of, write_page
+
+    to_stdout = output == "-"
+    if to_stdout and manner.as_json:
+        raise InputError("-o - and --json both print to stdout; expected one of them; leave one out")
+    if not to_stdout:
+        check_page(output, force=force)
+    path, plan = named_or_newest(which)
+    if which is None:
+        note(f"plan: {told(path, plan)}", manner)
+    if to_stdout:
+        sys.stdout.buffer.write(page_of(plan).encode())
+        sys.stdout.buffer.flush()
+        return 0
+    write_page(plan, output, force=force)
+    if manner.as_json:
+        print_json(Place(output))
+    else:
+        note(f"the report is in {output}", manner)
+    return 0

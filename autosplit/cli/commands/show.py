@@ -1,0 +1,60 @@
+"""``autosplit show``: a plan that was saved or remembered."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from autosplit.cli.commands.profiles import print_listed
+from autosplit.cli.named_plan import newest_profile, profile_path, stored_plan
+from autosplit.cli.output import Manner, print_plan
+from autosplit.cli.workload_arguments import quoted
+from autosplit.errors import InputError
+from autosplit.plan.plan import Plan
+from autosplit.plan.redact import shareable
+from autosplit.profiles.store import profile_paths, read_profile
+
+__all__ = ["show", "show_profile"]
+
+
+def show(which: str | None, manner: Manner) -> int:
+    """Print a plan.
+
+    Args:
+        which: Its file or the beginning of its key; None for the newest profile, below a list of them.
+        manner: How.
+    """
+    found = _newest(manner) if which is None else stored_plan(which)
+    if found is not None:
+        _print(*found, manner)
+    return 0
+
+
+def show_profile(key: str | None, manner: Manner) -> int:
+    """Print a remembered plan; None for the newest."""
+    if key is None:
+        return show(None, manner)
+    path = profile_path(key)
+    _print(path, read_profile(path), manner)
+    return 0
+
+
+def _print(path: Path, plan: Plan, manner: Manner) -> None:
+    from autosplit.cli.tables import Origin
+
+    if manner.as_json:  # it is made to be shared
+        plan = shareable(plan)
+    print_plan(plan, Origin(f"autosplit.Plan.load({quoted(str(path))})", path=str(path)), manner)
+
+
+def _newest(manner: Manner) -> tuple[Path, Plan] | None:
+    """List the profiles, and return the newest that can be read."""
+    if not manner.as_json:
+        if profile_paths():
+            print_listed()
+        else:
+            sys.stdout.write("no plan is remembered yet; autosplit tune FILE makes one\n")
+    found = newest_profile()
+    if manner.as_json and found is None:
+        raise InputError("no plan is remembered; expected one to print; make one with autosplit tune FILE")
+    return found

@@ -1,0 +1,176 @@
+"""``autosplit tune``: the plan of a workload, found or remembered, shown and saved."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autosplit.cli.exit_code import end_with_parent
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, speaks
+from autosplit.cli.output import progress as drawn
+from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.cli.workload_arguments import (
+    check_before_running,
+    isolates,
+    one_of_several,
+    quoted,
+    sendable,
+    users_errors,
+)
+from autosplit.errors import InputError, PlanError
+from autosplit.printed import without_passwords
+
+if TYPE_CHECKING:
+    from autosplit.cli.tables import Origin
+    from autosplit.plan.plan import Plan
+    from autosplit.tuning.progress import Progress
+
+__all__ = ["tune"]
+
+
+def tune(spec: str, keywords: dict[str, Any], manner: Manner, *, output: str | None) -> int:
+    """Tune a workload, print its plan, and save it where that was asked for."""
+    end_with_parent()
+    check_before_running(keywords, output)
+    folder = Path.cwd()
+    together, keywords = _in_a_job(keywords)
+    if not together and keywords.get("strategy") == "ddp":
+        count = _ranks_to_start(keywords.get("devices"))
+        if count > 1:
+            return _tune_by_torchrun(spec, keywords, count, manner, output=output)
+    from autosplit.workload.from_file import load_workload, loaded_workload
+
+    with stdout_kept_clean():
+        # In a job it is loaded where all ranks hear of it if one can't.
+        workload: Any = functools.partial(loaded_workload, spec) if together else load_workload(spec)
+        called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
+        source: object = workload
+        if isolates(keywords.get("isolate"), keywords.get("devices"), together=together):
+            source, called = workload if together else sendable(spec, workload), {**called, "isolate": True}
+        plan, interrupted = _tuned(source, spec, called, manner)
+        if together and not speaks():
+            return 0 if interrupted is None else EXIT_INTERRUPTED
+        _warn_if_not_remembered(plan, manner)
+    saved = None if interrupted is None or plan.path is None else str(plan.path)
+    unsaved: PlanError | None = None
+    if output is not None:
+        if Path.cwd() != folder:  # the workload's code went elsewhere
+            output = str(folder / output)
+        try:
+            plan.save(output)
+            saved = output
+        except PlanError as error:
+            unsaved = error
+    if interrupted is not None:
+        failed(_interrupted_text(saved), EXIT_INTERRUPTED)
+    print_plan(plan, _origin(spec, plan, workload, keywords, saved), manner)
+    if unsaved is not None:
+        raise unsaved  # only now: what took so long to find has been shown
+    return 0 if interrupted is None else EXIT_INTERRUPTED
+
+
+def _in_a_job(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Tell whether this process is one of several; these tune for DDP, whether that was asked for or not."""
+    if not one_of_several():
+        return False, keywords
+    if keywords.get("strategy", "auto") == "balanced":
+        raise InputError(
+            "--strategy balanced in one of several processes: expected ddp, a BalancedDataParallel has one process; "
+            "leave torchrun out"
+        )
+    return True, {**keywords, "strategy": "ddp"}
+
+
+def _ranks_to_start(devices: str | None) -> int:
+    """Return how many processes a DDP tuning needs: one for each device that is there; simulated ones need none."""
+    from autosplit.devices.device import parse_devices
+
+    found = parse_devices(devices, ask_memory=False)  # the processes will, each of its own
+    return 1 if found[0].kind == "sim" else len(found)
+
+
+def _tune_by_torchrun(spec: str, keywords: dict[str, Any], count: int, manner: Manner, *, output: str | None) -> int:
+    """Tune by as many processes as there are devices, which print and save."""
+    from autosplit.cli.torchrun_job import run_together
+
+    arguments = ["tune", spec, *_flags(keywords), *manner.flags()]
+    return run_together([*arguments, *([] if output is None else ["--output", output])], count)
+
+
+def _interrupted_text(saved: str | None) -> str:
+    kept = f"saved as {saved}" if saved else "not saved (--output PATH saves it)"
+    return f"interrupted: the best plan so far is shown and {kept}; run it again to tune to the end"
+
+
+def _tuned(
+    workload: object, spec: str, keywords: Mapping[str, Any], manner: Manner
+) -> tuple[Plan, KeyboardInterrupt | None]:
+    """Tune, with a bar on a terminal.
+
+    Returns:
+        The plan, and what interrupted the tuning if it is only the best so far.
+    """
+    from autosplit.tuning import tune as tuning
+
+    try:
+        with users_errors(spec), drawn(manner) as tell:
+            return tuning.tune(workload, **keywords, progress=tell or partial(_say_if_waiting, manner)), None
+    except KeyboardInterrupt as error:
+        # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
+        best: Plan | None = getattr(error, "plan", None)
+        if best is None:
+            raise
+        return best, error
+
+
+def _say_if_waiting(manner: Manner, progress: Progress) -> None:
+    """Say what is waited for where there is no bar to say it: it may last for minutes."""
+    if progress.stage == "waiting":
+        note(f"{progress.message}; --profile off waits for nobody", manner)
+
+
+def _warn_if_not_remembered(plan: Plan, manner: Manner) -> None:
+    """Say on stderr that a plan could not be kept: whoever pipes the answer away does not see its notes."""
+    from autosplit.tuning.recall import NOT_REMEMBERED
+
+    for one in plan.notes:
+        if one.startswith(NOT_REMEMBERED):
+            note(f"warning: {one}", manner)
+
+
+def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any], saved: str | None) -> Origin:
+    """Say how this plan is had again: from its file, or by the same call, which its profile answers."""
+    from autosplit.cli.tables import Origin
+    from autosplit.workload.from_file import split_spec
+
+    if "storage" in keywords:  # these lines are shown, and copied
+        keywords = {**keywords, "storage": without_passwords(str(keywords["storage"]))}
+    elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
+    command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *_flags(elsewhere)])
+    if saved is not None:
+        return Origin(f"autosplit.Plan.load({quoted(saved)})", command=command, path=saved)
+    place, name = split_spec(spec)
+    module = Path(place).stem if place.endswith(".py") else place
+    same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
+    arguments = "".join(f", {keyword}={quoted(value)}" for keyword, value in same.items())
+    remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
+    return Origin(
+        f"autosplit.tune({name}{'()' if callable(workload) else ''}{arguments})",
+        (f"from {module} import {name}" + (f"  # {place}" if place.endswith(".py") else ""),),
+        remark,
+        command,
+        None if plan.path is None else str(plan.path),
+    )
+
+
+def _flags(keywords: Mapping[str, Any]) -> list[str]:
+    flags = []
+    for keyword, value in keywords.items():
+        flag = keyword.replace("_", "-")
+        flags.append(f"--no-{flag}" if value is False else f"--{flag}")
+        flags.extend([] if isinstance(value, bool) else [str(value)])
+    return flags

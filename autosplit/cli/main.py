@@ -1,0 +1,667 @@
+"""The command line: its flags and helps. What a command does is in `commands`, a module for each.
+
+It parses, calls, prints, and exits.
+
+0 done, 2 bad input, 3 does not fit, 4 interrupted (the best so far is shown and kept), 5 the user's own code raised.
+The answer goes to stdout and everything else to stderr. torch, rich and the plan's classes are imported by the
+command that needs them: ``--help`` waits for none of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import importlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+import typer.main
+
+from autosplit.cli.exit_code import reported
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed
+from autosplit.cli.signals import leaves_at_the_second
+from autosplit.cli.terminal import bars_say_it_stops, restored_terminal, sent_nowhere, streams_made_fit
+from autosplit.errors import AutosplitError, InputError, UserCodeError, shown
+
+__all__ = ["main", "run"]
+
+EXIT_USAGE = 2
+TYPERS_INTERRUPTED = 130
+"""What typer returns where Ctrl-C comes while it parses."""
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO, errno.EAGAIN)
+"""Errors of a stdout that takes no more: its disk is full, its terminal gone, it is for reading only."""
+
+Command = Callable[[], int]
+"""A command with its arguments, parsed and not yet run: typer is to parse only, its handling of errors is not ours."""
+
+
+def _example(*lines: str) -> str:
+    """Return the end of a command's help; the mark before it keeps a line to copy on one line."""
+    return "\b\n" + "\n".join([f"Example{'s' * (len(lines) > 1)}:", *(f"  {line}" for line in lines)])
+
+
+app = typer.Typer(
+    name="autosplit",
+    help="Find how much of the batch goes on which GPU, how big it may be, and how many accumulation steps to take.",
+    epilog="\b\n"
+    "Exit codes:\n"
+    "  0  done\n"
+    "  2  bad input\n"
+    "  3  does not fit\n"
+    "  4  interrupted; the best so far is shown and kept\n"
+    "  5  the workload's own code raised\n"
+    "Ctrl-C stops with the best so far, a second one at once.",
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        argv: The arguments without the program's name. Default: this process's.
+
+    Returns:
+        The exit code. Errors that are the user's to mend end as one line on stderr; others, which are ours, are raised.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        parsed = _parser().main(arguments, prog_name="autosplit", standalone_mode=False)
+        if parsed == TYPERS_INTERRUPTED:
+            raise KeyboardInterrupt
+        code = parsed() if callable(parsed) else int(parsed or 0)
+        sys.stdout.flush()  # here, where it can still be told that it can't be written
+        return code
+    except typer.TyperException as error:
+        return failed(f"{error.format_message().rstrip('.')}; see autosplit {_help_for(arguments)}", EXIT_USAGE)
+    except UserCodeError as error:
+        return failed(str(error), error.exit_code, error.frames)
+    except AutosplitError as error:
+        return failed(str(error), error.exit_code, getattr(error, "frames", ()))
+    except KeyboardInterrupt:
+        return failed("interrupted before there was any plan; run it again", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        sent_nowhere(sys.stdout)  # the reader, such as `head`, has seen enough
+        return 0
+    except OSError as error:
+        said = _users_to_mend(error)
+        if said is None:
+            raise
+        return failed(said, EXIT_USAGE)
+
+
+def _users_to_mend(error: OSError) -> str | None:
+    """Return what to say of an error of the system that has an end of the user's; None where it is ours."""
+    if error.errno == errno.ENAMETOOLONG:
+        return f"{shown(error.filename)} is longer than a file's name can be; expected a file; correct it"
+    if error.filename is None and error.errno in UNWRITABLE:  # errors of files that are ours to write name them
+        sent_nowhere(sys.stdout)
+        return f"stdout can't be written: {error.strerror}; expected one that takes the answer; send it elsewhere"
+    if error.errno == errno.ENOENT and _is_nowhere():
+        return "the working directory is gone; expected one that exists; change to another one with cd"
+    return None
+
+
+def _is_nowhere() -> bool:
+    """Whether the working directory was removed."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def run() -> NoReturn:
+    """Run this process's command line, and exit; a second Ctrl-C ends it at once, with the same exit code."""
+    streams_made_fit()
+    if sys.argv[1:2] in (["show"], ["profiles"]):
+        gc.disable()  # what is made is kept to the end, which comes soon: looking for garbage is a tenth of the time
+    # torchrun passes on what its processes may have had themselves.
+    leaves_at_the_second(_left, first=bars_say_it_stops, apart_s=1.0 if os.environ.get("RANK") else 0.0)
+    try:
+        code = main()
+    except KeyboardInterrupt:  # while the first was being told of
+        code = EXIT_INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise SystemExit(reported(code))
+
+
+def _left() -> int:
+    """Leave a terminal as it was found, and return what to exit with."""
+    exit_code = reported(EXIT_INTERRUPTED)
+    restored_terminal()
+    return exit_code
+
+
+class _AsTyped:
+    """What typer is to do with an argument: nothing. It would import pydantic, to make texts of our texts."""
+
+    @staticmethod
+    def coerce(value: Any, param: Any, ctx: Any) -> Any:  # noqa: ARG004  # as typer calls it
+        """Return a value as it was typed; for none of several, none."""
+        return () if value is None and (param.multiple or param.nargs == -1) else value
+
+
+def _parser() -> Any:
+    """Make the parser of the command line."""
+    made: Any = typer.main.get_command(app)
+    waiting = [made]
+    for command in waiting:
+        waiting.extend(getattr(command, "commands", {}).values())
+        for parameter in command.get_params(typer.Context(command)):  # with that of --help
+            if hasattr(parameter, "get_runtime_param"):  # what has none of typer's own does without it anyway
+                parameter.get_runtime_param = _AsTyped
+    return made
+
+
+def _help_for(arguments: list[str]) -> str:
+    """Return the help of the command that was meant, as far as it is one."""
+    known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    if arguments[0] not in known:
+        return "--help"
+    if (
+        arguments[0] == "profiles"
+        and arguments[1:2]
+        and arguments[1] in {c.name for c in profiles_app.registered_commands}
+    ):
+        return f"profiles {arguments[1]} --help"
+    return f"{arguments[0]} --help"
+
+
+def _to_run(body: str, manner: Manner, *arguments: Any, **keywords: Any) -> Command:
+    """Return a command: a function of a module of `commands`, which is imported when it runs."""
+    return functools.partial(_run, body, manner, arguments, keywords)
+
+
+def _run(body: str, manner: Manner, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
+    from autosplit.cli.log import logged
+
+    place, name = body.split(".")
+    with logged(manner):
+        exit_code: int = getattr(importlib.import_module(f"autosplit.cli.commands.{place}"), name)(
+            *arguments, manner, **keywords
+        )
+    return exit_code
+
+
+# ---------------------------------------------------------------------------------------------- flags of all commands
+
+_Text = str | None
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, alone on stdout. Its keys are in docs/json.md.")]
+
+_Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors: no progress, no notes.")]
+
+_Verbose = Annotated[bool, typer.Option("--verbose", help="Log on stderr every step that is tried, and why.")]
+
+_Isolate = Annotated[
+    bool | None,
+    typer.Option(
+        "--isolate/--no-isolate",
+        help="Run real steps in a process of its own, so that a crash costs one step. Default: on GPUs and cpu:SIZE.",
+        show_default=False,
+    ),
+]
+
+
+# --------------------------------------------------------------------------------------------------------- commands
+
+
+@app.command("devices", epilog=_example("autosplit devices --json"))
+def devices_command(as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False) -> Command:
+    """List the GPUs with their load."""
+    return _to_run("devices.devices", Manner(as_json, quiet, verbose))
+
+
+@app.command("doctor", epilog=_example("autosplit doctor --json"))
+def doctor_command(
+    devices: Annotated[_Text, typer.Option(metavar="SPEC", help="Default: every GPU; without any, cpu:256MiB.")] = None,
+    save: Annotated[
+        _Text, typer.Option(metavar="FILE", help="Keep the rates of the cards, for AUTOSPLIT_GPUS and sim: devices.")
+    ] = None,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Examine this machine, and name what to mend."""
+    return _to_run("doctor.doctor", Manner(as_json, quiet, verbose), devices, save)
+
+
+@app.command(
+    "tune",
+    epilog=_example(
+        "autosplit tune examples/char_gpt.py --devices sim:RTX3090 --effective-batch-size 256 --n-trials 2"
+    ),
+)
+def tune_command(
+    spec: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE[:NAME]",
+            help="A Python file, or package.module, whose NAME (workload) is an autosplit.Workload or a function "
+            "that returns one.",
+        ),
+    ],
+    devices: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SPEC",
+            help="auto, cuda, cuda:0,2 (or xpu, npu, mps), cpu, cpu:2GiB,cpu:1GiB or sim:2xA100-40GB+1xRTX3090. "
+            "Default: auto, every visible GPU; without any, cpu.",
+        ),
+    ] = None,
+    strategy: Annotated[
+        _Text,
+        typer.Option(
+            metavar="auto|balanced|ddp",
+            help="What is searched; ddp starts a process for each real device, by torchrun. Default: auto.",
+        ),
+    ] = None,
+    precision: Annotated[
+        _Text,
+        typer.Option(
+            metavar="none|bf16|fp16",
+            help="Several, as in none,bf16: the fastest is taken. Default: what the workload says.",
+        ),
+    ] = None,
+    effective_batch_size: Annotated[
+        _Text,
+        typer.Option(
+            metavar="N|LEAST:MOST",
+            help="Samples per optimizer step, kept exactly; or the fastest of a range. Default: whatever is best.",
+        ),
+    ] = None,
+    max_batch_size: Annotated[_Text, typer.Option(metavar="N", help="The most samples per forward.")] = None,
+    reserve: Annotated[
+        _Text,
+        typer.Option(metavar="SIZE|SHARE", help="Kept free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs."),
+    ] = None,
+    n_trials: Annotated[_Text, typer.Option(metavar="N", help="Trials of the search, at most. Default: 24.")] = None,
+    time_limit_s: Annotated[_Text, typer.Option(metavar="SECONDS", help="No trial begins after this long.")] = None,
+    storage: Annotated[_Text, typer.Option(metavar="URL", help="An Optuna storage that keeps the study.")] = None,
+    isolate: _Isolate = None,
+    profile: Annotated[
+        _Text,
+        typer.Option(
+            metavar="auto|refresh|off",
+            help="Use and keep a plan for this machine and workload; tune anew; or neither. Default: auto.",
+        ),
+    ] = None,
+    name: Annotated[_Text, typer.Option(metavar="NAME", help="Keeps plans for equal workloads apart.")] = None,
+    seed: Annotated[_Text, typer.Option(metavar="N", help="Of the search. Default: 0.")] = None,
+    output: Annotated[_Text, typer.Option(metavar="PATH", help="Save the plan as JSON.")] = None,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Find the split, batch and steps of a workload."""
+    given: dict[str, Any] = {
+        "devices": _one_machine(spec, devices),
+        "strategy": strategy,
+        "precision": precision,
+        "effective_batch_size": _whole_or_range("--effective-batch-size", effective_batch_size),
+        "max_batch_size": _whole("--max-batch-size", max_batch_size),
+        "reserve": reserve,
+        "n_trials": _whole("--n-trials", n_trials),
+        "time_limit_s": _seconds("--time-limit-s", time_limit_s),
+        "storage": storage,
+        "isolate": isolate,
+        "profile": profile,
+        "name": name,
+        "seed": _whole("--seed", seed),
+    }
+    keywords = {keyword: value for keyword, value in given.items() if value is not None}
+    return _to_run("tune.tune", Manner(as_json, quiet, verbose), spec, keywords, output=output)
+
+
+def _one_machine(spec: str, devices: Sequence[str] | None) -> str | None:
+    """Return the one device spec that a plan is for; several machines are another command's."""
+    if devices is not None and len(devices) > 1:
+        several = shlex.join(word for one in devices for word in ("--devices", one))
+        raise InputError(
+            f"--devices is given {len(devices)} times; expected it once, for one plan; to see several machines side by "
+            f"side run autosplit compare {shlex.quote(spec)} {several}"
+        )
+    return devices[0] if devices else None
+
+
+def _whole(flag: str, text: str | None) -> int | None:
+    """Read a whole number; its range is `tune`'s to check, which has the same words for Python."""
+    if text is None:
+        return None
+    # Bounded: int() refuses thousands of digits with an error of its own.
+    digits = text.strip().lstrip("+-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18 and len(text.strip()) - len(digits) <= 1):
+        raise InputError(f"{flag} {text!r}: expected a whole number; write it as {flag} 64")
+    return int(text)
+
+
+def _whole_or_range(flag: str, text: str | None) -> int | str | None:
+    """Read a whole number, or a range as ``256:1024``, which `tune` knows as well."""
+    if text is None or ":" not in text:
+        return _whole(flag, text)
+    ends = text.split(":")
+    if len(ends) != 2:
+        raise InputError(f"{flag} {text!r}: expected a whole number or a range; write it as {flag} 256:1024")
+    return ":".join(str(_whole(flag, end)) for end in ends)
+
+
+def _seconds(flag: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{flag} {text!r}: expected a number of seconds; write it as {flag} 60") from None
+
+
+@app.command(
+    "compare",
+    epilog=_example(
+        "autosplit compare examples/char_gpt.py --devices sim:2xL4 --devices sim:A100-40GB --price 2xL4=1.2"
+    ),
+)
+def compare_command(
+    spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
+    devices: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SPEC", help="A machine: sim:2xL4 is predicted, cuda measured. Give it for each machine."),
+    ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SPEC=MONEY", help="For an hour of a machine, as 2xL4=1.2. Give it for each machine."),
+    ] = None,
+    strategy: Annotated[_Text, typer.Option(metavar="auto|balanced|ddp", help="As for tune.")] = None,
+    precision: Annotated[_Text, typer.Option(metavar="none|bf16|fp16", help="As for tune.")] = None,
+    effective_batch_size: Annotated[_Text, typer.Option(metavar="N|LEAST:MOST", help="As for tune.")] = None,
+    max_batch_size: Annotated[_Text, typer.Option(metavar="N", help="As for tune.")] = None,
+    reserve: Annotated[_Text, typer.Option(metavar="SIZE|SHARE", help="As for tune.")] = None,
+    n_trials: Annotated[_Text, typer.Option(metavar="N", help="For each machine. Default: 24.")] = None,
+    time_limit_s: Annotated[_Text, typer.Option(metavar="SECONDS", help="For all machines together.")] = None,
+    storage: Annotated[_Text, typer.Option(metavar="URL", help="As for tune.")] = None,
+    isolate: _Isolate = None,
+    profile: Annotated[_Text, typer.Option(metavar="auto|refresh|off", help="As for tune.")] = None,
+    name: Annotated[_Text, typer.Option(metavar="NAME", help="As for tune.")] = None,
+    seed: Annotated[_Text, typer.Option(metavar="N", help="As for tune.")] = None,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Tune for several machines, and show what each would cost."""
+    given = {
+        "strategy": strategy,
+        "precision": precision,
+        "effective_batch_size": _whole_or_range("--effective-batch-size", effective_batch_size),
+        "max_batch_size": _whole("--max-batch-size", max_batch_size),
+        "reserve": reserve,
+        "n_trials": _whole("--n-trials", n_trials),
+        "time_limit_s": _seconds("--time-limit-s", time_limit_s),
+        "storage": storage,
+        "isolate": isolate,
+        "profile": profile,
+        "name": name,
+        "seed": _whole("--seed", seed),
+    }
+    keywords = {keyword: value for keyword, value in given.items() if value is not None}
+    prices = [_price_given(text) for text in price or ()]
+    return _to_run("compare.compare", Manner(as_json, quiet, verbose), spec, devices or [], prices, keywords)
+
+
+def _price_given(text: str) -> tuple[str, float]:
+    machine, equals, money = text.rpartition("=")
+    try:
+        amount = float(money)
+    except ValueError:
+        amount = None
+    if not equals or not machine.strip() or amount is None:
+        raise InputError(
+            f"--price {shown(text)}: expected a machine and money for an hour, a number without a currency; write it "
+            "as --price 2xL4=1.2"
+        )
+    return machine, amount
+
+
+@app.command("probe", epilog=_example("autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval"))
+def probe_command(
+    spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
+    devices: Annotated[
+        _Text, typer.Option(metavar="SPEC", help="As for tune. Default: every visible GPU; without any, cpu.")
+    ] = None,
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="primary|replica|rank|eval",
+            help="What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward "
+            "without gradients. May be given several times. Default: rank.",
+        ),
+    ] = None,
+    max_batch_size: Annotated[_Text, typer.Option(metavar="N", help="Look no further.")] = None,
+    reserve: Annotated[
+        _Text,
+        typer.Option(metavar="SIZE|SHARE", help="Kept free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs."),
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Also run one sample more, which must run out of memory.")
+    ] = False,
+    time_limit_s: Annotated[
+        _Text, typer.Option(metavar="SECONDS", help="For all ceilings; past it no further step confirms one.")
+    ] = None,
+    isolate: _Isolate = None,
+    plot: Annotated[
+        _Text, typer.Option(metavar="PATH", help="Draw bytes against batch (.png, .pdf, .svg). Needs matplotlib.")
+    ] = None,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Find how many samples each device holds."""
+    limit_s = _seconds("--time-limit-s", time_limit_s)
+    given: dict[str, Any] = {
+        "max_batch_size": _whole("--max-batch-size", max_batch_size),
+        "reserve": reserve,
+        "exact": exact or None,
+    }
+    keywords = {keyword: value for keyword, value in given.items() if value is not None}
+    asked = (spec, devices, tuple(dict.fromkeys(role or ["rank"])), keywords, limit_s, isolate)
+    return _to_run("probe.probe", Manner(as_json, quiet, verbose), asked, plot=plot)
+
+
+@app.command("check", epilog=_example("autosplit check examples/char_gpt.py"))
+def check_command(
+    spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Tell what of the training changes with the split."""
+    return _to_run("check.check", Manner(as_json, quiet, verbose), spec)
+
+
+@app.command("show", epilog=_example("autosplit show plan.json"))
+def show_command(
+    which: Annotated[
+        _Text,
+        typer.Argument(
+            metavar="[PLAN]",
+            help="A file that a plan was saved to, or the beginning of a profile's key. Default: list the profiles "
+            "and show the newest.",
+        ),
+    ] = None,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Show a saved plan, or those remembered."""
+    return _to_run("show.show", Manner(as_json, quiet, verbose), which)
+
+
+# --------------------------------------------------------------------------------------------------------- profiles
+
+profiles_app = typer.Typer(
+    help="List, show and remove remembered plans.",
+    invoke_without_command=True,
+    epilog=_example("autosplit profiles", "autosplit profiles remove 3f2a"),
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(profiles_app, name="profiles")
+
+_Key = Annotated[_Text, typer.Argument(metavar="KEY", help="The beginning of a profile's key.", show_default=False)]
+
+
+@profiles_app.callback()
+def profiles_command(
+    context: typer.Context, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
+) -> Command | None:
+    """List, show and remove remembered plans; without a command, list them."""
+    manner = Manner(as_json, quiet, verbose)
+    if context.invoked_subcommand is None:
+        return _to_run("profiles.list_profiles", manner)
+    context.obj = manner
+    return None
+
+
+def _manner(context: typer.Context, as_json: bool, quiet: bool, verbose: bool) -> Manner:
+    """Put flags before a command of `profiles` and those behind it together."""
+    before: Manner = context.obj
+    return Manner(as_json or before.as_json, quiet or before.quiet, verbose or before.verbose)
+
+
+@profiles_app.command("list", epilog=_example("autosplit profiles list --json"))
+def profiles_list_command(
+    context: typer.Context, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
+) -> Command:
+    """List what is remembered, the newest first."""
+    return _to_run("profiles.list_profiles", _manner(context, as_json, quiet, verbose))
+
+
+@profiles_app.command("show", epilog=_example("autosplit profiles show 3f2a"))
+def profiles_show_command(
+    context: typer.Context, key: _Key = None, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
+) -> Command:
+    """Show a remembered plan. Without a key, list them and show the newest."""
+    return _to_run("show.show_profile", _manner(context, as_json, quiet, verbose), key)
+
+
+@profiles_app.command("path", epilog=_example("autosplit profiles path", "autosplit profiles path 3f2a"))
+def profiles_path_command(
+    context: typer.Context, key: _Key = None, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
+) -> Command:
+    """Print the folder of the profiles, or the file of one."""
+    return _to_run("profiles.show_path", _manner(context, as_json, quiet, verbose), key)
+
+
+@profiles_app.command(
+    "remove", epilog=_example("autosplit profiles remove 3f2a 91c0", "autosplit profiles remove --all --yes")
+)
+def profiles_remove_command(
+    context: typer.Context,
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY", help="Beginnings of profiles' keys.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of them; on a terminal it asks first.")] = False,
+    confirmed: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Forget remembered plans, and say which. Nothing outside the cache is ever removed."""
+    manner = _manner(context, as_json, quiet, verbose)
+    return _to_run("profiles.remove_profiles", manner, keys or [], everything=everything, confirmed=confirmed)
+
+
+# ----------------------------------------------------------------------------------------------------------- report
+
+
+@app.command("report", epilog=_example("autosplit report plan.json -o report.html"))
+def report_command(
+    which: Annotated[
+        _Text,
+        typer.Argument(
+            metavar="[PLAN]",
+            help="A file that a plan was saved to, or the beginning of a profile's key. Default: the newest profile.",
+        ),
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="PATH", help="The page; - for stdout. Default: report.html.")
+    ] = "report.html",
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Make a page of a plan that works offline. It has charts, checks, every setting to copy; needs matplotlib."""
+    return _to_run("report.report", Manner(as_json, quiet, verbose), which, output, force=force)
+
+
+# ----------------------------------------------------------------------------------------------------------- export
+
+
+@app.command("export", epilog=_example("autosplit export plan.json --to transformers"))
+def export_command(
+    which: Annotated[
+        _Text,
+        typer.Argument(
+            metavar="[PLAN]",
+            help="A file that a plan was saved to, or the beginning of a profile's key. Default: the newest profile.",
+        ),
+    ] = None,
+    to: Annotated[
+        _Text,
+        typer.Option(
+            metavar="transformers|accelerate|lightning|torchrun|env|json",
+            help="Whose settings. The first three give all ranks one batch size: the nearest even plan is computed.",
+        ),
+    ] = None,
+    output: Annotated[
+        _Text, typer.Option("--output", "-o", metavar="PATH", help="Save what would be printed to a file.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    as_json: _Json = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Turn a plan into another tool's settings."""
+    return _to_run("export.export", Manner(as_json, quiet, verbose), which, to, output=output, force=force)
+
+
+# ----------------------------------------------------------------------------------------------------------- launch
+
+
+@app.command(
+    "launch",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog=_example("autosplit launch --plan plan.json --print train.py --epochs 3"),
+)
+def launch_command(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="[TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]", help="What torchrun is to start.")
+    ],
+    plan: Annotated[
+        _Text,
+        typer.Option(
+            help="A file that a plan was saved to, or the beginning of a profile's key. Default: AUTOSPLIT_PROFILE, or "
+            "the only plan remembered for this machine."
+        ),
+    ] = None,
+    print_only: Annotated[bool, typer.Option("--print", help="Print the line instead of running it.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it as JSON instead of running it. Its keys are in docs/json.md.")
+    ] = False,
+    quiet: _Quiet = False,
+    verbose: _Verbose = False,
+) -> Command:
+    """Start a training script by torchrun with a plan's processes. Each of them is given the plan."""
+    return _to_run("launch.launch", Manner(as_json, quiet, verbose), arguments, plan, print_only=print_only)

@@ -1,0 +1,114 @@
+"""Finding a plan that is stored: by the file it was saved to, or by the beginning of a profile's key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autosplit.errors import InputError
+from autosplit.plan.plan import Plan
+from autosplit.profiles.store import profile_paths, read_profile
+
+__all__ = [
+    "KEY_DIGITS",
+    "is_key",
+    "named_or_newest",
+    "newest_profile",
+    "plan_file",
+    "profile_path",
+    "stored_plan",
+    "told",
+]
+
+KEY_DIGITS = 12
+"""So many of a key's 32 are shown: enough to tell profiles apart."""
+
+
+def is_key(which: str) -> bool:
+    """Tell whether a text may be the beginning of a profile's key."""
+    return bool(which) and all(character in "0123456789abcdef" for character in which)
+
+
+def stored_plan(which: str) -> tuple[Path, Plan]:
+    """Read a plan that somebody named.
+
+    Args:
+        which: A file that a plan was saved to, or the beginning of a profile's key.
+
+    Returns:
+        Its file, and the plan.
+
+    Raises:
+        InputError: Neither is there, or what is there is no plan.
+    """
+    path = plan_file(which)
+    return path, Plan.load(path) if _is_file(which) else read_profile(path)
+
+
+def plan_file(which: str) -> Path:
+    """Return the file of a plan that somebody named; see `stored_plan`. A file goes before a key."""
+    return Path(which) if _is_file(which) else profile_path(which)
+
+
+def _is_file(which: str) -> bool:
+    """Tell whether somebody named a file, and not a key."""
+    return bool(which) and (Path(which).is_file() or not is_key(which))
+
+
+def profile_path(key: str) -> Path:
+    """Find the one profile whose key begins so.
+
+    Raises:
+        InputError: None does, or several do.
+    """
+    paths = profile_paths()
+    matches = [path for path in paths if is_key(key) and path.stem.startswith(key)]
+    if len(matches) == 1:
+        return matches[0]
+    found = ", ".join(path.stem[:KEY_DIGITS] for path in matches or paths[:5]) or "none"
+    raise InputError(
+        f"{key!r} is neither a file nor the beginning of one profile's key; expected one of them; "
+        f"{'these begin so' if matches else 'the newest keys are'}: {found}"
+    )
+
+
+def named_or_newest(which: str | None) -> tuple[Path, Plan]:
+    """Read the plan that somebody named, or the newest profile.
+
+    Args:
+        which: As for `stored_plan`; None for the newest profile.
+
+    Raises:
+        InputError: There is none.
+    """
+    found = newest_profile() if which is None else stored_plan(which)
+    if found is None:
+        raise InputError("no plan is remembered; expected one; make one with autosplit tune FILE, or name its file")
+    return found
+
+
+def newest_profile() -> tuple[Path, Plan] | None:
+    """Return the newest profile that can be read; None where there is none.
+
+    One of a search that was interrupted is taken only where there is no other.
+    """
+    interrupted = None
+    for path in profile_paths():
+        try:
+            plan = read_profile(path)
+        except InputError:
+            continue
+        if plan.complete:
+            return path, plan
+        interrupted = interrupted or (path, plan)
+    return interrupted
+
+
+def told(path: Path, plan: Plan) -> str:
+    """Say in a few words which plan it is, where nobody named it."""
+    devices = ", ".join(dict.fromkeys(device.name for device in plan.devices))
+    name = plan.request.get("name")
+    said = [str(plan.workload.get("model") or "a model").rpartition(".")[2], f"{len(plan.devices)}x {devices}"]
+    said += [f"name {name}"] if name else []
+    said += ["simulated"] if plan.simulated else []
+    said += [] if plan.complete else ["interrupted: the best so far"]
+    return f"{path.stem[:KEY_DIGITS]} ({'; '.join(said)})"

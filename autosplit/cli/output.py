@@ -1,0 +1,159 @@
+"""What a command says, and where: its answer on stdout, alone; errors, notes, progress and the log on stderr.
+
+``--quiet`` leaves errors of the latter, ``--verbose`` adds the log of every step tried (see `commands.log`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autosplit.cli.terminal import progress_bar, sent_nowhere, width_of
+from autosplit.errors import InputError
+from autosplit.printed import ascii_json, printable, printable_json, without_passwords
+
+if TYPE_CHECKING:
+    from autosplit.cli.tables import Origin
+    from autosplit.plan.plan import Plan
+    from autosplit.tuning.progress import Progress
+
+__all__ = [
+    "EXIT_INTERRUPTED",
+    "Manner",
+    "failed",
+    "json_text",
+    "note",
+    "print_json",
+    "print_plan",
+    "progress",
+    "speaks",
+    "write_json",
+]
+
+EXIT_INTERRUPTED = 4
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a command is to say what it has to say; every command has these flags.
+
+    Attributes:
+        as_json: The answer is JSON.
+        quiet: Nothing but the answer and errors.
+        verbose: The log of every step tried, and why.
+    """
+
+    as_json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        if self.quiet and self.verbose:
+            raise InputError("--quiet and --verbose are both given; expected one of them at most; leave one out")
+
+    def flags(self) -> list[str]:
+        """Return it as it was given on the command line."""
+        given = {"--json": self.as_json, "--quiet": self.quiet, "--verbose": self.verbose}
+        return [flag for flag, is_given in given.items() if is_given]
+
+
+def speaks() -> bool:
+    """Tell whether this process is the one of its machine that prints: of a job's ranks the first."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
+
+
+# ----------------------------------------------------------------------------------------------------------- stderr
+
+
+def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
+    """Say what went wrong, with the user's own frames below: on one line, which a terminal gets broken at words.
+
+    Returns:
+        The exit code, as it was given.
+    """
+    lines = [*_fitted(f"error: {_harmless(' '.join(message.split()))}"), *(f"  {_harmless(frame)}" for frame in frames)]
+    if speaks():
+        _tell(lines)
+    return exit_code
+
+
+def note(message: str, manner: Manner) -> None:
+    """Say what is to be known beside the answer, unless it is to be quiet."""
+    if speaks() and not manner.quiet:
+        _tell(_fitted(_harmless(message)))
+
+
+def _tell(lines: list[str]) -> None:
+    """Write lines to stderr; one that takes none has no part in how the command ends."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        sys.stderr.flush()
+    except OSError:
+        sent_nowhere(sys.stderr)
+
+
+def _harmless(text: str) -> str:
+    return printable(without_passwords(text))
+
+
+def _fitted(line: str) -> list[str]:
+    """Break a line for the terminal that stderr is; paths, and what else is one word, stay whole to be copied."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return [line]
+    import textwrap
+
+    width = max(20, width_of(sys.stderr))
+    return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def progress(manner: Manner) -> AbstractContextManager[Callable[[Progress], None] | None]:
+    """Draw a bar while something runs, where there is a terminal and it is not to be quiet."""
+    return progress_bar() if speaks() and not manner.quiet else nullcontext()
+
+
+# ----------------------------------------------------------------------------------------------------------- stdout
+
+
+def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
+    """Print a plan: for reading, or as JSON."""
+    if manner.as_json:
+        write_json(printable_json(plan.to_json()))
+        return
+    from autosplit.cli.tables import print_plan as print_report
+    from autosplit.cli.terminal import console_for
+
+    print_report(plan, console_for(sys.stdout), origin=origin)
+
+
+def print_json(answer: Any) -> None:
+    """Print an answer, one of `commands.answers` or a plan, as JSON with its attributes' names as keys."""
+    write_json(json_text(answer))
+
+
+def write_json(text: str) -> None:
+    """Write JSON to stdout, whose encoding may lack some of its characters: they are escaped in JSON's own way."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = ascii_json(text)
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def json_text(answer: Any) -> str:
+    """Return an answer as `print_json` prints it."""
+    import msgspec
+
+    try:
+        text = msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()
+    except UnicodeEncodeError:  # the name of a file that is not UTF-8: Python has its bytes as lone surrogates
+        import json
+
+        text = json.dumps(msgspec.to_builtins(answer), indent=2, ensure_ascii=False)
+    return printable_json(text)

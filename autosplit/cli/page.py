@@ -1,0 +1,297 @@
+"""A plan as a page: one file with its charts, its tables and every setting to copy, which needs no network to be read.
+
+The page runs no script and loads nothing; its policy forbids both. jinja2 escapes all that is put into it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from autosplit.cli.charts import MEMORY_PARTS, Chart, charts_of, check_drawing, known_parts
+from autosplit.cli.tables import Told, paste_lines, request_text, told_of
+from autosplit.errors import InputError
+from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
+from autosplit.markup import printable
+from autosplit.measure.check_result import error_text
+from autosplit.plan.plan import Plan
+from autosplit.plan.redact import shareable
+from autosplit.sizes import size_text
+
+__all__ = ["check_page", "page_of", "write_page"]
+
+_FOLDER = Path(__file__).parent / "templates"
+
+_MARK = '<meta name="generator" content="autosplit report">'
+"""By which a page of ours is known, near its beginning."""
+
+_MARKED_WITHIN = 512
+
+
+def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Write a plan's page, by atomic replacement.
+
+    Args:
+        plan: What is reported.
+        path: The file; a report that is there is replaced.
+        force: Replace any other file, too.
+
+    Raises:
+        InputError: There is another file, it can't be written, or matplotlib is not installed.
+    """
+    check_page(path, force=force)
+    text = page_of(plan)
+    target = Path(path)
+    try:
+        replace_file(target, text, mode=READ_BY_ALL)
+    except (OSError, ValueError) as error:  # a name with a null character is no OSError
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"the report can't be written to {target} ({reason}); expected a file that may be "
+            "written; choose another by -o PATH"
+        ) from error
+
+
+def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Refuse a page that could not be made or written, before what takes long.
+
+    Args:
+        path: Where it is to be written.
+        force: Whatever file is there may be replaced.
+
+    Raises:
+        InputError: See `write_page`.
+    """
+    _check_template()
+    check_drawing("the report")
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"{target} is a folder; expected a file; write the report as {target / 'report.html'}")
+    stands = what_stands_at(target)
+    if stands is not None:
+        raise InputError(
+            f"{target} is {stands}; expected a new file, or a report to replace; choose another by -o PATH"
+        )
+    if not target.parent.is_dir():
+        raise InputError(f"{target}: expected a folder that exists; make {target.parent}, or choose another")
+    if force or not target.exists():
+        return
+    try:
+        with target.open("rb") as file:
+            is_ours = _MARK.encode() in file.read(_MARKED_WITHIN)
+    except OSError:
+        is_ours = False
+    if not is_ours:
+        raise InputError(
+            f"{target} exists and is no report of autosplit; expected a new file, or a report to replace; choose "
+            "another by -o PATH, or replace it with --force"
+        )
+
+
+def _check_template() -> None:
+    try:
+        importlib.import_module("jinja2")
+    except ImportError:
+        raise InputError(
+            "the report needs jinja2, which is not installed; expected the extra; pip install 'autosplit[report]'"
+        ) from None
+
+
+def page_of(plan: Plan) -> str:
+    """Return a plan's page.
+
+    Args:
+        plan: What is reported.
+
+    Raises:
+        InputError: jinja2 or matplotlib is not installed.
+    """
+    _check_template()
+    import jinja2
+
+    shown = shareable(plan)  # what the page is made of passes here, and nowhere else
+    css = (_FOLDER / "report.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        finalize=_shown,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    # The one that says what may be loaded: no script, no font, no picture but those within, and this very sheet.
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+    page = _Page.of(shown)
+    return environment.get_template("report.html.j2").render(
+        page=page,
+        plan=shown,
+        policy=policy,
+        mark=_MARK,
+        css=css,
+        charts={chart.name: chart for chart in page.charts},
+    )
+
+
+def _shown(value: object) -> object:
+    """Let nothing through that can't be seen; what the template calls safe was made here, and is another type."""
+    return printable(value) if type(value) is str else value
+
+
+@dataclass(frozen=True)
+class _Page:
+    """What the template is filled with.
+
+    Attributes:
+        title: The page's.
+        told: What the terminal's report says, too.
+        headline: The numbers to set, large.
+        made: What was asked for, and what versions answered.
+        charts: All of them; one that could not be drawn says why.
+        lines: Names of the charts of memory against samples.
+        parts: A row for each device: its name, and what its peak is made of; empty where that is known of none.
+        part_names: Headings of these.
+        checks: A row for each: what, split, accumulated, verdict, what to do.
+        ranks: A row for each DDP rank.
+        ddp: What is said of them besides, or why there are none.
+        trials: A row for each.
+        settings: Each with its name and what to set it to.
+        code: The lines to paste.
+    """
+
+    title: str
+    told: Told
+    headline: tuple[tuple[str, str], ...]
+    made: tuple[tuple[str, str], ...]
+    charts: tuple[Chart, ...]
+    lines: tuple[str, ...]
+    part_names: tuple[str, ...]
+    parts: tuple[tuple[str, ...], ...]
+    checks: tuple[tuple[str, ...], ...]
+    ranks: tuple[tuple[str, ...], ...]
+    ddp: tuple[str, ...]
+    trials: tuple[tuple[str, ...], ...]
+    settings: tuple[tuple[str, str], ...]
+    code: str
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Page:
+        """Collect it of a plan."""
+        explanation = plan.explain()
+        told, charts = told_of(plan, explanation), charts_of(plan, explanation)
+        model = plan.workload.get("model")
+        ranks = tuple(_rank_rows(plan))
+        parts = tuple(_part_rows(plan)) if any(known_parts(device) for device in plan.devices) else ()
+        return cls(
+            title=f"autosplit: {model}" if isinstance(model, str) and model else "autosplit",
+            told=told,
+            headline=tuple(_headline(plan, told)),
+            made=tuple(_made(plan)),
+            charts=charts,
+            lines=tuple(chart.name for chart in charts if chart.name.startswith("line")),
+            part_names=tuple(label for _, label, _ in MEMORY_PARTS),
+            parts=parts,
+            checks=tuple(_check_rows(plan)),
+            ranks=ranks,
+            ddp=told.ddp[-1:] if ranks else told.ddp,  # the rest is in the table
+            trials=tuple(_trial_rows(plan)),
+            settings=tuple(_settings(plan)),
+            code="\n".join(paste_lines(plan)),
+        )
+
+    @property
+    def other_numbers(self) -> tuple[tuple[str, str], ...]:
+        """What is said of the plan besides the headline."""
+        names = {name for name, _ in self.headline}
+        return (*((name, text) for name, text in self.told.numbers if name not in names), *self.made)
+
+
+def _headline(plan: Plan, told: Told) -> Iterator[tuple[str, str]]:
+    """Yield the numbers that the user sets, and what they bring."""
+    for name, text in told.numbers:
+        if name in ("split", "gpu0_bsz", "batch_size", "accumulation_steps", "throughput"):
+            yield name, text.removesuffix(" (simulated)") if plan.simulated else text
+
+
+def _made(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what of its making the plan keeps: older ones do not tell what was asked for."""
+    if plan.request:
+        yield "asked for", request_text(plan.request) or "nothing but the defaults"
+    names = {"autosplit": "autosplit", "torch": "torch", "cuda": "CUDA"}
+    versions = [f"{name} {plan.machine[part]}" for part, name in names.items() if plan.machine.get(part) is not None]
+    if versions:
+        yield "made with", ", ".join(versions)
+
+
+def _part_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    for device in plan.devices:
+        parts = known_parts(device)
+        sizes = ("not known" if parts is None else _size(getattr(parts, name)) for name, _, _ in MEMORY_PARTS)
+        reserve = max(0, device.memory_bytes - device.capacity_bytes)
+        free = max(0, device.capacity_bytes - device.peak_bytes)
+        yield device.label, *sizes, _size(reserve), _size(free)
+
+
+def _size(nbytes: int) -> str:
+    return size_text(nbytes) if nbytes else "none"
+
+
+def _check_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    for check in sorted(plan.checks, key=lambda check: not check.depends):
+        more = "; ".join(filter(None, (check.advice, check.remark)))
+        errors = error_text(check.split_error), error_text(check.accumulation_error)
+        yield check.subject, *errors, "depends" if check.depends else "does not depend", more
+
+
+def _rank_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    for rank in plan.ddp.ranks if len(plan.devices) > 1 else ():
+        numbers = (rank.batch_size, rank.accumulation_steps, rank.ceiling.batch_size)
+        yield f"{rank.rank}", rank.device, *(f"{number:,}" for number in numbers), size_text(rank.peak_bytes)
+
+
+def _trial_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    for trial in plan.trials:
+        split = f"({', '.join(map(str, trial.split))})" if len(trial.split) > 1 else f"{trial.batch_size}"
+        rate = (
+            "failed"
+            if trial.samples_per_s is None
+            else f"{trial.samples_per_s:,.4g}"
+            if trial.samples_per_s < 100
+            else f"{trial.samples_per_s:,.0f}"
+        )
+        yield f"{trial.number}", split, f"{trial.accumulation_steps}", rate, trial.failure or ""
+
+
+def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield every setting of the plan, as one would type it."""
+    several = len(plan.devices) > 1
+    if several:
+        yield "split", f"({', '.join(map(str, plan.split))})"
+        yield "gpu0_bsz", f"{plan.gpu0_bsz}"
+    yield "batch_size", f"{plan.batch_size}"
+    yield "accumulation_steps", f"{plan.accumulation_steps}"
+    yield "effective_batch_size", f"{plan.effective_batch_size}"
+    if several and plan.region is not None:
+        reduce = ', reduce="sum"' if plan.loss_reduction == "sum" else ""
+        dim = f", dim={plan.batch_dim}" if plan.batch_dim else ""
+        split = ", ".join(map(str, plan.split))
+        yield (
+            "the wrapper alone",
+            f"autosplit.BalancedDataParallel({plan.gpu0_bsz}, model{dim}, split=({split}){reduce})",
+        )
+    yield "precision", plan.precision
+    if several and plan.ddp.ranks:
+        yield "DDP: batch_size by rank", ", ".join(f"{rank.batch_size}" for rank in plan.ddp.ranks)
+        yield "DDP: accumulation_steps", f"{plan.ddp.ranks[0].accumulation_steps}"
+        options = ", ".join(f"{name}={value}" for name, value in plan.ddp.options.keywords().items())
+        yield "DDP: options", f"DistributedDataParallel(model, {options})"
+        devices = shlex.quote(",".join(str(device.index) for device in plan.devices))
+        if all(device.kind == "cuda" for device in plan.devices):
+            yield "devices", f"CUDA_VISIBLE_DEVICES={devices}"

@@ -1,0 +1,48 @@
+"""The second Ctrl-C of a process, which ends it at once, whatever it is in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["leaves_at_the_second"]
+
+
+def leaves_at_the_second(
+    last: Callable[[], int], *, first: Callable[[], object] | None = None, apart_s: float = 0.0
+) -> None:
+    """Let the second Ctrl-C of this process end it at once, for good; the first is Python's, as ever.
+
+    Python runs handlers between two instructions of the main thread, which may be in a long one, or in a `finally`
+    that waits: a thread of its own hears of the signal all the same.
+
+    Args:
+        last: Called in that thread, before the end; it returns the exit code.
+        first: Called in that thread at the first Ctrl-C; it must not wait for anything, or the second is not heard.
+        apart_s: Signals that come closer together than this are of one key.
+    """
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        return  # Windows tells of a signal by sockets only; there the second is Python's, too
+    hears, tells = os.pipe()
+    os.set_blocking(tells, False)
+    signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        came_s: list[float] = []
+        while len(came_s) < 2:
+            for number in os.read(hears, 4096):
+                if number == signal.SIGINT and (not came_s or time.monotonic() - came_s[-1] >= apart_s):
+                    came_s.append(time.monotonic())
+                    if first is not None and len(came_s) == 1:
+                        first()
+        os._exit(last())
+
+    def leave_alone() -> None:
+        signal.set_wakeup_fd(-1)  # a fork shares the pipe: its signals are not ours
+
+    os.register_at_fork(after_in_child=leave_alone)
+    threading.Thread(target=listen, name="autosplit-interrupts", daemon=True).start()

@@ -1,0 +1,211 @@
+"""The terminal: a console for a stream, a progress bar, and a stdout on which nothing but the answer appears.
+
+rich is imported by what draws with it, not with this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+from autosplit.printed import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import Task
+
+    from autosplit.tuning.tune import Progress
+
+__all__ = [
+    "PLAIN_WIDTH",
+    "bars_say_it_stops",
+    "console_for",
+    "progress_bar",
+    "restored_terminal",
+    "sent_nowhere",
+    "stdout_kept_clean",
+    "streams_made_fit",
+    "width_of",
+]
+
+PLAIN_WIDTH = 100
+"""Columns where there is no terminal, unless ``COLUMNS`` says otherwise."""
+
+NARROW = 80
+"""Below so many columns the bar itself gives way to what is being done; its share is told in percent."""
+
+KEYS_SHOWN = 4
+"""Columns that a bar leaves free: a terminal writes ``^C`` there, in two lines that no one would clear otherwise."""
+
+STOPPING = "stopping with the best so far, if any; Ctrl-C again ends at once"
+"""What a bar says from the first Ctrl-C on: it may take as long as the step that runs."""
+
+_stopping = threading.Event()
+_DUMB = ("dumb", "unknown")
+
+
+def console_for(stream: TextIO) -> Console:
+    """Return a console for a stream: on a terminal in colour and of its width, otherwise plain text.
+
+    Without a terminal no escape codes are written, unless ``FORCE_COLOR`` asks for colour; ``NO_COLOR`` goes before it,
+    and a ``TERM`` of ``dumb`` has none.
+
+    Args:
+        stream: ``sys.stdout`` or ``sys.stderr``. Without a terminal lines are 100 columns wide unless ``COLUMNS`` is
+            set.
+    """
+    from rich.console import Console
+
+    if stream.isatty():
+        if os.environ.get("TERM") in _DUMB:
+            # rich takes it for one of 80 columns, unless it is told both.
+            return Console(file=stream, width=width_of(stream), height=25, highlight=False)
+        return Console(file=stream, highlight=False)
+    if _colour_is_forced():
+        return Console(
+            file=stream, width=width_of(stream), force_terminal=True, color_system="standard", highlight=False
+        )
+    return Console(file=stream, width=width_of(stream), force_terminal=False, color_system=None, highlight=False)
+
+
+def _colour_is_forced() -> bool:
+    """Whether ``FORCE_COLOR`` (force-color.org) asks for colour in a pipe, and nothing speaks against it."""
+    forced = os.environ.get("FORCE_COLOR", "") not in {"", "0"}
+    return forced and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in _DUMB
+
+
+def width_of(stream: TextIO) -> int:
+    """Return how many columns a stream has: what ``COLUMNS`` says, what its terminal says, or `PLAIN_WIDTH`."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    if stream.isatty():
+        with contextlib.suppress(OSError, ValueError):
+            return os.get_terminal_size(stream.fileno()).columns or PLAIN_WIDTH
+    return PLAIN_WIDTH
+
+
+def streams_made_fit() -> None:
+    """Make stdout and stderr take any text: where one is closed it goes nowhere, and what it can't encode is escaped.
+
+    A closed descriptor is filled, too: the next file that is opened would get its number, and be written to by
+    whatever prints.
+    """
+    for number in range(3):
+        with contextlib.suppress(OSError):
+            _fill(number)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115, PTH123
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _fill(number: int) -> None:
+    """Let a descriptor that is closed be one of the null device."""
+    try:
+        os.fstat(number)
+    except OSError:
+        opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which may be the one
+        if opened != number:
+            os.dup2(opened, number)
+            os.close(opened)
+        else:
+            os.set_inheritable(number, True)
+
+
+def sent_nowhere(stream: TextIO) -> None:
+    """Let a stream that can't be written to take the rest: python would complain when it flushes at the end."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def stdout_kept_clean() -> Iterator[None]:
+    """Send to stderr what user code, C libraries and child processes write to stdout, which is for the answer."""
+    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as undoing:
+        # Where a descriptor is closed there is nothing to keep clean.
+        with contextlib.suppress(OSError):
+            kept = os.dup(1)
+            undoing.callback(os.close, kept)
+            os.dup2(2, 1)
+            undoing.callback(os.dup2, kept, 1)
+            if sys.__stdout__ is not None:
+                undoing.callback(sys.__stdout__.flush)
+        yield
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
+    """Draw a bar on stderr if that is a terminal: what is being done, steps and OOMs so far, the best so far."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    console, narrow = console_for(sys.stderr), width_of(sys.stderr) < NARROW
+
+    class Narrower(Bar):
+        def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
+            if _stopping.is_set():  # alone: beside figures there is no room for it
+                table = Table.grid()
+                table.add_row(Text(STOPPING))
+            else:
+                table = super().make_tasks_table(tasks)
+            table.width = max(1, console.width - KEYS_SHOWN)
+            return table
+
+    bar = Narrower(
+        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"), markup=False),
+        TextColumn("{task.percentage:.0f} %", markup=False) if narrow else BarColumn(bar_width=16),
+        TextColumn("{task.fields[counts]}", table_column=Column(no_wrap=True), markup=False),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        expand=True,
+    )
+    task = bar.add_task("starting", total=1.0, counts="")
+    with bar:
+        yield functools.partial(_advance, bar, task, narrow=narrow)
+
+
+def bars_say_it_stops() -> None:
+    """Let a bar say that Ctrl-C was heard, from when it is drawn next: from any thread, waiting for nothing."""
+    _stopping.set()
+
+
+def _advance(bar: Bar, task: Any, progress: Progress, *, narrow: bool) -> None:
+    counts = f"{progress.steps} steps, {progress.ooms} OOM"
+    if progress.best_samples_per_s is not None:
+        counts += f", {'' if narrow else 'best '}{_rate_text(progress.best_samples_per_s)}/s"
+    bar.update(task, completed=progress.fraction, description=printable(progress.message), counts=counts)
+
+
+def _rate_text(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def restored_terminal() -> None:
+    """Take away a bar that is being drawn on the terminal, for good: nothing is written to stderr after this.
+
+    From any thread, at the end of a process of which nothing else is asked.
+    """
+    if os.environ.get("TERM") in _DUMB:
+        return
+    with contextlib.suppress(OSError):
+        if os.isatty(2):
+            kept = os.dup(2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # who draws the bar would draw it once more
+            os.write(kept, b"\r\x1b[2K\x1b[?25h")  # the line is cleared, the cursor comes back

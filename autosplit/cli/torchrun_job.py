@@ -1,0 +1,109 @@
+"""Starting a training script by torchrun with a plan: as many processes as it has ranks, and the plan for each."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autosplit.cli.exit_code import OUTCOME_VARIABLE
+from autosplit.ddp.find_plan import described, plan_for_job
+from autosplit.errors import RankFailedError
+from autosplit.plan.torchrun import Command, command_for
+from autosplit.printed import printable
+
+__all__ = ["Launch", "launch_of", "run_together"]
+
+
+@dataclass(frozen=True)
+class Launch(Command):
+    """A command that this process may become.
+
+    Attributes:
+        told: Which plan it is, for the user.
+    """
+
+    told: str = ""
+
+    def run(self) -> None:
+        """Become that process: signals and the exit code are torchrun's."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(self.command[0], list(self.command), {**os.environ, **self.variables})  # noqa: S606 - it is our own
+
+
+def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
+    """Make torchrun's command for a plan.
+
+    Args:
+        profile: The plan's file; None for the one that the environment names, or the only one that is remembered for
+            this machine.
+        arguments: torchrun's options, the script (or ``-m module``), and its arguments.
+
+    Raises:
+        InputError: There is no script.
+        PlanError: There is no plan, or its ranks can't be shared evenly by the machines.
+        DeviceError: The plan is for simulated cards.
+    """
+    plan, path = plan_for_job(profile)
+    assert path is not None, "a plan that is not given as one has a file"
+    found = command_for(plan, path, arguments)
+    return Launch(found.command, found.variables, printable(f"{described(plan)}, {path}"))
+
+
+def run_together(arguments: Sequence[str], num_processes: int) -> int:
+    """Run a command of autosplit's in several processes of this machine, by torchrun, from within this one.
+
+    Args:
+        arguments: Of autosplit's command line.
+        num_processes: How many; each finds its rank in its environment.
+
+    Returns:
+        Rank 0's exit code.
+
+    Raises:
+        RankFailedError: A process ended, and left no exit code.
+        KeyboardInterrupt: A signal came, before rank 0 had anything to say.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # loud about what the processes say themselves
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = Path(folder) / "outcome"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it would be loud about
+        os.environ[OUTCOME_VARIABLE] = str(outcome)
+        lost: ChildFailedError | None = None
+        signalled: SignalException | None = None
+        options = ["--standalone", f"--nproc-per-node={num_processes}", "--log-dir", folder]
+        try:
+            torchrun([*options, "-m", "autosplit", *arguments])
+        except SignalException as error:  # the processes had it, too
+            signalled = error
+        except ChildFailedError as error:
+            lost = error
+        finally:
+            del os.environ[OUTCOME_VARIABLE]
+        text = outcome.read_text() if outcome.exists() else ""
+    if text.isdigit():
+        return int(text)
+    if signalled is not None:
+        raise KeyboardInterrupt
+    if lost is None:
+        raise RankFailedError(
+            f"rank 0 of {num_processes} ended without a word; expected its plan; see what stands above, or whether the "
+            "workload's code ends the process"
+        )
+    rank, failure = lost.get_first_failure()
+    how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
+    raise RankFailedError(
+        f"rank {rank} of {num_processes} {how} without a word, and the others with it; expected all of them until the "
+        "end; see what stands above, or whether the system ran out of memory (dmesg)"
+    )

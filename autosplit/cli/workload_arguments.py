@@ -1,0 +1,100 @@
+"""What the commands that run a workload have in common: flags refused early, whose error it is, where steps run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autosplit.errors import AutosplitError, InputError, PlanError, from_user_code, user_frames
+
+if TYPE_CHECKING:
+    from autosplit.devices.device import Device
+    from autosplit.workload.from_file import Loaded
+
+__all__ = ["check_before_running", "isolates", "one_of_several", "quoted", "sendable", "users_errors"]
+
+
+def check_before_running(keywords: Mapping[str, Any], output: str | None) -> None:
+    """Refuse bad flags before the user's file runs, which may take long."""
+    from autosplit.devices.device import parse_devices, parse_reserve
+
+    if "devices" in keywords:
+        parse_devices(keywords["devices"], ask_memory=False)
+    parse_reserve(keywords.get("reserve"))
+    if output is not None and "\0" in output:
+        raise InputError(
+            f"--output {output!r} has a null character in it; expected a file's name; write it as plan.json"
+        )
+    if output is not None and Path(output).is_dir():
+        raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}")
+    if output is not None and Path(output).exists():
+        if not Path(output).is_file():
+            raise InputError(
+                f"--output {output} is neither a new file nor a plan to replace; expected one of them; leave it out to "
+                "have the plan on stdout (--json)"
+            )
+        from autosplit.plan.plan import Plan
+
+        try:
+            Plan.load(output)
+        except PlanError:
+            raise InputError(
+                f"--output {output} exists and is not a plan; expected a new file, or a plan to replace; "
+                "choose another name"
+            ) from None
+
+
+def one_of_several() -> bool:
+    """Tell whether this process is one of a job's several, without importing torch where it can't be."""
+    if not any(os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
+        return False
+    from autosplit.tuning.job import in_a_job
+
+    return in_a_job()
+
+
+def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, together: bool = False) -> bool:
+    """Tell whether real steps run in a process of their own: as asked, otherwise where memory is filled to the brim.
+
+    A rank on a budgeted processor is a process of its own already, and what is enforced there ends none.
+    """
+    if asked is not None:
+        return asked
+    from autosplit.accelerators import is_accelerator
+    from autosplit.devices.device import parse_devices
+
+    first = parse_devices(devices, ask_memory=False)[0]
+    return is_accelerator(first.kind) or (first.kind == "cpu" and first.budgeted and not together)
+
+
+def sendable(spec: str, workload: object) -> Loaded:
+    """Return what another process can have: it loads the file again, since classes defined in it can't be sent."""
+    from autosplit.workload.from_file import Loaded
+    from autosplit.workload.workload import Workload
+
+    if isinstance(workload, Loaded):
+        return workload
+    assert isinstance(workload, Workload)
+    return Loaded(spec, workload)
+
+
+@contextmanager
+def users_errors(spec: str) -> Iterator[None]:
+    """Show the user's own frames of what their code raises; what we raise passes."""
+    try:
+        yield
+    except AutosplitError:
+        raise
+    except (Exception, SystemExit) as error:
+        if not user_frames(error.__traceback__):
+            raise  # ours, and no one is helped by hiding where
+        raise from_user_code(error, f"the code of {spec}") from error
+
+
+def quoted(value: object) -> str:
+    """Write a value as Python, a string in the quotes that formatters like."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

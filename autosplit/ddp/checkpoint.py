@@ -1,0 +1,322 @@
+"""Checkpoints of a job: rank 0 writes them, whole or not at all, and every rank reads them into host memory.
+
+rank 0   state dicts -> a file beside -> read back -> put in its place     | all ranks learn what came of it
+each     file, mapped into memory -> held against model and optimizer      | all ranks agree -> loaded, or nothing is
+
+What the ranks have shared out comes together tensor by tensor in rank 0's host memory, and each cuts its part out of
+the file: the file is that of a plain model.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from autosplit.ddp.checkpoint_state import fitting, is_shared_out, placed, state_of, tensors_in, with_tensors
+from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
+from autosplit.ddp.fsdp import is_shard, part_of, whole
+from autosplit.errors import AutosplitError, CheckpointError, one_line
+
+__all__ = [
+    "first_line",
+    "load_checkpoint",
+    "meet",
+    "raise_together",
+    "read_file",
+    "reason_of",
+    "save_checkpoint",
+    "told_by_all",
+    "told_by_rank_0",
+    "write_file",
+]
+
+MODEL = "model"
+"""What the state dict of a model is called in a file that holds more."""
+
+
+def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> None:
+    """Write a checkpoint on rank 0; the other ranks go on, unless they have a part of what it holds.
+
+    Args:
+        path: The file; it is replaced once the new one is whole and was read back.
+        parts: What has a ``state_dict()`` is kept by that, a wrapped model by that of the model inside; anything else
+            as it is: numbers, strings, tensors, and lists and dicts of them.
+        rank: Of this process.
+
+    Raises:
+        CheckpointError: It can't be written, or could not be read again, and the file is as it was. On rank 0; on all
+            ranks where they share out what it holds.
+    """
+    shared = {name: part for name, part in parts.items() if is_shared_out(part)}
+    states: dict[str, Any] = {}
+    reason = None
+    if shared:
+        meet(rank, "save_checkpoint, which keeps what the ranks share out")
+        states, reason = _brought_together(shared, rank)
+    if rank == 0 and reason is None:
+        try:
+            state = {name: states[name] if name in states else _kept_of(name, part) for name, part in parts.items()}
+            _refuse_shards(state)
+            write_file(Path(path), state)
+        except Exception as error:
+            if not shared:
+                raise CheckpointError(_not_written(path, reason_of(error))) from error
+            reason = reason_of(error)  # the other ranks wait to hear of it, whatever it is
+    told = told_by_rank_0(reason) if shared else None
+    if told is not None:
+        raise CheckpointError(_not_written(path, told))
+
+
+def meet(rank: int, what: str) -> None:
+    """Wait until all ranks are here; say which call it is where that takes long.
+
+    Args:
+        rank: Of this process.
+        what: What every rank has to call.
+    """
+    with told_if_long(
+        f"rank {rank} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}; expected every rank to call it; "
+        "call it outside of `if ctx.rank == 0`"
+    ):
+        told_by_all(None)
+
+
+def _not_written(path: str | os.PathLike[str], reason: str) -> str:
+    return (
+        f"checkpoint {str(path)!r} was not written: {reason}; expected rank 0 to write it and to read it back; "
+        "nothing was replaced"
+    )
+
+
+def _kept_of(name: str, part: Any) -> Any:
+    try:
+        return state_of(part)
+    except Exception as error:
+        raise CheckpointError(f"{name!r} has no state ({reason_of(error)}); expected one; leave {name}= out") from error
+
+
+def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
+    """Load a checkpoint into models, optimizers and the like, on all ranks or on none.
+
+    The file is mapped into host memory, from where each rank fills its own device; nothing in it is executed.
+
+    Args:
+        path: The file, where every rank's machine sees it.
+        parts: What is loaded, under the names that it was saved with; each has a ``load_state_dict()``. Names of a
+            model may be those of a plain, wrapped or compiled one. A file that is a model's state dict by itself loads
+            as ``model``.
+        rank: Of this process.
+
+    Returns:
+        What else the file holds.
+
+    Raises:
+        CheckpointError: It is missing, cut short, holds more than plain values, or does not fit; on all ranks, and
+            nothing was loaded on any.
+    """
+    meet(rank, "load_checkpoint")  # rank 0 may have been writing it
+    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    reason = None
+    try:
+        found = read_file(Path(path), only_model=set(parts) == {MODEL})
+        states = {name: placed(part, fitting(name, part, found), _own_part) for name, part in parts.items()}
+    except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
+        reason = reason_of(error)
+    raise_together(path, reason, rank)
+    for name, part in parts.items():
+        part.load_state_dict(states[name])
+    return {name: value for name, value in found.items() if name not in parts}
+
+
+def told_by_rank_0(value: Any) -> Any:
+    """Return rank 0's value on every rank."""
+    told = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def told_by_all(value: Any) -> list[Any]:
+    """Return every rank's value, in the order of the ranks."""
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def raise_together(path: str | os.PathLike[str], reason: str | None, rank: int) -> None:
+    """Raise on all ranks where one of them can't load.
+
+    Args:
+        path: The checkpoint.
+        reason: Why this rank can't; None where it can.
+        rank: Of this process.
+
+    Raises:
+        CheckpointError: A rank gave a reason.
+    """
+    reasons = told_by_all(reason)
+    failed = {other: text for other, text in enumerate(reasons) if text is not None}
+    if not failed:
+        return
+    first = rank if rank in failed else min(failed)
+    place = f" by rank {first}" if len(reasons) > 1 else ""
+    raise CheckpointError(
+        f"checkpoint {str(path)!r} was not loaded{place}: {failed[first]}; nothing was changed on any rank"
+    )
+
+
+# What the ranks have shared out
+
+
+def _brought_together(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], str | None]:
+    """Return the whole state of parts on rank 0, nothing on the others, and why it could not be had."""
+    states: dict[str, Any] = {}
+    reason = None
+    try:
+        states = {name: state_of(part) for name, part in parts.items()}
+    except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
+        reason = reason_of(error)
+    # In the order in which they will meet: a rank that has others would wait for them for ever.
+    shards = [(place, tuple(tensor.shape)) for place, tensor in tensors_in(states) if is_shard(tensor)]
+    everyones = told_by_all((reason, shards))
+    for other, (text, theirs) in enumerate(everyones):
+        if text is not None:
+            return {}, text
+        if theirs != everyones[0][1]:
+            return {}, f"rank {other} has shared out other tensors than rank 0"
+    keep = rank == 0
+    gathered = with_tensors(states, lambda _, value: whole(value, keep=keep) if is_shard(value) else value)
+    return (gathered if keep else {}), None
+
+
+def _refuse_shards(state: Mapping[str, Any]) -> None:
+    for place, tensor in tensors_in(state):
+        if is_shard(tensor):
+            raise CheckpointError(
+                f"{place[0]!r} keeps a part of a tensor that the ranks share; expected that of models and optimizers "
+                "only; write it with save_sharded"
+            )
+
+
+def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
+    if value.is_meta:
+        raise CheckpointError(
+            f"it holds a tensor {tuple(value.shape)} on the meta device, which has no values; expected none; save the "
+            "model once it is on a device"
+        )
+    return value if own is None else part_of(value, own)
+
+
+# Writing
+
+
+def write_file(path: Path, state: dict[str, Any]) -> None:
+    """Write a file beside the old one, read it back, and put it in its place."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with beside.open("xb") as file:
+            try:
+                torch.save(state, file)
+            except OSError:
+                raise
+            except Exception as error:
+                raise CheckpointError(_unkept(state, error)) from error
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            read_file(beside)
+        except CheckpointError as error:
+            raise CheckpointError(_unkept(state, error)) from error
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _unkept(state: Mapping[str, Any], error: Exception) -> str:
+    """Say which part can't be kept, by trying each by itself; a sharded checkpoint has its parts among `values`."""
+    values = state.get("values")
+    parts = values if isinstance(values, dict) and "folder" in state else state
+    for name, value in parts.items():
+        alone = io.BytesIO()
+        try:
+            torch.save(value, alone)
+            alone.seek(0)
+            torch.load(alone, weights_only=True)
+        except Exception as found:  # noqa: BLE001  # whatever a part may raise
+            return (
+                f"{name!r} can't be kept ({first_line(found)}); expected numbers, strings, tensors, lists and dicts of "
+                f"them, or something with a state_dict() of such; leave {name}= out"
+            )
+    return reason_of(error)
+
+
+# Reading
+
+
+def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
+    """Map a file into memory.
+
+    Args:
+        path: The file.
+        only_model: Whether it may be a model's state dict by itself.
+
+    Raises:
+        CheckpointError: It is missing, cut short, or holds more than plain values.
+    """
+    if not path.is_file():
+        folder = "; load_sharded reads folders" if path.is_dir() else ""
+        raise CheckpointError(
+            f"{str(path)!r} is no file; expected one that save_checkpoint or torch.save wrote{folder}"
+        )
+    try:
+        state = _mapped(path)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"it holds more than tensors and plain values ({first_line(error)}); expected numbers, strings, tensors, "
+            "and lists and dicts of them; save what else there is in a file of its own"
+        ) from error
+    except Exception as error:  # a text file is a KeyError to torch, other bytes are other errors
+        raise CheckpointError(
+            f"it is cut short or no checkpoint at all ({first_line(error)}); expected what save_checkpoint or "
+            "torch.save wrote; take an earlier one"
+        ) from error
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"it holds a {type(state).__name__}; expected a dict by name")
+    is_state = bool(state) and all(isinstance(value, Tensor) for value in state.values())
+    return {MODEL: state} if only_model and MODEL not in state and is_state else dict(state)
+
+
+def _mapped(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap can only be used with files saved with" not in str(error):
+            raise
+    return torch.load(path, map_location="cpu", weights_only=True)  # from before torch 1.6, which can't be mapped
+
+
+def reason_of(error: BaseException) -> str:
+    """Say in a line what went wrong."""
+    return str(error) if isinstance(error, AutosplitError) else one_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says; of torch's word on what is not plain, what it names."""
+    refused = re.search(
+        r"WeightsUnpickler error: (?:Unsupported global: GLOBAL )?([^\n]*?)(?: was not an allowed|\. |\n|$)", str(error)
+    )
+    if refused:  # before it stand twelve lines on how to load it all the same
+        return refused[1]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,271 @@
+"""What a checkpoint keeps of models, optimizers and the like, and whether what it holds is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autosplit.ddp.fsdp import is_shard, is_sharded
+from autosplit.errors import CheckpointError
+from autosplit.parallel.optimizer_steps import ScheduledBatchSampler
+from autosplit.parallel.state_dict import matching_state_dict, plain_state_dict
+from autosplit.printed import listed
+
+__all__ = ["fitting", "is_shared_out", "placed", "state_of", "tensors_in", "with_tensors"]
+
+_SHOWN = 5
+"""Of names that do not fit, so many are told."""
+_EXTRA_STATE = "_extra_state"
+"""What a layer calls a state of its own making, which may be anything."""
+_OLDEST = ("betas", "eps", "weight_decay")
+"""What torch's optimizers have always kept in a group, beside the learning rate; for others they have defaults."""
+_LIKE_PARAMETER = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "acc_delta"),
+    *("grad_avg", "ax", "prev", "step_size"),
+}
+"""What torch's optimizers keep for each element of a parameter."""
+
+
+def state_of(part: Any) -> Any:
+    """Return what is kept of a part."""
+    if isinstance(part, DistributedDataParallel):
+        part = part.module  # named as a plain model's, for whoever loads it
+    if isinstance(part, nn.Module):
+        return plain_state_dict(part)
+    return part.state_dict() if hasattr(part, "state_dict") else part
+
+
+def is_shared_out(part: Any) -> bool:
+    """Tell whether a rank alone can't say what is in a model, an optimizer, or a plain value."""
+    if isinstance(part, nn.Module):
+        return is_sharded(part)
+    if isinstance(part, torch.optim.Optimizer):
+        return any(is_shard(tensor) for group in part.param_groups for tensor in group["params"])
+    return any(is_shard(tensor) for _, tensor in tensors_in(part))
+
+
+def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
+    """Return the state of a part, under the part's own names.
+
+    Args:
+        name: What the part is called in the checkpoint.
+        part: What is loaded.
+        found: What the checkpoint holds, by name.
+
+    Raises:
+        AutosplitError: It does not fit.
+    """
+    if name not in found:
+        raise CheckpointError(
+            f"it holds {', '.join(map(repr, found)) or 'nothing'}; expected {name!r} as well; leave {name}= out, or "
+            "load the file that has it"
+        )
+    state = found[name]
+    if isinstance(part, nn.Module):
+        state = matching_state_dict(part, state)
+        _require_fit(name, part, state)
+    elif isinstance(part, torch.optim.Optimizer):
+        _require_groups(name, part, state)
+        _require_moments(name, part, state)
+    elif isinstance(part, ScheduledBatchSampler):
+        part.check_state_dict(state)
+    elif isinstance(part, torch.amp.GradScaler):
+        _require_scale(name, part, state)
+    return state
+
+
+def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None:
+    own = module.state_dict(keep_vars=True)
+    shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
+    given = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
+    wrong = [key for key in shapes if key in given and shapes[key] != given[key]]
+    for says, keys in (
+        ("lacks", [key for key in own if key not in state]),
+        ("has in addition", [key for key in state if key not in own]),
+        ("has in another shape", [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong]),
+        (
+            "has no such tensor at",
+            [key for key in shapes if key in state and not _is_copied(key, own[key], state[key])],
+        ),
+    ):
+        if keys:
+            raise CheckpointError(
+                f"{name!r} is of another model: it {says} {listed(keys, _SHOWN)}; expected the very names "
+                "and shapes; build the model as it was when it was saved"
+            )
+
+
+def _is_copied(key: str, own: Tensor, value: Any) -> bool:
+    """Tell whether a value can be copied into a tensor, and loses nothing but digits."""
+    if key.rpartition(".")[2] == _EXTRA_STATE:
+        return True
+    return (
+        isinstance(value, Tensor)
+        and value.layout == own.layout
+        and (own.is_quantized or not value.is_quantized)
+        and (own.is_complex() or not value.is_complex())
+    )
+
+
+def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> None:
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [_num_params(group) for group in groups] if isinstance(groups, list) else None
+    if groups is None or own != theirs:
+        raise CheckpointError(
+            f"{name!r} is of another optimizer: its groups hold {theirs} parameters; expected {own}; make the "
+            "optimizer of the same parameters as when it was saved"
+        )
+    for number, (mine, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        needed = ("lr", *(_OLDEST if _is_torchs(optimizer) else ()))
+        lacks = [key for key in needed if key in mine and key not in group]
+        other = [key for key in mine if key != "params" and key in group and not _is_alike(mine[key], group[key])]
+        if lacks or other:
+            says = f"lacks {lacks[0]}" if lacks else f"has a {type(group[other[0]]).__name__} as {other[0]}"
+            raise CheckpointError(
+                f"{name!r} is of another optimizer: its group {number} {says}; expected what this "
+                f"{type(optimizer).__name__} keeps there; make the optimizer as it was when it was saved"
+            )
+
+
+def _num_params(group: Any) -> int | None:
+    """Count the parameters of a group that was saved; None where it is none."""
+    params = group.get("params") if isinstance(group, dict) else None
+    return len(params) if isinstance(params, list) and all(isinstance(key, int | str) for key in params) else None
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether it is known what an optimizer keeps; others may give the same names to other things."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
+    return any(kind.__module__.startswith("torch.optim.") for kind in kinds)
+
+
+def _is_alike(own: Any, value: Any) -> bool:
+    """Tell whether an option is of one kind with another; None stands for whatever torch chooses."""
+    if own is None or value is None:
+        return True
+    if isinstance(own, tuple):
+        return isinstance(value, list | tuple) and len(value) == len(own) and all(map(_is_alike, own, value))
+    for kinds in ((Number, Tensor), (list, tuple), (str,), (dict,)):
+        if isinstance(own, kinds):
+            return isinstance(value, kinds)
+    return True
+
+
+def _require_moments(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Make sure of what an optimizer keeps for each parameter, its groups being in order."""
+    held = state.get("state")
+    keys = chain.from_iterable(group["params"] for group in state["param_groups"])
+    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    parameters = dict(zip(keys, own, strict=True))
+    wrong = None if isinstance(held, dict) else f"its state is a {type(held).__name__}, no dict by parameter"
+    # Other keys than those of parameters may be an optimizer's own, and are loaded as they are.
+    for key, kept in held.items() if isinstance(held, dict) else ():
+        if key in parameters:
+            wrong = wrong or _wrong_moment(key, parameters[key], kept, known=_is_torchs(optimizer))
+        elif isinstance(key, int):
+            wrong = wrong or f"it has a state of parameter {key}, which none of its groups has"
+    if wrong:
+        raise CheckpointError(
+            f"{name!r} is of another optimizer: {wrong}; expected what this {type(optimizer).__name__} keeps of its "
+            "parameters; make the optimizer of the same parameters as when it was saved"
+        )
+
+
+def _wrong_moment(key: int | str, parameter: Tensor, kept: Any, *, known: bool) -> str | None:
+    """Say what can't be the state of a parameter, if anything."""
+    if not isinstance(kept, dict):
+        return f"the state of parameter {key} is a {type(kept).__name__}, no dict"
+    for what, value in kept.items():
+        place = f"{what} of parameter {key}"
+        like = known and what in _LIKE_PARAMETER and value is not None
+        if like and not isinstance(value, Tensor):
+            return f"{place} is a {type(value).__name__}, no tensor"
+        if like and value.shape != parameter.shape:
+            return f"{place} has the shape {tuple(value.shape)} for {tuple(parameter.shape)}"
+        # SGD keeps the first gradient, which may be sparse.
+        if isinstance(value, Tensor) and value.layout != torch.strided and what != "momentum_buffer":
+            return f"{place} is sparse"
+        if known and what == "step" and not (value.numel() == 1 if isinstance(value, Tensor) else _is_number(value)):
+            return f"{place} is no number"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _require_scale(name: str, scaler: torch.amp.GradScaler, state: Any) -> None:
+    if not scaler.is_enabled():
+        return  # it takes anything, and leaves it
+    wrong = [key for key in scaler.state_dict() if not isinstance(state, dict) or not _is_number(state.get(key))]
+    if wrong:
+        raise CheckpointError(
+            f"{name!r} is of no enabled GradScaler: it has no number as {wrong[0]}; expected {', '.join(wrong)}; leave "
+            f"{name}= out, or load the file that has them"
+        )
+
+
+# Tensors within states
+
+
+def placed(part: Any, state: Any, place: Callable[[Tensor, Tensor | None], Tensor]) -> Any:
+    """Put each tensor of a state where the part has it.
+
+    Args:
+        part: A model, an optimizer, or something else with a state.
+        state: A state that fits.
+        place: Makes of a tensor what is loaded, given the shared-out tensor of the part that it belongs to, or None.
+    """
+    if isinstance(part, nn.Module):
+        tensors = part.state_dict(keep_vars=True)
+        return with_tensors(state, lambda path, value: place(value, _shard_like(tensors.get(path[0]), value)))
+    if isinstance(part, torch.optim.Optimizer):
+        parameters = [tensor for group in part.param_groups for tensor in group["params"]]
+
+        def with_parameter(path: tuple[Any, ...], value: Tensor) -> Tensor:
+            of_parameter = path[0] == "state" and isinstance(path[1], int) and path[1] < len(parameters)
+            return place(value, _shard_like(parameters[path[1]], value) if of_parameter else None)
+
+        return with_tensors(state, with_parameter)
+    return with_tensors(state, lambda _, value: place(value, None))
+
+
+def _shard_like(own: Any, value: Tensor) -> Tensor | None:
+    return own if is_shard(own) and own.shape == value.shape else None
+
+
+def with_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Any], place: tuple[Any, ...] = ()) -> Any:
+    """Copy a state, with other tensors in it.
+
+    Args:
+        value: Dicts, lists and tuples of tensors and other things.
+        change: Returns what stands for a tensor, given the keys that lead to it.
+        place: The keys that lead to `value`.
+    """
+    if isinstance(value, Tensor):
+        return change(place, value)
+    if isinstance(value, dict):
+        made = value.copy()
+        vars_of = getattr(value, "__dict__", None)  # a module's state dict says there what versions its layers have
+        if vars_of:
+            made.__dict__.update(vars_of)
+        for key, item in value.items():
+            made[key] = with_tensors(item, change, (*place, key))
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(with_tensors(item, change, (*place, index)) for index, item in enumerate(value))
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Go through the tensors of a state, each with the keys that lead to it."""
+    found: list[tuple[tuple[Any, ...], Tensor]] = []
+    with_tensors(value, lambda place, tensor: found.append((place, tensor)))
+    return iter(found)

@@ -1,0 +1,149 @@
+"""This rank's device: the very card that the plan means, wherever it stands now, or its like on a twin machine.
+
+And the back end by which the ranks' cards reach each other. Names and UUIDs are asked of the driver, which makes no
+context: a rank has one on its own card alone.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from autosplit.accelerators import backend, is_accelerator
+from autosplit.ddp.rendezvous import Place
+from autosplit.devices.device import Visible, device_uuid, visible_devices
+from autosplit.errors import DeviceError, PlanError
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import PlanDevice
+
+__all__ = ["agreed_backend", "backend_for", "card_of", "device_for", "exchange_device"]
+
+
+def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = None) -> torch.device:
+    """Return where this rank computes.
+
+    A GPU is known by its UUID, so that another CUDA_VISIBLE_DEVICES moves no share to another card. On a machine that
+    has none of the plan's cards, a twin, it is the one of the same name in the same order. A process that was given one
+    card of that name (``srun --gpus-per-task=1``) takes it.
+
+    Args:
+        plan: With a rank for each process.
+        place: Of this process.
+        visible: The GPUs that are here. Default: `visible_devices`.
+
+    Raises:
+        PlanError: The plan's label is no device.
+        DeviceError: No such card is visible.
+    """
+    label = plan.ddp.ranks[place.rank].device
+    kind, _, index = label.partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not (is_accelerator(kind) and _is_known(kind) and index.isdigit()):
+        raise PlanError(f"the rank's device is {label!r}; expected 'cpu', 'cpu:0' or 'cuda:0'; tune again")
+    gpus = visible_devices(kind) if visible is None else visible
+    wanted = {other: _planned(plan, other) for other in place.beside()}
+    own = wanted[place.rank]
+    uuids = {gpu.uuid: number for number, gpu in enumerate(gpus) if gpu.uuid is not None}
+    if own.uuid in uuids:
+        return torch.device(kind, uuids[own.uuid])
+    alike = [number for number, gpu in enumerate(gpus) if gpu.name == own.name]
+    if len(gpus) == 1 and alike:  # each process was given its own; `agreed_backend` sees where that is not so
+        return torch.device(kind, 0)
+    if not any(planned.uuid in uuids for planned in wanted.values()):
+        # Ranks that share a card have one label; before this one come the other cards of its name.
+        before = {planned.label for other, planned in wanted.items() if other < place.rank and planned.name == own.name}
+        nth = len(before - {own.label})
+        if nth < len(alike):
+            return torch.device(kind, alike[nth])
+    here = ", ".join(f"{kind}:{number} {gpu.name}" for number, gpu in enumerate(gpus)) or "none"
+    raise DeviceError(
+        f"the rank's device is {label} ({own.name}), and the GPUs that are visible are: {here}; expected that card, or "
+        "its like on a twin of the machine; set CUDA_VISIBLE_DEVICES as it was when the plan was made, or tune here"
+    )
+
+
+def _planned(plan: Plan, rank: int) -> PlanDevice:
+    label = plan.ddp.ranks[rank].device
+    # Labels come again on a second machine: what stands at the rank's place is meant, if it has that label.
+    devices = [plan.devices[rank]] if rank < len(plan.devices) else []
+    found = next((device for device in (*devices, *plan.devices) if device.label == label), None)
+    if found is None:
+        raise PlanError(
+            f"rank {rank} of the plan is on {label}, which is none of its devices; expected one of them; tune again"
+        )
+    return found
+
+
+def _is_known(kind: str) -> bool:
+    try:
+        torch.device(kind)
+    except RuntimeError:
+        return False
+    return True
+
+
+def card_of(device: torch.device) -> str:
+    """Return what tells a rank's card from all others of the job: its UUID, or else where it is."""
+    properties = backend(device.type).get_device_properties(device) if is_accelerator(device.type) else None
+    return device_uuid(properties) or f"{socket.gethostname()} {device}"
+
+
+def backend_for(kind: str, cards: Sequence[str]) -> str:
+    """Return the back end that carries tensors between ranks: torch's own for their kind of device, or gloo.
+
+    Args:
+        kind: Of the ranks' devices.
+        cards: Of each rank, as `card_of` tells them apart. NCCL takes no two ranks of one card.
+    """
+    if not is_accelerator(kind):
+        return "gloo"
+    usual = dist.get_default_backend_for_device(kind)
+    shares = len(set(cards)) < len(cards)
+    return "gloo" if (usual == "nccl" and shares) or not dist.is_backend_available(usual) else usual
+
+
+def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -> str:
+    """Return the back end of the process group, which rank 0 chooses for all: ranks that differ would never meet.
+
+    Args:
+        store: Of this group alone.
+        place: Of this process.
+        device: This rank's.
+        plan: With a rank for each process.
+
+    Raises:
+        DeviceError: Two ranks have one card, where the plan has one for each; on all ranks.
+    """
+    store.set(f"card/{place.rank}", card_of(device))
+    if place.rank == 0:
+        cards = [store.get(f"card/{rank}").decode() for rank in range(place.world_size)]
+        planned = [_planned(plan, rank).uuid for rank in range(place.world_size)]
+        twice = _first_twice(cards) if None not in planned and _first_twice(planned) is None else None
+        store.set("backend", backend_for(device.type, cards) if twice is None else f"twice {twice[0]} {twice[1]}")
+    told = str(store.get("backend").decode())
+    if told.startswith("twice "):
+        _, one, other = told.split()
+        raise DeviceError(
+            f"ranks {one} and {other} have one card, the only one that each of them sees; expected a card for each "
+            "rank, as the plan has; let each process see its own (srun --gpus-per-task=1), or all of them see all"
+        )
+    return told
+
+
+def _first_twice(values: Sequence[object]) -> tuple[int, int] | None:
+    """Return where the first value that comes twice stands, both times."""
+    return next(((values.index(one), at) for at, one in enumerate(values) if one in values[:at]), None)
+
+
+def exchange_device(device: torch.device) -> torch.device:
+    """Return where a rank's tensors have to be for the ranks to exchange them: gloo takes them from the host.
+
+    Args:
+        device: This rank's.
+    """
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device

@@ -1,0 +1,71 @@
+"""Which plan a job trains with: the one that is given, or the only one that is remembered for this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from autosplit.errors import PlanError
+from autosplit.plan.plan import Plan
+from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
+from autosplit.printed import listed, printable
+from autosplit.profiles import store as profiles
+
+__all__ = ["PLAN_VARIABLE", "described", "plan_for_job"]
+
+_SHOWN = 5
+"""Of several plans that could be meant, so many are listed."""
+
+
+def plan_for_job(
+    profile: Plan | str | os.PathLike[str] | None, world_size: int | None = None
+) -> tuple[Plan, Path | None]:
+    """Find the plan of a job.
+
+    Args:
+        profile: A plan, or the file of one; None for the file that the environment names, or else for the only plan
+            in the cache that this machine and this job can use.
+        world_size: The processes of the job; None where it has none yet.
+
+    Returns:
+        The plan, and its file, if it has one.
+
+    Raises:
+        PlanError: There is none, or several could be meant, or it has no ranks.
+        DeviceError: It is for simulated cards.
+    """
+    path: Path | None = None
+    if isinstance(profile, Plan):
+        plan = profile
+    else:
+        given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
+        plan, path = (Plan.load(given), Path(given)) if given else _remembered_plan(profile, world_size)
+    refuse_unfit(plan)
+    return plan, path
+
+
+def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Path]:
+    """Return the only plan in the cache that this machine and this job can use."""
+    ranked = [(plan, path) for path, plan in profiles.usable_here() if plan.ddp.ranks]
+    usable = [(plan, path) for plan, path in ranked if world_size in (None, len(plan.ddp.ranks))]
+    if len(usable) == 1:
+        return usable[0]
+    job = "" if world_size is None else f" and {world_size} process{'es' * (world_size > 1)}"
+    given = f"no plan is given: profile is {profile!r} and {PLAN_VARIABLE} is not set"
+    if not usable:
+        raise PlanError(
+            f"{given}, and none that is remembered is for this machine{job}; expected a plan, or the file of one; pass "
+            f"it, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote"
+        )
+    all_of_them = listed([f"{path} ({described(plan)})" for plan, path in usable], _SHOWN, separator="; ", last="; ")
+    raise PlanError(
+        f"{given}, and {len(usable)} that are remembered are for this machine{job}: {all_of_them}; "
+        f"expected one; pass the one that is meant (launch --plan), or set {PLAN_VARIABLE} to its file"
+    )
+
+
+def described(plan: Plan) -> str:
+    """Name a plan's model and sizes, in a few words."""
+    sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
+    model = printable(plan.workload.get("model", "a model"), longest=300)
+    return f"{model}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"

@@ -1,0 +1,291 @@
+"""FSDP2 under a plan: the ranks share a model's parameters out, and its gradient is that of the whole batch.
+
+          share out                       forward, backward               last micro-batch
+rank 0    [p0 ..] of rank 0's weights     p0 p1 come together | n0 W/N    gradients meet, each keeps its part
+rank 1    [.. p1] of rank 0's weights     p0 p1 come together | n1 W/N    gradients meet, each keeps its part
+
+The ranks come together in every forward and every backward, also in those that count for nothing: one that left any of
+them out would hang the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from autosplit.ddp.device import exchange_device
+from autosplit.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Layers", "begin_step", "is_shard", "is_sharded", "let_meet", "part_of", "room_for", "shard", "whole"]
+
+Layers = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+"""Which modules are shared out one by one: those of a class, of one of several, or those that a function says."""
+
+_NOT_TAKEN = ("module", "dp_mesh_dims")
+"""Of fully_shard's options: the model itself, and meshes on which not every rank has samples of its own."""
+
+
+def shard(
+    model: nn.Module, *, device: torch.device, layers: Layers | None = None, options: Mapping[str, Any]
+) -> nn.Module:
+    """Share a model's parameters out over all ranks, in place; all of them call it.
+
+    Args:
+        model: The same on every rank; rank 0's weights and buffers are sent to the others.
+        device: Where this rank computes.
+        layers: The modules that come together one at a time; the rest does so with the model itself.
+        options: For fully_shard.
+
+    Returns:
+        The very same model.
+
+    Raises:
+        InputError: This torch has no FSDP2 or not such an option, no module is meant by `layers`, the model is wrapped
+            or shared out already, or it is another one than rank 0's.
+    """
+    fully_shard = _fully_shard()
+    _refuse_options(options, fully_shard)
+    _refuse_model(model)
+    chosen = _chosen(model, layers)
+    _refuse_ties(model, chosen)
+    _compare(model)
+    _take_from_rank_0(model, device)
+    options = {"mesh": _mesh_of_all(device), **options}
+    if options["mesh"].size() != dist.get_world_size():
+        raise InputError(
+            f"mesh has {options['mesh'].size()} ranks; expected all {dist.get_world_size()}, because each of them has "
+            "samples of the step; leave mesh out, or make one of all ranks"
+        )
+    for part in (*chosen, model):
+        fully_shard(part, **options)
+    return model
+
+
+def let_meet(model: nn.Module, meets: bool) -> None:
+    """Say whether the ranks' gradients meet in the next backward."""
+    cast("Any", model).set_requires_gradient_sync(meets)
+
+
+def begin_step(model: nn.Module) -> None:
+    """Forget what a step that was left half-way has kept of gradients.
+
+    Until the last micro-batch, gradients are not in the parameters' ``grad``, where ``zero_grad`` would find them, but
+    beside the parameters that had come together; the next step's would be added to them.
+    """
+    reset = getattr(model, "reset_iter_state", None)  # torch 2.11 has none
+    if reset is not None and _state_of(model)._is_root:
+        reset()  # an exception within a forward leaves it half-way, too
+    for part in model.modules():
+        if _is_sharded_module(part):
+            for kept in _parameters_of(_state_of(part)):
+                kept.unsharded_accumulated_grad = None
+                together = getattr(kept, "_unsharded_param", None)
+                if together is not None:
+                    together.grad = None
+
+
+# Tensors that are shared out -------------------------------------------------------------------------------------
+
+
+def is_shard(value: object) -> bool:
+    """Tell whether a value is a rank's part of a tensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # as long as nobody has loaded it, there is none
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether ranks share a module's tensors out, also while these have come together for a forward."""
+    return any(map(_holds_shards, model.modules()))
+
+
+def whole(shared: Tensor, *, keep: bool) -> Tensor | None:
+    """Bring a tensor together; all ranks call it, in the same order.
+
+    Args:
+        shared: This rank's part of it.
+        keep: Whether this rank wants it, in host memory; where it does not, nothing is left here.
+    """
+    mesh_type = cast("DTensor", shared).device_mesh.device_type
+    tensor = shared.detach()
+    if tensor.device.type != mesh_type:  # kept in host memory, where NCCL sends nothing from
+        tensor = tensor.to(mesh_type)
+    found = cast("DTensor", tensor).full_tensor()
+    return found.cpu() if keep else None
+
+
+def room_for(shared: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor in host memory that is shared out as another is."""
+    return torch.empty_like(shared.detach(), dtype=dtype, device="cpu")
+
+
+def part_of(full: Tensor, shared: Tensor) -> Tensor:
+    """Cut this rank's part out of a whole tensor, in host memory.
+
+    Args:
+        full: The whole of it.
+        shared: A tensor of the same shape that is shared out as the part is to be.
+    """
+    part = cast("DTensor", room_for(shared, full.dtype))
+    for chunk in part.__create_chunk_list__():
+        for dim, (begin, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            # A rank beyond the last part has none of it, and begins at its end.
+            full = full.narrow(dim, min(begin, full.size(dim)), size)
+    part.to_local().copy_(full)
+    return part
+
+
+# Which modules, and of what ----------------------------------------------------------------------------------------
+
+
+def _fully_shard() -> Callable[..., Any]:
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError as error:
+        raise InputError(
+            f"torch {torch.__version__} has no fully_shard; expected one with FSDP2; install a later torch, or use "
+            "ctx.wrap"
+        ) from error
+    return fully_shard
+
+
+def _refuse_options(options: Mapping[str, Any], fully_shard: Callable[..., Any]) -> None:
+    known = [name for name in inspect.signature(fully_shard).parameters if name not in _NOT_TAKEN]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InputError(
+            f"{', '.join(unknown)} is given; expected options that fully_shard of torch {torch.__version__} has: "
+            f"{', '.join(known)}; leave it out"
+        )
+
+
+def _refuse_model(model: nn.Module) -> None:
+    wrapped = [name for name, part in model.named_modules() if isinstance(part, DistributedDataParallel)]
+    shared = [name for name, part in model.named_modules() if _holds_shards(part)]
+    scalars = [name for name, tensor in model.named_parameters() if not tensor.dim()]
+    for names, says in (
+        (wrapped, "is wrapped in DistributedDataParallel at"),
+        (shared, "is shared out already at"),
+        (scalars, "has parameters without a dimension, which can't be shared out:"),
+    ):
+        if names:
+            raise InputError(
+                f"the model {says} {names[0] or 'itself'}; expected a plain one, whose parameters have one dimension "
+                "or more; share the plain model out, once"
+            )
+
+
+def _chosen(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
+    """List the modules that are shared out by themselves, the inner ones first."""
+    if layers is None:
+        return []
+    is_class = isinstance(layers, type | tuple)
+    is_one = (lambda part: isinstance(part, cast("type", layers))) if is_class else cast("Any", layers)
+    chosen = [part for part in model.modules() if part is not model and is_one(part)]
+    if not chosen:
+        kinds = sorted({type(part).__name__ for part in model.modules() if part is not model})
+        raise InputError(
+            f"layers is {layers!r}, and no module of the model is meant by it; expected a class, a tuple of classes, "
+            f"or a function that is true of some; the model has {', '.join(kinds) or 'no modules inside'}"
+        )
+    return chosen[::-1]
+
+
+def _refuse_ties(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
+    """Refuse a parameter of two groups: each would share out its own, and they would be one no longer."""
+    alone = set(chosen)
+    owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for owner, path, name, tensor in _placed(model, model, "", alone):
+        known, group = owners.setdefault(tensor, (f"{path}{name}", owner))
+        if group is not owner:
+            raise InputError(
+                f"{path}{name} is the same parameter as {known}, and they are in different layers; expected one "
+                "parameter in one of them; let layers leave both out, so that they stay with the model itself"
+            )
+
+
+def _placed(
+    part: nn.Module, owner: nn.Module, path: str, alone: set[nn.Module]
+) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    owner = part if part in alone else owner
+    for name, tensor in part.named_parameters(recurse=False, remove_duplicate=False):
+        yield owner, path, name, tensor
+    for name, inner in part.named_children():
+        yield from _placed(inner, owner, f"{path}{name}.", alone)
+
+
+# Rank 0's weights ------------------------------------------------------------------------------------------------
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def _compare(model: nn.Module) -> None:
+    """Make sure that all ranks have the same model, or they would wait for what the others never send."""
+    own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors_of(model).items()]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    others = [str(rank) for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
+    if others:
+        raise InputError(
+            f"the model of rank {', '.join(others)} is not that of rank 0; expected the same names, shapes and dtypes; "
+            "build one model on all ranks"
+        )
+
+
+def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
+    """Send rank 0's weights and buffers, one at a time: the whole model need not fit on a device."""
+    if dist.get_world_size() == 1:
+        return
+    at = exchange_device(device)
+    for tensor in _tensors_of(model).values():
+        if tensor.is_meta or not tensor.numel():
+            continue  # what is on the meta device has no values yet
+        sent = tensor.detach().to(at).contiguous()
+        # As bytes: a backend need not know every dtype.
+        dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
+        if dist.get_rank():
+            with torch.no_grad():
+                tensor.copy_(sent)
+
+
+def _mesh_of_all(device: torch.device) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    assert dist.group.WORLD is not None, "the context has a group"
+    return DeviceMesh.from_group(dist.group.WORLD, device.type)
+
+
+# FSDP2's own state -----------------------------------------------------------------------------------------------
+
+
+def _is_sharded_module(part: nn.Module) -> bool:
+    return hasattr(part, "_get_fsdp_state")
+
+
+def _holds_shards(part: nn.Module) -> bool:
+    """Tell whether a module's own tensors are shared out, those of the modules inside left aside."""
+    own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    return _is_sharded_module(part) or any(map(is_shard, own))
+
+
+def _state_of(part: nn.Module) -> Any:
+    return cast("Any", part)._get_fsdp_state()
+
+
+def _parameters_of(state: Any) -> list[Any]:
+    """List what FSDP2 keeps of a module's parameters; torch 2.11 has one group of them, later ones several."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    return [kept for group in groups for kept in group.fsdp_params]

@@ -1,0 +1,207 @@
+"""The catalogue of GPUs: the cards that ``sim:`` specs know, and finding one by a name that somebody wrote.
+
+The figures are in ``gpus.toml``, each row with its source. A file of the same form, named by AUTOSPLIT_GPUS,
+adds cards or puts its own in place of those; it is read as hostile input.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.resources
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from autosplit.errors import DeviceError, shown
+from autosplit.files import read_bounded
+from autosplit.printed import printable
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["GPUS_VARIABLE", "GpuSpec", "catalog_names_near", "find_card", "gpu_catalog", "mentions_card"]
+
+GPUS_VARIABLE = "AUTOSPLIT_GPUS"
+"""Names a file with cards of the user's own."""
+
+_MOST_BYTES = 2**20
+
+_Positive = Annotated[float, Meta(ge=1e-6, le=1e15)]
+_Name = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}\Z")]
+
+
+class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A card as the file has it; the header of ``gpus.toml`` says what each figure is."""
+
+    memory_gib: Annotated[float, Meta(ge=1e-6, le=2**20)]
+    tflops: dict[Literal["float16", "float32", "float64", "tf32", "bfloat16"], Annotated[float, Meta(ge=1e-6, le=1e9)]]
+    memory_gb_per_s: Annotated[float, Meta(ge=1e-6, le=1e9)]
+    link: str
+    compute_capability: Annotated[str, Meta(pattern=r"^[0-9]{1,2}\.[0-9]\Z")]
+    source: Annotated[str, Meta(max_length=1000)]
+    launch_s: Annotated[float, Meta(gt=0, le=1)] | None = None
+
+
+class _Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    launch_s: Annotated[float, Meta(gt=0, le=1)]
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file of cards holds."""
+
+    cards: dict[_Name, _Row] = {}
+    links: dict[str, _Positive] = {}
+    defaults: _Defaults | None = None
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """A card of the catalogue: published figures, a row of ``gpus.toml``.
+
+    Attributes:
+        name: Its name in ``sim:`` specs, without spaces (``"A100-40GB"``).
+        memory_bytes: Nominal memory.
+        peak_flops: Dense peak by dtype name, in FLOP/s: ``float32`` (without tensor cores), ``float16`` and ``float64``
+            always, ``tf32`` and ``bfloat16`` only where the hardware has them.
+        memory_bytes_per_s: Bandwidth of the card's memory.
+        link_bytes_per_s: Bandwidth to its peers in one direction, over its usual link.
+        launch_s: What one operation costs before its kernel does any work.
+        compute_capability: ``"8.6"``.
+        source: The document that the figures are from.
+    """
+
+    name: str
+    memory_bytes: int
+    # A dict has no hash; the name says enough.
+    peak_flops: Mapping[str, float] = field(hash=False)
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    launch_s: float
+    compute_capability: str
+    source: str
+
+
+def gpu_catalog() -> Mapping[str, GpuSpec]:
+    """Read the cards that ``sim:`` knows.
+
+    Returns:
+        Each card's row by its name, in the order of the file; read once.
+
+    Raises:
+        DeviceError: The file that AUTOSPLIT_GPUS names can't be used.
+    """
+    return _catalog_with(os.environ.get(GPUS_VARIABLE) or None)
+
+
+@functools.lru_cache(maxsize=8)
+def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
+    own = importlib.resources.files("autosplit").joinpath("devices/gpus.toml").read_text(encoding="utf-8")
+    table = _table_of(own)
+    if path is None:
+        return _specs(table, table)
+    try:
+        others = _specs(_table_of(read_bounded(path, _MOST_BYTES, follow_links=True).decode("utf-8")), table)
+    # Of what TOML may hold (dates, numbers of thousands of digits), some fails outside the parser's own error.
+    except (OSError, ValueError, ArithmeticError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DeviceError(
+            f"the cards of {GPUS_VARIABLE}, {path}, can't be used ({printable(reason, longest=300)}); expected a file "
+            "of the form of autosplit/devices/gpus.toml; correct it, or unset the variable"
+        ) from error
+    replaced = {_normal(name) for name in others}
+    return {**{name: spec for name, spec in _specs(table, table).items() if _normal(name) not in replaced}, **others}
+
+
+def _table_of(text: str) -> _Table:
+    return msgspec.convert(tomllib.loads(text), type=_Table)
+
+
+def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
+    """Make the cards of a file; its links and defaults come before the known ones."""
+    defaults = table.defaults or known.defaults
+    assert defaults is not None, "gpus.toml has some"
+    links = {**known.links, **table.links}
+    specs = {}
+    for name, row in table.cards.items():
+        missing = {"float32", "float16", "float64"} - row.tflops.keys()
+        if missing:
+            raise ValueError(f"card {name} has no tflops of {', '.join(sorted(missing))}")
+        if row.link not in links:
+            raise ValueError(f"card {name} has the link {shown(row.link)}; the links are {', '.join(links)}")
+        specs[name] = GpuSpec(
+            name=name,
+            memory_bytes=int(row.memory_gib * 2**30),
+            peak_flops={str(dtype): tflops * 1e12 for dtype, tflops in row.tflops.items()},
+            memory_bytes_per_s=row.memory_gb_per_s * 1e9,
+            link_bytes_per_s=links[row.link],
+            launch_s=row.launch_s or defaults.launch_s,
+            compute_capability=row.compute_capability,
+            source=row.source,
+        )
+    if len({_normal(name) for name in specs}) < len(specs):
+        raise ValueError("two cards have names that differ only in case, '-', '_' or the brand")
+    return specs
+
+
+def _normal(name: str) -> str:
+    """A card's name as it is compared: no case, spaces, '-' or '_', no brand in front."""
+    plain = re.sub(r"[\s_-]", "", name).lower()
+    return re.sub(r"^(nvidia)?(geforce|tesla)?", "", plain)
+
+
+def catalog_names_near(name: str) -> tuple[str, ...]:
+    """Find the cards whose names are nearest to a name.
+
+    Args:
+        name: What somebody wrote.
+
+    Returns:
+        At most five names of the catalogue, the nearest first; empty if none is near.
+    """
+    wanted = _normal(name)
+    by_normal = {_normal(known): known for known in gpu_catalog()}
+    holding = [known for normal, known in by_normal.items() if len(wanted) > 1 and wanted in normal]
+    similar = [by_normal[normal] for normal in difflib.get_close_matches(wanted, by_normal, n=5, cutoff=0.5)]
+    return tuple(dict.fromkeys([*holding, *similar]))[:5]
+
+
+def mentions_card(text: str) -> bool:
+    """Tell whether the name of a card is somewhere in a text, in any spelling."""
+    return any(_normal(name) in _normal(text) for name in gpu_catalog())
+
+
+def find_card(name: str) -> GpuSpec:
+    """Look a card up by its name.
+
+    Args:
+        name: In any case, with or without spaces, '-', '_' and the brand: ``"NVIDIA GeForce RTX 3090"``.
+
+    Returns:
+        Its row.
+
+    Raises:
+        DeviceError: If no card or several have the name; the message says which names were possible.
+    """
+    wanted = _normal(name)
+    for known, spec in gpu_catalog().items():
+        if _normal(known) == wanted:
+            return spec
+    variants = [known for known in gpu_catalog() if wanted and _normal(known).startswith(wanted)]
+    if len(variants) > 1:
+        raise DeviceError(
+            f"card {shown(name)} may be any of {', '.join(variants)}: expected one of these; name it in full"
+        )
+    near = catalog_names_near(name) or ("A100-40GB", "RTX3090")
+    raise DeviceError(
+        f"card {shown(name)} is not in the catalogue of {len(gpu_catalog())} cards: expected a name such as "
+        f"{', '.join(near)}; correct the name"
+    )

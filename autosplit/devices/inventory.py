@@ -1,0 +1,283 @@
+"""The survey: every GPU of the machine with its load, as ``autosplit devices`` shows it.
+
+CUDA says which GPUs this process sees, NVML what else is known of them; the two are matched by UUID, else by
+PCI address. NVML only adds to what CUDA says, and no failure of either raises: each ends as a note.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from autosplit.devices.device import (
+    Found,
+    _accelerator,
+    _nvml,
+    device_uuid,
+    first_line,
+    is_mig,
+    memory_by_nvml,
+    mig_count,
+    nvml_text,
+    why_unsupported,
+)
+
+__all__ = ["DeviceReport", "survey_devices"]
+
+_T = TypeVar("_T")
+
+
+# What NVML says of a whole card, and CUDA of a slice of one.
+_MEASURED = ("total_bytes", "free_bytes", "used_bytes", "own_bytes", "utilization_percent")
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """One GPU as ``autosplit devices`` shows it; a figure that nobody could tell is None.
+
+    Attributes:
+        logical_index: Its number in torch (``cuda:N``); None for a GPU that this process doesn't see.
+        physical_index: Its number in NVML and nvidia-smi; None where NVML doesn't know it.
+        name: Its product name.
+        total_bytes: Its memory.
+        free_bytes: What of it nobody holds.
+        used_by_others_bytes: What other processes hold.
+        utilization_percent: Share of the last moment in which a kernel ran.
+        temperature_c: Temperature in degrees Celsius.
+        power_w: Power draw in watts.
+        uuid: ``"GPU-..."``.
+        visible: Whether this process can use it.
+        notes: What is special about it, and which figures could not be had.
+        kind: Torch's name of such devices: ``"cuda"``, ``"xpu"``.
+    """
+
+    logical_index: int | None
+    physical_index: int | None
+    name: str
+    total_bytes: int | None
+    free_bytes: int | None
+    used_by_others_bytes: int | None
+    utilization_percent: int | None
+    temperature_c: int | None
+    power_w: float | None
+    uuid: str | None
+    visible: bool
+    notes: tuple[str, ...] = ()
+    kind: str = "cuda"
+
+
+@dataclass
+class _Gpu:
+    """A GPU while the two views of it, CUDA's and NVML's, are put together."""
+
+    name: str
+    notes: list[str]
+    logical_index: int | None = None
+    physical_index: int | None = None
+    uuid: str | None = None
+    pci: tuple[int, int, int] | None = None
+    mig: bool = False
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    used_bytes: int | None = None
+    own_bytes: int | None = None
+    utilization_percent: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+
+
+def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
+    """Look at every GPU of the machine, whether this process sees it or not.
+
+    Returns:
+        The GPUs, those that this process sees first and in CUDA's order; and notes on the whole (no driver, no NVML,
+        how ``CUDA_VISIBLE_DEVICES`` maps). Neither CUDA's nor NVML's failures raise: they are among the notes.
+    """
+    notes: list[str] = []
+    found = _accelerator()
+    nvml, why_no_nvml = _nvml() if found.kind == "cuda" else (None, "")
+    notes.extend(note for note in (found.why_not, why_no_nvml, _pynvml_distribution_note()) if note)
+    logical = [] if found.module is None else _logical_gpus(found, notes)
+    physical = [] if nvml is None else _physical_gpus(nvml, notes)
+    rows = [_merged(gpu, physical, found.module) for gpu in logical]
+    matched = {gpu.physical_index for gpu in rows}
+    rows.extend(gpu for gpu in physical if gpu.physical_index not in matched)
+    reports = tuple(_report(gpu, found.kind) for gpu in rows)
+    notes.extend(_visibility_notes(reports, nvml_answers=bool(physical)))
+    return reports, tuple(dict.fromkeys(notes))
+
+
+def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
+    """The GPUs as torch sees them."""
+    gpus, cuda = [], found.module
+    for index in range(_ask(notes, "the number of GPUs", cuda.device_count) or 0):
+        gpu = _Gpu(name="unknown GPU", notes=[], logical_index=index)
+        properties = _ask(gpu.notes, "properties", functools.partial(cuda.get_device_properties, index))
+        if properties is not None:
+            gpu.name = str(properties.name)
+            gpu.uuid, gpu.pci = device_uuid(properties), _pci_address(properties)
+            gpu.total_bytes = int(properties.total_memory)
+            gpu.mig = is_mig(gpu.name)
+            if found.kind == "cuda":
+                problem = _ask(gpu.notes, "architecture", functools.partial(why_unsupported, cuda, index))
+                gpu.notes.extend([problem] if problem else [])
+        gpus.append(gpu)
+    if mig_count(gpu.name for gpu in gpus) > 1:
+        notes.append(
+            "several MIG instances are visible, but a process can use only one; set CUDA_VISIBLE_DEVICES to one"
+        )
+    return gpus
+
+
+def _physical_gpus(nvml: Any, notes: list[str]) -> list[_Gpu]:
+    """The GPUs as NVML sees them."""
+    gpus = []
+    for index in range(_ask(notes, "NVML's number of GPUs", nvml.nvmlDeviceGetCount) or 0):
+        handle = _ask(notes, f"physical GPU {index}", functools.partial(nvml.nvmlDeviceGetHandleByIndex, index))
+        if handle is not None:
+            gpus.append(_physical_gpu(nvml, index, handle))
+    return gpus
+
+
+def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
+    """One GPU with all that NVML tells of it."""
+    notes: list[str] = []
+    name = _ask(notes, "name", lambda: nvml_text(nvml.nvmlDeviceGetName(handle)))
+    gpu = _Gpu(name=name or "unknown GPU", notes=notes, physical_index=index)
+    gpu.uuid = _ask(notes, "UUID", lambda: nvml_text(nvml.nvmlDeviceGetUUID(handle)))
+    pci = _ask(notes, "PCI address", lambda: nvml.nvmlDeviceGetPciInfo(handle))
+    gpu.pci = None if pci is None else (int(pci.domain), int(pci.bus), int(pci.device))
+    memory = _ask(notes, "memory", lambda: memory_by_nvml(nvml, handle))
+    if memory is not None:
+        gpu.total_bytes, gpu.free_bytes, gpu.used_bytes = int(memory.total), int(memory.free), int(memory.used)
+    gpu.own_bytes = _own_bytes(nvml, handle, notes)
+    gpu.utilization_percent = _ask(notes, "utilization", lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+    gpu.temperature_c = _ask(
+        notes, "temperature", lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+    )
+    gpu.power_w = _ask(notes, "power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+    # A card that has no MIG says "not supported": nothing to note.
+    mig = _ask([], "MIG", lambda: nvml.nvmlDeviceGetMigMode(handle))
+    if mig and mig[0]:
+        gpu.mig = True
+        notes.append("MIG is on: choose one instance by its MIG- UUID in CUDA_VISIBLE_DEVICES")
+    return gpu
+
+
+def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
+    """What NVML says that this process holds; None where it lists no such process, or no figures."""
+    processes = _ask(notes, "processes", lambda: list(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
+    if processes is None:
+        return None
+    if any(process.usedGpuMemory is None for process in processes):
+        notes.append("the driver does not say how much each process holds (Windows and WSL do not)")
+    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
+    return sum(own) if own and None not in own else None
+
+
+def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
+    """CUDA's view of a GPU with what NVML knows of the same one."""
+    known = _same_gpu(gpu, physical)
+    if known is not None:
+        # A slice has the memory that CUDA says; NVML's figures are the whole card's.
+        for name in ("physical_index", "temperature_c", "power_w", *(() if gpu.mig else _MEASURED)):
+            if getattr(known, name) is not None:
+                setattr(gpu, name, getattr(known, name))
+        gpu.uuid = gpu.uuid or known.uuid
+        gpu.notes.extend(known.notes)
+    index = gpu.logical_index
+    if gpu.free_bytes is None:
+        # Unified memory and slices: NVML has no figures, CUDA has. This makes a context, so it is asked only here.
+        memory = _ask(gpu.notes, "free memory", lambda: cuda.mem_get_info(index))
+        if memory is not None:
+            gpu.free_bytes, gpu.total_bytes = int(memory[0]), int(memory[1])
+            gpu.used_bytes = gpu.total_bytes - gpu.free_bytes
+    if gpu.own_bytes is None:
+        gpu.own_bytes = _ask([], "own memory", lambda: int(cuda.memory_reserved(index) if cuda.is_initialized() else 0))
+    return gpu
+
+
+def _same_gpu(gpu: _Gpu, physical: Sequence[_Gpu]) -> _Gpu | None:
+    """NVML's view of a CUDA GPU: by UUID, else by PCI address; never by index, the two orders differ."""
+    for attribute in ("uuid", "pci"):
+        value = getattr(gpu, attribute)
+        matches = [other for other in physical if value is not None and getattr(other, attribute) == value]
+        if len(matches) == 1:
+            return matches[0]
+    if physical:
+        gpu.notes.append("NVML knows no GPU with this UUID or PCI address")
+    return None
+
+
+def _report(gpu: _Gpu, kind: str) -> DeviceReport:
+    others = None if gpu.used_bytes is None else max(0, gpu.used_bytes - (gpu.own_bytes or 0))
+    return DeviceReport(
+        kind=kind,
+        logical_index=gpu.logical_index,
+        physical_index=gpu.physical_index,
+        name=gpu.name,
+        total_bytes=gpu.total_bytes,
+        free_bytes=gpu.free_bytes,
+        used_by_others_bytes=others,
+        utilization_percent=gpu.utilization_percent,
+        temperature_c=gpu.temperature_c,
+        power_w=gpu.power_w,
+        uuid=gpu.uuid,
+        visible=gpu.logical_index is not None,
+        notes=tuple(dict.fromkeys(gpu.notes)),
+    )
+
+
+def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) -> list[str]:
+    """How ``CUDA_VISIBLE_DEVICES`` and CUDA's own order map CUDA's numbers to NVML's."""
+    if any(report.kind != "cuda" for report in reports):
+        return []  # its like of other back ends has no numbers of a driver's to map to
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [report for report in reports if report.visible]
+    setting = "CUDA_VISIBLE_DEVICES is not set" if mask is None else f"CUDA_VISIBLE_DEVICES={mask!r}"
+    if not visible:
+        return [f"{setting}: no GPU is visible to this process"] if reports or mask is not None else []
+    if not nvml_answers:
+        return [f"{setting}: {len(visible)} visible, their physical numbers are unknown without NVML"]
+    unknown = "an unknown GPU"
+    pairs = [
+        f"cuda:{r.logical_index} is {unknown if r.physical_index is None else f'physical {r.physical_index}'}"
+        for r in visible
+    ]
+    notes = [f"{setting}: {', '.join(pairs)}"]
+    physical = [r.physical_index for r in visible if r.physical_index is not None]
+    if mask is None and physical != sorted(physical):
+        notes.append("CUDA puts the fastest GPU first; set CUDA_DEVICE_ORDER=PCI_BUS_ID for nvidia-smi's order")
+    return notes
+
+
+def _ask(notes: list[str], what: str, call: Callable[[], _T]) -> _T | None:
+    """Ask for one figure; where that fails, note what is unknown and go on."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 (a figure that nobody can tell must not hide the others)
+        notes.append(f"{what} unknown: {first_line(error)}")
+        return None
+
+
+def _pci_address(properties: Any) -> tuple[int, int, int] | None:
+    """A CUDA device's (domain, bus, device), None in a torch that doesn't say."""
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    return int(properties.pci_domain_id), int(properties.pci_bus_id), int(properties.pci_device_id)
+
+
+def _pynvml_distribution_note() -> str | None:
+    """The old separate distribution `pynvml` hides or shadows `nvidia-ml-py`, and torch warns of it."""
+    try:
+        version = importlib.metadata.version("pynvml")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return (
+        f"the separate distribution 'pynvml' {version} is installed beside nvidia-ml-py; pip uninstall pynvml, "
+        "then pip install --force-reinstall nvidia-ml-py"
+    )

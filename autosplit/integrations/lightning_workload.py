@@ -1,0 +1,299 @@
+"""A LightningModule's training step as a workload, to be tuned before a Trainer runs it.
+
+    model = MyModule()
+    plan = autosplit.tune(workload(model, datamodule), devices="cuda", strategy="ddp", effective_batch_size=512)
+
+Lightning's own BatchSizeFinder runs whole steps in the training process until one fails, and refuses where there is
+more than one device. Here nothing of the module is changed, no Trainer is needed, and each device gets its own share.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from io import StringIO
+from typing import Any
+
+import lightning.pytorch
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autosplit.errors import InputError
+from autosplit.rng import kept_rng
+from autosplit.workload.compiled import eager_of
+from autosplit.workload.sample_batch import largest_batch
+from autosplit.workload.workload import Workload
+
+__all__ = ["TrainingStep", "asked_loss", "workload"]
+
+PRECISIONS = {"32-true": "none", "32": "none", "16-mixed": "fp16", "bf16-mixed": "bf16"}
+"""A Trainer's precision, and ours."""
+
+
+class TrainingStep(nn.Module):
+    """A module whose forward is another one's training step.
+
+    Args:
+        module: The LightningModule.
+        trainer: What its code finds as ``self.trainer`` meanwhile; None for none.
+        optimizer: What ``self.optimizers()`` returns meanwhile, where it is an optimizer.
+    """
+
+    def __init__(self, module: lightning.pytorch.LightningModule, trainer: Any, optimizer: Any = None) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training  # parts of it may be in evaluation mode, and stay so
+        self._trainer = trainer
+        self._optimizer = optimizer
+
+    @property
+    def named_by(self) -> nn.Module:
+        """What a profile calls the model by."""
+        return self.module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingStep:
+        """Copy the module, and keep the Trainer and the optimizer, which are no part of it."""
+        return TrainingStep(copy.deepcopy(self.module, memo), self._trainer, self._optimizer)
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return the loss of a batch."""
+        with _attached(self.module, self._trainer, self._optimizer):
+            batch = self.module.on_after_batch_transfer(batch, 0)
+            return _loss_of_step(self.module, batch)
+
+
+def asked_loss(module: lightning.pytorch.LightningModule, batch: Any) -> float:
+    """Return the loss of a training step that is none, by a copy of the module in evaluation mode, which tells nobody.
+
+    Args:
+        module: One that a Trainer fits.
+        batch: On its device, as all hooks leave it.
+    """
+    asked = copy.deepcopy(module).eval()
+    with torch.no_grad(), kept_rng(), _attached(asked, module.trainer), redirect_stdout(StringIO()):
+        return float(_loss_of_step(asked, batch))
+
+
+def _loss_of_step(module: lightning.pytorch.LightningModule, batch: Any) -> Tensor:
+    given = (batch, 0) if _takes_number(module.training_step) else (batch,)
+    output = _asking_for_trainer(lambda: module.training_step(*given), "training_step")
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise InputError(
+            f"training_step returned a {type(loss).__name__} for its loss; expected a tensor, or a mapping with "
+            "one under 'loss'; a step that is skipped can't be measured"
+        )
+    return loss
+
+
+def workload(
+    module: lightning.pytorch.LightningModule,
+    data: Iterable[Any] | lightning.pytorch.LightningDataModule | None = None,
+    *,
+    trainer: lightning.pytorch.Trainer | None = None,
+    batches: int = 32,
+    **options: Any,
+) -> Workload:
+    """Make the workload of a LightningModule: its training step, its optimizer, and the largest batch of its loader.
+
+        plan = autosplit.tune(workload(model, datamodule), strategy="ddp", effective_batch_size=512)
+        shares = Shares(plan)
+
+    For several devices pass ``strategy="ddp"`` to `tune`: Lightning has no strategy that splits a batch over the
+    devices of one process. `self.log` does nothing meanwhile.
+
+    Args:
+        module: The module, or what ``torch.compile`` made of one; nothing of it is changed but by its own
+            `configure_optimizers`. `configure_model` is called on a copy.
+        data: A loader, or a data module, whose `prepare_data` and `setup("fit")` are called. Default: the module's own
+            `train_dataloader`.
+        trainer: The one that is to train it: its precision counts, and code that asks for ``self.trainer`` finds it. It
+            is not run, so that it does not know how many steps there will be (`estimated_stepping_batches`): with a
+            schedule that has to know, pass ``optimizer=``.
+        batches: How many batches are drawn, of which the one with the most elements per sample is the sample batch.
+        **options: The other arguments of `Workload`, such as ``precision``, ``make_batch`` or ``loss_reduction``; an
+            ``optimizer`` replaces what `configure_optimizers` returns.
+
+    Returns:
+        The workload.
+
+    Raises:
+        InputError: Manual optimization, several optimizers, several loaders, a step over an iterator, a precision that
+            is not mixed, or code that asks for a Trainer where none is given.
+        WorkloadError: No sample was drawn.
+    """
+    module = eager_of(module) if isinstance(module, nn.Module) else module
+    _refuse_unlike(module, trainer)
+    with kept_rng():
+        return _workload(module, data, trainer, batches, options)
+
+
+def _workload(module: Any, data: Any, trainer: Any, batches: int, options: dict[str, Any]) -> Workload:
+    if _overrides(module, "configure_model"):
+        module = copy.deepcopy(module)
+        with _attached(module, trainer):
+            _asking_for_trainer(module.configure_model, "configure_model")
+    if "optimizer" not in options:
+        with _attached(module, trainer):
+            configured = _asking_for_trainer(module.configure_optimizers, "configure_optimizers")
+        options["optimizer"] = _optimizer_of(configured)
+    if "precision" not in options:
+        options["precision"] = "none" if trainer is None else _precision_of(trainer)
+    sample_batch = _sample_batch(module, data, trainer, batches, options.get("batch_dim", 0))
+    optimizer = options["optimizer"] if isinstance(options["optimizer"], Optimizer) else None
+    return Workload(TrainingStep(module, trainer, optimizer), sample_batch, compute_loss=_loss_of, **options)
+
+
+def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(batch)
+    return loss
+
+
+def _refuse_unlike(module: Any, trainer: Any) -> None:
+    if not isinstance(module, lightning.pytorch.LightningModule):
+        raise InputError(
+            f"module is a {type(module).__name__}; expected a lightning.pytorch.LightningModule; of another module "
+            "make a Workload(model, sample_batch)"
+        )
+    if not module.automatic_optimization:
+        raise InputError(
+            "automatic_optimization is False; expected it True, because an optimizer step is then the module's own "
+            "secret; write it as Workload(models, batch, step=...)"
+        )
+    if trainer is not None and not isinstance(trainer, lightning.pytorch.Trainer):
+        raise InputError(f"trainer is a {type(trainer).__name__}; expected a lightning.pytorch.Trainer, or none")
+    if any(name == "dataloader_iter" for name in _positional(module.training_step)):
+        raise InputError(
+            "training_step takes the iterator of its loader; expected a batch, of which other sizes can be made; take "
+            "training_step(self, batch, batch_idx)"
+        )
+
+
+def _sample_batch(module: Any, data: Any, trainer: Any, batches: int, batch_dim: int) -> Any:
+    """Return the largest of a few batches of the training loader, as the hooks of whoever owns it leave it."""
+    is_module = isinstance(data, lightning.pytorch.LightningDataModule)
+    owner = data if is_module else module
+    with _attached(module, trainer), _known_to(data if is_module else None, trainer):
+        if is_module:
+            data.prepare_data()
+            data.setup("fit")
+        loader = data
+        if is_module or data is None:
+            loader = _asking_for_trainer(owner.train_dataloader, "train_dataloader")
+        if loader is None or isinstance(loader, (Mapping, list, tuple, CombinedLoader)):
+            raise InputError(
+                f"the training loader is a {type(loader).__name__}; expected one loader, of whose batches other sizes "
+                "can be made; pass the loader that the memory depends on"
+            )
+        batch = largest_batch(loader, batches, batch_dim)
+        hooks = owner if _overrides(owner, "on_before_batch_transfer") else module
+        batch = _asking_for_trainer(lambda: hooks.on_before_batch_transfer(batch, 0), "on_before_batch_transfer")
+        if is_module and _overrides(data, "on_after_batch_transfer"):
+            batch = data.on_after_batch_transfer(batch, 0)
+        return batch
+
+
+@contextmanager
+def _known_to(data: Any, trainer: Any) -> Iterator[None]:
+    """Let a data module find a Trainer."""
+    if data is None or trainer is None:
+        yield
+        return
+    before, data.trainer = data.trainer, trainer
+    try:
+        yield
+    finally:
+        data.trainer = before
+
+
+def _optimizer_of(configured: Any) -> Optimizer:
+    """Return the only optimizer of what `configure_optimizers` returns."""
+    several = configured
+    if isinstance(several, (list, tuple)) and len(several) == 2 and isinstance(several[0], list):
+        several = several[0]  # optimizers and schedulers
+    found = several if isinstance(several, (list, tuple)) else [several]
+    optimizers = [one.get("optimizer") if isinstance(one, Mapping) else one for one in found]
+    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
+        kinds = ", ".join(type(one).__name__ for one in optimizers) or "nothing"
+        raise InputError(
+            f"configure_optimizers returned {kinds}; expected one torch.optim.Optimizer, with or without its "
+            "scheduler; pass optimizer= for another"
+        )
+    return optimizers[0]
+
+
+def _precision_of(trainer: Any) -> str:
+    named = str(trainer.precision)
+    if named not in PRECISIONS:
+        raise InputError(
+            f"the Trainer's precision is {named!r}; expected one of {', '.join(map(repr, PRECISIONS))}; convert the "
+            "module itself and pass precision='none'"
+        )
+    return PRECISIONS[named]
+
+
+def _asking_for_trainer(call: Any, name: str) -> Any:
+    try:
+        return call()
+    except RuntimeError as error:
+        if "is not attached to a `Trainer`" not in str(error):
+            raise
+        raise InputError(
+            f"{name} asks for self.trainer; expected one to be given; pass trainer= of the Trainer that is to train it"
+        ) from error
+
+
+@contextmanager
+def _attached(module: Any, trainer: Any, optimizer: Any = None) -> Iterator[None]:
+    """Let a module find a Trainer and its optimizer, and log nothing: no loop is there that would collect it.
+
+    So do the LightningModules in it, which Lightning attaches along.
+    """
+    shadows = {"log": _nothing, "log_dict": _nothing}
+    if optimizer is not None:
+        shadows["optimizers"] = lambda **_options: optimizer
+    with ExitStack() as stack:
+        for part in module.modules():
+            if isinstance(part, lightning.pytorch.LightningModule):
+                own = {name: vars(part)[name] for name in ("_trainer", *shadows) if name in vars(part)}
+                stack.callback(_put_back, part, own, ("_trainer", *shadows))
+                found = own["_trainer"] if trainer is None else trainer
+                part.__dict__.update(shadows, _trainer=found)  # its property would reach those in it, too
+        yield
+
+
+def _put_back(part: Any, own: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        part.__dict__.pop(name, None)
+    part.__dict__.update(own)
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """Log nothing."""
+
+
+def _overrides(owner: Any, name: str) -> bool:
+    """Tell whether a module or data module has a hook of its own."""
+    base = (
+        lightning.pytorch.LightningModule
+        if isinstance(owner, lightning.pytorch.LightningModule)
+        else lightning.pytorch.LightningDataModule
+    )
+    return getattr(type(owner), name) is not getattr(base, name)
+
+
+def _positional(function: Any) -> list[str]:
+    """Return the names of a bound method's parameters that a batch and its number may be given as."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in inspect.signature(function).parameters.values() if one.kind in kinds]
+
+
+def _takes_number(function: Any) -> bool:
+    """Tell whether a training step takes its batch's number, by the rule that Lightning calls it by."""
+    parameters = inspect.signature(function).parameters.values()
+    several = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
+    return several or len(_positional(function)) > 1

@@ -1,0 +1,327 @@
+"""What one process of a tool's training does of a plan: its samples of every micro-batch, and the steps they add up to.
+
+                      processes   samples of each        who splits a process's samples
+torchrun, N ranks     N           the ranks' shares      nobody: one device each
+plain python          1           all of them            BalancedDataParallel, where there are several devices
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autosplit.ddp.context import Context
+from autosplit.ddp.device import device_for
+from autosplit.ddp.find_plan import PLAN_VARIABLE, described, plan_for_job
+from autosplit.ddp.rendezvous import Place, place_here
+from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.parallel.optimizer_steps import RankSlice, ScheduledBatchSampler
+from autosplit.plan.plan import Plan
+from autosplit.printed import printable
+from autosplit.profiles import store as profiles
+from autosplit.solve.split import micro_batch_sizes, short_split
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "MarkingBatchSampler",
+    "NoPlanWarning",
+    "OtherModelWarning",
+    "Share",
+    "Uncounted",
+    "find_share",
+    "parameters_in",
+    "share_of",
+    "tell_of_no_plan",
+]
+
+
+class NoPlanWarning(UserWarning):
+    """There is no plan for this training: the tool trains as it would without autosplit."""
+
+
+class OtherModelWarning(UserWarning):
+    """The plan that was given is for a model of another size."""
+
+
+class Uncounted(list[int]):
+    """The indices of a micro-batch of which this process has no share: one sample, to be run and to count nothing."""
+
+
+class MarkingBatchSampler(ScheduledBatchSampler):
+    """A `ScheduledBatchSampler` that says of a micro-batch that it counts for nothing."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        sizes = [size for step in self.schedule[self.start_step :] for size in step.micro_batch_sizes]
+        for batch, size in zip(super().__iter__(), sizes, strict=True):
+            yield batch if size else Uncounted(batch)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this process does of a plan.
+
+    Attributes:
+        plan: The plan.
+        place: Which process of the job this is.
+        batch_sizes: Samples of a full micro-batch, for every process.
+        accumulation_steps: Micro-batches of a full optimizer step.
+        effective_batch_size: Samples of a full optimizer step, over all processes.
+    """
+
+    plan: Plan
+    place: Place
+    batch_sizes: tuple[int, ...]
+    accumulation_steps: int
+    effective_batch_size: int
+
+    @property
+    def batch_size(self) -> int:
+        """This process's samples of a full micro-batch."""
+        return self.batch_sizes[self.place.rank]
+
+    @property
+    def num_processes(self) -> int:
+        """The processes of the job."""
+        return len(self.batch_sizes)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether this process splits its samples over several devices itself."""
+        return self.num_processes == 1 and len(self.plan.devices) > 1
+
+    def __str__(self) -> str:
+        """Return it in a few words."""
+        sizes = " + ".join(str(size) for size in (self.plan.split if self.wraps else self.batch_sizes))
+        return (
+            f"{sizes} samples per forward, {self.accumulation_steps} forwards per optimizer step of "
+            f"{self.effective_batch_size}"
+        )
+
+    def batch_sampler(
+        self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> MarkingBatchSampler:
+        """Return a batch sampler that hands out this process's part of every micro-batch.
+
+        Args:
+            num_samples: Length of the data set, the same in every process.
+            shuffle: Draw in a new order each epoch.
+            seed: Of that order, the same in every process.
+            drop_last: Leave out the epoch's last step where it is short of samples.
+
+        Raises:
+            InputError: The short last forward has a sample too few for the model's BatchNorms.
+        """
+        made = MarkingBatchSampler(
+            num_samples,
+            sum(self.batch_sizes),
+            self.effective_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            rank_slice=RankSlice(self.place.rank, self.batch_sizes),
+        )
+        if self.num_processes > 1:
+            made.refuse_single_samples(self.batch_sizes, self.plan.ddp.least_batch)
+        elif self.wraps and self.plan.region is not None:
+            made.refuse_single_samples(self.plan.split, self.plan.region.least_share)
+        return made
+
+    def refuse_uncounted_batchnorms(self, model: nn.Module, sampler: ScheduledBatchSampler) -> None:
+        """Refuse a micro-batch without a share for some process, where the model has BatchNorms.
+
+        What runs there counts for nothing in the loss, and a BatchNorm would count it.
+
+        Args:
+            model: What is trained.
+            sampler: What it is trained on.
+
+        Raises:
+            InputError: There is one.
+        """
+        if not any(isinstance(part, _BatchNorm) for part in model.modules()):
+            return
+        for step in (*sampler.schedule[:1], *sampler.schedule[-1:]):
+            last = micro_batch_sizes(step.num_samples, sampler.batch_size)[-1]
+            shares = short_split(last, self.batch_sizes)
+            if 0 in shares:
+                raise InputError(
+                    f"the last forward of an optimizer step of {step.num_samples} samples has {last}, split {shares}, "
+                    "and the model has BatchNorms, whose statistics would count what a process runs that has none; "
+                    "expected a sample or more for each process; leave out a short last step (drop_last), "
+                    "tune for another effective batch size, or train with autosplit.ddp, which keeps it out of them"
+                )
+
+    def tell_of_other_model(self, model: Any, *, stacklevel: int = 3) -> None:
+        """Warn where the plan is for a model of another size.
+
+        Args:
+            model: What is trained.
+            stacklevel: Whose line it is that is warned of.
+
+        Warns:
+            OtherModelWarning: It has another number of parameters.
+        """
+        wanted, given = self.plan.workload.get("parameters"), parameters_in(model)
+        if wanted is None or given is None or wanted == given:
+            return
+        name = printable(str(self.plan.workload.get("model", "a model")), longest=100)
+        warnings.warn(
+            f"the plan is for {name} with {wanted:,} parameters, and this model has {given:,}: its batch sizes may not "
+            "fit, or be far too small; tune for this model, and pass that plan",
+            OtherModelWarning,
+            stacklevel=stacklevel,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes by the plan.
+
+        Raises:
+            DeviceError: No such card is visible.
+        """
+        return device_for(self.plan, self.place) if self.num_processes > 1 else self.plan.devices_here()[0]
+
+    def refuse_other_job(self, num_processes: int, device: torch.device, tool: str) -> None:
+        """Make sure that the tool's processes are the plan's, and compute where it says.
+
+        Args:
+            num_processes: Of the tool's job.
+            device: The tool's, of this process.
+            tool: Its name.
+
+        Raises:
+            PlanError: There are more or fewer: each would train a model of its own.
+            DeviceError: It is another GPU.
+        """
+        if num_processes != self.num_processes:
+            raise PlanError(
+                f"{tool} runs {_processes(num_processes)}, and the plan is for {_processes(self.num_processes)}; "
+                "expected the same, or each would train a model of its own; start the script with autosplit launch, "
+                f"and leave the number to it (Lightning: devices={self.num_processes}; accelerate: no PartialState "
+                "before the Accelerator)"
+            )
+        wanted = self.device
+        same_index = None in {wanted.index, device.index} or wanted.index == device.index
+        if wanted.type != device.type or not same_index:
+            raise DeviceError(
+                f"{tool} computes on {device} in process {self.place.rank}, and the plan's share of {self.batch_size} "
+                f"samples is for {wanted}; expected the same; set CUDA_VISIBLE_DEVICES to the plan's cards in its "
+                "order, or tune for the devices that are here"
+            )
+
+
+def share_of(plan: Plan, place: Place) -> Share:
+    """Return what a process does of a plan.
+
+    Args:
+        plan: The plan.
+        place: Of the process.
+
+    Raises:
+        DeviceError: The plan is for simulated cards.
+        PlanError: It is for another number of processes.
+    """
+    if place.world_size > 1:
+        plan_for_job(plan, place.world_size)  # refuses what no job can train with
+        count = len(plan.ddp.ranks)
+        if count != place.world_size:
+            raise PlanError(
+                f"the plan has {count} rank{'s' * (count > 1)}, but the job has {place.world_size}; expected a process "
+                f"for each rank; start it with torchrun --nproc-per-node {count}, or tune for the devices of this job"
+            )
+        import torch
+
+        ctx = Context(plan, place.rank, torch.device("cpu"))  # for its numbers only
+        sizes = tuple(settings.batch_size for settings in plan.ddp.ranks)
+        return Share(plan, place, sizes, ctx.settings.accumulation_steps, ctx.effective_batch_size)
+    if plan.simulated:
+        plan_for_job(plan)
+    if plan.region is None and len(plan.devices) > 1:
+        raise PlanError(
+            f"the plan is for {len(plan.devices)} processes, and this is one; expected a job; start the script with "
+            "autosplit launch, or tune with strategy='balanced'"
+        )
+    return Share(plan, place, (plan.batch_size,), plan.accumulation_steps, plan.effective_batch_size)
+
+
+def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int | None) -> Share | None:
+    """Find what this process does of the plan that is meant.
+
+    Args:
+        profile: A plan, or the file of one; None for the file that AUTOSPLIT_PROFILE names, or else for the only
+            remembered plan for this machine, this number of processes and a model of this size.
+        parameters: Of the model that is to be trained; None where that is unknown, and nothing remembered is taken for
+            its plan.
+
+    Returns:
+        It; None where nothing is given and nothing remembered.
+
+    Raises:
+        PlanError: What is given can't be read or is for another number of processes; or several are remembered.
+        DeviceError: It is for simulated cards.
+    """
+    place = place_here()
+    given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
+    if isinstance(given, Plan):
+        return share_of(given, place)
+    if given:
+        return share_of(Plan.load(given), place)
+    if profile is not None:
+        raise InputError(
+            f"plan is {profile!r}; expected a plan, or the file of one; leave it out for the remembered one"
+        )
+    fitting = [
+        plan
+        for _, plan in profiles.usable_here()
+        if parameters is not None and parameters == plan.workload.get("parameters") and _is_for(plan, place)
+    ]
+    unlike = {plan.bare().to_json(): plan for plan in fitting}
+    if not unlike:
+        return None
+    if len(unlike) > 1:
+        listed = "; ".join(described(plan) if plan.ddp.ranks else str(plan) for plan in unlike.values())
+        raise PlanError(
+            f"{len(unlike)} plans are remembered for this machine and a model of this size: {listed:.400}; expected "
+            f"one; pass plan=, or set {PLAN_VARIABLE} to its file"
+        )
+    return share_of(next(iter(unlike.values())), place)
+
+
+def parameters_in(model: Any) -> int | None:
+    """Count a model's parameters; None where there is no model, or they have no size yet."""
+    try:
+        return sum(int(parameter.numel()) for parameter in model.parameters())
+    except (AttributeError, RuntimeError, ValueError):  # a function that makes it; torch's lazy parameters
+        return None
+
+
+def tell_of_no_plan() -> None:
+    """Warn the caller's caller that the tool trains as it would without autosplit.
+
+    Warns:
+        NoPlanWarning: Always.
+    """
+    warnings.warn(
+        "autosplit has no plan for this training, which goes on as without it; pass plan= (or model=, where one is "
+        "remembered for it), or make one with autosplit tune",
+        NoPlanWarning,
+        stacklevel=3,
+    )
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count > 1)}"
+
+
+def _is_for(plan: Plan, place: Place) -> bool:
+    if place.world_size > 1:
+        return len(plan.ddp.ranks) == place.world_size
+    return plan.region is not None or len(plan.devices) == 1

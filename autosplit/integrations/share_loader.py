@@ -1,0 +1,191 @@
+"""The loader that hands out one process's share: a tool's own loader, made again around another batch sampler.
+
+What the data set, the collator, the workers and the pinning were stays as it was. A micro-batch of which this process
+has no share has to be run (the ranks' gradients meet there) and must not be counted. Where the tool draws batches by
+itself, as transformers' Trainer does, it comes with a mark that says so. The mark travels with the samples: through the
+workers, and past what skips batches to resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data.dataloader import default_collate
+
+from autosplit.errors import InputError
+from autosplit.integrations.process_share import Share, Uncounted
+
+__all__ = ["is_shuffled", "loader_options", "taken_mark"]
+
+MARK = "autosplit_uncounted"
+"""A key of a batch, there where it counts for nothing."""
+
+
+class _Fetched(list[Any]):
+    """The samples of an `Uncounted` micro-batch."""
+
+
+class MarkingDataset:
+    """A data set whose samples say whether they count.
+
+    Args:
+        dataset: One with a length and samples by index.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet, while a worker unpickles it
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        several = getattr(self.dataset, "__getitems__", None)
+        samples = [self.dataset[index] for index in indices] if several is None else several(list(indices))
+        return _Fetched(samples) if isinstance(indices, Uncounted) else samples
+
+
+class MarkingCollate:
+    """A collator that puts the mark on the batch.
+
+    Args:
+        collate: The tool's; it is to return a mapping.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        if not isinstance(samples, _Fetched):
+            return self.collate(samples)
+        batch = self.collate(list(samples))
+        if not isinstance(batch, Mapping):
+            raise InputError(
+                f"the collator returns a {type(batch).__name__}; expected a mapping, as the tool's own does, because "
+                "a process without a share of the short last step has to mark it; return a dict, or set drop_last"
+            )
+        return {**batch, MARK: True}
+
+
+def taken_mark(batch: Any) -> bool:
+    """Tell whether a batch counts for nothing, and take the mark off."""
+    return bool(batch.pop(MARK, False)) if isinstance(batch, dict) else False
+
+
+def is_shuffled(loader: Any) -> bool | None:
+    """Tell whether a loader draws every sample once in a new order, or in the data set's own; None where neither.
+
+    Args:
+        loader: PyTorch's own, also with a tool's samplers around its batch sampler.
+    """
+    drawn = getattr(loader, "batch_sampler", None)
+    while (inner := getattr(drawn, "batch_sampler", None)) is not None:
+        drawn = inner  # accelerate's own deal the batches of this one out
+    sampler = getattr(drawn, "sampler", None)
+    if type(drawn) is not BatchSampler:
+        return None
+    if isinstance(sampler, DistributedSampler):  # it deals out, which the shares do in its place
+        return bool(sampler.shuffle)
+    if isinstance(sampler, RandomSampler):
+        return None if sampler.replacement or sampler.num_samples != len(loader.dataset) else True
+    return False if isinstance(sampler, SequentialSampler) else None
+
+
+def loader_options(
+    loader: Any,
+    share: Share,
+    *,
+    shuffle: bool | None = None,
+    seed: int,
+    drop_last: bool | None = None,
+    marks: bool = False,
+) -> dict[str, Any]:
+    """Return what a DataLoader is made of that gives this process's share of what another one would.
+
+    Args:
+        loader: The tool's.
+        share: What this process does.
+        shuffle: Draw in a new order each epoch. Default: as the loader does.
+        seed: Of that order.
+        drop_last: Leave out the epoch's last step where it is short of samples. Default: if the loader leaves out a
+            batch that is.
+        marks: Put a mark on batches that count for nothing, which have to be mappings; for a tool that draws batches
+            where nobody knows their place in the schedule.
+
+    Returns:
+        The keywords.
+
+    Raises:
+        InputError: It is no DataLoader, or its data set is iterable, or a sampler chooses the samples.
+    """
+    if not isinstance(loader, DataLoader):
+        raise InputError(
+            f"the training loader is a {type(loader).__name__}; expected a DataLoader of PyTorch; give each of several "
+            "its shares by itself, or train with autosplit.ddp, whose steps take any loader"
+        )
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise InputError(
+            f"the training data set is a {type(dataset).__name__} without a length; expected one with samples by "
+            "index, of which each process can take its share; load it whole, or train with autosplit.ddp, whose steps "
+            "take any loader"
+        )
+    if loader.batch_sampler is None:
+        raise InputError(
+            "the training loader's batch_size is None, by which the data set makes the batches; expected one that is "
+            "made of samples, of which each process can take its share; give it a batch size, whatever it is"
+        )
+    in_new_order = is_shuffled(loader)
+    if in_new_order is None:
+        raise InputError(
+            f"the training loader draws by a {_drawn_by(loader)}; expected every sample once an epoch, in order or "
+            "shuffled, because a plan's shares are parts of that; leave the sampler out, or train with autosplit.ddp, "
+            "whose steps take any loader"
+        )
+    workers = loader.num_workers
+    collate = loader.collate_fn or default_collate
+    return {
+        "dataset": MarkingDataset(dataset) if marks else dataset,
+        "batch_sampler": share.batch_sampler(
+            len(dataset),
+            shuffle=in_new_order if shuffle is None else shuffle,
+            seed=seed,
+            drop_last=_drops_last(loader) if drop_last is None else drop_last,
+        ),
+        "collate_fn": MarkingCollate(collate) if marks else collate,
+        "num_workers": workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": None,
+        "prefetch_factor": loader.prefetch_factor if workers else None,
+        "persistent_workers": loader.persistent_workers,
+    }
+
+
+def _drawn_by(loader: DataLoader[Any]) -> str:
+    drawn: Any = loader.batch_sampler
+    while hasattr(drawn, "batch_sampler"):
+        drawn = drawn.batch_sampler
+    return type(drawn.sampler if type(drawn) is BatchSampler else drawn).__name__
+
+
+def _drops_last(loader: DataLoader[Any]) -> bool:
+    return bool(getattr(loader.batch_sampler, "drop_last", False))

@@ -1,0 +1,134 @@
+"""What each micro-batch counts for, and its backward by that weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autosplit.parallel.optimizer_steps import ScheduledBatchSampler, counted
+from autosplit.solve.split import micro_batch_sizes
+
+__all__ = ["Weighed", "batches_of", "weighed", "weighted_backward"]
+
+
+class Weighed(NamedTuple):
+    """A micro-batch.
+
+    Attributes:
+        batch: As the loader made it.
+        weight: What its loss is multiplied by: its part of the optimizer step, or 1 of a sum, times the processes,
+            whose gradients are averaged.
+        number: Of it within the epoch.
+        is_last: It is the epoch's last.
+        position: In its optimizer step, from 0.
+        length: The micro-batches of that step.
+        size: Samples that it counts for in this process; 0 where it has no share.
+    """
+
+    batch: Any
+    weight: float
+    number: int
+    is_last: bool
+    position: int
+    length: int
+    size: int
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the optimizer steps after it."""
+        return self.position == self.length - 1
+
+
+def weighed(
+    loader: Iterable[Any],
+    sampler: ScheduledBatchSampler,
+    *,
+    count: Callable[[Any], int] | None = None,
+    sums: bool = False,
+    over_processes: Callable[[int], int] = int,
+    begin: int = 0,
+    end: int | None = None,
+) -> Iterator[Weighed]:
+    """Walk a loader of shares by its sampler's schedule.
+
+    An optimizer step of which only a part is walked is a step of that part: its weights add up all the same.
+
+    Args:
+        loader: It has the batch sampler.
+        sampler: The batch sampler.
+        count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples. A step's micro-batches
+            are then held back until all are counted.
+        sums: The loss is a sum, of which each part counts whole.
+        over_processes: Adds a number up over the processes.
+        begin: The micro-batch of the epoch to begin with, in the step that the sampler begins with.
+        end: How many of the epoch there are; None for all.
+
+    Yields:
+        The micro-batches.
+    """
+    start, schedule = sampler.start_step, sampler.schedule
+    first = batches_of(sampler, start)
+    end = min(len(sampler), len(sampler) if end is None else end)
+    batches = iter(loader)  # workers begin to draw here, which spends the sampler's start
+    for step in schedule[start:]:
+        if first >= end:
+            return
+        last = min(first + len(step.micro_batch_sizes), end)
+        numbers = range(max(first, min(begin, last)), last)
+        part = slice(numbers.start - first, last - first)
+        sizes = list(step.micro_batch_sizes[part])
+        total = sum(micro_batch_sizes(step.num_samples, sampler.batch_size)[part])
+        drawn: Any = islice(batches, part.start, part.stop)
+        if count is not None:
+            drawn = list(drawn)
+            # Where there is no share, a sample is run that counts for nothing.
+            sizes = [counted(count, one) if size else 0 for one, size in zip(drawn, sizes, strict=True)]
+            total = over_processes(sum(sizes))
+        shares = step.micro_batch_sizes[part]
+        for position, (batch, size) in enumerate(zip(drawn, sizes, strict=True)):
+            weight = sampler.rank_slice.num_ranks * (float(size > 0) if sums else size / total if total else 0.0)
+            number = numbers[position]
+            yield Weighed(batch, weight, number, number == end - 1, position, len(shares), shares[position])
+        first += len(step.micro_batch_sizes)
+    next(batches, None)  # a loader's workers finish in order
+
+
+def batches_of(sampler: ScheduledBatchSampler, steps: int) -> int:
+    """Count the micro-batches of an epoch's first optimizer steps.
+
+    Args:
+        sampler: The batch sampler.
+        steps: How many.
+    """
+    return sum(len(step.micro_batch_sizes) for step in sampler.schedule[:steps])
+
+
+def weighted_backward(
+    backward: Callable[..., Any], loss: torch.Tensor, weight: float, models: Iterable[nn.Module], **kwargs: Any
+) -> None:
+    """Run a backward on a weighted loss.
+
+    One of weight 0 sends zeros, whatever its loss is: a mean over no labels is 0/0, and 0 times that is no zero. It has
+    to run all the same, because the processes' gradients meet in it.
+
+    Args:
+        backward: The tool's.
+        loss: The mean loss of the micro-batch.
+        weight: What it counts for.
+        models: Whose parameters get gradients.
+        **kwargs: For the tool's backward.
+    """
+    if weight:
+        backward(loss * weight, **kwargs)
+        return
+    parameters = [one for model in models for one in model.parameters() if one.requires_grad]
+    handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
+    try:
+        backward(loss * 0.0, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,429 @@
+"""A quiet copy of a workload: its gradient of one batch, whole, split over devices and accumulated, without dropout.
+
+Each run starts alike: from the same parameters and buffers, no gradients, and the same random numbers. Nothing is
+updated, so that what a later optimizer sees is not a consequence of what an earlier one did.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autosplit.accelerators import accelerator_in_use
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.parallel.loss_weights import Reduce, ReduceWarning
+from autosplit.parallel.replicate import BufferCopies, moving_buffers
+from autosplit.parallel.transformers_loss import head_of
+from autosplit.runtime.tracked_step import wrapper_for
+from autosplit.runtime.trainee import listed, training_copy
+from autosplit.workload.batch import Whole, chunk, map_leaves, map_tensors
+from autosplit.workload.workload import Workload, modules_of, on_first_device
+
+__all__ = ["GRADIENT", "Gradients", "QuietCopy", "TooDearError", "named_models", "relative"]
+
+Gradients = dict[str, tuple[Tensor | None, ...]]
+"""What each optimizer sees at each of its steps, in order; of a plain workload only `GRADIENT`."""
+
+GRADIENT = "gradient"
+
+_SCALE = 0.7
+"""No power of two, which would round nothing."""
+
+
+class TooDearError(Exception):
+    """A run took longer than it was allowed to."""
+
+
+class _Quiet(TorchFunctionMode):
+    """Dropout passes its input through, whatever way it is called."""
+
+    def __init__(self, deadline_s: float | None) -> None:
+        super().__init__()
+        self.deadline_s = deadline_s
+
+    def _is_late(self) -> bool:
+        return self.deadline_s is not None and time.monotonic() > self.deadline_s
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._is_late() and _may_fail(args):
+            raise TooDearError
+        named = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUTS:
+            return args[0] if args else named["input"]
+        if name == "native_dropout":
+            given = args[0] if args else named["input"]
+            return given, torch.ones_like(given, dtype=torch.bool)
+        if name in _RECURRENT:  # its dropout is the only float among positional arguments
+            args = tuple(0.0 if isinstance(value, float) else value for value in args)
+        elif name in _WITH_DROPOUT:
+            position = _WITH_DROPOUT[name]
+            if len(args) > position:
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            else:
+                named["dropout_p"] = 0.0
+        return func(*args, **named)
+
+
+def _may_fail(args: tuple[Any, ...]) -> bool:
+    """Tell whether a function may raise without harm.
+
+    Gradients are switched off and on again by functions, too: no_grad that can't end would leave them off for good.
+    Those take no tensors. Nor is a clean-up disturbed that the first error has begun.
+    """
+    return any(isinstance(value, Tensor) for value in args) and not isinstance(sys.exc_info()[1], TooDearError)
+
+
+_DROPOUTS = {
+    f"{kind}{suffix}"
+    for kind in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout")
+    for suffix in ("", "_")
+} | {"feature_alpha_dropout", "feature_alpha_dropout_"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+_WITH_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+"""Where `dropout_p` stands among the positional arguments."""
+
+_DROPPING = re.compile("drop|stochasticdepth", re.IGNORECASE)
+"""Names of layers that drop something at random by means of their own: DropPath, DropBlock2d, StochasticDepth."""
+
+
+class QuietCopy:
+    """A copy of a workload on the processor, and one batch.
+
+    Args:
+        workload: It is left as it is.
+        batch: At least two samples.
+        dtype: Of parameters and batch: float64 or float32.
+        shares: Samples on each of two devices; they add up to the batch.
+
+    Attributes:
+        shares: As given.
+        moved: Names of the buffers that the last run of the whole batch moved.
+        saved_bytes: What autograd held for the backward of the last run of the whole batch.
+        seconds: What that run took.
+    """
+
+    def __init__(self, workload: Workload, batch: Any, dtype: torch.dtype, shares: tuple[int, int]) -> None:
+        # Without a step of its own no optimizer runs, and a twin of a live one would copy its state.
+        quiet = replace(
+            workload,
+            precision="none",
+            loss_fn=_loss_in(workload.loss_fn, dtype),
+            optimizer=None if workload.step is None else workload.optimizer,
+        )
+        self.dtype, self.shares = dtype, shares
+        self.saved_bytes, self.seconds = 0, 0.0
+        self.trainee = training_copy(quiet, device=torch.device("cpu"))
+        try:
+            for module in modules_of(self.trainee.models):
+                _in_dtype(module, dtype)
+                _hush(module)
+            self._seen: Gradients = {}
+            for name, optimizer in self._named_optimizers():
+                self._record(name, optimizer)
+        except BaseException:
+            self.trainee.restore()
+            raise
+        self.batch = _batch_in(batch, dtype)
+        self.workload = quiet
+        self._parameters = [p for p in self.trainee.parameters() if p.requires_grad]
+
+    def close(self) -> None:
+        """Put back what had to be borrowed from the live model, and give back what its copy took on a GPU."""
+        self.trainee.restore()
+        if (accelerator := accelerator_in_use()) is not None:
+            accelerator.empty_cache()
+
+    @property
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """Every module with its path; of several models it begins with the model's name."""
+        return [
+            (".".join(filter(None, (prefix, path))), module)
+            for prefix, model in named_models(self.trainee.models)
+            for path, module in model.named_modules()
+        ]
+
+    def whole(self, *, seed: int = 0, limit_s: float | None = None) -> Gradients:
+        """Return the gradient of the whole batch.
+
+        Args:
+            seed: Of all random numbers.
+            limit_s: The forward is given up after this long.
+
+        Raises:
+            TooDearError: It was.
+        """
+        self.saved_bytes = 0
+        begin_s = time.monotonic()
+        with self._alike(seed, None if limit_s is None else begin_s + limit_s), self._counting_saved():
+            gradients = self._run(self.trainee.models, self.batch)
+        self.seconds = time.monotonic() - begin_s
+        return gradients
+
+    def otherwise(self) -> Gradients:
+        """Return the gradient of the whole batch by another way: the same but for rounding.
+
+        Its samples are in reverse, and the loss is scaled as those of micro-batches are, which its gradient is not.
+        """
+        size, dim = sum(self.shares), self.workload.batch_dim
+
+        def flipped(leaf: Any) -> Any:
+            holds_samples = isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.size(dim) == size
+            return leaf.flip(dim) if holds_samples else leaf
+
+        with self._alike():
+            found = self._run(self.trainee.models, map_leaves(flipped, self.batch), scale=_SCALE)
+        if self.workload.step is not None:
+            return found
+        return {
+            subject: tuple(None if part is None else part / _SCALE for part in gradient)
+            for subject, gradient in found.items()
+        }
+
+    def split(self, reduce: Reduce | None = None) -> Gradients:
+        """Return the gradient of the batch split over the shares, as `Plan.wrap` splits it.
+
+        Args:
+            reduce: How scalar outputs are combined. Default: as the wrapper decides.
+        """
+        with self._alike(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ReduceWarning)  # a doubt that is about to be settled by numbers
+            return self._run(self.trainee.wrapped(self._wrapper(reduce)), self.batch)
+
+    def parts(self, *, put_back: bool = False) -> list[Gradients]:
+        """Return the gradient of each of two micro-batches, not weighted yet.
+
+        Args:
+            put_back: Let the second begin from the buffers that the first began from, not from what that left.
+        """
+        found = []
+        with ExitStack() as outer:
+            if not put_back:
+                outer.enter_context(self._alike())
+            for micro_batch in chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares)):
+                with self._alike() if put_back else ExitStack():
+                    found.append(self._run(self.trainee.models, micro_batch))
+        return found
+
+    @property
+    def micro_sizes(self) -> tuple[int, int]:
+        """Samples of each micro-batch: the last one is the smaller, as in a plan."""
+        return max(self.shares), min(self.shares)
+
+    @property
+    def micro_batches(self) -> list[Any]:
+        """The micro-batches themselves, in the workload's own dtypes."""
+        return chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares))
+
+    def moved_buffers(self) -> list[str]:
+        """Return the names of the buffers that a forward of the whole batch moves."""
+        with self._alike():
+            before = {name: buffer.clone() for name, buffer in self._buffers()}
+            self._run(self.trainee.models, self.batch)
+            return [
+                name for name, buffer in self._buffers() if name in before and not torch.equal(buffer, before[name])
+            ]
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, model in named_models(self.trainee.models):
+            for name, buffer in model.named_buffers():
+                yield ".".join(filter(None, (prefix, name))), buffer
+
+    def _run(self, models: Any, batch: Any, *, scale: float = 1.0) -> Gradients:
+        workload, self._seen = self.workload, {}
+        for parameter in self._parameters:
+            parameter.grad = None
+        if workload.step is None:
+            (workload.loss(models, batch) * scale).backward()
+        else:
+            workload.step(models, self.trainee.optimizers, on_first_device(batch, models))
+        found = self._seen or {GRADIENT: tuple(parameter.grad for parameter in self._parameters)}
+        for parameter in self._parameters:
+            parameter.grad = None
+        return found
+
+    @contextmanager
+    def _alike(self, seed: int = 0, deadline_s: float | None = None) -> Iterator[None]:
+        """Start from the same buffers and random numbers; nothing of either is left."""
+        before = torch.get_default_dtype()
+        _seed(seed)
+        with ExitStack() as stack:
+            for module in modules_of(self.trainee.models):
+                stack.enter_context(BufferCopies(moving_buffers(module)))
+            torch.set_default_dtype(self.dtype)  # what the forward makes itself has to go with the parameters
+            stack.callback(torch.set_default_dtype, before)
+            stack.enter_context(_Quiet(deadline_s))
+            yield
+
+    @contextmanager
+    def _counting_saved(self) -> Iterator[None]:
+        seen: set[int] = set()
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+            if storage is not None and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                self.saved_bytes += storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def _wrapper(self, reduce: Reduce | None) -> Callable[[nn.Module], nn.Module]:
+        wrap = wrapper_for(self.workload, self.shares)
+
+        def wrapped(module: nn.Module) -> nn.Module:
+            wrapper = wrap(module)
+            assert isinstance(wrapper, BalancedDataParallel)
+            if reduce is not None:
+                wrapper.reduce = reduce
+            elif wrapper.reduce is None and head_of(module) is None:
+                # What the wrapper does of itself; but it says its doubts only once, which is for the user's training.
+                wrapper.reduce = "samples"
+            return wrapper
+
+        return wrapped
+
+    def _record(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer's step look at its gradients instead of using them."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        steps = 0
+
+        def step(closure: Callable[[], Any] | None = None, *_: Any, **__: Any) -> Any:
+            nonlocal steps
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            steps = 1 if name not in self._seen else steps + 1
+            subject = name if steps == 1 else f"{name}, step {steps}"
+            self._seen[subject] = tuple(None if p.grad is None else p.grad.detach().clone() for p in parameters)
+            return loss
+
+        optimizer.step = step  # type: ignore[method-assign]  # a twin, thrown away after the check
+
+    def _named_optimizers(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+        if self.trainee.workload.step is None:
+            return
+        given = self.trainee.optimizers
+        names = list(given) if isinstance(given, Mapping) else self._names_by_models()
+        for name, optimizer in zip(names, listed(given), strict=True):
+            yield f"{GRADIENT} of optimizer {name}", optimizer
+
+    def _names_by_models(self) -> list[str]:
+        """Name each optimizer by its position, and by the model whose parameters it holds where models have names."""
+        optimizers = listed(self.trainee.optimizers)
+        if not isinstance(self.trainee.models, Mapping):
+            return [str(position) for position in range(len(optimizers))]
+        owners = {id(p): name for name, model in self.trainee.models.items() for p in model.parameters()}
+        names = []
+        for position, optimizer in enumerate(optimizers):
+            held = {owners.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
+            owner = held.pop() if len(held) == 1 else None
+            names.append(str(position) if owner is None else f"{position} ({owner})")
+        return names
+
+
+def named_models(models: Any) -> list[tuple[str, nn.Module]]:
+    """Return a workload's models, each with its name: nothing for one alone, otherwise its key or position."""
+    if isinstance(models, nn.Module):
+        return [("", models)]
+    if isinstance(models, Mapping):
+        return [(str(name), model) for name, model in models.items()]
+    return [(str(position), model) for position, model in enumerate(models)]
+
+
+def relative(found: Gradients, whole: Gradients) -> dict[str, float]:
+    """Return by how much each gradient differs from that of the whole batch, relative to it.
+
+    Args:
+        found: Gradients.
+        whole: Those of the whole batch.
+
+    Returns:
+        ``|found - whole| / |whole|`` for each; infinite where there is none to compare, or one is not finite.
+    """
+    errors = {}
+    for subject, gradient in whole.items():
+        other = found.get(subject)
+        if other is None or len(other) != len(gradient):
+            errors[subject] = float("inf")
+            continue
+        difference = sum(_square(a, b) for a, b in zip(other, gradient, strict=True))
+        size = sum(_square(a, None) for a in gradient) or sum(_square(a, None) for a in other)
+        error = (difference / size) ** 0.5 if size else 0.0
+        errors[subject] = error if error == error else float("inf")  # noqa: PLR0124  # NaN is unlike itself
+    return errors
+
+
+def _square(a: Tensor | None, b: Tensor | None) -> float:
+    """Return the squared length of a difference; None counts as zeros."""
+    parts = [tensor.to_dense() if tensor.layout != torch.strided else tensor for tensor in (a, b) if tensor is not None]
+    if not parts:
+        return 0.0
+    difference = parts[0].double() if len(parts) == 1 else parts[0].double() - parts[1].double()
+    return float(difference.square().sum())
+
+
+def _seed(seed: int) -> None:
+    """Seed what a workload may draw from; not `torch.manual_seed`, which leaves a seed for CUDA when that starts."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+def _in_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    # Not module.to(dtype), which takes complex parameters along.
+    if dtype == torch.float64:
+        module.double()
+    else:
+        module.float()
+
+
+def _hush(module: nn.Module) -> None:
+    """Turn off layers that drop something by means of their own."""
+    for part in module.modules():
+        if _DROPPING.search(type(part).__name__) and next(part.parameters(), None) is None:
+            part.training = False
+
+
+def _loss_in(loss_fn: Any, dtype: torch.dtype) -> Any:
+    """Copy a loss that is a module, so that its weights go with the outputs; anything else as it is."""
+    if not isinstance(loss_fn, nn.Module):
+        return loss_fn
+    try:
+        copied = copy.deepcopy(loss_fn).to("cpu")
+    except Exception:  # noqa: BLE001  # whatever refuses to be copied
+        return loss_fn
+    _in_dtype(copied, dtype)
+    return copied
+
+
+def _batch_in(batch: Any, dtype: torch.dtype) -> Any:
+    """Return a batch on the processor with its floating tensors in a dtype, `Whole` marks kept."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Whole):
+            return Whole(map_tensors(cast, value.value))
+        return cast(value) if isinstance(value, Tensor) else value
+
+    return map_leaves(leaf, batch)

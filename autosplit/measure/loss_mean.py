@@ -1,0 +1,178 @@
+"""What a model's loss is a mean or a sum over, found by asking the loss itself.
+
+Two samples a and b of one batch, and what each counts for by a rule: where the loss is a mean over those counts,
+
+    loss(a, b) = (n_a loss(a) + n_b loss(b)) / (n_a + n_b)
+
+and where it is a sum, loss(a, b) = loss(a) + loss(b). Rules are told apart by samples of unlike counts. A tool's own
+bookkeeping is no guide: transformers 5.23, for one, takes GPT-2's labels for unshifted, and its loss shifts them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autosplit.errors import WorkloadError
+from autosplit.printed import printable
+from autosplit.workload.batch import batch_size_of, map_tensors
+
+__all__ = [
+    "IGNORED",
+    "RULES",
+    "SUM",
+    "UnevenLossWarning",
+    "asked_rule",
+    "count_by",
+    "fitting_rule",
+    "tell_of_uneven_loss",
+]
+
+
+class UnevenLossWarning(UserWarning):
+    """A loss is no mean or sum over what a process can count of its own samples."""
+
+
+IGNORED = -100
+"""The label that losses leave out, unless they are told another."""
+
+MOST_SAMPLES = 8
+"""Looked at, in search of two that the rules count differently."""
+
+TOLERANCE = 1e-2
+"""Relative: bf16 keeps eight bits, and a rule that is wrong is off by more, or does no harm."""
+
+RULES: dict[str, str] = {
+    "shifted labels": "labels but the first of each sequence, those left out by the loss apart",
+    "labels": "labels, those left out by the loss apart",
+    "samples": "samples",
+}
+"""What a loss may be a mean over, the likeliest first."""
+
+SUM = "sum"
+"""Of a loss that adds up its samples': the rule that counts nothing."""
+
+
+def count_by(rule: str, batch: Any) -> int:
+    """Return what a batch counts for.
+
+    Args:
+        rule: One of `RULES`.
+        batch: What the model takes.
+    """
+    labels = labels_of(batch)
+    if rule == "samples" or labels is None:
+        return batch_size_of(batch)
+    if rule == "shifted labels" and "shift_labels" not in batch:
+        labels = labels[..., 1:]
+    return int(labels.ne(IGNORED).sum())
+
+
+def labels_of(batch: Any) -> Any:
+    """Return the labels of a batch; None where it has none."""
+    labels = batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
+    return labels if hasattr(labels, "ne") else None
+
+
+def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
+    """Find the rule by which a loss is a mean, or whether it is a sum.
+
+    Args:
+        loss_of: The loss of a batch, the same every time.
+        batch: Some samples, with labels where the model takes them.
+        otherwise: The rule to take where the samples don't tell.
+
+    Returns:
+        One of `RULES`, or `SUM`, and by how much of itself the loss of two samples differs from their weighted mean or
+        their sum; NaN where nothing could be told.
+    """
+    try:
+        samples = min(batch_size_of(batch), MOST_SAMPLES)
+        singles = [_rows(batch, [index]) for index in range(samples)]
+    except WorkloadError:
+        return otherwise, math.nan
+    counts = {rule: [count_by(rule, single) for single in singles] for rule in _rules_for(labels_of(batch))}
+    pair = max(itertools.combinations(range(samples), 2), key=lambda ab: _unlike(counts, *ab), default=None)
+    if pair is None or any(min(numbers[i] for i in pair) < 1 for numbers in counts.values()):
+        return otherwise, math.nan
+    first, second = (loss_of(singles[index]) for index in pair)
+    both = loss_of(_rows(batch, list(pair)))
+    expected = {SUM: first + second}
+    for rule, numbers in counts.items():
+        a, b = (numbers[index] for index in pair)
+        expected[rule] = (a * first + b * second) / (a + b)
+    errors = {rule: abs(loss - both) / max(abs(both), 1e-12) for rule, loss in expected.items()}
+    if errors[SUM] > TOLERANCE:
+        del errors[SUM]  # what is no mean over samples either is warned of as that
+    best = min(errors, key=lambda rule: (errors[rule], rule != otherwise))
+    if not all(math.isfinite(error) for error in errors.values()):
+        return otherwise, math.nan
+    return best, errors[best]
+
+
+def asked_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
+    """Find the rule of a loss that other people's code makes, which may fail where nobody trains.
+
+    Args:
+        loss_of: As for `fitting_rule`.
+        batch: As there.
+        otherwise: The rule to take where the samples don't tell, or the code fails.
+
+    Returns:
+        As `fitting_rule`.
+
+    Warns:
+        UnevenLossWarning: It failed.
+    """
+    try:
+        return fitting_rule(loss_of, batch, otherwise=otherwise)
+    except Exception as failure:  # noqa: BLE001 - whatever it is, training goes on without the answer
+        taken = "a sum" if otherwise == SUM else f"a mean over {otherwise}"
+        warnings.warn(
+            f"the loss was asked for two samples alone and failed ({type(failure).__name__}: "
+            f"{printable(failure, longest=200)}); it is taken for {taken}; pass count= where it is another",
+            UnevenLossWarning,
+            stacklevel=3,
+        )
+        return otherwise, math.nan
+
+
+def tell_of_uneven_loss(error: float) -> None:
+    """Warn that shares and accumulation change what is trained.
+
+    Args:
+        error: By how much of itself the loss of two samples differs.
+
+    Warns:
+        UnevenLossWarning: Always.
+    """
+    warnings.warn(
+        f"the loss is a mean neither over labels nor over samples (two samples are {error:.1%} off), and no sum; "
+        "shares and accumulation change what is trained; expected one of these; see autosplit check",
+        UnevenLossWarning,
+        stacklevel=3,
+    )
+
+
+def _rules_for(labels: Any) -> list[str]:
+    """List the rules by which a batch counts for something: of one label a sample, none is left to be shifted."""
+    if labels is None:
+        return ["samples"]
+    return [rule for rule in RULES if rule != "shifted labels" or labels.dim() > 1]
+
+
+def _unlike(counts: Mapping[str, list[int]], first: int, second: int) -> float:
+    """Return how far apart the rules' weights of two samples are at least."""
+    usable = all(min(numbers[first], numbers[second]) > 0 for numbers in counts.values())
+    if not usable:
+        return -1.0
+    weights = [numbers[first] / (numbers[first] + numbers[second]) for numbers in counts.values()]
+    return min((abs(a - b) for a, b in itertools.combinations(weights, 2)), default=0.0)
+
+
+def _rows(batch: Any, indices: list[int]) -> Any:
+    size = batch_size_of(batch)
+    return map_tensors(lambda tensor: tensor[indices] if tensor.dim() and tensor.size(0) == size else tensor, batch)

@@ -1,0 +1,196 @@
+"""What a loss is a mean or a sum over, found by numbers: which weights of two parts' gradients make up the whole's."""
+
+from __future__ import annotations
+
+import math
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosplit.measure.gradient_runs import GRADIENT, Gradients
+from autosplit.parallel.loss_weights import IGNORED_LABEL
+from autosplit.workload.workload import Workload
+
+__all__ = ["Mixing", "Rule", "mixed", "rule_of"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a loss is a mean over.
+
+    Attributes:
+        over: In words.
+        reduction: The `loss_reduction` that makes it exact; None where neither does.
+        count: Python that counts it in a batch, for `plan.steps`.
+        ratio: What the first micro-batch counts for beside the second, where nobody knows what is counted.
+    """
+
+    over: str
+    reduction: str | None = None
+    count: str | None = None
+    ratio: float = 0.0
+
+
+def rule_of(
+    whole: Gradients,
+    parts: Sequence[Gradients],
+    sizes: tuple[int, int],
+    micro_batches: Sequence[Any],
+    workload: Workload,
+    tolerance: float,
+) -> Rule | None:
+    """Find what a loss is a mean or sum over: the weights by which the parts' gradients make up the whole's.
+
+    Args:
+        whole: The gradient of the whole batch.
+        parts: Those of its two micro-batches, not weighted.
+        sizes: Samples of these.
+        micro_batches: In which labels and masks are counted.
+        workload: What it says of its loss has been found wrong.
+        tolerance: A relative difference up to this is none.
+
+    Returns:
+        The rule; None where no weights make it exact, so that the loss looks at the whole batch.
+    """
+    mixing = Mixing.of(whole, parts)
+
+    def fits(counts: tuple[float, float], *, normed: bool = True) -> bool:
+        total = sum(counts) if normed else 1.0
+        # Squares of differences that vanish are only as small as the rounding of the squares: 1e-8 of the lengths.
+        return total > 0 and mixing.error((counts[0] / total, counts[1] / total)) <= max(tolerance, 1e-7)
+
+    # A part without a gradient, as where all of its labels are ignored, fits any weight.
+    if min(mixing.aa, mixing.bb) > 0:
+        if workload.loss_reduction == "sum" and fits((float(sizes[0]), float(sizes[1]))):
+            return Rule("samples", reduction="mean")
+        if workload.loss_reduction == "mean" and fits((1.0, 1.0), normed=False):
+            return Rule("samples", reduction="sum")
+    for counted in _countable(micro_batches, workload):
+        if fits(counted.counts):
+            return Rule(counted.over, count=counted.expression)
+    weights = mixing.solution()
+    if weights is None or min(weights) <= 0 or abs(sum(weights) - 1) > 100 * tolerance:
+        return None
+    return Rule("something else", ratio=weights[0] / weights[1]) if fits(weights, normed=False) else None
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Lengths and angles of the whole batch's gradient g and of its two parts' a and b, in units of |g|²."""
+
+    ga: float
+    gb: float
+    aa: float
+    ab: float
+    bb: float
+
+    @classmethod
+    def of(cls, whole: Gradients, parts: Sequence[Gradients]) -> Mixing:
+        """Take the inner products."""
+        g, (a, b) = whole[GRADIENT], [part[GRADIENT] for part in parts]
+        size = _inner(g, g) or 1.0
+        ga, gb, aa, ab, bb = (_inner(x, y) / size for x, y in ((g, a), (g, b), (a, a), (a, b), (b, b)))
+        return cls(ga, gb, aa, ab, bb)
+
+    def error(self, weights: tuple[float, float]) -> float:
+        """Return ``|g - u a - v b| / |g|``."""
+        u, v = weights
+        square = 1 - 2 * (u * self.ga + v * self.gb) + u * u * self.aa + 2 * u * v * self.ab + v * v * self.bb
+        return math.sqrt(max(0.0, square)) if math.isfinite(square) else math.inf
+
+    def solution(self) -> tuple[float, float] | None:
+        """Return the weights with the least error; None where the parts' gradients point the same way."""
+        determinant = self.aa * self.bb - self.ab * self.ab
+        if not determinant > 1e-9 * self.aa * self.bb:
+            return None
+        return (
+            (self.ga * self.bb - self.gb * self.ab) / determinant,
+            (self.gb * self.aa - self.ga * self.ab) / determinant,
+        )
+
+
+def _inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
+    pairs = ((x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None)
+    return sum(float((x.to_dense().double() * y.to_dense().double()).sum()) for x, y in pairs)
+
+
+def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients:
+    """Add up the parts' gradients as accumulation does.
+
+    Args:
+        parts: Gradients of two micro-batches.
+        weights: What each counts for.
+    """
+
+    def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        weighted = [part * weight for part, weight in zip((a, b), weights, strict=True) if part is not None]
+        return None if not weighted else weighted[0] if len(weighted) == 1 else weighted[0] + weighted[1]
+
+    first, second = (part[GRADIENT] for part in parts)
+    return {GRADIENT: tuple(added(a, b) for a, b in zip(first, second, strict=True))}
+
+
+# What can be counted in a batch
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Something that can be counted in a batch.
+
+    Attributes:
+        over: In words.
+        expression: Python that counts it in `batch`.
+        counts: How much of it is in each micro-batch.
+    """
+
+    over: str
+    expression: str
+    counts: tuple[float, float]
+
+
+def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[_Counted]:
+    """List what can be counted in a batch: labels that are not ignored, also without the first, and sums of masks."""
+    ignored = [IGNORED_LABEL, 0, -1]
+    own = _ignored_by(workload.loss_fn)
+    if own is not None:
+        ignored.insert(0, own)
+    first, second = (dict(_leaves(batch)) for batch in micro_batches)
+    for path, tensor in first.items():
+        other = second.get(path)
+        if other is None or tensor.dim() == 0:
+            continue
+        if tensor.is_floating_point() or tensor.dtype == torch.bool:
+            yield _counted(f"what batch{path} marks", f"int(batch{path}.sum())", tensor, other)
+            continue
+        for value in dict.fromkeys([*ignored, int(tensor.flatten().mode().values)]):  # padding is common
+            over, marks = f"the labels that are not {value}", (tensor != value, other != value)
+            yield _counted(over, f"int((batch{path} != {value}).sum())", *marks)
+            if tensor.dim() > 1:
+                less = f"{over}, the first of each sample left out"
+                yield _counted(less, f"int((batch{path}[:, 1:] != {value}).sum())", *(mark[:, 1:] for mark in marks))
+
+
+def _counted(over: str, expression: str, first: Tensor, second: Tensor) -> _Counted:
+    return _Counted(over, expression, (float(first.sum()), float(second.sum())))
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield a batch's tensors with the Python that reaches them; labels first, which come last in a pair."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, (Mapping, UserDict)):
+        for key in sorted(tree, key=lambda key: "label" not in str(key)):
+            yield from _leaves(tree[key], f"{path}[{key!r}]")
+    elif isinstance(tree, (tuple, list)):
+        for position in reversed(range(len(tree))):
+            yield from _leaves(tree[position], f"{path}[{position}]")
+
+
+def _ignored_by(loss_fn: Any) -> int | None:
+    """Return the label that a loss leaves out, where it says so."""
+    value = getattr(loss_fn, "ignore_index", getattr(loss_fn, "keywords", {}).get("ignore_index"))
+    return value if isinstance(value, int) else None

@@ -1,0 +1,297 @@
+"""Watch a model run: which norms look at the batch, and which module first makes a sample depend on its neighbours.
+
+Nothing is kept of a model but hooks for the time of a run, and of its activations but one number for each sample.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
+
+from autosplit.workload.batch import tensors_of
+
+__all__ = ["NormSeen", "Prints", "first_difference", "freeze", "printing", "watching_draws", "watching_norms"]
+
+
+# Norms over the batch
+
+
+@dataclass
+class NormSeen:
+    """A BatchNorm that ran with the statistics of its batch.
+
+    Attributes:
+        path: Where it is in the model.
+        norm: The module.
+        split_error: Relative difference of its output on its whole input and on that input cut as the devices' shares.
+        accumulation_error: The same, cut as the micro-batches.
+    """
+
+    path: str
+    norm: _BatchNorm
+    split_error: float = 0.0
+    accumulation_error: float = 0.0
+
+
+@contextmanager
+def watching_norms(
+    modules: list[tuple[str, nn.Module]], shares: tuple[int, int], micro_sizes: tuple[int, int]
+) -> Iterator[list[NormSeen]]:
+    """Compare, while a model runs on the whole batch, each BatchNorm's output with that of its cut input.
+
+    Args:
+        modules: Every module with its path.
+        shares: Samples on each device.
+        micro_sizes: Samples of each micro-batch.
+
+    Yields:
+        Those that ran with the statistics of the batch, filled while the model runs.
+    """
+    found: list[NormSeen] = []
+    handles = []
+
+    def watch(path: str, norm: _BatchNorm) -> None:
+        seen = NormSeen(path, norm)
+
+        def look(_: nn.Module, args: tuple[Any, ...], __: Any) -> None:
+            if not (args and isinstance(args[0], Tensor) and _looks_at_the_batch(norm)):
+                return
+            if not any(known is seen for known in found):
+                found.append(seen)
+            seen.split_error = max(seen.split_error, _cut_error(norm, args[0].detach(), shares))
+            seen.accumulation_error = max(seen.accumulation_error, _cut_error(norm, args[0].detach(), micro_sizes))
+
+        handles.append(norm.register_forward_hook(look))
+
+    for path, module in modules:
+        if isinstance(module, _BatchNorm):
+            watch(path, module)
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _looks_at_the_batch(norm: _BatchNorm) -> bool:
+    return norm.training or (norm.running_mean is None and norm.running_var is None)
+
+
+@torch.no_grad()
+def _cut_error(norm: _BatchNorm, given: Tensor, sizes: tuple[int, int]) -> float:
+    """Normalise an input whole and cut, as far as the cut leaves each part more than one value per channel."""
+    cut = round(given.size(0) * sizes[0] / sum(sizes))
+    parts = [part for part in (given[:cut], given[cut:]) if part.numel() > part.size(1)]
+    if len(parts) < 2:
+        return 0.0
+    weight, bias = norm.weight, norm.bias
+    whole, *halves = (
+        F.batch_norm(part, None, None, weight, bias, training=True, eps=norm.eps) for part in (given, *parts)
+    )
+    size = whole.double().norm()
+    return float((torch.cat(halves) - whole).double().norm() / size) if size else 0.0
+
+
+def freeze(norms: list[NormSeen]) -> None:
+    """Let BatchNorms normalise by their running statistics; those that keep none get zeros and ones.
+
+    Args:
+        norms: Of a copy of the model: they are changed.
+    """
+    for seen in norms:
+        norm = seen.norm
+        norm.training = False
+        if norm.running_mean is None or norm.running_var is None:
+            like = next(iter(norm.parameters()), torch.empty(0))
+            norm.running_mean = torch.zeros(norm.num_features, dtype=like.dtype)
+            norm.running_var = torch.ones(norm.num_features, dtype=like.dtype)
+
+
+# Random numbers
+
+
+@dataclass
+class Draws:
+    """Whether random numbers were drawn within the forward of a model, and not only around it."""
+
+    inside: bool = False
+
+
+@contextmanager
+def watching_draws(models: list[nn.Module]) -> Iterator[Draws]:
+    """Tell whether models draw random numbers in their forwards.
+
+    Args:
+        models: Those that are called with the batch.
+
+    Yields:
+        The answer, once they have run.
+    """
+    draws, handles, begun = Draws(), [], [_random_state()]
+
+    def before(*_: Any) -> None:
+        begun[0] = _random_state()
+
+    def after(*_: Any) -> None:
+        draws.inside = draws.inside or begun[0] != _random_state()
+
+    for model in models:
+        handles += [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+    try:
+        yield draws
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _random_state() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    of_numpy = "" if numpy is None else repr(numpy.random.get_state())
+    return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), of_numpy
+
+
+# Fingerprints of what goes through each module
+
+
+@dataclass(frozen=True)
+class _Print:
+    """One number for each sample of what a module got or returned.
+
+    Attributes:
+        place: ``(path, "input" or "output", how often before in the same forward of its model, which tensor)``.
+        shape: Rows of the tensor for each sample, and numbers in them.
+        numbers: The numbers, in the order of the samples.
+    """
+
+    place: tuple[str, str, int, int]
+    shape: tuple[int, int]
+    numbers: Tensor
+
+
+class Prints:
+    """Fingerprints of a run, by the forward of a model in which they were taken, each in the order of time.
+
+    Args:
+        models: Those that are called with the batch, or its parts in turn.
+        sizes: Samples of each part.
+
+    Attributes:
+        forwards: The fingerprints of each.
+    """
+
+    def __init__(self, models: list[nn.Module], sizes: tuple[int, ...]) -> None:
+        self.forwards: list[list[_Print]] = []
+        self._sizes, self._samples = sizes, 0
+        self._calls = dict.fromkeys(map(id, models), 0)
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def watch(self, path: str, module: nn.Module) -> list[RemovableHandle]:
+        """Take the fingerprints of one module."""
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if id(module) in self._calls:
+                self._samples = self._sizes[self._calls[id(module)] % len(self._sizes)]
+                self._calls[id(module)] += 1
+                self._counts.clear()
+                self.forwards.append([])
+            self._take(path, "input", (args, kwargs))
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            self._take(path, "output", output)
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ]
+
+    def _take(self, path: str, kind: str, values: Any) -> None:
+        if not self.forwards:  # a part of a model that somebody called by itself
+            return
+        self._counts[path, kind] += 1
+        for index, tensor in enumerate(tensors_of(values)):
+            taken = _numbers(tensor, self._samples)
+            if taken is not None:
+                self.forwards[-1].append(_Print((path, kind, self._counts[path, kind], index), *taken))
+
+
+@contextmanager
+def printing(modules: list[tuple[str, nn.Module]], models: list[nn.Module], sizes: tuple[int, ...]) -> Iterator[Prints]:
+    """Take a fingerprint of every input and output of every module.
+
+    Args:
+        modules: Every module with its path.
+        models: Those among them that are called with the batch, or its parts in turn.
+        sizes: Samples of each part.
+
+    Yields:
+        The fingerprints, filled while the models run.
+    """
+    prints = Prints(models, sizes)
+    handles = [handle for path, module in modules for handle in prints.watch(path, module)]
+    try:
+        yield prints
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _numbers(tensor: Tensor, samples: int) -> tuple[tuple[int, int], Tensor] | None:
+    """Project each sample's part of a tensor onto a fixed direction; None for what does not tell samples apart."""
+    if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.dim() == 0 or not tensor.numel():
+        return None
+    rows = 1
+    if tensor.size(0) == samples:
+        parts = tensor.reshape(samples, -1)
+    elif tensor.dim() > 1 and tensor.size(1) == samples:  # time first
+        parts = tensor.movedim(1, 0).reshape(samples, -1)
+    elif tensor.size(0) % samples == 0:  # samples and time in one dimension
+        rows = tensor.size(0) // samples
+        parts = tensor.reshape(samples, -1)
+    else:
+        return None
+    direction = torch.cos(torch.arange(1, parts.size(1) + 1, dtype=torch.float64))
+    return (rows, parts.size(1)), parts.double() @ direction
+
+
+def first_difference(whole: Prints, cut: Prints, parts: int, tolerance: float) -> tuple[str, str] | None:
+    """Find where a sample first came to differ between the whole batch and its parts.
+
+    Args:
+        whole: Of a run of the whole batch.
+        cut: Of a run in which each forward of a model became one for each part.
+        parts: How many parts.
+        tolerance: A relative difference up to this is none.
+
+    Returns:
+        The module's path and ``"input"`` or ``"output"``; None where nothing differs, or the runs can't be compared.
+    """
+    if len(cut.forwards) != parts * len(whole.forwards):
+        return None
+    for position, taken in enumerate(whole.forwards):
+        pieces = [
+            {seen.place: seen for seen in prints} for prints in cut.forwards[position * parts : (position + 1) * parts]
+        ]
+        for seen in taken:
+            others = [piece.get(seen.place) for piece in pieces]
+            # What has another size in a smaller batch is no sample's own: the similarities of each to all.
+            if any(other is None or other.shape != seen.shape for other in others):
+                continue
+            numbers = torch.cat([other.numbers for other in others if other is not None])
+            if numbers.shape != seen.numbers.shape:
+                continue
+            size = max(float(seen.numbers.norm()), 1e-300)
+            if not float((numbers - seen.numbers).norm()) / size <= tolerance:
+                return seen.place[0], seen.place[1]
+    return None

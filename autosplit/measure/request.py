@@ -1,0 +1,243 @@
+"""What a tuning is asked for, checked once, before anything is measured."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autosplit.devices.device import Device, parse_devices, reserve_bytes
+from autosplit.errors import InputError, shown
+from autosplit.solve.split import whole_number
+
+__all__ = ["LARGEST_LOOKED_AT", "PROFILES", "STRATEGIES", "Request", "checked_request", "effective_range"]
+
+LARGEST_LOOKED_AT = 65536
+"""Samples: where neither `max_batch_size` nor an effective batch bounds the search."""
+
+MOST_SAMPLES = 2**31 - 1
+"""Of any batch: no kernel counts further."""
+
+LONGEST_NAME = 64
+"""Characters of a profile's name."""
+
+STRATEGIES = ("auto", "balanced", "ddp")
+PROFILES = ("auto", "refresh", "off")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        devices: What to tune for, all of one kind.
+        capacities_bytes: What each may hold, the reserve taken off.
+        reserved_bytes: The reserve of each.
+        strategy: One of `STRATEGIES`.
+        effective_batch_sizes: The least and the most samples per optimizer step, equal where a number was asked for;
+            None for one forward of whatever is best.
+        max_batch_size: The most samples per forward; None for no bound.
+        n_trials: Trials, at most.
+        deadline_s: `time.monotonic()` after which no trial begins; None for no limit.
+        storage: An Optuna URL, or None.
+        sampler: An Optuna sampler, or None for the cost model's.
+        profile: One of `PROFILES`.
+        name: Keeps profiles of equal workloads apart.
+        seed: Of the search.
+        defaulted: No devices were named.
+    """
+
+    devices: tuple[Device, ...]
+    capacities_bytes: tuple[int, ...]
+    reserved_bytes: tuple[int, ...]
+    strategy: str
+    effective_batch_sizes: tuple[int, int] | None
+    max_batch_size: int | None
+    n_trials: int
+    deadline_s: float | None
+    storage: str | None
+    profile: str
+    name: str | None
+    seed: int
+    defaulted: bool = False
+    sampler: Any = None
+
+    @property
+    def kind(self) -> str:
+        """The devices' kind."""
+        return self.devices[0].kind
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the devices are not there."""
+        return self.kind == "sim"
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest batch worth a look."""
+        effective = None if self.effective_batch_sizes is None else self.effective_batch_sizes[1]
+        bounds = [n for n in (effective, self.max_batch_size) if n is not None]
+        return min(bounds) if bounds else LARGEST_LOOKED_AT
+
+    @property
+    def least_effective(self) -> int:
+        """The fewest samples that an optimizer step may have; 1 where nothing was asked for."""
+        return 1 if self.effective_batch_sizes is None else self.effective_batch_sizes[0]
+
+    @property
+    def remaining_s(self) -> float | None:
+        """What is left of the time limit; None for no limit."""
+        return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
+
+    def with_more_time(self, seconds: float) -> Request:
+        """Return the same request with a later deadline, for time that was not its own."""
+        return self if self.deadline_s is None else replace(self, deadline_s=self.deadline_s + seconds)
+
+    def with_share_of_time(self, parts: int) -> Request:
+        """Return the same request with its part of the time that is left, the rest being for `parts` - 1 others."""
+        if self.deadline_s is None or parts == 1:
+            return self
+        now_s = time.monotonic()
+        return replace(self, deadline_s=now_s + max(0.0, self.deadline_s - now_s) / parts)
+
+    def facts(self, reserve: object) -> dict[str, Any]:
+        """Return what of the request makes another plan, for the profile's key.
+
+        Args:
+            reserve: As it was asked for: in bytes it would move with the free memory of a GPU.
+        """
+        return {
+            "devices": [device.label for device in self.devices],
+            "reserve": None if reserve is None else str(reserve),
+            "strategy": self.strategy,
+            "effective_batch_size": _asked_for(self.effective_batch_sizes),
+            "max_batch_size": self.max_batch_size,
+        }
+
+
+def checked_request(
+    *,
+    devices: Any,
+    strategy: str = "auto",
+    effective_batch_size: Any = None,
+    max_batch_size: int | None = None,
+    reserve: str | float | None = None,
+    n_trials: int = 1,
+    time_limit_s: float | None = None,
+    storage: str | None = None,
+    sampler: Any = None,
+    profile: str = "off",
+    name: str | None = None,
+    seed: int = 0,
+) -> Request:
+    """Check the arguments of `tune` that do not concern the workload; see there.
+
+    Raises:
+        InputError: One that can't be used.
+        DeviceError: Devices that are unknown or absent.
+    """
+    _one_of("strategy", strategy, STRATEGIES)
+    _one_of("profile", profile, PROFILES)
+    if max_batch_size is not None and whole_number("max_batch_size", max_batch_size, minimum=1) > MOST_SAMPLES:
+        raise InputError(
+            f"max_batch_size is {max_batch_size}; expected at most {MOST_SAMPLES}; leave it out for no bound"
+        )
+    whole_number("n_trials", n_trials, minimum=1)
+    whole_number("seed", seed, minimum=0)
+    if time_limit_s is not None and not (_is_number(time_limit_s) and time_limit_s > 0):
+        raise InputError(f"time_limit_s is {time_limit_s!r}; expected seconds, above 0; leave it out for no limit")
+    if storage is not None and not isinstance(storage, str):
+        raise InputError(
+            f"storage is {storage!r}; expected an Optuna URL, such as 'sqlite:///study.db'; pass one, or leave it out"
+        )
+    if isinstance(sampler, type) or not (sampler is None or callable(getattr(sampler, "sample_independent", None))):
+        raise InputError(
+            f"sampler is {shown(sampler)}; expected one of Optuna's, such as optuna.samplers.RandomSampler(seed=0); "
+            "pass one, or leave it out"
+        )
+    _check_name(name)
+    found = parse_devices(devices)
+    reserved = tuple(reserve_bytes(reserve, device) for device in found)
+    return Request(
+        devices=found,
+        capacities_bytes=tuple(device.capacity_bytes - kept for device, kept in zip(found, reserved, strict=True)),
+        reserved_bytes=reserved,
+        strategy=strategy,
+        effective_batch_sizes=effective_range(effective_batch_size),
+        max_batch_size=max_batch_size,
+        n_trials=n_trials,
+        deadline_s=None if time_limit_s is None else time.monotonic() + time_limit_s,
+        storage=storage,
+        profile=profile,
+        name=name,
+        seed=seed,
+        defaulted=devices is None,
+        sampler=sampler,
+    )
+
+
+def effective_range(value: Any) -> tuple[int, int] | None:
+    """Read an effective batch: a number, a range as ``(256, 1024)`` or ``"256:1024"``, or None.
+
+    Returns:
+        The least and the most samples of an optimizer step, equal for a number; None for None.
+
+    Raises:
+        InputError: It is none of these.
+    """
+    if value is None:
+        return None
+    ends = value.split(":") if isinstance(value, str) else value
+    if isinstance(ends, (tuple, list)):
+        if len(ends) == 2:
+            least, most = (_whole_text(end) if isinstance(end, str) else end for end in ends)
+            least = whole_number("effective_batch_size", least, minimum=1)
+            name = "the end of effective_batch_size"
+            return least, _bounded(name, whole_number(name, most, minimum=least))
+        if len(ends) != 1 or not isinstance(value, str):
+            raise InputError(
+                f"effective_batch_size is {value!r}; expected a number, or a range such as (256, 1024) or '256:1024'; "
+                "pass one of these"
+            )
+        value = _whole_text(value)
+    number = whole_number("effective_batch_size", value, minimum=1)
+    return number, _bounded("effective_batch_size", number)
+
+
+def _bounded(name: str, samples: int) -> int:
+    if samples > MOST_SAMPLES:
+        raise InputError(f"{name} is {samples}; expected at most {MOST_SAMPLES}; ask for fewer")
+    return samples
+
+
+def _check_name(name: object) -> None:
+    """Refuse a name that can't be shown on one line, in a list, for what it is."""
+    if name is None:
+        return
+    fine = isinstance(name, str) and name.isprintable() and name == name.strip() and 0 < len(name) <= LONGEST_NAME
+    if not fine:
+        raise InputError(
+            f"name is {shown(name)}; expected 1 to {LONGEST_NAME} printable characters on one line, with no space at "
+            "either end; choose another, or leave it out"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _whole_text(text: str) -> Any:
+    """Return the number that a text is; the text itself where it is none, for the error that follows."""
+    digits = text.strip()
+    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 18 else text
+
+
+def _asked_for(sizes: tuple[int, int] | None) -> int | list[int] | None:
+    if sizes is None:
+        return None
+    return sizes[0] if sizes[0] == sizes[1] else list(sizes)
+
+
+def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise InputError(f"{what} is {value!r}; expected one of {', '.join(map(repr, allowed))}; choose one of them")

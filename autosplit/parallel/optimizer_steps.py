@@ -1,0 +1,704 @@
+"""What an epoch is cut into: optimizer steps of exactly E samples, and their micro-batches.
+
+`ScheduledBatchSampler` cuts the epoch and publishes how; `steps` walks a loader by that schedule (or by counting, for
+any other loader) and weights each micro-batch's mean loss by its share of its optimizer step, so that the gradient is
+that of the whole step, also where the last micro-batch is smaller. A rank of a DDP job walks its slice of the same
+epoch in the same loop. A `BalancedDataParallel` that runs within a step keeps its replicas until the step's last
+micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import Sampler
+
+from autosplit.errors import InputError, shown
+from autosplit.parallel.accumulation import Accumulation
+from autosplit.solve.split import accumulation_steps, micro_batch_sizes, short_split, whole_number
+
+__all__ = [
+    "OptimizerStep",
+    "RankSlice",
+    "ScheduledBatchSampler",
+    "StepSchedule",
+    "checked",
+    "count_samples",
+    "counted",
+    "steps",
+]
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """One optimizer step.
+
+    Attributes:
+        micro_batch_sizes: Samples that each of its micro-batches counts for, on this rank.
+        num_samples: Samples of the whole step, over all its micro-batches and all ranks.
+    """
+
+    micro_batch_sizes: tuple[int, ...]
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class RankSlice:
+    """Which part of every micro-batch one rank takes: the ranks' parts lie side by side, in the order of the ranks.
+
+    Attributes:
+        rank: The rank, from 0.
+        batch_sizes: For every rank, its samples of a full micro-batch, 0 or more. A smaller micro-batch is split in
+            the same proportions, as far as no rank gets a single sample that has more of a full one (`short_split`).
+
+    Raises:
+        InputError: `rank` has no batch size, or the sizes are not whole numbers, or all 0.
+    """
+
+    rank: int
+    batch_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for rank, size in enumerate(self.batch_sizes):
+            whole_number(f"the batch size of rank {rank}", size)
+        if whole_number("rank", self.rank) >= len(self.batch_sizes):
+            raise InputError(
+                f"rank is {self.rank}, but there are batch sizes for {len(self.batch_sizes)} ranks; expected a rank "
+                "below that; pass a batch size for each rank"
+            )
+        if not any(self.batch_sizes):
+            raise InputError(
+                f"the ranks' batch sizes are {self.batch_sizes}; expected at least one above 0; pass the samples of "
+                "each rank"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share a micro-batch."""
+        return len(self.batch_sizes)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a full micro-batch over all ranks."""
+        return sum(self.batch_sizes)
+
+    def size_of(self, num_samples: int) -> int:
+        """Return how many samples of a micro-batch are this rank's.
+
+        Args:
+            num_samples: Samples of the micro-batch over all ranks, at most `batch_size`.
+        """
+        return short_split(num_samples, self.batch_sizes)[self.rank]
+
+    def part_of(self, batch: list[int]) -> list[int]:
+        """Return this rank's part of a micro-batch.
+
+        A rank without a share gets the first samples, to be counted as nothing: it has to run the forward and the
+        backward all the same, because the ranks' gradients meet there. One, or two where its full share is as many:
+        on fewer a BatchNorm may not train.
+
+        Args:
+            batch: The micro-batch of all ranks, not empty.
+        """
+        whole = len(batch) == self.batch_size
+        sizes = self.batch_sizes if whole else short_split(len(batch), self.batch_sizes)
+        begin = sum(sizes[: self.rank])
+        return batch[begin : begin + sizes[self.rank]] or batch[: min(2, self.batch_sizes[self.rank] or 1)]
+
+
+class ScheduledBatchSampler(Sampler[list[int]]):
+    """Hands out an epoch as micro-batches that add up to optimizer steps of exactly `effective_batch_size` samples.
+
+    Every sample comes once an epoch. Each optimizer step is cut into micro-batches of `batch_size`, the last of them
+    smaller where it doesn't divide; the last step of the epoch, where samples run short, is cut by the same rule. Give
+    it to a ``DataLoader`` as `batch_sampler`.
+
+    Args:
+        num_samples: Samples in the dataset, 1 or more.
+        batch_size: Samples per forward over all devices, 1 or more.
+        effective_batch_size: Samples per optimizer step, 1 or more.
+        shuffle: Whether to draw a new order for each epoch (see `set_epoch`); otherwise the dataset's own order.
+        seed: The order depends on `seed` plus the epoch only. The generator is this sampler's own, so that no global
+            random state is read or changed.
+        drop_last: Whether to leave out the last step of the epoch where it is short of samples.
+        rank_slice: Which part of every micro-batch to hand out, for a rank of a DDP job; None for all of it. All ranks
+            draw the same order and hand out equally many micro-batches; see `RankSlice.part_of` for an empty part.
+
+    Attributes:
+        samples_consumed: Samples of this epoch, over all ranks, in optimizer steps whose micro-batches `steps` has
+            handed out to the last; what workers have drawn ahead does not count.
+
+    Raises:
+        InputError: A number is not whole or below its minimum, or the slice is of another batch size.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        effective_batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank_slice: RankSlice | None = None,
+    ) -> None:
+        self.num_samples = whole_number("num_samples", num_samples, minimum=1)
+        self.batch_size = whole_number("batch_size", batch_size, minimum=1)
+        self.effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
+        self.shuffle = shuffle
+        self.seed = whole_number("seed", seed)
+        self.drop_last = drop_last
+        self.rank_slice = RankSlice(0, (self.batch_size,)) if rank_slice is None else rank_slice
+        if self.rank_slice.batch_size != self.batch_size:
+            raise InputError(
+                f"batch_size is {self.batch_size}, but the ranks' batch sizes {self.rank_slice.batch_sizes} add up to "
+                f"{self.rank_slice.batch_size}; expected the same; pass their sum"
+            )
+        self.epoch = 0
+        self.samples_consumed = 0
+        self._start_step = 0
+
+    @property
+    def schedule(self) -> tuple[StepSchedule, ...]:
+        """The optimizer steps of a whole epoch, in order."""
+        full_steps, short = divmod(self.num_samples, self.effective_batch_size)
+        full = self._step_of(self.effective_batch_size)
+        last = (self._step_of(short),) if short and not self.drop_last else ()
+        return (full,) * full_steps + last
+
+    @property
+    def start_step(self) -> int:
+        """The optimizer step at which the next iteration begins: 0, except once after `resume`."""
+        return self._start_step
+
+    def refuse_single_samples(self, split: Sequence[int], least: int) -> None:
+        """Refuse an epoch in which a device would train on too few samples, before it begins.
+
+        Args:
+            split: Samples per device, or rank, in a full forward.
+            least: The fewest that the model trains on: 2 where a BatchNorm sees one value per sample.
+
+        Raises:
+            InputError: A short last forward can't be split so that each device has none or as many.
+        """
+        for step in (*self.schedule[:1], *self.schedule[-1:]):
+            last = micro_batch_sizes(step.num_samples, self.batch_size)[-1]
+            shares = short_split(last, split)
+            if any(0 < share < least for share in shares):
+                raise InputError(
+                    f"the last forward of an optimizer step of {step.num_samples} samples has {last}, split {shares}; "
+                    f"expected none or {least} and more on each device, since the plan's BatchNorms train on no fewer; "
+                    "pass drop_last=True, or take another number of samples"
+                )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, and with it the order that the next iteration draws.
+
+        Args:
+            epoch: The epoch, 0 or more. Without `shuffle` it changes nothing.
+
+        Raises:
+            InputError: `epoch` is negative or not a whole number.
+        """
+        before, self.epoch = self.epoch, whole_number("epoch", epoch)
+        if self.epoch != before:
+            self.samples_consumed = self._start_step = 0
+
+    def resume(self, samples_consumed: int) -> None:
+        """Let the next iteration, and only that one, begin where an interrupted epoch left off.
+
+        Count what the optimizer has consumed; loader workers draw ahead, so what was drawn is more.
+
+        Args:
+            samples_consumed: Samples of this epoch that finished optimizer steps have consumed.
+
+        Raises:
+            InputError: It is negative, more than the epoch has, or within an optimizer step.
+        """
+        self._start_step = self._step_after(samples_consumed)
+        self.samples_consumed = samples_consumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch is, for a checkpoint: after an optimizer step that `steps` walked, the end of it."""
+        return {**self._order_facts(), "epoch": self.epoch, "samples_consumed": self.samples_consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin where another sampler was, in its epoch.
+
+        Batch sizes and ranks may be others than they were, if the samples consumed end an optimizer step here, too.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            InputError: The state is of another order of samples, or ends within an optimizer step.
+        """
+        self.check_state_dict(state)
+        self.set_epoch(state["epoch"])
+        self.resume(state["samples_consumed"])
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make sure that a state can be loaded, and load nothing.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            InputError: The state is of another order of samples, or ends within an optimizer step.
+        """
+        facts = self._order_facts()
+        lacks = [name for name in (*facts, "epoch", "samples_consumed") if name not in state]
+        if lacks:
+            raise InputError(
+                f"the sampler's state has no {', '.join(lacks)}; expected what state_dict() returned; pass that"
+            )
+        wrong = [f"{name} {shown(state[name])} for {facts[name]}" for name in facts if state[name] != facts[name]]
+        if wrong:
+            raise InputError(
+                f"the sampler's state is of another order of samples: {', '.join(wrong)}; expected the same; make "
+                "the sampler as it was, or begin the epoch anew"
+            )
+        whole_number("epoch", state["epoch"])
+        self._step_after(state["samples_consumed"])
+
+    def consume(self, num_samples: int) -> None:
+        """Count what an optimizer step has consumed; `steps` does it."""
+        self.samples_consumed += num_samples
+
+    def _step_after(self, samples_consumed: int) -> int:
+        """Return the optimizer step that begins where so many samples of the epoch have been consumed."""
+        consumed = whole_number("samples_consumed", samples_consumed)
+        total = sum(step.num_samples for step in self.schedule)
+        if consumed > total:
+            raise InputError(
+                f"samples_consumed is {consumed}, but an epoch has {total}; expected samples of the current epoch; "
+                "subtract the finished epochs and pass their number to set_epoch"
+            )
+        if consumed % self.effective_batch_size and consumed != total:
+            raise InputError(
+                f"samples_consumed is {consumed}; expected the end of an optimizer step, a multiple of "
+                f"{self.effective_batch_size}; resume from the last finished step, "
+                f"{consumed - consumed % self.effective_batch_size}"
+            )
+        return -(-consumed // self.effective_batch_size)
+
+    def _order_facts(self) -> dict[str, Any]:
+        return {"num_samples": self.num_samples, "shuffle": self.shuffle, "seed": self.seed}
+
+    def __len__(self) -> int:
+        """Count the micro-batches of a whole epoch."""
+        full_steps, short = divmod(self.num_samples, self.effective_batch_size)
+        last = accumulation_steps(short, self.batch_size) if short and not self.drop_last else 0
+        return full_steps * accumulation_steps(self.effective_batch_size, self.batch_size) + last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator, because a DataLoader with workers asks for two iterators and draws from the second only:
+        # the resumed position is spent at the first draw.
+        start_step, self._start_step = self._start_step, 0
+        order = self._order()
+        for number, step in enumerate(self.schedule[start_step:], start_step):
+            first = number * self.effective_batch_size
+            part = order[first : first + step.num_samples]
+            indices = part.tolist() if isinstance(part, torch.Tensor) else [*part]
+            sizes = micro_batch_sizes(step.num_samples, self.batch_size)
+            yield from map(self.rank_slice.part_of, _cut(indices, sizes))
+
+    def _order(self) -> Sequence[int] | torch.Tensor:
+        if not self.shuffle:
+            return range(self.num_samples)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def _step_of(self, num_samples: int) -> StepSchedule:
+        sizes = micro_batch_sizes(num_samples, self.batch_size)
+        return StepSchedule(tuple(map(self.rank_slice.size_of, sizes)), num_samples)
+
+
+class OptimizerStep:
+    """One optimizer step: iterate it for its micro-batches, and call `backward` once for each.
+
+    The batches come out as the loader made them. `backward` multiplies the micro-batch's mean loss by its weight, its
+    samples over those of the whole step, so that the accumulated gradient is that of the mean over the whole step. On
+    a rank of a DDP job the weight is `num_ranks` times that, because DDP divides the sum of the ranks' gradients by
+    their number.
+
+    Args:
+        batches: The step's micro-batches, drawn as they are needed.
+        sizes: What each micro-batch counts for, in samples (or in whatever its mean loss averages over).
+        index: The number of this step within the loop, for messages.
+        num_samples: What the whole step counts for, over all ranks; None for the sum of `sizes`.
+        num_ranks: The ranks whose gradients are averaged in the step's last backward.
+        samples: What this rank has of each micro-batch in samples, where `sizes` count something else: with 0 of
+            them it runs other ranks' samples.
+
+    Attributes:
+        on_draw: Called before each micro-batch comes out, with whether it is the step's last; returns whether the
+            ranks meet in its backward: in every one where they share the parameters out. None where in the last.
+        uncounted: Around a micro-batch that counts for nothing, with whether it runs other ranks' samples: keeps it
+            from what is computed over the ranks in its forward.
+        silenced: Around a backward that is run for the ranks to meet and counts for nothing: keeps what its loss gives
+            from the gradients.
+        on_end: Called when the last micro-batch has had its backward; None for nothing.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        sizes: Sequence[int],
+        *,
+        index: int = 0,
+        num_samples: int | None = None,
+        num_ranks: int = 1,
+        samples: Sequence[int] | None = None,
+    ) -> None:
+        self.micro_batch_sizes = tuple(sizes)
+        self._samples = self.micro_batch_sizes if samples is None else tuple(samples)
+        self.num_samples = sum(sizes) if num_samples is None else num_samples
+        self.num_ranks = num_ranks
+        self.index = index
+        self.on_draw: Callable[[bool], bool] | None = None
+        self.uncounted: Callable[[bool], AbstractContextManager[Any]] = nullcontext
+        self.silenced: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.on_end: Callable[[], None] | None = None
+        self._batches = iter(batches)
+        self._drawn = 0
+        self._backwards = 0
+        self._iterated = False
+        self._meets = False
+        self._loss: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        """Count the micro-batches of this step."""
+        return len(self.micro_batch_sizes)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._iterated:
+            raise InputError(
+                f"optimizer step {self.index} was iterated a second time; expected once, because its batches are "
+                "gone; take the next step from steps()"
+            )
+        self._iterated = True
+        return self._draw()
+
+    @property
+    def weight(self) -> float:
+        """What `backward` multiplies the current micro-batch's mean loss by; 0 where the step counts nothing.
+
+        It is the micro-batch's samples over the whole step's, times the number of ranks.
+
+        Raises:
+            InputError: No micro-batch was drawn yet.
+        """
+        if not self._drawn:
+            raise InputError(
+                f"optimizer step {self.index} has no current micro-batch; expected a loop over the step; write "
+                "`for batch in step:` first"
+            )
+        if not self.num_samples:
+            return 0.0
+        return self.micro_batch_sizes[self._drawn - 1] * self.num_ranks / self.num_samples
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the step, as far as its micro-batches have gone; reading it waits for the device.
+
+        On a rank of a DDP job, the mean over this rank's own samples: the other ranks are not asked.
+        """
+        own = sum(self.micro_batch_sizes) * self.num_ranks
+        return float(self._loss) * (self.num_samples / own) if own and self._loss is not None else 0.0
+
+    def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Weight the current micro-batch's mean loss and run its backward pass.
+
+        A micro-batch that counts for nothing (weight 0) runs none: its mean is 0/0, and would turn all gradients NaN.
+        Only where the ranks meet does a rank without a share run it, on the zeroed loss of a real sample.
+
+        Args:
+            loss: The mean loss of the micro-batch, one number.
+            scaler: Scales the weighted loss, for fp16; None for none.
+
+        Raises:
+            InputError: `loss` is not one number, no micro-batch was drawn, or this one already had its backward.
+        """
+        weight = self.weight
+        if self._backwards == self._drawn:
+            raise InputError(
+                f"backward was called twice for {self._place()}; expected once per micro-batch; add the losses up and "
+                "call it on their sum"
+            )
+        _require_one_number(loss)
+        # Counted before it runs: one that fails half-way has left gradients behind and can't be run again.
+        self._backwards = self._drawn
+        if not weight and not (self._meets and self.num_ranks > 1):
+            return
+        weighted = loss * weight
+        if weight:
+            self._add(weighted.detach().reshape(()))
+        with nullcontext() if weight else self.silenced():
+            (weighted if scaler is None else scaler.scale(weighted)).backward()
+
+    def _add(self, loss: torch.Tensor) -> None:
+        """Add a loss to those before, in the first one's place: a block kept for each is not in a plan's memory."""
+        self._loss = loss if self._loss is None else self._loss.add_(loss)
+
+    def check_finished(self) -> None:
+        """Make sure that every micro-batch of the step had its backward; `steps` does so before it goes on.
+
+        Raises:
+            InputError: One had none, so that the gradient lacks its part.
+        """
+        self._check_backward()
+        if self._drawn < len(self):
+            raise InputError(
+                f"optimizer step {self.index} was left after {self._drawn} of {len(self)} micro-batches; expected all "
+                "of them, or the gradient lacks a part; run the inner loop to its end"
+            )
+
+    def _draw(self) -> Iterator[Any]:
+        accumulation = Accumulation(len(self))
+        for _ in self.micro_batch_sizes:
+            self._check_backward()
+            batch = next(self._batches, _MISSING)
+            if batch is _MISSING:
+                raise InputError(
+                    f"the loader ended after {self._drawn} of the {len(self)} micro-batches of optimizer step "
+                    f"{self.index}; expected as many as its sampler's schedule; pass the loader that owns the sampler"
+                )
+            self._drawn += 1
+            is_last = self._drawn == len(self)
+            self._meets = is_last if self.on_draw is None else self.on_draw(is_last)
+            number = self._drawn - 1
+            apart = nullcontext() if self.micro_batch_sizes[number] else self.uncounted(not self._samples[number])
+            with accumulation.running(is_last=is_last), apart:
+                yield batch
+            del batch  # or this frame would hold it while the next is made
+        self._check_backward()
+        accumulation.finish()
+        if self.on_end is not None:
+            self.on_end()
+
+    def _check_backward(self) -> None:
+        if self._backwards < self._drawn:
+            raise InputError(
+                f"{self._place()} had no backward; expected one for each, or the gradient lacks its part; call "
+                "step.backward(loss) once in the loop"
+            )
+
+    def _place(self) -> str:
+        return f"micro-batch {self._drawn} of {len(self)} in optimizer step {self.index}"
+
+
+def steps(
+    loader: Iterable[Any],
+    *,
+    batch_size: int,
+    effective_batch_size: int,
+    count: Callable[[Any], int] | None = None,
+    over_ranks: Callable[[int], int] | None = None,
+) -> Iterator[OptimizerStep]:
+    """Walk one epoch of a loader, an optimizer step at a time.
+
+        for step in steps(loader, batch_size=32, effective_batch_size=512):
+            for inputs, targets in step:
+                step.backward(loss_fn(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A loader with a `ScheduledBatchSampler` is followed by its schedule and no batch is looked into. Of any other, one
+    optimizer step's micro-batches are held back until their samples reach `effective_batch_size` (or the loader ends),
+    since the weights depend on their sum; a batch that goes beyond it belongs to the step whole.
+
+    Args:
+        loader: A ``DataLoader``, or any iterable of batches.
+        batch_size: Samples per forward, 1 or more.
+        effective_batch_size: Samples per optimizer step, 1 or more.
+        count: What a batch's mean loss averages over, for a loss that isn't a mean over samples, such as the number
+            of labels that aren't padding: each micro-batch is then weighted by that, and an optimizer step is
+            ``accumulation_steps(effective_batch_size, batch_size)`` micro-batches of a loader without a schedule. By
+            default the samples, which are the first dimension of the first tensor in the batch.
+        over_ranks: Turns what this rank's part of a step counts for into what all ranks' parts do; needed for `count`
+            with one rank's slice.
+
+    Returns:
+        The optimizer steps, each to be iterated to its end before the next is taken.
+
+    Raises:
+        InputError: A number is below 1 or not whole; the loader's sampler was made for other sizes; while iterating:
+            a batch holds no tensor to count, or a step was left unfinished.
+    """
+    batch_size = whole_number("batch_size", batch_size, minimum=1)
+    effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, ScheduledBatchSampler):
+        _check_sizes(sampler, batch_size, effective_batch_size)
+        if count is not None and over_ranks is None and sampler.rank_slice.num_ranks > 1:
+            raise InputError(
+                f"count is given, but the loader's batch sampler is one of {sampler.rank_slice.num_ranks} ranks'; "
+                "expected none, because what the other ranks count is not known here; use ctx.steps(loader, count=...)"
+            )
+        made = _scheduled_steps(loader, sampler, count, over_ranks or int)
+    elif count is not None:
+        made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
+    else:
+        made = _held_steps(loader, count_samples, enough=effective_batch_size)
+    return checked(made)
+
+
+def _require_one_number(loss: object) -> None:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return
+    got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    raise InputError(f"loss is {got}; expected a tensor of one number; pass the micro-batch's mean, loss.mean()")
+
+
+def checked(made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
+    """Yield steps, and refuse to go on after one that was left unfinished."""
+    for step in made:
+        yield step
+        step.check_finished()
+
+
+def _scheduled_steps(
+    loader: Iterable[Any],
+    sampler: ScheduledBatchSampler,
+    count: Callable[[Any], int] | None,
+    over_ranks: Callable[[int], int],
+) -> Iterator[OptimizerStep]:
+    start_step = sampler.start_step  # before iter(): workers begin to draw there, which spends it
+    sampler.samples_consumed = min(start_step * sampler.effective_batch_size, sampler.num_samples)
+    batches = iter(loader)
+    for index, step in enumerate(sampler.schedule[start_step:], start_step):
+        if count is None:
+            made = OptimizerStep(
+                batches,
+                step.micro_batch_sizes,
+                index=index,
+                num_samples=step.num_samples,
+                num_ranks=sampler.rank_slice.num_ranks,
+            )
+        else:
+            held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
+            # A rank without a share gets a sample to run that counts for nothing.
+            parts = zip(held, step.micro_batch_sizes, strict=False)
+            sizes = [counted(count, batch) if samples else 0 for batch, samples in parts]
+            sizes += [0] * (len(step.micro_batch_sizes) - len(held))
+            made = OptimizerStep(
+                _let_go(held),
+                sizes,
+                index=index,
+                num_samples=over_ranks(sum(sizes)),
+                num_ranks=sampler.rank_slice.num_ranks,
+                samples=step.micro_batch_sizes,
+            )
+        made.on_end = partial(sampler.consume, step.num_samples)
+        yield made
+    # Drawing past the end lets a loader's workers finish in order.
+    if next(batches, _MISSING) is not _MISSING:
+        raise InputError(
+            "the loader gave more batches than its sampler's schedule; expected one per micro-batch; pass a loader "
+            "that doesn't repeat or add batches"
+        )
+
+
+def _held_steps(
+    loader: Iterable[Any],
+    count: Callable[[Any], int],
+    *,
+    most_batches: int | None = None,
+    enough: int | None = None,
+) -> Iterator[OptimizerStep]:
+    """Hold batches back until there are `most_batches` of them, or until they count for `enough`."""
+    held: list[Any] = []
+    sizes: list[int] = []
+    index = 0
+    for batch in loader:
+        held.append(batch)
+        sizes.append(counted(count, batch))
+        if len(held) == most_batches or (enough is not None and sum(sizes) >= enough):
+            yield _held_step(held, sizes, index)
+            held, sizes, index = [], [], index + 1
+    if held:
+        yield _held_step(held, sizes, index)
+
+
+def _held_step(held: list[Any], sizes: Sequence[int], index: int) -> OptimizerStep:
+    return OptimizerStep(_let_go(held), sizes, index=index)
+
+
+def _let_go(held: list[Any]) -> Iterator[Any]:
+    """Yield what is held, in order, keeping no hold on what was yielded."""
+    held.reverse()
+    while held:
+        yield held.pop()
+
+
+def _check_sizes(sampler: ScheduledBatchSampler, batch_size: int, effective_batch_size: int) -> None:
+    for name, wanted, has in (
+        ("batch_size", batch_size, sampler.batch_size),
+        ("effective_batch_size", effective_batch_size, sampler.effective_batch_size),
+    ):
+        if wanted != has:
+            raise InputError(
+                f"{name} is {wanted}, but the loader's batch sampler was made for {has}; expected the same; make both "
+                "from one plan"
+            )
+
+
+def _cut(indices: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    ends = itertools.accumulate(sizes)
+    return (indices[end - size : end] for size, end in zip(sizes, ends, strict=True))
+
+
+# Counting --------------------------------------------------------------------------------------------------------
+
+
+def counted(count: Callable[[Any], int], batch: Any) -> int:
+    """Return what a batch counts for: a whole number, or an `InputError` says what it is instead."""
+    return whole_number("the count of a batch", count(batch))
+
+
+def count_samples(batch: Any) -> int:
+    """Return the samples of a batch: the first dimension of the first tensor in it."""
+    samples = _first_size(batch)
+    if samples is None:
+        raise InputError(
+            f"a batch is a {type(batch).__name__} without a tensor of one or more dimensions; expected one, whose "
+            "first dimension is the samples; pass count= to say how many samples a batch has"
+        )
+    return samples
+
+
+def _first_size(part: Any) -> int | None:
+    """Find the first dimension of the first tensor in a batch that has one."""
+    if isinstance(part, torch.Tensor):
+        return int(part.size(0)) if part.dim() else None
+    if isinstance(part, PackedSequence):
+        return int(part.batch_sizes[0])  # its data are all time steps of all samples, one after the other
+    sizes = (_first_size(item) for item in _items(part))
+    return next((size for size in sizes if size is not None), None)
+
+
+def _items(part: Any) -> Iterable[Any]:
+    """List what a container holds; nothing for what isn't one."""
+    if isinstance(part, (str, bytes)):
+        return ()
+    if isinstance(part, Mapping):
+        return part.values()
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        return [getattr(part, field.name) for field in dataclasses.fields(part)]
+    if isinstance(part, Sequence):
+        return part
+    if hasattr(part, "keys") and hasattr(part, "__getitem__"):  # an encoding that acts as a dict without being one
+        return [part[key] for key in part.keys()]  # noqa: SIM118 - iterating it may give something else
+    return ()

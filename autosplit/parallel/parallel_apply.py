@@ -1,0 +1,164 @@
+"""Run a module on the chunks of a batch, each where it belongs.
+
+On GPUs it stands on torch's own parallel_apply, on CUDA on its broadcast, too. On CPU devices chunks run in turn:
+through the one module outside a placement, through a replica per device inside one, so that each device's copies are
+accounted where they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.devices.transfer import Placement, adopt_module, transfer
+from autosplit.oom import OutOfMemoryError, is_oom
+from autosplit.parallel.persistent_replicas import KeptReplicas
+from autosplit.parallel.replicate import BufferCopies, carried, copy_buffers, moving_buffers, replicate
+from autosplit.parallel.tensor_copies import GpuCopies, PlacedCopies
+from autosplit.workload.batch import batch_size_of, map_tensors
+
+__all__ = ["run_in_turn", "run_on_gpus", "run_placed"]
+
+
+def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
+    """Run chunks through the one module; its buffers keep what the first of them leaves, as on GPUs.
+
+    Args:
+        module: The module.
+        chunks: A call, ``(args, kwargs)``, for each device that has samples.
+
+    Returns:
+        What each call returns.
+    """
+    if len(chunks) > 1:
+        # As on GPUs each replica gets a copy: a module that changes its input in place must not reach the others'.
+        chunks = [map_tensors(torch.clone, call) for call in chunks]
+    slots = moving_buffers(module) if len(chunks) > 1 else []
+    copies = [BufferCopies(slots) for _ in chunks[1:]]  # before the first chunk moves them, as replicas have them
+    outputs = [module(*chunks[0][0], **chunks[0][1])]
+    for (args, kwargs), own in zip(chunks[1:], copies, strict=True):
+        with own:
+            outputs.append(module(*args, **kwargs))
+    return outputs
+
+
+def run_placed(
+    module: nn.Module, placement: Placement, active: list[int], chunks: list[Any], kept: KeptReplicas | None
+) -> list[Any]:
+    """Scatter all, replicate, run all: on devices that are there for the placement only.
+
+    Args:
+        module: On the first device.
+        placement: Who knows which tensor is where.
+        active: Positions of the devices that have samples.
+        chunks: A call for each of them.
+        kept: Replicas that outlive this forward; None for such as don't.
+
+    Returns:
+        What each call returns, on its device.
+    """
+    adopt_module(placement, module, 0)
+    placed = [map_tensors(partial(_moved, placement, index), call) for index, call in zip(active, chunks, strict=True)]
+    if active == [0]:
+        return [module(*placed[0][0], **placed[0][1])]
+    replicas = replicate(module, active, PlacedCopies()) if kept is None else kept.replicas(module, active)
+    outputs = [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, placed, strict=True)]
+    if active[0] != 0:
+        copy_buffers(replicas[0], module, lambda tensor: transfer(tensor, active[0], 0, "buffer"))
+    return outputs
+
+
+def _moved(placement: Placement, device: int, tensor: Tensor) -> Tensor:
+    source = placement.device_of(tensor)
+    return tensor if source == device else transfer(tensor, source, device, "input")
+
+
+def run_on_gpus(
+    module: nn.Module,
+    devices: Sequence[torch.device],
+    active: list[int],
+    chunks: list[Any],
+    kept: KeptReplicas | None,
+    dim: int,
+) -> list[Any]:
+    """Scatter all, replicate, run all at the same time.
+
+    Args:
+        module: On the first device.
+        devices: All GPUs of the wrapper.
+        active: Positions of those that have samples.
+        chunks: A call for each of them.
+        kept: Replicas that outlive this forward; None for such as don't.
+        dim: The batch dimension, to count the samples of a GPU that runs out of memory.
+
+    Returns:
+        What each call returns, on its GPU.
+
+    Raises:
+        OutOfMemoryError: A GPU ran out of memory; it is named, with the samples it held.
+    """
+    try:
+        return _outputs_of_gpus(module, devices, active, chunks, kept)
+    except RuntimeError as error:
+        if not is_oom(error):
+            raise
+        message = str(error)
+    # Raised outside the except block: its traceback would pin the replica's tensors.
+    raise _named_oom(message, devices, active, chunks, dim)
+
+
+def _outputs_of_gpus(
+    module: nn.Module,
+    devices: Sequence[torch.device],
+    active: list[int],
+    chunks: list[Any],
+    kept: KeptReplicas | None,
+) -> list[Any]:
+    own = [devices[index] for index in active]
+    moved = [map_tensors(partial(_sent, device), call) for device, call in zip(own, chunks, strict=True)]
+    if active == [0]:
+        args, kwargs = moved[0]
+        return [module(*args, **kwargs)]
+    replicas = replicate(module, active, GpuCopies(tuple(devices))) if kept is None else kept.replicas(module, active)
+    outputs = nn.parallel.parallel_apply(
+        [carried(replica, device) for replica, device in zip(replicas, own, strict=True)],  # type: ignore[misc]  # it only calls them
+        [args for args, _ in moved],
+        [kwargs for _, kwargs in moved],
+        [device.index for device in own],  # as devices, torch takes CUDA's alone
+    )
+    if active[0] != 0:
+        copy_buffers(replicas[0], module, lambda tensor: tensor.to(devices[0]))
+    return list(outputs)
+
+
+def _sent(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device, non_blocking=True)
+
+
+def _named_oom(
+    message: str, devices: Sequence[torch.device], active: list[int], chunks: list[Any], dim: int
+) -> OutOfMemoryError:
+    index = _failed_device(message, devices, active)
+    if index is None:
+        return OutOfMemoryError(message)
+    samples = batch_size_of(chunks[active.index(index)], dim) if index in active else 0
+    return OutOfMemoryError(
+        f"{devices[index]} is out of memory with {samples} samples of the batch; give it fewer. {message}",
+        device=str(devices[index]),
+        device_index=index,
+    )
+
+
+def _failed_device(message: str, devices: Sequence[torch.device], active: list[int]) -> int | None:
+    """Find which device a message is about: a replica's thread says which it was, the allocator names the GPU."""
+    for position, index in enumerate(active):
+        if f"in replica {position} on device" in message:
+            return index
+    found = re.search(r"GPU (\d+)", message)
+    ordinals = [device.index for device in devices]
+    return ordinals.index(int(found[1])) if found and int(found[1]) in ordinals else None

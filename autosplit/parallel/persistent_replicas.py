@@ -1,0 +1,411 @@
+"""Replicas that stay for a whole optimizer step: parameters are copied to the devices once, gradients come home once.
+
+nn.DataParallel broadcasts and reduces in every micro-step, because its replicas' parameters are outputs of one
+autograd node. Here they are leaves: each micro-step's backward adds to the gradients where they are, and what is
+elsewhere is added to the module's own at the end of the backward that says so. Buffers are copied at each forward,
+as nn.DataParallel does: a BatchNorm's first device moves them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autosplit.errors import InputError
+from autosplit.parallel.replicate import here, may_have_gradient, replica_of, unique
+from autosplit.parallel.tensor_copies import Copies
+
+__all__ = ["KeptReplicas"]
+
+
+@dataclass
+class _Master:
+    """A parameter (or a buffer that takes part in the gradient) on the first device, and its leaves elsewhere.
+
+    Attributes:
+        tensor: The module's own.
+        leaves: By device, the copies that replicas compute with.
+        stamps: By device, which values the copy has: a device may sit out a micro-step and join a later one.
+        noted: The module's own gradient when the last backward was over, and its version; None with none waiting.
+        hook: Follows what autograd itself adds to the module's own gradient meanwhile.
+    """
+
+    tensor: Tensor
+    leaves: dict[int, Tensor] = field(default_factory=dict)
+    stamps: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    noted: tuple[Tensor, int] | None = None
+    hook: Any = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a leaf has a gradient that has not come home."""
+        return any(leaf.grad is not None for leaf in self.leaves.values())
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether the module's own gradient was cleared since it was noted: `optimizer.zero_grad()`."""
+        if self.noted is None:
+            return False
+        grad, version = self.noted
+        return self.tensor.grad is None or (grad._version != version and not bool(_dense(grad).any()))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether anybody but autograd changed the module's own gradient since it was noted."""
+        return self.noted is not None and (
+            self.tensor.grad is not self.noted[0] or self.noted[0]._version != self.noted[1]
+        )
+
+    def note(self) -> None:
+        """Remember the module's own gradient as it is."""
+        assert self.tensor.grad is not None
+        self.noted = self.tensor.grad, self.tensor.grad._version
+        if self.hook is None:
+            self.hook = self.tensor.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
+
+    def let_go(self) -> None:
+        """End what `note` began."""
+        self.noted = None
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
+    def drop_gradients(self) -> None:
+        """Forget the leaves' gradients."""
+        self.let_go()
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+
+def _accumulated(known: weakref.ref[_Master], tensor: Tensor) -> None:
+    """Follow a backward that went past the wrapper: a penalty on the parameters."""
+    master = known()
+    if master is None or master.noted is None or tensor.grad is None:
+        return
+    _refuse_graph(tensor.grad)
+    grad, version = master.noted
+    if tensor.grad is grad and grad._version != version + 1:
+        raise _changed_error()
+    if tensor.grad is not grad and not grad.is_sparse:  # it was None: cleared, and begun anew
+        master.drop_gradients()
+    else:
+        master.note()
+
+
+class KeptReplicas:
+    """Replicas of one module that outlive a micro-step.
+
+    Args:
+        copies: How tensors travel.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._masters: dict[int, _Master] = {}
+        self._last = False
+        self._task = _NO_TASK
+        self._has_graph = False
+        self._round = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients of earlier micro-steps wait on other devices."""
+        return any(master.waiting for master in self._masters.values())
+
+    @property
+    def needed(self) -> bool:
+        """Whether gradients wait, or a forward ran whose backward may be still to come."""
+        return self._has_graph or self.waiting
+
+    def replicas(self, module: nn.Module, devices: Sequence[int]) -> list[nn.Module]:
+        """Return a replica of the module for each device, the first device's on the module's own parameters.
+
+        Values are copied anew unless gradients wait, or a backward may be to come: these belong to what is there.
+
+        Args:
+            module: On the first device.
+            devices: Positions of the devices that have samples.
+        """
+        tensors = unique((*module.parameters(), *module.buffers()))
+        kept = [tensor for tensor in tensors if _can_be_kept(tensor)]
+        self._follow(kept)
+        if not self.needed:
+            self._round += 1  # not by versions alone: a change through `.data`, or within a tracker, counts none
+        if self._copies.together:
+            for device in devices:
+                self._renew(kept, device)
+        tables: dict[int, dict[int, Tensor]] = {device: {} for device in devices}
+        # Tensor by tensor, as a broadcast goes: no device waits until another one has all.
+        for tensor in (*kept, *(tensor for tensor in tensors if id(tensor) not in self._masters)):
+            for device, table in tables.items():
+                table[id(tensor)] = here(tensor) if device == 0 else self._elsewhere(tensor, device)
+        return [replica_of(module, tables[device]) for device in devices]
+
+    def hold(self, module: nn.Module, devices: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
+        """Let gradients of zeros wait, as if a micro-step had been before: for whoever follows just one of many.
+
+        Args:
+            module: On the first device.
+            devices: Positions of the devices that have samples.
+            parameters: Those that have a gradient.
+        """
+        self.replicas(module, devices)
+        for parameter in parameters:
+            master = self._masters.get(id(parameter))
+            for leaf in master.leaves.values() if master is not None else ():
+                leaf.grad = torch.zeros_like(leaf)
+        self.note()
+
+    def watch(self, outputs: Iterable[Tensor], *, last: bool) -> None:
+        """Act when a backward of this forward, or of one before it, begins and when it is over.
+
+        Args:
+            outputs: Of a forward of the replicas. A backward that does not come through them is seen at the leaves.
+            last: Bring the gradients home then; otherwise note what waits.
+        """
+        self._last = last
+        for tensor in outputs:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(_in_backward, weakref.ref(self)))
+                self._has_graph = True
+
+    def begin_backward(self) -> None:
+        """See what was cleared before anything is added, and be called again when the backward is over."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self.settle()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_after_backward, weakref.ref(self)))
+
+    def end_backward(self) -> None:
+        """Bring the gradients home after the last micro-step's backward; note what waits after another."""
+        self._task = _NO_TASK
+        if self._last:
+            self.bring_home()
+        else:
+            self.note()
+
+    def bring_home(self) -> None:
+        """Add all gradients that wait to the module's own.
+
+        Raises:
+            InputError: A backward made gradients that have a graph themselves (``create_graph=True``).
+        """
+        self._has_graph = False
+        if self._copies.together:
+            for device in {device: None for master in self._masters.values() for device in master.leaves}:
+                self._bring_from(device)
+        for master in self._masters.values():
+            self._bring(master)
+
+    def note(self) -> None:
+        """Remember how the module's own gradients are while others wait, to see it when they are cleared."""
+        self._has_graph = False
+        for master in self._masters.values():
+            for leaf in master.leaves.values():
+                _refuse_graph(leaf.grad)
+            if not master.waiting:
+                continue
+            if master.tensor.grad is None:
+                master.tensor.grad = self._zeros_for(master)
+            master.note()
+        _guard(self)
+
+    def settle(self) -> None:
+        """Forget what waits for parameters whose own gradient was cleared meanwhile.
+
+        Raises:
+            InputError: One was changed otherwise: clipped, scaled or replaced, which the others were not.
+        """
+        for master in self._masters.values():
+            if master.is_cleared:
+                master.drop_gradients()
+            elif master.is_changed:
+                raise _changed_error()
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients that wait."""
+        for master in self._masters.values():
+            master.drop_gradients()
+
+    def refuse_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an update of parameters whose gradients are not complete.
+
+        Raises:
+            InputError: Gradients of this optimizer's parameters wait.
+        """
+        ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        places: set[int] = set()
+        for master in self._masters.values():
+            if id(master.tensor) not in ours:
+                continue
+            if master.is_cleared:
+                master.drop_gradients()
+            places |= {device for device, leaf in master.leaves.items() if leaf.grad is not None}
+        if places:
+            names = ", ".join(self._copies.name_of(device) for device in sorted(places))
+            raise InputError(
+                f"the optimizer steps while gradients of earlier micro-steps wait on {names}; expected the last "
+                "micro-step's forward and backward outside of no_sync() (within plan.steps, the step's last batch), "
+                "which brings them home; end the step there, or call synchronize() on the wrapper first"
+            )
+
+    def _follow(self, kept: list[Tensor]) -> None:
+        """Have a master for each tensor, and none for what the module no longer has."""
+        before = dict(self._masters)
+        self._masters = {
+            id(tensor): before.pop(id(tensor)) if id(tensor) in before else _Master(tensor) for tensor in kept
+        }
+        for gone in before.values():
+            self._bring(gone)
+        self.settle()
+        for master in self._masters.values():
+            if master.noted is None:
+                master.drop_gradients()  # left by a backward that broke off: one that ended has noted what waits
+
+    def _renew(self, kept: list[Tensor], device: int) -> None:
+        """Copy to a device, together, the values that it has from before."""
+        stale = []
+        for tensor in kept:
+            master = self._masters[id(tensor)]
+            leaf = master.leaves.get(device)
+            same = leaf is not None and leaf.shape == tensor.shape and leaf.dtype == tensor.dtype
+            if same and master.stamps[device] != (self._round, *_stamp(tensor)):
+                stale.append(master)
+        with torch.no_grad():
+            leaves = [master.leaves[device].detach() for master in stale]
+            self._copies.copy_all_into(leaves, [master.tensor for master in stale], device)
+        for master in stale:
+            master.stamps[device] = (self._round, *_stamp(master.tensor))
+
+    def _elsewhere(self, tensor: Tensor, device: int) -> Tensor:
+        """Return what another device computes with in place of a tensor of the first."""
+        master = self._masters.get(id(tensor))
+        if master is None:  # what a forward makes of parameters and keeps as a buffer has a graph, and no leaf
+            return self._copies.copy(tensor if tensor.requires_grad else tensor.detach(), device, "buffer")
+        leaf, stamp = master.leaves.get(device), (self._round, *_stamp(tensor))
+        if leaf is None or leaf.shape != tensor.shape or leaf.dtype != tensor.dtype:
+            leaf = master.leaves[device] = self._copies.copy(tensor.detach(), device, "parameter")
+            if may_have_gradient(tensor):
+                # Also while the tensor is frozen: a backward of before may be still to come.
+                leaf.requires_grad_().register_hook(partial(_in_backward, weakref.ref(self)))
+        elif master.stamps[device] != stamp:
+            with torch.no_grad():
+                self._copies.copy_into(leaf.detach(), tensor, device)
+        master.stamps[device] = stamp
+        return leaf if tensor.requires_grad else leaf.detach()
+
+    def _bring_from(self, device: int) -> None:
+        """Bring a device's dense gradients home together."""
+        waiting, grads = [], []
+        for master in self._masters.values():
+            leaf = master.leaves.get(device)
+            if leaf is not None and leaf.grad is not None and leaf.grad.layout == torch.strided:
+                _refuse_graph(leaf.grad)
+                waiting.append((master, leaf))
+                grads.append(leaf.grad)
+        with torch.no_grad():
+            for position, grad in self._copies.bring_all(grads, device):
+                master, leaf = waiting[position]
+                _add_to(master.tensor, grad)
+                leaf.grad = None  # not before, as in `_bring`
+
+    def _bring(self, master: _Master) -> None:
+        with torch.no_grad():
+            for device, leaf in master.leaves.items():
+                _refuse_graph(leaf.grad)
+                if leaf.grad is not None:
+                    _add_to(master.tensor, self._copies.bring(leaf.grad, device))
+                    leaf.grad = None  # not before: running out of memory on the way must not lose it
+        master.let_go()
+
+    def _zeros_for(self, master: _Master) -> Tensor:
+        """Make the gradient that waiting ones will be added to, of their layout, on the first device."""
+        device, grad = next((device, leaf.grad) for device, leaf in master.leaves.items() if leaf.grad is not None)
+        if grad.layout != torch.strided:
+            return self._copies.bring(torch.zeros_like(grad), device)  # without a value in it
+        return torch.zeros_like(master.tensor)
+
+
+_NO_TASK = -1
+"""What torch calls the backward that runs where none does."""
+
+
+def _in_backward(known: weakref.ref[KeptReplicas], _grad: Tensor) -> None:
+    kept = known()
+    if kept is not None:
+        kept.begin_backward()
+
+
+def _after_backward(known: weakref.ref[KeptReplicas]) -> None:
+    kept = known()
+    if kept is not None:
+        kept.end_backward()
+
+
+def _changed_error() -> InputError:
+    return InputError(
+        "a gradient was changed (clipped, scaled, unscaled or replaced) while others of the same parameters wait on "
+        "the other devices; expected them to be left alone until the last micro-step's backward; call synchronize() "
+        "on the wrapper first"
+    )
+
+
+def _can_be_kept(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+def _stamp(tensor: Tensor) -> tuple[int, int]:
+    """Tell a tensor's values from others it had: its storage, and how often that was changed in place."""
+    return tensor.untyped_storage()._cdata, 0 if tensor.is_inference() else tensor._version
+
+
+def _refuse_graph(grad: Tensor | None) -> None:
+    if grad is not None and grad.requires_grad:
+        raise InputError(
+            "a backward with create_graph=True ran on replicas that are kept within no_sync(); expected gradients "
+            "without a graph, because a kept replica's parameters are leaves; run such a step outside of no_sync()"
+        )
+
+
+def _add_to(tensor: Tensor, grad: Tensor) -> None:
+    """Add to a tensor's gradient as autograd's accumulation does: in place, and a sparse one turns dense."""
+    if tensor.grad is None:
+        tensor.grad = grad
+    elif tensor.grad.is_sparse and not grad.is_sparse:
+        tensor.grad = grad + tensor.grad
+    else:
+        tensor.grad += grad
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad._values() if grad.is_sparse else grad
+
+
+_guarded: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
+"""Whose gradients wait, or did."""
+
+
+def _guard(kept: KeptReplicas) -> None:
+    """Look at every optimizer's step from now on: one that has these parameters must not run on half a gradient."""
+    if not _guard_hooks:
+        # Once and for good: torch walks through its hooks while it runs them, so none may come or go meanwhile.
+        _guard_hooks.append(register_optimizer_step_pre_hook(_before_update))
+    _guarded.add(kept)
+
+
+_guard_hooks: list[Any] = []
+
+
+def _before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for kept in list(_guarded):
+        kept.refuse_update(optimizer)
+        if not kept.waiting:
+            _guarded.discard(kept)

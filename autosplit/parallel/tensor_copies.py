@@ -1,0 +1,228 @@
+"""How tensors travel between the first device of a wrapper, 0, and its others: in a placement, and between GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import comm
+
+from autosplit.devices.transfer import transfer, transfer_into
+
+__all__ = ["Copies", "GpuCopies", "PlacedCopies"]
+
+Grads = Sequence["Tensor | None"]
+
+BUCKET_BYTES = 10 * 2**20
+"""Of what travels as one: what torch's own broadcast of a module's parameters takes (10 MiB)."""
+
+
+class Copies(Protocol):
+    """How tensors travel. Devices are positions in the wrapper's list.
+
+    Attributes:
+        together: Many small tensors go to and from a device as one.
+    """
+
+    together: ClassVar[bool]
+
+    def name_of(self, device: int) -> str:
+        """Name a device for a message."""
+
+    def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:
+        """Copy a tensor of the first device to another one, differentiably."""
+
+    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:
+        """Copy a tensor of the first device into one that is on another already."""
+
+    def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
+        """Copy tensors of the first device into such as are on another already."""
+
+    def bring(self, tensor: Tensor, device: int) -> Tensor:
+        """Copy a gradient of a device to the first."""
+
+    def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:
+        """Copy dense gradients of a device to the first, and yield each with its position when it is there."""
+
+    def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
+        """Copy tensors of the first device to each device: for each tensor, one for each; the first's own is a view."""
+
+    def gathered(self, grads: Sequence[Grads], devices: Sequence[int]) -> list[Tensor | None]:
+        """Add up gradients on the first device: for each tensor, of what each device has; None where none has any."""
+
+
+class PlacedCopies:
+    """Between the devices of a placement, one tensor after the other: each is accounted by itself."""
+
+    together: ClassVar[bool] = False
+
+    def name_of(self, device: int) -> str:
+        """Name a device for a message."""
+        return f"device {device}"
+
+    def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:
+        """Copy a tensor of the first device to another one, differentiably."""
+        return transfer(tensor, 0, device, purpose)
+
+    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:
+        """Copy a tensor of the first device into one that is on another already."""
+        transfer_into(block, tensor.detach(), 0, device, "parameter")
+
+    def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
+        """Copy tensors of the first device into such as are on another already."""
+        for block, tensor in zip(blocks, tensors, strict=True):
+            self.copy_into(block, tensor, device)
+
+    def bring(self, tensor: Tensor, device: int) -> Tensor:
+        """Copy a gradient of a device to the first."""
+        return transfer(tensor, device, 0, "gradient")
+
+    def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:
+        """Copy dense gradients of a device to the first, and yield each with its position when it is there."""
+        for position, tensor in enumerate(tensors):
+            yield position, self.bring(tensor, device)
+
+    def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
+        """Copy tensors of the first device to each device: for each tensor, one for each; the first's own is a view."""
+        return _spread_singly(self, tensors, devices)
+
+    def gathered(self, grads: Sequence[Grads], devices: Sequence[int]) -> list[Tensor | None]:
+        """Add up gradients on the first device, one after the other."""
+        return [_sum_on_first(self, parts, devices) for parts in grads]
+
+
+@dataclass(frozen=True)
+class GpuCopies:
+    """Between GPUs, on CUDA by what nn.DataParallel stands on; a GPU that is used twice gets copies of its own.
+
+    Attributes:
+        devices: The wrapper's.
+    """
+
+    devices: tuple[torch.device, ...]
+    together: ClassVar[bool] = True
+
+    @property
+    def _in_one_go(self) -> bool:
+        """Whether small tensors travel together, which torch has for CUDA alone (and tests in host memory)."""
+        return self.devices[0].type in {"cuda", "cpu"}
+
+    def name_of(self, device: int) -> str:
+        """Name a device for a message."""
+        return str(self.devices[device])
+
+    def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:  # noqa: ARG002  # the placed copies tell it
+        """Copy a tensor of the first device to another one, differentiably."""
+        return tensor.to(self.devices[device], non_blocking=True, copy=True)
+
+    def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:  # noqa: ARG002  # the block is there
+        """Copy a tensor of the first device into one that is on another already."""
+        block.copy_(tensor.detach(), non_blocking=True)
+
+    def bring(self, tensor: Tensor, device: int) -> Tensor:  # noqa: ARG002  # the tensor knows where it is
+        """Copy a gradient of a device to the first."""
+        return tensor.to(self.devices[0], non_blocking=True)
+
+    def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
+        """Copy tensors of the first device into such as are on another already, small ones together."""
+        for bucket in _buckets(tensors):
+            arrived = _moved([tensors[i].detach() for i in bucket], self.devices[device])
+            torch._foreach_copy_([blocks[i] for i in bucket], arrived)
+
+    def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:  # noqa: ARG002
+        """Copy dense gradients of a device to the first, small ones together."""
+        for bucket in _buckets(tensors):
+            yield from zip(bucket, _moved([tensors[i] for i in bucket], self.devices[0]), strict=True)
+
+    def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
+        """Copy tensors of the first device to each device, small ones together; the first's own is a view."""
+        if not self._in_one_go:
+            return _spread_singly(self, tensors, devices)
+        others = [device for device in devices if device != 0]
+        # torch copies from the first of its list, so that is there, also when it gets no samples.
+        targets = [self.devices[device] for device in (0, *others)]
+        found = comm.broadcast_coalesced([tensor.detach() for tensor in tensors], targets) if tensors else []
+        by_device = dict(zip((0, *others), found, strict=False))
+        return [
+            [
+                tensor.view_as(tensor) if device == 0 else _as_complex(by_device[device][position], tensor)
+                for device in devices
+            ]
+            for position, tensor in enumerate(tensors)
+        ]
+
+    def gathered(self, grads: Sequence[Grads], devices: Sequence[int]) -> list[Tensor | None]:
+        """Add up gradients on the first device, small ones together where every device has one."""
+        totals: list[Tensor | None] = [None] * len(grads)
+        sums = self._in_one_go and 0 in devices and len(devices) > 1
+        together = [i for i, parts in enumerate(grads) if sums and all(map(_plain, parts))]
+        if together:
+            by_device = [[grads[i][position] for i in together] for position in range(len(devices))]
+            for i, total in zip(together, comm.reduce_add_coalesced(by_device, self.devices[0]), strict=True):
+                totals[i] = total
+        for i in set(range(len(grads))) - set(together):
+            totals[i] = _sum_on_first(self, grads[i], devices)
+        return totals
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the positions of tensors of one dtype that travel as one: a copy for each would cost a launch for each."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(position)
+    for positions in by_dtype.values():
+        bucket: list[int] = []
+        num_bytes = 0
+        for position in positions:
+            if bucket and num_bytes + tensors[position].nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, num_bytes = [], 0
+            bucket.append(position)
+            num_bytes += tensors[position].nbytes
+        yield bucket
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors of one dtype and one device to another as one; what comes are views of it."""
+    if len(tensors) == 1:
+        return [tensors[0].to(device, non_blocking=True)]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device, non_blocking=True)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _as_complex(copy: Tensor, tensor: Tensor) -> Tensor:
+    return torch.view_as_complex(copy) if tensor.is_complex() and not copy.is_complex() else copy
+
+
+def _plain(grad: Tensor | None) -> bool:
+    """Tell whether torch's reduction takes a gradient: there, dense, real, and without a graph of its own."""
+    return grad is not None and grad.layout is torch.strided and not grad.is_complex() and not grad.requires_grad
+
+
+def _spread_singly(copies: Copies, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
+    return [
+        [
+            tensor.view_as(tensor) if device == 0 else copies.copy(tensor.detach(), device, "parameter")
+            for device in devices
+        ]
+        for tensor in tensors
+    ]
+
+
+def _sum_on_first(copies: Copies, grads: Grads, devices: Sequence[int]) -> Tensor | None:
+    total: Tensor | None = None
+    owned = False  # a sum of ours is added to in place; the first replica's gradient is autograd's
+    for grad, device in zip(grads, devices, strict=True):
+        if grad is None:
+            continue
+        brought = grad if device == 0 else copies.bring(grad, device)
+        if total is None:
+            total, owned = brought, device != 0
+        else:
+            total, owned = total.add_(brought) if owned else total + brought, True
+        del brought  # before the next one comes
+    return total

@@ -1,0 +1,308 @@
+"""Explain a plan by its stored numbers: what bounds it, what else there is, how good its fit was. Nothing runs.
+
+For simulated cards a plan holds what was simulated of other machines. For real devices what was not measured is the
+model's prediction, at the parameters that were fitted to the trials, and its gains are ratios of two predictions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
+from typing import Any, Literal
+
+from autosplit.plan.explanation import (
+    BINDING_SHARE,
+    LIMITS,
+    Alternative,
+    Bound,
+    Change,
+    Explanation,
+    FitQuality,
+    LearningRate,
+    MoreMemory,
+    Solved,
+    What,
+)
+from autosplit.solve.split import even_split
+from autosplit.solve.what_if import MOST_WORK, NO_LIMIT_BYTES, Problem
+
+__all__ = [
+    "FASTER",
+    "GIB",
+    "all_memory_relaxed",
+    "alone_of",
+    "base_of",
+    "explanation_of",
+    "fullest_of",
+    "kinds_of",
+    "memory_relaxed",
+    "problem_of",
+    "sizes_relaxed",
+]
+
+GIB = 2**30
+
+FASTER = 2.0
+"""What a faster device would bring is told of one so many times as fast; of a larger step, so many times as large."""
+
+MOST_CURVES = 200_000
+"""Forwards of a plan times its devices: of more, a step's time is not predicted, which would take seconds."""
+
+MOST_KINDS = 8
+"""Of so many kinds of devices each is looked at by itself."""
+
+
+def explanation_of(plan: Solved) -> Explanation:
+    """Explain a plan, from its numbers alone.
+
+    Args:
+        plan: What is explained.
+    """
+    several = len(plan.devices) > 1
+    shares_processor = several and all(device.kind == "cpu" for device in plan.devices)
+    problem = problem_of(plan)
+    predicted = None if problem is None else problem.rate(plan.split, plan.effective_batch_size)
+    return Explanation(
+        samples_per_s=plan.samples_per_s,
+        predicted_samples_per_s=predicted,
+        **_relaxed(plan, problem, predicted, alone=several and not shares_processor),
+        even=_even(plan, problem, predicted) if several and not shares_processor else None,
+        even_measured=_even_measured(plan),
+        fit=_fit_quality(plan),
+        fastest=plan.fastest,
+        ddp_samples_per_s=plan.ddp_samples_per_s,
+        ddp_measured=plan.ddp_measured,
+        learning_rate=_learning_rate(plan),
+        shares_processor=shares_processor,
+        simulated=plan.simulated,
+    )
+
+
+def _relaxed(plan: Solved, problem: Problem | None, predicted: float | None, *, alone: bool) -> dict[str, Any]:
+    """Return what other machines would do: as it was simulated, or by the model of real devices and of ranks."""
+    if plan.changes is not None:
+        return _as_simulated(plan, plan.changes)
+    if problem is None or predicted is None or (plan.simulated and plan.region is not None):
+        return {"bounds": (), "alone": (), "more_memory": None}
+    base = max(problem.best(), predicted)
+    return {
+        "bounds": _bounds(plan, problem, base),
+        "alone": _alone(plan, problem, predicted) if alone else (),
+        "more_memory": _more_memory(plan, problem, base),
+    }
+
+
+def problem_of(plan: Solved) -> Problem | None:
+    """Return what the plan is the answer to; None where it has no fit, or the time of a step takes too long to predict.
+
+    Args:
+        plan: What is explained.
+    """
+    forwards = plan.effective_batch_size / sum(plan.split)
+    if plan.fit is None or forwards > MOST_WORK or forwards * len(plan.devices) > MOST_CURVES:
+        return None
+    return Problem.of(
+        plan.fit,
+        tuple(device.ceiling for device in plan.devices),
+        plan.region,
+        effective_batch_sizes=plan.effective_batch_sizes,
+        max_batch_size=plan.max_batch_size,
+        accumulates=plan.accumulates,
+    )
+
+
+def base_of(plan: Solved) -> float:
+    """Return the fastest that was simulated on the plan's own machine."""
+    return max([plan.samples_per_s, *(trial.samples_per_s or 0.0 for trial in plan.trials)])
+
+
+def _as_simulated(plan: Solved, changes: tuple[Change, ...]) -> dict[str, Any]:
+    base = base_of(plan)
+    bounds = []
+    for change in changes:
+        if change.what == "one_gib_more" or change.what == "alone":  # noqa: PLR1714  # mypy knows the rest, so
+            continue
+        if change.samples_per_s > base * (1 + BINDING_SHARE):
+            bounds.append(Bound(change.what, change.device, change.samples_per_s, change.samples_per_s / base))
+    alone = [
+        Alternative((c.device,), (), 0, c.samples_per_s, plan.samples_per_s / c.samples_per_s, measured=True)
+        for c in changes
+        if c.what == "alone" and c.device is not None
+    ]
+    more = next((change for change in changes if change.what == "one_gib_more"), None)
+    memory = None
+    if more is not None and more.device is not None:
+        rate = max(base, more.samples_per_s)
+        memory = MoreMemory(more.device, rate, rate / base, simulated=True)
+    return {
+        "bounds": _in_order(bounds),
+        "alone": tuple(sorted(alone, key=lambda one: -one.samples_per_s)),
+        "more_memory": memory,
+    }
+
+
+def _in_order(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
+    """Put memory and sizes first, each of both by its gain."""
+    return tuple(sorted(bounds, key=lambda bound: (bound.what not in LIMITS, -bound.gain)))
+
+
+def _bounds(plan: Solved, problem: Problem, base: float) -> tuple[Bound, ...]:
+    memory = _binding(memory_relaxed(plan, problem), base)
+    if not memory and len(plan.devices) > 1:
+        memory = _binding([("memory", None, all_memory_relaxed(problem))], base)
+    return _in_order([*memory, *_binding((*sizes_relaxed(plan, problem), *_times_relaxed(plan, problem)), base)])
+
+
+def _binding(relaxed: Iterable[Relaxed], base: float) -> list[Bound]:
+    found = []
+    for what, device, problem in relaxed:
+        rate = max(base, problem.best())
+        if rate > base * (1 + BINDING_SHARE):
+            found.append(Bound(what, device, rate, rate / base))
+    return found
+
+
+Relaxed = tuple[What, "str | None", Problem]
+
+
+def memory_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
+    """Yield the problem without the memory of a device of each kind.
+
+    Args:
+        plan: What is explained.
+        problem: What it is the answer to.
+    """
+    for index in kinds_of(plan):
+        yield "memory", plan.devices[index].label, problem.with_memory(index, NO_LIMIT_BYTES)
+
+
+def all_memory_relaxed(problem: Problem) -> Problem:
+    """Return the problem without any memory's bounds.
+
+    Args:
+        problem: A plan's.
+    """
+    for index in range(len(problem.ceilings)):
+        problem = problem.with_memory(index, NO_LIMIT_BYTES)
+    return problem
+
+
+def sizes_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
+    """Yield the problem of larger forwards, and of larger steps.
+
+    Args:
+        plan: What is explained.
+        problem: What it is the answer to.
+    """
+    most = None if plan.effective_batch_sizes is None else plan.effective_batch_sizes[1]
+    asked = plan.max_batch_size
+    if asked is not None and (most is None or asked < most):
+        yield "max_batch_size", None, problem.with_most(int(FASTER * asked) if most is None else most)
+    if most is not None:
+        larger = problem.with_effective(int(FASTER * most), max_batch_size=asked)
+        yield "effective_batch_size", None, larger
+
+
+def _times_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
+    if problem.step_time.adds_up or len(plan.devices) == 1:
+        label = plan.devices[0].label if len(plan.devices) == 1 else None
+        yield "device", label, problem.faster(range(len(plan.devices)), FASTER)
+    else:
+        for index in kinds_of(plan):
+            yield "device", plan.devices[index].label, problem.faster((index,), FASTER)
+    # What was measured of whole steps tells what devices cost each other, but not by what.
+    overhead: Literal["copies", "overhead"] = "copies" if plan.region is None else "overhead"
+    yield overhead, None, problem.without(overhead)
+    yield "update", None, problem.without("update")
+
+
+def kinds_of(plan: Solved) -> list[int]:
+    """Return a device of each kind: device 0, and of the others that are alike the first.
+
+    Args:
+        plan: What is explained.
+    """
+    found: dict[tuple[bool, str, int, int], int] = {}
+    for index, device in enumerate(plan.devices):
+        found.setdefault((index == 0, device.name, device.capacity_bytes, device.ceiling.batch_size), index)
+    return list(found.values())[:MOST_KINDS]
+
+
+def alone_of(plan: Solved) -> Iterator[tuple[int, int]]:
+    """Yield a device of each name, and the most samples that it runs by itself.
+
+    Args:
+        plan: What is explained.
+    """
+    names = set()
+    for index, device in enumerate(plan.devices):
+        ceiling = plan.region.primary_ceiling if index == 0 and plan.region is not None else device.rank_ceiling
+        if ceiling is not None and ceiling >= 1 and device.name not in names:
+            names.add(device.name)
+            yield index, ceiling
+
+
+def fullest_of(plan: Solved) -> int:
+    """Return the device with the least of its capacity free.
+
+    Args:
+        plan: What is explained.
+    """
+    shares = [device.peak_bytes / max(1, device.capacity_bytes) for device in plan.devices]
+    return max(range(len(shares)), key=lambda index: shares[index])
+
+
+def _even(plan: Solved, problem: Problem | None, predicted: float | None) -> Alternative | None:
+    if plan.even_samples_per_s is not None or plan.split == even_split(sum(plan.split), len(plan.split)):
+        return None  # one split has one rate, and that which was measured is it
+    found = None if problem is None else problem.even(plan.effective_batch_size)
+    if found is None or predicted is None:
+        return None
+    labels = tuple(device.label for device in plan.devices)
+    rate = found.samples_per_s
+    return Alternative(labels, found.split, found.accumulation_steps, rate, predicted / rate)
+
+
+def _even_measured(plan: Solved) -> Alternative | None:
+    if plan.even_samples_per_s is None or plan.even_samples_per_s <= 0:
+        return None
+    labels = tuple(device.label for device in plan.devices)
+    return Alternative(
+        labels, (), 0, plan.even_samples_per_s, plan.samples_per_s / plan.even_samples_per_s, measured=True
+    )
+
+
+def _alone(plan: Solved, problem: Problem, predicted: float) -> tuple[Alternative, ...]:
+    found = []
+    for index, ceiling in alone_of(plan):
+        rate = problem.alone(index, ceiling).best()
+        if rate > 0:
+            found.append(Alternative((plan.devices[index].label,), (), 0, rate, predicted / rate))
+    return tuple(sorted(found, key=lambda one: -one.samples_per_s))
+
+
+def _more_memory(plan: Solved, problem: Problem, base: float) -> MoreMemory | None:
+    fullest = fullest_of(plan)
+    more = problem.with_memory(fullest, GIB)
+    if more is problem:  # a kernel or time limits it
+        return None
+    rate = max(base, more.best())
+    return MoreMemory(plan.devices[fullest].label, rate, rate / base)
+
+
+def _fit_quality(plan: Solved) -> FitQuality | None:
+    residuals = [] if plan.fit is None else [r for r in plan.fit.residuals if r.measured_s > 0]
+    if not residuals:
+        return None
+    errors = [abs(residual.predicted_s / residual.measured_s - 1) for residual in residuals]
+    noise = [trial.error_share for trial in plan.trials if trial.samples_per_s is not None]
+    return FitQuality(median(errors), max(errors), len(errors), median(noise) if noise else 0.0)
+
+
+def _learning_rate(plan: Solved) -> LearningRate | None:
+    now = plan.sample_batch_size
+    if not now or now == plan.effective_batch_size:
+        return None
+    ratio = plan.effective_batch_size / now
+    return LearningRate(now, plan.effective_batch_size, ratio, math.sqrt(ratio))

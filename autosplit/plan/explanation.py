@@ -1,0 +1,422 @@
+"""Why a plan is what it is, as plain numbers, and the sentences that they are told by.
+
+Only `Explanation.sentences` converts units. The numbers come from `explaining`, which takes seconds for many devices:
+a remembered plan holds them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from autosplit.sizes import rate_text
+from autosplit.solve.memory import Ceiling, Fit, Region
+from autosplit.solve.search_space import Trial
+
+__all__ = [
+    "BINDING_SHARE",
+    "LIMITS",
+    "Alternative",
+    "Bound",
+    "Change",
+    "Changed",
+    "Explained",
+    "Explanation",
+    "FitQuality",
+    "LearningRate",
+    "MoreMemory",
+    "Solved",
+    "SolvedDevice",
+    "What",
+]
+
+BINDING_SHARE = 0.005
+"""A bound binds if the predicted rate rises by more than this share without it."""
+
+What = Literal[
+    "memory",
+    "max_batch_size",
+    "effective_batch_size",
+    "device",
+    "link",
+    "copies",
+    "gather",
+    "overhead",
+    "update",
+    "contention",  # only in older files
+]
+"""What bounds a plan."""
+
+Changed = Literal[What, "one_gib_more", "alone"]
+"""How a machine, or what is asked of it, differs from the plan's."""
+
+LIMITS = ("memory", "max_batch_size", "effective_batch_size")
+"""Those of them that keep the batch small; the others are time."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a plan's workload was simulated to do on a machine that differs in one thing.
+
+    Attributes:
+        what: In what: as `Bound` has it, or ``"one_gib_more"`` on a device, or a device ``"alone"``.
+        device: Which device; None where it is all of them together, or none in particular.
+        samples_per_s: The fastest of the splits that were simulated there.
+    """
+
+    what: Changed
+    device: str | None
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class SolvedDevice:
+    """A device of a plan.
+
+    Attributes:
+        label: ``"cuda:0"``.
+        kind: ``"cuda"``, ``"cpu"`` or ``"sim"``.
+        name: What the maker calls it.
+        capacity_bytes: What the plan may use.
+        peak_bytes: The most it holds in a step of the plan.
+        ceiling: The largest share it runs, with its memory's line.
+        rank_ceiling: The most samples it runs by itself, optimizer and all; None where it holds none, or nobody knows.
+    """
+
+    label: str
+    kind: str
+    name: str
+    capacity_bytes: int
+    peak_bytes: int
+    ceiling: Ceiling
+    rank_ceiling: int | None
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A plan, as far as its explanation needs it; `plan.Plan` says what each number is."""
+
+    split: tuple[int, ...]
+    effective_batch_size: int
+    samples_per_s: float
+    even_samples_per_s: float | None
+    devices: tuple[SolvedDevice, ...]
+    region: Region | None
+    fit: Fit | None
+    trials: tuple[Trial, ...]
+    ddp_samples_per_s: float
+    ddp_measured: bool
+    fastest: Literal["balanced", "ddp"] | None
+    effective_batch_sizes: tuple[int, int] | None
+    max_batch_size: int | None
+    accumulates: bool
+    sample_batch_size: int | None
+    simulated: bool
+    changes: tuple[Change, ...] | None
+
+    def digest(self) -> str:
+        """Return 64 hexadecimal digits that are the same for equal numbers in every process."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Something without which the plan would be faster.
+
+    Attributes:
+        what: ``"memory"`` of a device; ``"max_batch_size"`` or ``"effective_batch_size"``, against what twice as much
+            would bring (of `max_batch_size` at a given effective batch: no limit); ``"device"``: the time of one,
+            and ``"link"``: of all transfers, against twice the rates; ``"copies"`` of parameters and gradients (of
+            ranks: the all-reduce), ``"gather"`` of the outputs, and ``"update"`` (the optimizer), against none;
+            ``"overhead"``, what real devices cost each other by all of that but the optimizer: measured together, it
+            can't be told apart.
+        device: Which device; None where it is all of them together, or none in particular.
+        samples_per_s: Without it: simulated for simulated cards, otherwise predicted.
+        gain: That over the same with it.
+    """
+
+    what: What
+    device: str | None
+    samples_per_s: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What the user could do instead.
+
+    Attributes:
+        devices: Who takes part.
+        split: Samples per device in one forward; empty where only the throughput is known.
+        accumulation_steps: Forwards per optimizer step; 0 where that is not known.
+        samples_per_s: Throughput of whole optimizer steps.
+        gain: The plan's throughput over that.
+        measured: Whether both were measured (or simulated), rather than predicted.
+    """
+
+    devices: tuple[str, ...]
+    split: tuple[int, ...]
+    accumulation_steps: int
+    samples_per_s: float
+    gain: float
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class MoreMemory:
+    """What one GiB more on the fullest device would buy.
+
+    Attributes:
+        device: The device with the least of its capacity free at the plan's split.
+        samples_per_s: With it.
+        gain: That over the same without; 1 where its memory bounds nothing.
+        simulated: Rather than predicted.
+    """
+
+    device: str
+    samples_per_s: float
+    gain: float
+    simulated: bool = False
+
+    @property
+    def pays(self) -> bool:
+        """Whether it would bring more than nothing."""
+        return self.gain > 1 + BINDING_SHARE
+
+
+@dataclass(frozen=True)
+class FitQuality:
+    """How far the model's predictions are from what was measured.
+
+    Attributes:
+        median_share: Median of ``|predicted / measured - 1|`` over the trials that ran.
+        largest_share: The largest.
+        count: How many trials these are.
+        noise_share: Median standard error of the trials, as a share; 0 on simulated cards, whose times are exact.
+    """
+
+    median_share: float
+    largest_share: float
+    count: int
+    noise_share: float
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """By what to multiply the learning rate that suits the sample batch.
+
+    Attributes:
+        sample_batch_size: Samples of the batch that the workload came with.
+        effective_batch_size: The plan's.
+        linear: Their ratio, for SGD: Goyal et al. 2017, who warm up to it.
+        square_root: Its square root, for Adam and its kin: Krizhevsky 2014, Malladi et al. 2022.
+    """
+
+    sample_batch_size: int
+    effective_batch_size: int
+    linear: float
+    square_root: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a plan is what it is. `str()` is the text for people.
+
+    Attributes:
+        samples_per_s: The plan's throughput; what a data loader has to deliver, for data loading is not counted.
+        predicted_samples_per_s: What the model says of the plan; None where the plan holds no fit.
+        bounds: What binds, of memory and sizes first, each kind by its gain; empty where nobody knows: the plan has no
+            fit, or is of simulated cards and nothing else was simulated.
+        even: The even split that fits, in as few forwards as it can, predicted; None where the plan is even, the
+            devices share a processor, there is one device, or one was measured.
+        even_measured: The even split of the plan's own batch, where it was measured.
+        alone: Each kind of device by itself, the fastest first; empty where the devices share a processor.
+        more_memory: What one GiB more would buy; None where memory limits no ceiling, or there is no fit.
+        fit: The model's errors; None where there is no trial to compare with.
+        fastest: ``"balanced"`` or ``"ddp"``; None where there is only one answer, or nothing is claimed.
+        ddp_samples_per_s: DDP's throughput; 0 where it has no answer.
+        ddp_measured: Whether that was measured, rather than predicted.
+        learning_rate: None where the plan's effective batch is the sample batch's, or that is unknown.
+        shares_processor: The devices share one processor: no gain over an even split or one device is claimed.
+        simulated: What counts as measured was simulated.
+    """
+
+    samples_per_s: float
+    predicted_samples_per_s: float | None
+    bounds: tuple[Bound, ...]
+    even: Alternative | None
+    even_measured: Alternative | None
+    alone: tuple[Alternative, ...]
+    more_memory: MoreMemory | None
+    fit: FitQuality | None
+    fastest: Literal["balanced", "ddp"] | None
+    ddp_samples_per_s: float
+    ddp_measured: bool
+    learning_rate: LearningRate | None
+    shares_processor: bool
+    simulated: bool
+
+    def comparison(self) -> str:
+        """Say which of DDP and the plan's own split is faster, and by how much; empty where there is only one."""
+        if self.fastest is None:
+            return ""
+        ddp, own = self.ddp_samples_per_s, self.samples_per_s
+        if abs(ddp / own - 1) <= BINDING_SHARE:
+            return "DDP is as fast as BalancedDataParallel"
+        if self.fastest == "ddp":
+            return f"DDP is {ddp / own:.2f} times as fast as BalancedDataParallel"
+        return f"BalancedDataParallel is {own / ddp:.2f} times as fast as DDP"
+
+    def repeats(self, plan: Solved) -> bool:
+        """Tell whether what it repeats of a plan's numbers is what they are: it was read from a file with them."""
+        names = ("samples_per_s", "ddp_samples_per_s", "ddp_measured", "fastest", "simulated")
+        return all(getattr(self, name) == getattr(plan, name) for name in names)
+
+    def sentences(self) -> dict[str, str]:
+        """Return what there is to say, by subject: only what says something."""
+        said = {
+            "bounds": _bounds_text(self.bounds),
+            "even": _even_text(self),
+            "alone": "; ".join(map(_alone_text, self.alone)),
+            "memory": "" if self.more_memory is None else _memory_text(self.more_memory),
+            "ddp": _ddp_text(self),
+            "learning_rate": "" if self.learning_rate is None else _learning_rate_text(self.learning_rate),
+            "fit": "" if self.fit is None else _fit_text(self.fit),
+            "data": f"data loading is not counted: the loader has to deliver {rate_text(self.samples_per_s)}",
+        }
+        return {subject: text for subject, text in said.items() if text}
+
+    def __str__(self) -> str:
+        """Return a line for each thing there is to say."""
+        return "\n".join(self.sentences().values())
+
+
+@dataclass(frozen=True)
+class Explained:
+    """An explanation that is kept beside what it is of.
+
+    Attributes:
+        of: The digest of the plan's numbers: of others it says nothing.
+        explanation: It.
+    """
+
+    of: str
+    explanation: Explanation
+
+
+# --------------------------------------------------------------------------------------------------------- sentences
+
+
+def _bounds_text(bounds: tuple[Bound, ...]) -> str:
+    """Say what keeps the batch small, or that nothing does; then what takes the most time."""
+    limits = [bound for bound in bounds if bound.what in LIMITS]
+    times = ", ".join(map(_time_text, [bound for bound in bounds if bound.what not in LIMITS][:3]))
+    if any(bound.what != "effective_batch_size" for bound in limits):
+        return "; ".join([*map(_limit_text, limits), *([f"then time ({times})"] if times else [])])
+    return "; ".join([*([f"time bounds it, not memory ({times})"] if times else []), *map(_limit_text, limits)])
+
+
+def _limit_text(bound: Bound) -> str:
+    if bound.what == "memory":
+        whose = bound.device if bound.device is not None else "all devices together"
+        return f"the memory of {whose} bounds it (without that limit: {_more(bound.gain)})"
+    if bound.what == "max_batch_size":
+        return f"max_batch_size bounds it (a larger one: up to {_more(bound.gain)})"
+    return f"an effective batch of up to twice as many samples: {_more(bound.gain)}"
+
+
+def _time_text(bound: Bound) -> str:
+    if bound.what == "device":
+        return f"{bound.device or 'a processor'} twice as fast: {_more(bound.gain)}"
+    cause = {
+        "link": "links twice as fast",
+        "copies": "free copies of parameters and gradients",
+        "gather": "a free gather",
+        "overhead": "devices that cost each other no time",
+        "contention": "devices not in each other's way",
+        "update": "a free optimizer",
+    }[bound.what]
+    return f"{cause}: {_more(bound.gain)}"
+
+
+def _even_text(explanation: Explanation) -> str:
+    if explanation.shares_processor:
+        return "the devices share one processor: no gain over an even split or a single device is claimed"
+    parts = []
+    if explanation.even is not None:
+        even = explanation.even
+        split = f"({', '.join(map(str, even.split))})"
+        forwards = "1 forward" if even.accumulation_steps == 1 else f"{even.accumulation_steps} forwards"
+        parts.append(
+            f"the even split, {split} in {forwards}, gives {rate_text(even.samples_per_s)} (predicted): "
+            f"the plan {_times(even.gain)}"
+        )
+    if explanation.even_measured is not None:
+        even = explanation.even_measured
+        how = "simulated" if explanation.simulated else "measured"
+        parts.append(
+            f"the plan's own batch, split evenly, {rate_text(even.samples_per_s)} ({how}): the plan {_times(even.gain)}"
+        )
+    return "; ".join(parts)
+
+
+def _alone_text(alone: Alternative) -> str:
+    how = "simulated" if alone.measured else "predicted"
+    return f"{alone.devices[0]} alone gives {rate_text(alone.samples_per_s)} ({how}): the plan {_times(alone.gain)}"
+
+
+def _memory_text(more: MoreMemory) -> str:
+    if not more.pays:
+        return f"one GiB more on {more.device}, the fullest, would bring nothing"
+    how = "simulated" if more.simulated else "predicted"
+    return (
+        f"one GiB more on {more.device}, the fullest, would bring {rate_text(more.samples_per_s)} ({how}, "
+        f"{_more(more.gain)})"
+    )
+
+
+def _ddp_text(explanation: Explanation) -> str:
+    if explanation.fastest is None:
+        return ""
+    known = "simulated" if explanation.simulated else "measured"
+    ddp = f"{rate_text(explanation.ddp_samples_per_s)} ({known if explanation.ddp_measured else 'predicted'})"
+    own = f"{rate_text(explanation.samples_per_s)} ({known})"
+    return f"{explanation.comparison()}: DistributedDataParallel {ddp}, BalancedDataParallel {own}"
+
+
+def _learning_rate_text(advice: LearningRate) -> str:
+    return (
+        f"learning rate: a step has {advice.effective_batch_size} samples, the sample batch "
+        f"{advice.sample_batch_size}; coming from that, multiply by {_factor(advice.linear)} for SGD (linear rule with "
+        f"warm-up, Goyal et al. 2017), by {_factor(advice.square_root)} for Adam and its kin (square-root rule, "
+        "Krizhevsky 2014, Malladi et al. 2022)"
+    )
+
+
+def _fit_text(fit: FitQuality) -> str:
+    trials = "1 trial" if fit.count == 1 else f"{fit.count} trials"
+    noise = f"noise {_percent(fit.noise_share)}" if fit.noise_share else "times are exact"
+    return (
+        f"the model is off by {_percent(fit.median_share)} in the median and {_percent(fit.largest_share)} at most "
+        f"over {trials} ({noise})"
+    )
+
+
+def _times(gain: float) -> str:
+    return "is as fast" if abs(gain - 1) <= BINDING_SHARE else f"is {gain:.2f} times as fast"
+
+
+def _more(gain: float) -> str:
+    return f"+{_percent(gain - 1)}"
+
+
+def _percent(share: float) -> str:
+    percent = 100 * share
+    return f"{percent:,.0f} %" if percent >= 10 else f"{percent:.1f} %"
+
+
+def _factor(factor: float) -> str:
+    return f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"

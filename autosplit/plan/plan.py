@@ -1,0 +1,229 @@
+"""The plan: what `tune` returns, its record with what one does with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from autosplit.accelerators import is_accelerator
+from autosplit.errors import DeviceError
+from autosplit.plan.explanation import Explained, Explanation
+from autosplit.plan.record import PlanRecord
+from autosplit.printed import printable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from autosplit.parallel.balanced import BalancedDataParallel
+    from autosplit.parallel.optimizer_steps import OptimizerStep, ScheduledBatchSampler
+    from autosplit.plan.export import Export
+    from autosplit.runtime.memory_tracker import Tracker
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan(PlanRecord):
+    """How much of the batch goes on which device, how big it may be, and how many accumulation steps.
+
+    Its attributes are those of `record.PlanRecord`.
+    """
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a table, which notebooks show in its place."""
+        from autosplit.markup import table_html
+        from autosplit.sizes import rate_text, size_text
+
+        several = len(self.devices) > 1
+        facts = [("split", str(self.split)), ("gpu0_bsz", str(self.gpu0_bsz))] if several else []
+        facts += [
+            ("batch_size", f"{self.batch_size:,}"),
+            ("accumulation_steps", f"{self.accumulation_steps:,}"),
+            ("effective_batch_size", f"{self.effective_batch_size:,}"),
+            ("throughput", rate_text(self.samples_per_s) + (" (simulated)" if self.simulated else "")),
+        ]
+        rows = [
+            (
+                device.label if device.kind == "cpu" else f"{device.label} {device.name}",
+                f"{device.share:,}",
+                f"{size_text(device.peak_bytes)} of {size_text(device.capacity_bytes)}",
+                f"{ceiling:,}",
+            )
+            for device, ceiling in zip(self.devices, self.ceilings, strict=True)
+        ]
+        remarks = [] if self.complete else ["interrupted: the best so far"]
+        remarks += ["simulated: predicted for cards that are not here"] if self.simulated else []
+        return table_html("autosplit plan", facts, ("device", "share", "memory", "ceiling"), rows, remarks)
+
+    def explain(self) -> Explanation:
+        """Say why the plan is what it is: what bounds it, what else there is, how good its fit was.
+
+        It works on a loaded plan, too: from the stored numbers, running nothing. For many devices it takes seconds,
+        unless it is kept in the plan: see `with_explanation`.
+
+        Returns:
+            Plain numbers; `str()` of them is the text for people.
+        """
+        solved = self.solved()
+        kept = self.explained
+        if kept is not None and kept.of == solved.digest() and kept.explanation.repeats(solved):
+            return kept.explanation
+        from autosplit.plan.explain import explanation_of
+
+        return explanation_of(solved)
+
+    def with_explanation(self) -> Plan:
+        """Return the plan with its explanation in it, so that who reads it from a file has it at once."""
+        return replace(self, explained=Explained(self.solved().digest(), self.explain())).kept_at(self.path)
+
+    def export(self, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
+        """Turn the plan into the settings of another tool.
+
+            print(plan.export("transformers"))
+            arguments = TrainingArguments(**plan.export("transformers").settings["TrainingArguments"])
+
+        transformers, accelerate and Lightning give all ranks one batch size: the nearest even plan is computed for
+        them, and its notes say what is lost.
+
+        Args:
+            to: ``"transformers"``, ``"accelerate"``, ``"lightning"``, ``"torchrun"``, ``"env"`` or ``"json"``.
+            path: The plan's file, which ``"torchrun"`` and ``"env"`` name. Default: its own, `path`.
+
+        Returns:
+            `settings`, `text`, `exact` and `notes`; `str()` of it is the text to paste.
+
+        Raises:
+            InputError: There is no such format.
+            PlanError: The tool runs DDP, and the plan has no ranks.
+            DeviceError: ``"torchrun"`` for simulated cards.
+        """
+        from autosplit.plan.export import export
+
+        return export(self, to, path=path)
+
+    # Down to the wrappers
+
+    def devices_here(self) -> tuple[torch.device, ...]:
+        """Return where this process finds the plan's devices: by their UUIDs, on a twin of the machine by their names.
+
+        Raises:
+            DeviceError: One is not here.
+        """
+        import torch
+
+        from autosplit.devices.device import Visible, indices_here, visible_devices
+
+        kind = self.devices[0].kind
+        if not is_accelerator(kind):
+            return tuple(torch.device("cpu") for _ in self.devices)
+        here = visible_devices(kind)
+        indices = indices_here([Visible(device.name, device.uuid) for device in self.devices], here)
+        if indices is None:
+            wanted = ", ".join(f"{device.label} {device.name}" for device in self.devices)
+            seen = ", ".join(f"{kind}:{index} {device.name}" for index, device in enumerate(here)) or "none"
+            raise DeviceError(
+                f"the plan's devices are {wanted}, and those that are visible are: {seen}; expected the same cards, or "
+                "their like on a twin of the machine; set CUDA_VISIBLE_DEVICES as it was when the plan was made, or "
+                "tune here"
+            )
+        return tuple(torch.device(kind, index) for index in indices)
+
+    def wrap(self, model: nn.Module) -> BalancedDataParallel:
+        """Wrap a model so that each device gets its share.
+
+        Args:
+            model: It is moved to the first device.
+
+        Returns:
+            The wrapper; `wrapper.module` is the model.
+
+        Raises:
+            DeviceError: The plan is for simulated cards, or its cards are not here.
+        """
+        from autosplit.parallel.balanced import BalancedDataParallel
+
+        self._refuse_simulated("wrap a model")
+        devices = self.devices_here()
+        return BalancedDataParallel(
+            self.gpu0_bsz,
+            model.to(devices[0]),
+            devices,
+            dim=self.batch_dim,
+            split=self.split,
+            ceilings=self.ceilings,
+            reduce="sum" if self.loss_reduction == "sum" else None,
+        )
+
+    def batch_sampler(
+        self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> ScheduledBatchSampler:
+        """Return a batch sampler that hands out the plan's micro-batches, `effective_batch_size` samples a step.
+
+        Args:
+            num_samples: Length of the data set.
+            shuffle: Draw in a new order each epoch (`set_epoch`).
+            seed: Of that order.
+            drop_last: Leave out the epoch's last step where it is short of samples.
+
+        Raises:
+            InputError: The short last forward has a sample too few for the model's BatchNorms.
+        """
+        from autosplit.parallel.optimizer_steps import ScheduledBatchSampler
+
+        made = ScheduledBatchSampler(
+            num_samples, self.batch_size, self.effective_batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        made.refuse_single_samples(self.split, 1 if self.region is None else self.region.least_share)
+        return made
+
+    def steps(self, loader: Iterable[Any], *, count: Callable[[Any], int] | None = None) -> Iterator[OptimizerStep]:
+        """Cut a loader into optimizer steps, each an iterable of its micro-batches.
+
+            for step in plan.steps(loader):
+                for inputs, targets in step:
+                    step.backward(loss_fn(model(inputs), targets.to(model.output_device)))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Args:
+            loader: A DataLoader with the plan's `batch_sampler`, or any iterable of batches.
+            count: ``count(batch) -> int``: what the loss is a mean over, where that is not samples.
+        """
+        from autosplit.parallel.optimizer_steps import steps
+
+        return steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size, count=count)
+
+    @contextmanager
+    def budgets(self) -> Iterator[Tracker]:
+        """Enforce the budgets of the plan's `cpu` devices around training of one's own with the wrapped model.
+
+        Yields:
+            The tracker, with `live_bytes` and `peak_bytes` per device.
+
+        Raises:
+            DeviceError: The plan's devices have no budgets.
+            OutOfMemoryError: From the op whose output no longer fits; it names the device.
+        """
+        from autosplit.runtime.memory_tracker import Tracker
+        from autosplit.runtime.tracked_step import adopting_optimizers
+
+        if not all(device.kind == "cpu" and device.budgeted for device in self.devices):
+            raise DeviceError(
+                f"the plan's devices are {', '.join(device.label for device in self.devices)}; expected cpu devices "
+                "with budgets; tune with devices='cpu:2GiB,cpu:1GiB'"
+            )
+        tracker = Tracker([device.label for device in self.devices], [device.capacity_bytes for device in self.devices])
+        with tracker, adopting_optimizers(tracker):
+            yield tracker
+
+    def _refuse_simulated(self, what: str) -> None:
+        if self.simulated:
+            names = printable(", ".join(sorted({device.name for device in self.devices})), longest=300)
+            raise DeviceError(
+                f"the plan is for simulated cards ({names}); expected real devices to {what}; "
+                "tune on the machine that has them"
+            )

@@ -1,0 +1,436 @@
+"""The answer as a value: plain numbers, checked, and JSON in and out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from autosplit.errors import PlanError, PlanVersionError
+from autosplit.files import read_bounded, replace_file
+from autosplit.measure.check_result import Check
+from autosplit.plan.explanation import Change, Explained, Solved, SolvedDevice
+from autosplit.plan.validation import unsound_part
+from autosplit.printed import printable
+from autosplit.solve.memory import Ceiling, Fit, MemoryParts, Region
+from autosplit.solve.search_space import Trial
+from autosplit.solve.split import accumulation_steps
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["MAX_FILE_BYTES", "SCHEMA_VERSION", "DdpOptions", "DdpPlan", "PlanDevice", "PlanRecord", "RankSettings"]
+
+SCHEMA_VERSION = 1
+"""Of the JSON; a file of another version is refused."""
+
+MAX_FILE_BYTES = 16 * 2**20
+"""A plan is some dozens of KiB: what is larger than this is none, and is not read."""
+
+
+@dataclass(frozen=True)
+class PlanDevice:
+    """A device of the plan.
+
+    Attributes:
+        label: ``"cuda:0"``, ``"cpu:1"``, ``"sim:2"``.
+        kind: ``"cpu"``, ``"sim"``, or torch's name of an accelerator, ``"cuda"``.
+        index: Its position among the devices for cpu and sim, its logical index for an accelerator.
+        name: What the maker calls it.
+        memory_bytes: What it has, or its budget.
+        capacity_bytes: What the plan may use: memory less the reserve.
+        budgeted: Whether the capacity is enforced by the tracker.
+        share: Samples per forward: its entry of the split.
+        peak_bytes: The most it holds in a step of the plan; predicted for simulated cards.
+        busy_s: Time it computes in a full micro-step, by its fitted curve.
+        ceiling: The largest share it runs, and how that was found.
+        uuid: Of a GPU; None for others.
+        driver: Its driver's version; None for others.
+        memory: What `peak_bytes` is made of; None where that is not known.
+    """
+
+    label: str
+    kind: str
+    index: int
+    name: str
+    memory_bytes: int
+    capacity_bytes: int
+    budgeted: bool
+    share: int
+    peak_bytes: int
+    busy_s: float
+    ceiling: Ceiling
+    uuid: str | None = None
+    driver: str | None = None
+    memory: MemoryParts | None = None
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What one DDP rank loads for itself.
+
+    Attributes:
+        rank: Its number.
+        device: The device's label.
+        batch_size: Samples per forward on this rank.
+        accumulation_steps: Forwards per optimizer step, equal on all ranks.
+        ceiling: The largest batch this rank runs.
+        peak_bytes: The most the rank holds at its batch size, as predicted.
+    """
+
+    rank: int
+    device: str
+    batch_size: int
+    accumulation_steps: int
+    ceiling: Ceiling
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class DdpOptions:
+    """What DistributedDataParallel is given; `autosplit.ddp` passes it on.
+
+    Attributes:
+        gradient_as_bucket_view: Gradients live in the buckets that are sent, which saves as much memory as they take.
+        find_unused_parameters: Some trainable parameter gets no gradient, as was seen in a step: without this, DDP
+            would wait for it.
+        static_graph: The graph is the same in every step; never found out, since a look at a few steps can't tell.
+    """
+
+    gradient_as_bucket_view: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+
+    def keywords(self) -> dict[str, bool]:
+        """Return them as keyword arguments."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@dataclass(frozen=True)
+class DdpPlan:
+    """The answer for DistributedDataParallel: solved from the same measurements, where there are several ranks.
+
+    Attributes:
+        ranks: One for each device; empty where there is no answer, which `reason` explains.
+        samples_per_s: Throughput of whole optimizer steps: predicted, unless `measured`; 0 where there are no ranks.
+        reason: Why there are no ranks; None where there are.
+        effective_batch_size: Samples per optimizer step; 0 where there are no ranks.
+        measured: The throughput is that of steps that ran, or were simulated: a single rank's is the search's own.
+        options: For DistributedDataParallel.
+        least_batch: The fewest samples that a rank trains on: 2 where a BatchNorm sees one value per sample.
+    """
+
+    ranks: tuple[RankSettings, ...]
+    samples_per_s: float
+    reason: str | None = None
+    effective_batch_size: int = 0
+    measured: bool = False
+    options: DdpOptions = DdpOptions()
+    least_batch: int = 1
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """How much of the batch goes on which device, how big it may be, and how many accumulation steps.
+
+    Attributes:
+        split: Samples per device in one forward.
+        gpu0_bsz: `split[0]`.
+        batch_size: `sum(split)`.
+        accumulation_steps: Forwards per optimizer step.
+        effective_batch_size: Samples per optimizer step, as asked for; the last micro-step is smaller where
+            `batch_size` does not divide it.
+        samples_per_s: Throughput of whole optimizer steps, measured (or simulated).
+        even_samples_per_s: That of the same batch split evenly; None where it does not fit, was not run, or would
+            say nothing (one device, or devices that share a processor).
+        ceilings: Samples per device that still fit, all at once: a split within them fits.
+        devices: The devices, with what the plan does to each.
+        region: Which splits fit: device 0's bytes over its share and the whole batch, and the others' ceilings. None
+            where nothing was split (`strategy="ddp"`).
+        fit: The cost of a step as it was fitted, with its residuals; None where a plan holds none.
+        effective_batch_sizes: The least and the most samples per optimizer step that were asked for; None where it was
+            one forward of whatever is best.
+        max_batch_size: The most samples per forward that were asked for; None for no bound.
+        accumulates: Whether an optimizer step may have several forwards.
+        sample_batch_size: Samples of the batch that the workload came with; None where that is unknown.
+        trials: What the search tried.
+        checks: What was looked at for whether splitting changes the training, with figures and advice; empty where
+            it was not checked, which the notes say.
+        ddp: The answer for DistributedDataParallel.
+        precision: Of the workload.
+        batch_dim: The batch dimension.
+        loss_reduction: Of the workload: how scalar outputs of the replicas are combined.
+        simulated: The devices are not there: the plan can't be used on this machine, only read.
+        complete: False where the search was interrupted and this is the best so far.
+        machine: The kind of machine it holds for.
+        workload: The fingerprint of the workload it holds for.
+        request: What was asked for, as far as it makes another plan, with the ``name`` it is kept apart by; empty in
+            older files.
+        notes: What was assumed or could not be done, a sentence each.
+        real_steps: Training steps that were run to find it.
+        real_ooms: How many of them ran out of memory.
+        changes: What simulated cards would do were one thing different; None where that was not simulated.
+        explained: What `explain` says, once it was asked and is kept; it is no part of what plans are compared by.
+        schema_version: Of the JSON.
+    """
+
+    split: tuple[int, ...]
+    gpu0_bsz: int
+    batch_size: int
+    accumulation_steps: int
+    effective_batch_size: int
+    samples_per_s: float
+    even_samples_per_s: float | None
+    ceilings: tuple[int, ...]
+    devices: tuple[PlanDevice, ...]
+    trials: tuple[Trial, ...]
+    ddp: DdpPlan
+    precision: str
+    simulated: bool
+    region: Region | None = None
+    fit: Fit | None = None
+    effective_batch_sizes: tuple[int, int] | None = None
+    max_batch_size: int | None = None
+    accumulates: bool = True
+    sample_batch_size: int | None = None
+    checks: tuple[Check, ...] = ()
+    batch_dim: int = 0
+    loss_reduction: str = "mean"
+    complete: bool = True
+    machine: dict[str, Any] = field(default_factory=dict)
+    workload: dict[str, Any] = field(default_factory=dict)
+    request: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    real_steps: int = 0
+    real_ooms: int = 0
+    changes: tuple[Change, ...] | None = None
+    explained: Explained | None = field(default=None, compare=False, repr=False)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        self._require(bool(self.split) and min(self.split) >= 0 and sum(self.split) > 0, "split", "shares of 0 or more")
+        self._require(self.gpu0_bsz == self.split[0], "gpu0_bsz", f"split[0], {self.split[0]}")
+        self._require(self.batch_size == sum(self.split), "batch_size", f"the split's sum, {sum(self.split)}")
+        self._require(self.effective_batch_size >= 1, "effective_batch_size", "1 or more")
+        steps = accumulation_steps(self.effective_batch_size, self.batch_size)
+        self._require(self.accumulation_steps == steps, "accumulation_steps", f"ceil(effective / batch), {steps}")
+        self._require(len(self.devices) == len(self.split), "devices", f"one for each of {len(self.split)} shares")
+        self._require(len(self.ceilings) == len(self.split), "ceilings", f"one for each of {len(self.split)} shares")
+        within = all(share <= ceiling for share, ceiling in zip(self.split, self.ceilings, strict=False))
+        self._require(within, "split", f"shares within the ceilings {self.ceilings}")
+        self._require(self.samples_per_s > 0, "samples_per_s", "more than 0")
+        simulated = any(device.kind == "sim" for device in self.devices)
+        self._require(self.simulated == simulated, "simulated", f"{simulated}, as its devices are")
+        self._require(self.loss_reduction in ("mean", "sum"), "loss_reduction", "'mean' or 'sum'")
+        ranks = [settings.rank for settings in self.ddp.ranks]
+        self._require(ranks in ([], list(range(len(self.split)))), "ddp", "a rank for each device in order, or none")
+        if self.effective_batch_sizes is not None:
+            least, most = self.effective_batch_sizes
+            asked = 1 <= least <= self.effective_batch_size <= most
+            self._require(asked, "effective_batch_size", f"{least} to {most}, as asked for")
+        others = 0 if self.region is None else 1 + len(self.region.replica_ceilings)
+        self._require(others in (0, len(self.split)), "region", f"ceilings for {len(self.split) - 1} other devices")
+        self._require(_fits_devices(self.fit, len(self.split)), "fit", f"{len(self.split)} curves of measured times")
+        unfit = _unfit_number(self)
+        if unfit is not None:
+            raise PlanError(f"{unfit}; expected a finite number of 0 or more; tune again")
+        self._require(self.schema_version == SCHEMA_VERSION, "schema_version", str(SCHEMA_VERSION))
+
+    def _require(self, holds: bool, name: str, expected: str) -> None:
+        if not holds:
+            raise PlanError(f"{name} is {getattr(self, name)!r:.200}; expected {expected}; tune again")
+
+    def __str__(self) -> str:
+        """Return the plan in one line; `autosplit show` prints all of it."""
+        forwards = f"{self.accumulation_steps} forward{'s' * (self.accumulation_steps > 1)}"
+        return (
+            f"split {self.split} = {self.batch_size} samples per forward, {forwards} "
+            f"per optimizer step of {self.effective_batch_size}, {self.samples_per_s:,.0f} samples/s"
+            f"{' (simulated)' if self.simulated else ''}"
+        )
+
+    @property
+    def fastest(self) -> Literal["balanced", "ddp"] | None:
+        """Which has the higher `samples_per_s`: the plan's own split, or `ddp`, which is predicted where not measured.
+
+        None where there is only one answer, and on devices that share a processor, where no gain is claimed.
+        """
+        shared = all(device.kind == "cpu" for device in self.devices)
+        if len(self.devices) == 1 or shared or self.region is None or not self.ddp.ranks:
+            return None
+        return "ddp" if self.ddp.samples_per_s > self.samples_per_s else "balanced"
+
+    @property
+    def path(self) -> Path | None:
+        """The file that the plan was read from, or remembered in; None where it is in none. No part of the JSON."""
+        return self.__dict__.get("_path")
+
+    def kept_at(self, path: Path | None) -> Self:
+        """Return the plan with the file that it is kept in; `dataclasses.replace` makes another plan, without one."""
+        kept = replace(self)
+        object.__setattr__(kept, "_path", path)
+        return kept
+
+    def with_notes(self, *first: str, last: Iterable[str] = ()) -> Self:
+        """Return the plan with more said of it: before its own notes, and after them."""
+        return replace(self, notes=(*first, *self.notes, *last)).kept_at(self.path)
+
+    def bare(self) -> Self:
+        """Return the plan without what tells how this process came by it, and why: what is left, ranks agree on."""
+        return replace(self, notes=(), explained=None)
+
+    def solved(self) -> Solved:
+        """Return what an explanation is of."""
+        alone = {rank.rank: rank.ceiling.batch_size for rank in self.ddp.ranks}
+        devices = tuple(
+            SolvedDevice(
+                label=device.label,
+                kind=device.kind,
+                name=device.name,
+                capacity_bytes=device.capacity_bytes,
+                peak_bytes=device.peak_bytes,
+                ceiling=device.ceiling,
+                rank_ceiling=alone.get(index),
+            )
+            for index, device in enumerate(self.devices)
+        )
+        return Solved(
+            split=self.split,
+            effective_batch_size=self.effective_batch_size,
+            samples_per_s=self.samples_per_s,
+            even_samples_per_s=self.even_samples_per_s,
+            devices=devices,
+            region=self.region,
+            fit=self.fit,
+            trials=self.trials,
+            ddp_samples_per_s=self.ddp.samples_per_s,
+            ddp_measured=self.ddp.measured,
+            fastest=self.fastest,
+            effective_batch_sizes=self.effective_batch_sizes,
+            max_batch_size=self.max_batch_size,
+            accumulates=self.accumulates,
+            sample_batch_size=self.sample_batch_size,
+            simulated=self.simulated,
+            changes=self.changes,
+        )
+
+    # JSON
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain dicts, lists, numbers and strings, keyed by the attributes' names."""
+        # By way of JSON: `msgspec.to_builtins` leaves tuples as they are.
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return plain
+
+    def to_json(self) -> str:
+        """Return the plan as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, by atomic replacement.
+
+        Args:
+                path: The file; its folder is made where it is missing.
+
+        Raises:
+            PlanError: It can't be written there.
+        """
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(target, self.to_json() + "\n", mode=0o666)  # as any file: plans are handed to others
+        except (OSError, ValueError) as error:  # a name with a null character is no OSError
+            reason = getattr(error, "strerror", None) or error
+            raise PlanError(
+                f"the plan can't be written to {target} ({reason}); expected a file that may be "
+                "written; choose another path"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plan that `save` wrote.
+
+        Args:
+            path: The file.
+
+        Raises:
+            PlanError: There is none, or it is not a plan that this version can read.
+        """
+        try:
+            text = read_bounded(path, MAX_FILE_BYTES, follow_links=True)
+        except (OSError, ValueError) as error:  # a name with a null character is no OSError
+            reason = getattr(error, "strerror", None) or error
+            raise PlanError(
+                f"the plan {os.fspath(path)} can't be read ({reason}); expected a file that Plan.save wrote; "
+                "check the path"
+            ) from error
+        return cls.from_json(text, source=os.fspath(path)).kept_at(Path(path))
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str = "the text") -> Self:
+        """Read a plan from JSON, as hostile input: types, ranges and sums are checked.
+
+        Args:
+            text: The JSON.
+            source: What to call it in an error.
+
+        Raises:
+            PlanError: It is not a plan that this version can read.
+        """
+        try:
+            version = msgspec.json.decode(text, type=_Versioned).schema_version
+            if version != SCHEMA_VERSION:
+                raise PlanVersionError(
+                    f"{source} has schema_version {version}; expected {SCHEMA_VERSION}; tune again with this version",
+                    version,
+                )
+            plan = msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise PlanError(
+                f"{source} is not a plan ({printable(error, longest=300)}); expected one that Plan.save wrote; "
+                "tune again"
+            ) from None
+        unsound = unsound_part(plan)
+        if unsound is not None:
+            raise PlanError(f"{source} is not a sound plan: {unsound}; tune again")
+        return plan
+
+
+@dataclass(frozen=True)
+class _Versioned:
+    """The one key that every version of the JSON has."""
+
+    schema_version: int
+
+
+def _fits_devices(fit: Fit | None, count: int) -> bool:
+    """Tell whether a fit has a curve for each device, of at least one point, and time that passes in each."""
+    if fit is None:
+        return True
+    curves = fit.step_time.curves
+    return len(curves) == count and all(
+        curve.points
+        and all(a[0] < b[0] for a, b in itertools.pairwise(curve.points))
+        and curve.points[0][0] >= 1
+        and min(seconds for _, seconds in curve.points) > 0
+        for curve in curves
+    )
+
+
+def _unfit_number(value: object, name: str = "the plan") -> str | None:
+    """Name the first number in a value of this module that is negative or not finite; None where all are right."""
+    if is_dataclass(value):
+        # A line through two points may meet zero samples anywhere, so `fixed_bytes` may be below 0.
+        parts = [(getattr(value, part.name), part.name) for part in fields(value) if part.name != "fixed_bytes"]
+    elif isinstance(value, tuple):
+        parts = [(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    else:
+        wrong = isinstance(value, (int, float)) and not 0 <= value < math.inf
+        return f"{name} is {value!r}" if wrong else None
+    return next((said for said in (_unfit_number(item, called) for item, called in parts) if said is not None), None)

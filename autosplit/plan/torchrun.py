@@ -1,0 +1,159 @@
+"""A job of DDP's ranks: what it needs of a plan, and torchrun's command that starts it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.plan.record import PlanRecord
+from autosplit.printed import printable
+
+__all__ = ["PLAN_VARIABLE", "Command", "command_for", "refuse_unfit", "refuse_without_ranks"]
+
+PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
+"""Names the file of the plan that a job trains with."""
+
+_COUNTS = ("nproc-per-node", "nproc_per_node")
+_NODES = "nnodes"
+_MEETINGS = (
+    *("standalone", "rdzv-endpoint", "rdzv_endpoint", "rdzv-backend", "rdzv_backend"),
+    *("master-addr", "master_addr", "master-port", "master_port", "node-rank", "node_rank"),
+)
+"""Options of torchrun by which its processes meet; without any, those of one machine do so by themselves."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command with what its environment has in addition.
+
+    Attributes:
+        command: The program and its arguments.
+        variables: For the environment.
+    """
+
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+
+    def line(self) -> str:
+        """Return it as a shell takes it."""
+        set_before = (f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
+        return printable(" ".join((*set_before, shlex.join(self.command))), longest=None)
+
+
+def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Command:
+    """Make torchrun's command for a plan.
+
+    Args:
+        plan: With a rank for each process.
+        path: Its file.
+        arguments: torchrun's options, the script (or ``-m module``), and its arguments.
+
+    Raises:
+        InputError: There is no script.
+        PlanError: The plan has no ranks, or they can't be shared evenly by the machines.
+        DeviceError: The plan is for simulated cards.
+    """
+    options = _options_of(arguments)
+    refuse_unfit(plan)
+    _refuse_other_count(plan, options)
+    chosen: list[str] = []
+    if not options.keys() & set(_COUNTS):
+        chosen.append(f"--nproc-per-node={_processes_per_node(plan, options)}")
+    if not options.keys() & {*_MEETINGS, _NODES}:
+        chosen.append("--standalone")
+    command = (sys.executable, "-m", "torch.distributed.run", *chosen, *arguments)
+    return Command(command, {PLAN_VARIABLE: str(path.absolute())})
+
+
+def refuse_unfit(plan: PlanRecord) -> None:
+    """Refuse a plan that no job can be started with.
+
+    Args:
+        plan: Of any kind.
+
+    Raises:
+        PlanError: It has no DDP ranks, or they do not go together.
+        DeviceError: It is for simulated cards.
+    """
+    if plan.simulated:
+        names = printable(", ".join(sorted({device.name for device in plan.devices})), longest=300)
+        raise DeviceError(
+            f"the plan is for simulated cards ({names}); expected real devices to train on; tune on the machine that "
+            "has them"
+        )
+    refuse_without_ranks(plan)
+
+
+def refuse_without_ranks(plan: PlanRecord) -> None:
+    """Refuse a plan that has no numbers for DDP.
+
+    Args:
+        plan: Of any kind.
+
+    Raises:
+        PlanError: It has no DDP ranks, or they do not go together.
+    """
+    if not plan.ddp.ranks:
+        raise PlanError(
+            f"the plan has no DDP ranks: {printable(plan.ddp.reason or 'it gives no reason')}; expected one for each "
+            "device; tune for devices that each hold a rank, or use plan.wrap"
+        )
+    forwards = sorted({settings.accumulation_steps for settings in plan.ddp.ranks})
+    if len(forwards) > 1 or forwards[0] < 1:
+        raise PlanError(
+            f"the plan's ranks have {forwards} accumulation steps; expected one number, 1 or more, for all of them; "
+            "tune again"
+        )
+
+
+def _options_of(arguments: Sequence[str]) -> dict[str, str]:
+    """Return torchrun's own options, which come before the script, with their values."""
+    options: dict[str, str] = {}
+    waiting: str | None = None
+    for argument in arguments:
+        if argument.startswith("-") and argument != "-":
+            name, _, value = argument.lstrip("-").partition("=")
+            options[name] = value
+            waiting = None if "=" in argument or name in _SWITCHES else name
+        elif waiting is not None:
+            options[waiting], waiting = argument, None
+        else:
+            return options
+    raise InputError(
+        f"no script is given in {shlex.join(arguments)!r}; expected one, after torchrun's own options if any; write "
+        "autosplit launch train.py"
+    )
+
+
+_SWITCHES = {"standalone", "no-python", "no_python", "run-path", "run_path", "m", "module", "h", "help"}
+"""Options of torchrun that take no value. Of ``-m`` the module is the script."""
+
+
+def _processes_per_node(plan: PlanRecord, options: Mapping[str, str]) -> int:
+    count, nodes = len(plan.ddp.ranks), options.get(_NODES, "1")
+    if not (nodes.isascii() and nodes.isdigit() and int(nodes)):
+        raise InputError(
+            f"--nnodes is {nodes!r}; expected a fixed number: a plan's ranks are; pass the number of machines"
+        )
+    if count % int(nodes):
+        raise PlanError(
+            f"the plan has {count} ranks, and --nnodes is {nodes}; expected as many on each machine; pass "
+            "--nproc-per-node yourself on each of them"
+        )
+    return count // int(nodes)
+
+
+def _refuse_other_count(plan: PlanRecord, options: Mapping[str, str]) -> None:
+    """Refuse a number of processes that the plan has no ranks for; several machines may have unlike ones."""
+    given = next((options[name] for name in _COUNTS if name in options), "")
+    if not (given.isascii() and given.isdigit()) or options.get(_NODES, "1") != "1":
+        return
+    if int(given) != len(plan.ddp.ranks):
+        raise PlanError(
+            f"the plan has {len(plan.ddp.ranks)} ranks, and --nproc-per-node is {given}; expected a process for each "
+            "rank; leave the option out, or tune for as many devices"
+        )

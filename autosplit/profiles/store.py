@@ -1,0 +1,716 @@
+"""The cache of plans: what a plan holds for, as a key; finding one again, keeping one, and what has changed since.
+
+A key is a digest of three things: the kind of machine, the workload, and what was asked for. The first two stand in
+the plan as well, so that a file is taken only for what it was made for. A file of the cache is read as hostile input:
+whatever is wrong with it is named in a note, it is moved aside, and the plan is made anew. What is merely of another
+machine, or of another version of autosplit, stays where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autosplit.accelerators import backend, is_accelerator
+from autosplit.errors import PlanError, PlanVersionError, ProfileError, shown
+from autosplit.files import (
+    OWNER_ONLY,
+    UnfitFileError,
+    make_private_folder,
+    moved_aside,
+    read_bounded,
+    replace_file,
+)
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import MAX_FILE_BYTES, SCHEMA_VERSION
+from autosplit.sizes import size_text
+from autosplit.workload.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
+
+if TYPE_CHECKING:
+    from autosplit.devices.device import Device
+    from autosplit.workload.workload import Workload
+
+__all__ = [
+    "Found",
+    "differing_facts",
+    "find",
+    "key_of",
+    "machine_of",
+    "memory_shortfall",
+    "newest",
+    "profile_paths",
+    "profiles",
+    "profiles_folder",
+    "read_profile",
+    "refuse_linked_folder",
+    "remove_left_over",
+    "remove_profile",
+    "store",
+    "turn_path",
+    "usable_here",
+    "workload_of",
+]
+
+MOST_DEVICES = 2**16
+"""Of a plan; a file that says more is not believed."""
+
+LOCK_TIMEOUT_S = 10.0
+"""Writing takes milliseconds: whoever holds the lock for longer than this hangs."""
+
+LOCK_SUFFIX = ".lock"
+"""Of the file by whose lock those who write a profile take turns."""
+
+TURN_SUFFIX = ".tuning.lock"
+"""Of the file by whose lock those who tune for it do."""
+
+BAD_SUFFIX = ".bad"
+"""Of what stood in a profile's place and was none; the last one is kept, for whoever wonders."""
+
+NEWER_SUFFIX = ".newer"
+"""Of a profile that a later version of autosplit wrote, once this one needs its place."""
+
+_GIB = 2**30
+_KEY_CHARACTERS = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the cache holds under a key.
+
+    Attributes:
+        plan: The plan; None where there is none that can be used.
+        path: Where it is, or would be.
+        notes: Why a file that is there was ignored, a sentence each.
+        unreadable: The system did not let it be read.
+    """
+
+    plan: Plan | None
+    path: Path
+    notes: tuple[str, ...] = ()
+    unreadable: bool = False
+
+
+# ---------------------------------------------------------------------------------------------------------- keys
+
+
+def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
+    """Describe the kind of machine that a plan holds for: the same for a machine and its twins, at any time.
+
+    Memory that others use at the moment, UUIDs and drivers are not in it: they are compared when a plan is found.
+
+    Args:
+        devices: What is tuned for, in order.
+
+    Returns:
+        Plain JSON values: ``devices`` (runs of equal ones, with ``count``), ``torch``, ``cuda``, ``autosplit``.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    kinds = [_kind_of(device) for device in devices]
+    runs = [{**kind, "count": len(list(group))} for kind, group in itertools.groupby(kinds)]
+    try:
+        own = version("autosplit")
+    except PackageNotFoundError:  # run from a checkout
+        own = "not installed"
+    return {"devices": runs, "torch": str(torch.__version__), "cuda": torch.version.cuda, "autosplit": own}
+
+
+def _kind_of(device: Device) -> dict[str, Any]:
+    kind: dict[str, Any] = {"kind": device.kind, "name": device.name}
+    if is_accelerator(device.kind):
+        # Drivers differ by some MiB in what they say, so whole GiB.
+        return {**kind, "memory_gib": round((_total_bytes(device) or device.capacity_bytes) / _GIB)}
+    if device.budgeted:
+        kind["capacity_bytes"] = device.capacity_bytes
+    if device.kind == "cpu":
+        kind |= {"processors": os.cpu_count(), "architecture": platform.machine()}
+    if device.spec is not None:
+        kind["card"] = digest_of(astuple(device.spec))
+    return kind
+
+
+def _total_bytes(device: Device) -> int | None:
+    """Return all the memory of a GPU; None where torch does not tell."""
+    try:
+        return int(backend(device.kind).get_device_properties(device.index).total_memory)
+    except (RuntimeError, AssertionError):  # torch asserts that it was built for CUDA, and that the index exists
+        return None
+
+
+def workload_of(workload: Workload) -> dict[str, Any]:
+    """Describe a workload for its plan: what it is called and how large it is, and digests of what it is made of.
+
+    A function that makes the model is not called: its code and what that refers to count.
+
+    Args:
+        workload: It is read, and neither run nor changed.
+
+    Returns:
+        Plain JSON values, equal for equal workloads in every process.
+    """
+    models: Any = workload.model
+    parts = [models] if callable(models) else list(models.values() if isinstance(models, Mapping) else models)
+    modules = [part for part in parts if hasattr(part, "named_modules") and not isinstance(part, type)]
+    described = {
+        "model": ", ".join(qualified_name(_kind(part) if part in modules else part) for part in parts),
+        "parameters": _count(modules) if modules else None,
+        "model_tree": digest_of([Describer().tree(module) for module in modules]),
+        "model_tensors": digest_of([tensors_in(module) for module in modules]),
+        "model_text": digest_of([text_of(module) for module in modules]),
+        "model_factory": None if modules else digest_of(Describer().of(models)),
+        "sample_batch": digest_of(Describer().of(workload.sample_batch)),
+        "sample_batch_size": workload.sample_batch_size,
+        "optimizer": digest_of(_optimizer(workload.optimizer)),
+    }
+    for name in ("loss_fn", "compute_loss", "step", "make_batch"):
+        value = getattr(workload, name)
+        described[name] = None if value is None else digest_of(Describer().of(value))
+    plain = ("precision", "loss_reduction", "loss_scope", "batch_dim")
+    return {**described, **{name: getattr(workload, name) for name in plain}}
+
+
+def _kind(module: Any) -> type:
+    """Return the class that a model goes by: that of the user's own, where one of ours is around it."""
+    return type(getattr(module, "named_by", module))
+
+
+def _count(modules: Sequence[Any]) -> int | None:
+    """Return the number of parameters; None where some have no shape yet."""
+    try:
+        return sum(int(parameter.numel()) for module in modules for parameter in module.parameters())
+    except (RuntimeError, ValueError):  # torch's lazy parameters
+        return None
+
+
+def _optimizer(optimizer: Any) -> Any:
+    """Describe an optimizer; a live one by its options, less the learning rate, which schedulers move at no cost."""
+    if isinstance(optimizer, (tuple, list)):
+        return [_optimizer(one) for one in optimizer]
+    if isinstance(optimizer, Mapping):
+        return {str(name): _optimizer(one) for name, one in optimizer.items()}
+    groups = None if isinstance(optimizer, type) else getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return Describer().of(optimizer)
+    rates = {"lr", "initial_lr", "params", "param_names"}
+    options = [{name: value for name, value in group.items() if name not in rates} for group in groups]
+    sizes = [[str(tuple(parameter.shape)) for parameter in group["params"]] for group in groups]
+    return [Describer().of(type(optimizer)), Describer().of(options), sizes]
+
+
+def key_of(
+    machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any], name: str | None
+) -> str:
+    """Return the key of a plan.
+
+    Args:
+        machine: By `machine_of`.
+        workload: By `workload_of`.
+        request: What was asked for, as plain JSON values.
+        name: Keeps plans apart that are equal in all that.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    return digest_of(
+        {"schema": SCHEMA_VERSION, "machine": machine, "workload": workload, "request": request, "name": name}
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+def profiles_folder() -> Path:
+    """Return where profiles are kept: `AUTOSPLIT_CACHE_DIR`, otherwise the user's cache directory; it may not exist.
+
+    Raises:
+        ProfileError: Nobody knows where: the home directory is unknown.
+    """
+    given = os.environ.get("AUTOSPLIT_CACHE_DIR")
+    if given:
+        folder = os.path.expanduser(given)  # noqa: PTH111  # pathlib's raises where a home is unknown
+        if not folder.startswith("~"):
+            return Path(folder).absolute() / "profiles"
+    else:
+        import platformdirs
+
+        with contextlib.suppress(RuntimeError):  # newer ones raise it without a home; of older ones "~/.cache" is left
+            found = Path(platformdirs.user_cache_dir("autosplit", appauthor=False))
+            if found.is_absolute():
+                return found / "profiles"
+    raise ProfileError(
+        f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown; expected a folder for profiles; set "
+        "AUTOSPLIT_CACHE_DIR to one, or HOME"
+    )
+
+
+def _path_of(key: str) -> Path:
+    assert key, "a key is by key_of"
+    assert _KEY_CHARACTERS.issuperset(key), key
+    return profiles_folder() / f"{key}.json"
+
+
+def turn_path(key: str) -> Path:
+    """Return the file by whose lock processes take turns at tuning for a key.
+
+    Args:
+        key: By `key_of`.
+
+    Raises:
+        ProfileError: As by `profiles_folder`.
+    """
+    return _path_of(key).with_suffix(TURN_SUFFIX)
+
+
+def find(
+    key: str, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None = None
+) -> Found:
+    """Look for the plan of a key.
+
+    Args:
+        key: By `key_of`.
+        machine: What the plan must be for.
+        workload: What the plan must be for.
+        request: What must have been asked for, with the name; older files do not tell.
+
+    Returns:
+        The plan, or none and why a file that is there can't be used. It raises nothing for what a file holds.
+    """
+    try:
+        path = _path_of(key)
+    except ProfileError as error:
+        return Found(None, Path(f"{key}.json"), (f"no profile is looked for: {error}",), unreadable=True)
+    plan, problem = _judged(path, machine, workload, request)
+    if isinstance(problem, _SpoiledError):
+        plan, problem = _moved_if_still_spoiled(path, machine, workload, request, problem)
+    if problem is not None:
+        by_system = isinstance(problem.__cause__, OSError) and not isinstance(problem.__cause__, UnfitFileError)
+        return Found(None, path, (f"the profile {path} is ignored: {problem}",), unreadable=by_system)
+    return Found(plan, path)
+
+
+class _SpoiledError(ProfileError):
+    """What is in a profile's place is no plan, so that nobody loses anything if it is moved out of the way."""
+
+
+def _judged(
+    path: Path, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None
+) -> tuple[Plan | None, ProfileError | None]:
+    """Read a profile; if it can't be used here, say why."""
+    try:
+        plan = _read(path)
+        if plan is not None:
+            _refuse_foreign(plan, machine, workload, request)
+    except ProfileError as error:
+        return None, error
+    return plan, None
+
+
+def _moved_if_still_spoiled(
+    path: Path,
+    machine: Mapping[str, Any],
+    workload: Mapping[str, Any],
+    request: Mapping[str, Any] | None,
+    error: ProfileError,
+) -> tuple[Plan | None, ProfileError | None]:
+    """Move a spoiled profile aside, unless somebody has replaced it by now; where that fails, say so."""
+    try:
+        with _locked(path):
+            plan, now = _judged(path, machine, workload, request)
+            if not isinstance(now, _SpoiledError):
+                return plan, now
+            aside = moved_aside(path, BAD_SUFFIX)
+    except _LockError as failure:
+        return None, ProfileError(f"{error}; it can't be moved aside: {failure}")
+    except (OSError, NotImplementedError, ProfileError) as failure:
+        reason = getattr(failure, "strerror", None) or failure
+        return None, ProfileError(f"{error}; it can't be moved aside ({reason}): remove it")
+    return None, ProfileError(f"{now}; it is moved aside as {aside.name}")
+
+
+def _read(path: Path) -> Plan | None:
+    """Read a profile; None where there is no file.
+
+    Raises:
+        ProfileError: It can't be read now, or by this version; a `_SpoiledError` if it never can.
+    """
+    refuse_linked_folder(path.parent)
+    try:
+        content = read_bounded(path, MAX_FILE_BYTES, follow_links=False)
+    except (FileNotFoundError, NotADirectoryError):  # nothing is there, nor in a file at the folder's place
+        return None
+    except UnfitFileError as error:
+        raise _SpoiledError(f"{error}; expected a file that autosplit wrote") from error
+    except OSError as error:
+        raise ProfileError(f"it can't be read ({error.strerror or error}); expected a file; remove it") from error
+    try:
+        return Plan.from_json(content, source="it").kept_at(path)
+    except PlanVersionError as error:
+        if error.version < 1:
+            raise _SpoiledError(str(error)) from error
+        raise ProfileError(str(error)) from error
+    except PlanError as error:
+        raise _SpoiledError(str(error)) from error
+
+
+def refuse_linked_folder(folder: Path) -> None:
+    """Refuse a link in the place of the profiles' folder: it would lead out of the cache.
+
+    Raises:
+        ProfileError: It is one.
+    """
+    if os.path.islink(folder):  # noqa: PTH114 - is_symlink raises where it may not look
+        raise ProfileError(
+            f"{folder} is a link; expected a folder, which does not lead out of the cache; remove it, or set "
+            "AUTOSPLIT_CACHE_DIR to where it leads"
+        )
+
+
+class _LockError(ProfileError):
+    """What stands in the place of a lock can't be locked; where nothing stands there, the folder is to blame."""
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, suffix: str = LOCK_SUFFIX, timeout_s: float | None = None) -> Iterator[Path]:
+    """Hold the lock of a profile's file, and yield the lock's.
+
+    Raises:
+        _LockError: Its file is there and can't be locked.
+        OSError: It can't be made; `filelock.Timeout` if another has held it for so long.
+        NotImplementedError: The file system has no locks.
+    """
+    import filelock  # not needed for reading, and slow to import
+
+    lock = path.with_suffix(suffix)
+    timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(filelock.FileLock(lock, timeout=timeout_s, mode=OWNER_ONLY, fallback_to_soft=False))
+        except filelock.Timeout:
+            raise
+        except OSError as error:
+            if not os.path.lexists(lock):
+                raise
+            raise _LockError(
+                f"{lock} can't be locked ({error.strerror or error}); expected a file to write to, or none; remove it"
+            ) from error
+        yield lock
+
+
+def _refuse_foreign(
+    plan: Plan, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None
+) -> None:
+    simulated = any(run["kind"] == "sim" for run in machine["devices"])
+    if plan.simulated != simulated:
+        which = ("real", "simulated")
+        raise ProfileError(f"it is for {which[plan.simulated]} devices; expected {which[simulated]} ones; remove it")
+    pairs = [("machine", plan.machine, machine), ("workload", plan.workload, workload)]
+    if plan.request and request is not None:
+        pairs.append(("request", plan.request, dict(request)))
+    for what, stored, given in pairs:
+        differing = sorted(
+            name
+            for name in {*stored, *given}
+            if name not in stored or name not in given or not _same(stored[name], given[name])
+        )
+        if differing:
+            raise ProfileError(
+                f"it is for another {what} ({', '.join(differing)[:200]} differ); "
+                f"expected this {what}'s; remove it, or let this run replace it"
+            )
+    expected = [(run["kind"], run["name"]) for run in machine["devices"] for _ in range(run["count"])]
+    if [(device.kind, device.name) for device in plan.devices] != expected:
+        raise _SpoiledError("its devices are not those of its machine; expected the same ones")
+
+
+def _same(stored: Any, given: Any) -> bool:
+    try:
+        return json.dumps(stored, sort_keys=True) == json.dumps(given, sort_keys=True)
+    except (RecursionError, ValueError):
+        return False
+
+
+def store(key: str, plan: Plan) -> Path:
+    """Keep a plan, in place of one that is there; a reader sees the old one or the new one, whole.
+
+    Args:
+        key: By `key_of`.
+        plan: With its `machine` and `workload`.
+
+    Returns:
+        The file.
+
+    Raises:
+        ProfileError: The cache can't be written, or another process has held the lock for 10 s.
+    """
+    import filelock  # not needed for reading, and slow to import
+
+    path = _path_of(key)
+    lock = path.with_suffix(LOCK_SUFFIX)
+    # No lock that is a file's mere presence: it would outlive a process that is killed.
+    advice = "set AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'"
+    try:
+        refuse_linked_folder(path.parent)
+        make_private_folder(path.parent)
+        with _locked(path):
+            _sweep(path)
+            _spare_newer(path)
+            replace_file(path, plan.to_json() + "\n", mode=OWNER_ONLY)
+    except filelock.Timeout:
+        raise ProfileError(
+            f"{lock} has been held for {LOCK_TIMEOUT_S:g} s; expected it to be free within that; "
+            "end the process that hangs, and tune again"
+        ) from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise ProfileError(f"{path} can't be written ({reason}); expected a folder to write to; {advice}") from error
+    except NotImplementedError as error:  # the file system has no locks
+        raise ProfileError(f"{lock} can't be locked ({error}); expected a file system with locks; {advice}") from error
+    return path
+
+
+def _sweep(path: Path) -> None:
+    """Remove what writers of a profile that were killed have left behind: whoever has the lock is the only one."""
+    for left_over in path.parent.glob(f".{path.name}.*"):
+        _discard(left_over)
+
+
+def _discard(path: Path) -> None:
+    """Remove a file, a link or an empty folder, where that can be."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink()
+
+
+def _spare_newer(path: Path) -> None:
+    """Move a profile of a later version out of the way, which that version may want back."""
+    try:
+        _read(path)
+    except ProfileError as error:
+        cause = error.__cause__
+        if isinstance(cause, PlanVersionError) and cause.version > SCHEMA_VERSION:
+            moved_aside(path, NEWER_SUFFIX)
+
+
+def profile_paths() -> tuple[Path, ...]:
+    """Return the files of the cache that are profiles, or are called so, the newest first."""
+    folder = profiles_folder()
+    if os.path.islink(folder):  # noqa: PTH114 - as above
+        return ()
+    named = (path for path in folder.glob("[!.]*.json") if _KEY_CHARACTERS.issuperset(path.stem))
+    dated = sorted(((_written_ns(path), path) for path in named), reverse=True)
+    return tuple(path for _, path in dated)
+
+
+def read_profile(path: Path) -> Plan:
+    """Read a file of the cache, as hostile input.
+
+    Raises:
+        ProfileError: It is not there, or is no plan that this version can read.
+    """
+    try:
+        plan = _read(path)
+    except ProfileError:
+        raise
+    except PlanError as error:
+        raise ProfileError(str(error)) from error
+    if plan is None:
+        raise ProfileError(f"{path} is not there any more; expected a profile; autosplit profiles lists them")
+    return plan
+
+
+def remove_profile(path: Path) -> None:
+    """Remove a file of the cache with what stands beside it: never anything else, and never what a link leads to.
+
+    Locks that somebody holds stay, and so does what a later version of autosplit wrote.
+
+    Raises:
+        ProfileError: It is none, or can't be removed.
+    """
+    own = path.parent == profiles_folder() and path.suffix == ".json" and _KEY_CHARACTERS.issuperset(path.stem)
+    if not own:
+        raise ProfileError(f"{path} is not called as a profile is; expected 32 digits; remove it by hand")
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        pass  # by somebody else: it is gone
+    except OSError as error:
+        raise ProfileError(
+            f"{path} can't be removed ({error.strerror or error}); expected a file in a folder that may be written; "
+            "remove it by hand"
+        ) from error
+    _remove_beside(path)
+
+
+def remove_left_over() -> None:
+    """Remove what stands beside profiles that are gone."""
+    folder = profiles_folder()
+    keys = {path.name.partition(".")[0] for path in folder.glob("[!.]*") if path.suffix in (LOCK_SUFFIX, BAD_SUFFIX)}
+    keys |= {path.name.split(".")[1] for path in folder.glob(".*.json.*")}
+    for key in filter(_KEY_CHARACTERS.issuperset, keys - {""}):
+        if not os.path.lexists(folder / f"{key}.json"):
+            _remove_beside(folder / f"{key}.json")
+
+
+def _remove_beside(path: Path) -> None:
+    """Remove the locks of a profile that is gone, what was moved aside for it, and what killed writers have left.
+
+    A lock is removed by who holds it, so that it is nobody else's: who has opened the file by then sees that it is
+    gone, and makes another.
+    """
+    if os.path.islink(path.parent) or not path.parent.is_dir():  # noqa: PTH114 - as above
+        return
+    for suffix in (LOCK_SUFFIX, TURN_SUFFIX):
+        with (
+            contextlib.suppress(OSError, NotImplementedError, ProfileError),
+            _locked(path, suffix=suffix, timeout_s=0) as lock,
+        ):
+            if suffix == LOCK_SUFFIX:
+                _sweep(path)
+                _discard(path.with_suffix(BAD_SUFFIX))
+            _discard(lock)
+
+
+def newest(most: int) -> Iterator[tuple[Path, Plan | None]]:
+    """Yield so many profiles of the cache, the newest first, and none where there is no cache.
+
+    Args:
+        most: How many.
+    """
+    try:
+        paths = profile_paths()
+    except (OSError, ProfileError):
+        return
+    for path in paths[:most]:
+        yield path, _read_or_none(path)
+
+
+def profiles() -> tuple[tuple[Path, Plan | None], ...]:
+    """Return all profiles of the cache, the newest first; None in place of a plan that can't be read."""
+    return tuple((path, _read_or_none(path)) for path in profile_paths())
+
+
+def usable_here() -> tuple[tuple[Path, Plan], ...]:
+    """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""
+    from autosplit.devices.device import parse_devices
+
+    gpus = [device for device in parse_devices("auto", ask_memory=False) if is_accelerator(device.kind)]
+    return tuple((path, plan) for path, plan in profiles() if plan is not None and _is_usable(plan, gpus))
+
+
+def _is_usable(plan: Plan, gpus: Sequence[Device]) -> bool:
+    if plan.simulated or not plan.complete or not isinstance(plan.machine.get("devices"), list):
+        return False
+    from autosplit.devices.device import parse_devices
+
+    here = machine_of((*gpus, *parse_devices("cpu")))
+    if any(plan.machine.get(name) != here[name] for name in ("torch", "cuda", "autosplit")):
+        return False
+    present: Counter[tuple[str, ...]] = Counter()
+    for run in here["devices"]:
+        present[_model_of(run)] += run["count"]
+    return any(all(present[model] >= count for model, count in one.items()) for one in _wanted(plan.machine))
+
+
+def _wanted(machine: Mapping[str, Any]) -> list[Counter[tuple[str, ...]]]:
+    """Return what each machine of a plan's job has to have; none where the description is none."""
+    if not all(isinstance(run, dict) and isinstance(run.get("count"), int) for run in machine["devices"]):
+        return []
+    devices = [run for run in machine["devices"] for _ in range(min(run["count"], MOST_DEVICES))]
+    counts = machine.get("ranks_per_machine", [len(devices)])
+    if not isinstance(counts, list) or not all(
+        isinstance(count, int) and 0 < count <= MOST_DEVICES for count in counts
+    ):
+        return []
+    wanted, rest = [], iter(devices)
+    for count in counts[:MOST_DEVICES]:
+        here: Counter[tuple[str, ...]] = Counter()
+        for run in itertools.islice(rest, count):
+            # Of a processor there are as many devices as a spec says.
+            here[_model_of(run)] = 1 if run.get("kind") == "cpu" else here[_model_of(run)] + 1
+        wanted.append(here)
+    return [one for one in wanted if one]
+
+
+def _model_of(run: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what has to be here for a run of devices: a budget is the user's to give to any processor."""
+    return tuple(str(run.get(name)) for name in ("kind", "name", "memory_gib", "processors", "architecture"))
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.lstat().st_mtime_ns
+    except OSError:  # it went away meanwhile
+        return 0
+
+
+def _read_or_none(path: Path) -> Plan | None:
+    try:
+        return _read(path)
+    except PlanError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------ what has changed
+
+
+SLACK = 0.01
+"""Of a plan's peak on a card: with so much less (a display, another's context), it still runs.
+
+It is out of the reserve, by default five times that; a plan at its bound was solved again at any MiB less.
+"""
+
+
+def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> str | None:
+    """Compare the memory that is free now with the plan's peaks.
+
+    Args:
+        plan: One that was found.
+        devices: The devices that are here, in the plan's order.
+        capacities_bytes: What each may hold now, the reserve taken off.
+
+    Returns:
+        A sentence that names the devices that are short; None where the plan fits.
+    """
+    assert len(plan.devices) == len(devices) == len(capacities_bytes), (plan.devices, devices, capacities_bytes)
+    short = [
+        f"{device.label} may hold {size_text(capacity)}, its share of {planned.share} needs "
+        f"{size_text(planned.peak_bytes)}"
+        for planned, device, capacity in zip(plan.devices, devices, capacities_bytes, strict=True)
+        if (1 - SLACK * is_accelerator(device.kind)) * planned.peak_bytes > capacity
+    ]
+    return f"the remembered plan does not fit now ({'; '.join(short)})" if short else None
+
+
+def differing_facts(plan: Plan, devices: Sequence[Device]) -> tuple[str, ...]:
+    """Compare the GPUs that are here with those that the plan was made on.
+
+    Args:
+        plan: One that was found.
+        devices: The devices that are here, in the plan's order.
+
+    Returns:
+        A clause for each difference, without what names a card; none where the machine is the very one.
+    """
+    assert len(plan.devices) == len(devices), (plan.devices, devices)
+    pairs = list(zip(plan.devices, devices, strict=True))
+    others = [device.label for planned, device in pairs if planned.uuid != device.uuid]
+    said = [f"tuned on other cards of this kind ({', '.join(others)})"] if others else []
+    drivers = {(planned.driver, device.driver) for planned, device in pairs if planned.driver != device.driver}
+    said += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
+    return tuple(said)
+
+
+def _driver_text(driver: str | None) -> str:
+    return "unknown" if driver is None else driver if driver.isprintable() and len(driver) <= 40 else shown(driver)

@@ -1,0 +1,34 @@
+"""Ctrl-C, held back where it would break something: torch ends the process that meets it inside fake tensors."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["held_interrupts"]
+
+
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the context, and let it come then, as it would have come.
+
+    An exception of Python's that reaches C++ code without a handler for it ends the process ("terminate called"): a
+    KeyboardInterrupt may come anywhere, in the callbacks of torch's dispatcher, too. For what lasts a second or so.
+    In other threads, to which Python gives no signals, nothing is held.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if ours else None
+    if not callable(handler):  # ignored, left to the system, or set by something else than Python
+        yield
+        return
+    came: list[Any] = []
+    signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:  # not by a signal: that would be counted as another Ctrl-C
+            handler(came[0], None)

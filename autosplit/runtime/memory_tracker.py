@@ -1,0 +1,411 @@
+"""Follow every storage that a training step makes, charge it to its device, and stop where the device is full.
+
+The tracker is the memory of devices that are not there: the budgets of `cpu:2GiB,cpu:1GiB` and the cards of
+`sim:`. It sees ops as they are dispatched, below autograd, so what a backward saves or recomputes is counted
+while it lives and no longer. Its rules:
+
+* Parameters, buffers, inputs and optimizer state are adopted explicitly. A storage that was never adopted is
+  host memory and is not charged until an op takes it beside a placed tensor: on a real device both would have to be
+  there. An output that shares an input's storage is not new.
+* An op's outputs are on the device of its inputs; only `transfer` moves. What an op makes from nothing placed
+  (`torch.zeros` in a forward) is provisional: it is charged when it meets a placed, non-scalar tensor.
+* Sparse tensors are followed through their indices and values.
+* A few random numbers on the host are what a model decides by, which layers to leave out, say. Where draws are given,
+  they are these.
+* A dispatch mode does not reach worker threads, so the devices of a tracked step run in turn.
+
+Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
+(torch c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import Token
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from autosplit.devices.transfer import (
+    HOST,
+    TRANSFER_INTO_OP,
+    TRANSFER_OP,
+    Placement,
+    activate_placement,
+    deactivate_placement,
+)
+from autosplit.oom import OutOfMemoryError
+from autosplit.rng import ExtremeDraws
+from autosplit.runtime.fused_rnn_memory import as_real
+
+__all__ = ["BLOCK_BYTES", "Entry", "Kind", "Left", "Observer", "Tracker", "rounded"]
+
+BLOCK_BYTES = 512
+
+NUMBER_BYTES = 16
+"""The largest single number's."""
+
+_PROVISIONAL = -2
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+Kind = Literal["parameters", "gradients", "optimizer", "gathered", "activations", "left"]
+"""What a storage is for; ``"left"`` by an earlier step, for whatever the workload keeps."""
+
+MOST_DECIDED_BY = 64
+"""Random numbers that are drawn at once and on no device; of more, nobody asks each."""
+
+_DRAWS = frozenset(
+    getattr(packet, overload)
+    for packet in (torch.ops.aten.rand, torch.ops.aten.uniform_, torch.ops.aten.bernoulli, torch.ops.aten.bernoulli_)
+    for overload in packet.overloads()
+    if "out" not in overload
+)
+
+_KINDS: dict[str, Kind] = {"parameter": "parameters", "buffer": "parameters", "gradient": "gradients"}
+"""By what a transfer is for."""
+
+
+Entry = tuple[Kind, int, int]
+"""What a storage is for, the device it came to or went from, and its bytes, not rounded; negative where it went."""
+
+Left = Sequence[weakref.ref[torch.UntypedStorage]]
+"""Storages that a step left behind, as long as they live."""
+
+
+class Observer(Protocol):
+    """Who wants to know the ops of a tracked step, in order: the simulator's clock."""
+
+    def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+        """An op ran on a device."""
+
+    def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
+        """A tensor was copied between two devices."""
+
+
+@dataclass
+class _Held:
+    """A storage that lives: where, how large rounded and as it is, and what calls back when it dies."""
+
+    device: int
+    nbytes: int
+    exact_bytes: int
+    finalizer: weakref.finalize[..., Any]
+    storage: weakref.ref[torch.UntypedStorage]
+    kind: Kind = "activations"
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _dense_parts(tensor: Tensor) -> Iterable[Tensor]:
+    """Return the strided tensors that hold a tensor's memory."""
+    if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided:  # nearly all, and asked for at every op
+        return (tensor,)
+    return _parts_of(tensor)
+
+
+def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    parts = _SPARSE_PARTS.get(tensor.layout)
+    if parts is not None:
+        for part in parts:
+            yield getattr(tensor, part)()
+    elif is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _dense_parts(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _storage_key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+class Tracker(TorchDispatchMode, Placement):
+    """Count the bytes each device of a step holds, and raise where one would hold more than it may.
+
+    Args:
+        labels: The devices' names for error messages, in the order of the step.
+        capacities: Bytes each may hold; None for no bound.
+        observer: Told of each op and transfer.
+        draws: What is drawn to decide by; None for what chance brings.
+        accounts: Keep what `peak_account` needs: a few words for each storage that comes and goes.
+
+    Raises:
+        OutOfMemoryError: From the op whose output no longer fits, naming the device.
+
+    Attributes:
+        live_bytes: Bytes held now, per device.
+        peak_bytes: The most that was held since entering or `reset_peak`, per device.
+    """
+
+    def __init__(
+        self,
+        labels: Sequence[str],
+        capacities: Sequence[int | None],
+        *,
+        observer: Observer | None = None,
+        draws: ExtremeDraws | None = None,
+        accounts: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        assert len(labels) == len(capacities), (labels, capacities)
+        self.labels = tuple(labels)
+        self.capacities = tuple(capacities)
+        self.live_bytes = [0] * len(labels)
+        self.peak_bytes = [0] * len(labels)
+        self._observer = observer
+        self._draws = draws
+        self._held: dict[int, _Held] = {}
+        self._token: Token[Placement | None] | None = None
+        # What a storage is for may show later than its bytes do: a gradient is one when it is on its parameter. So the
+        # peak is accounted for at the end, from what came and went until then.
+        self._account: list[tuple[_Held, int, int, int]] | None = [] if accounts else None
+        self._entries_at_peak = [0] * len(labels)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the step has."""
+        return len(self.labels)
+
+    def __enter__(self) -> Tracker:
+        self._token = activate_placement(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        assert self._token is not None
+        deactivate_placement(self._token)
+        self._token = None
+        # A storage outlives its tracker wherever the user keeps it; its finalizer must not.
+        for held in self._held.values():
+            held.finalizer.detach()
+        self._held.clear()
+
+    def reset_peak(self) -> None:
+        """Start the peak anew from what is held now."""
+        self.peak_bytes = list(self.live_bytes)
+        self._entries_at_peak = [len(self._account or ())] * len(self.labels)
+
+    def classify(self, tensor: Tensor, kind: Kind) -> None:
+        """Say what a tensor is for; one that nobody holds is left out."""
+        for part in _dense_parts(tensor):
+            held = self._held.get(_storage_key(part))
+            if held is not None:
+                held.kind = kind
+
+    def peak_account(self, device: int) -> dict[Kind, int]:
+        """Return what a device held at its peak, in bytes for each kind of storage; it adds up to the peak."""
+        assert self._account is not None, "the tracker keeps no accounts"
+        found: dict[Kind, int] = {}
+        for held, place, nbytes, _ in self._account[: self._entries_at_peak[device]]:
+            if place == device:
+                found[held.kind] = found.get(held.kind, 0) + nbytes
+        return found
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return what came and went, in order."""
+        assert self._account is not None, "the tracker keeps no accounts"
+        return tuple((held.kind, device, exact_bytes) for held, device, _, exact_bytes in self._account)
+
+    def adopt(self, tensor: Tensor, device: int) -> None:
+        """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
+        for part in _dense_parts(tensor):
+            self._hold(part.untyped_storage(), device)
+
+    def adopt_left(self, left: Left, device: int) -> None:
+        """Charge what an earlier step left behind to a device, as far as it still lives."""
+        for reference in left:
+            storage = reference()
+            if storage is not None:
+                self._hold(storage, device)
+                self._held[storage._cdata].kind = "left"
+
+    def left_on(self, device: int) -> Left:
+        """Return what a device holds beside parameters, gradients and optimizer state, but for single numbers.
+
+        Those are what a model notes of each step, a list of losses, and take nothing.
+        """
+        held = (one for one in self._held.values() if one.device == device and one.kind in ("activations", "left"))
+        return [
+            one.storage for one in held if (storage := one.storage()) is not None and storage.nbytes() > NUMBER_BYTES
+        ]
+
+    def device_of(self, tensor: Tensor) -> int:
+        """Return the index of the device a tensor is on, `HOST` where it is on none."""
+        held = self._held_of(tensor)
+        return held.device if held is not None and held.device >= 0 else HOST
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is TRANSFER_OP:
+            return self._transfer(func, args)
+        if func is TRANSFER_INTO_OP:
+            return self._transfer_into(func, args)
+        inputs = list(_tensors((*args, *kwargs.values())))
+        held = [self._held_of(tensor) for tensor in inputs]
+        device, by_scalar = _device_of_inputs(inputs, held)
+        outputs = as_real(func, args, func(*args, **kwargs))
+        if func in _DRAWS and device < 0 and self._draws is not None:
+            self._drawn(self._draws, func, args, outputs)
+        if device >= 0 and not by_scalar:
+            for tensor, record in zip(inputs, held, strict=True):
+                if (record is None or record.device == _PROVISIONAL) and tensor.dim() > 0:
+                    self.adopt(tensor, device)
+        self._follow(inputs, _tensors((outputs,)), device)
+        if self._observer is not None and device >= 0:
+            self._observer.on_op(device, func, args, kwargs, outputs)
+        return outputs
+
+    def _drawn(self, draws: ExtremeDraws, func: Any, args: Sequence[Any], drawn: Tensor) -> None:
+        """Replace what was drawn, where that is few numbers; of a fake, tell it so that it can be asked for."""
+        number = draws.draw() if drawn.numel() <= MOST_DECIDED_BY else None
+        if number is None:
+            return
+        if "bernoulli" in func.name():
+            number = float(round(number))
+        elif func is torch.ops.aten.uniform_.default:
+            low, high = args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
+            number = low + (high - low) * number
+        if not isinstance(drawn, FakeTensor):
+            drawn.fill_(number)
+        elif drawn.numel() == 1:
+            with unset_fake_temporarily():
+                drawn.constant = torch.full(drawn.shape, number, dtype=drawn.dtype)
+
+    def _held_of(self, tensor: Tensor) -> _Held | None:
+        """Return the record of a tensor's storage, of a sparse one's indices."""
+        for part in _dense_parts(tensor):
+            return self._held.get(_storage_key(part))
+        return None
+
+    def _transfer(self, func: Any, args: Sequence[Any]) -> Tensor:
+        _, source, destination, purpose = args
+        copy: Tensor = func(*args)
+        if destination != HOST:
+            self.adopt(copy, destination)
+        if purpose in _KINDS:
+            self.classify(copy, _KINDS[purpose])
+        if purpose == "gradient":
+            self.classify(args[0], "gradients")
+        if self._observer is not None:
+            nbytes = sum(part.untyped_storage().nbytes() for part in _dense_parts(copy))
+            self._observer.on_transfer(source, destination, nbytes, purpose)
+        return copy
+
+    def _transfer_into(self, func: Any, args: Sequence[Any]) -> None:
+        block, tensor, source, destination, purpose = args
+        func(*args)
+        if purpose == "output":
+            self.classify(block, "gathered")
+        if self._observer is not None:
+            self._observer.on_transfer(source, destination, tensor.numel() * tensor.element_size(), purpose)
+
+    def _follow(self, inputs: list[Tensor], outputs: Iterable[Tensor], device: int) -> None:
+        """Charge what an op made; what shares an input's storage is not new."""
+        input_keys: set[int] | None = None
+        for output in outputs:
+            for part in _dense_parts(output):
+                key = _storage_key(part)
+                if key in self._held:
+                    self._regrow(part)
+                    continue
+                if input_keys is None:
+                    input_keys = {_storage_key(piece) for tensor in inputs for piece in _dense_parts(tensor)}
+                if key not in input_keys:
+                    self._hold(part.untyped_storage(), device)
+
+    def _regrow(self, tensor: Tensor) -> None:
+        """Follow a storage that an op resized in place."""
+        held = self._held[_storage_key(tensor)]
+        exact_bytes = tensor.untyped_storage().nbytes()
+        nbytes = rounded(exact_bytes)
+        if nbytes != held.nbytes:
+            grown, grown_exactly = nbytes - held.nbytes, exact_bytes - held.exact_bytes
+            held.nbytes, held.exact_bytes = nbytes, exact_bytes
+            if held.device >= 0:
+                self._charge(held, grown, grown_exactly)
+
+    def _hold(self, storage: torch.UntypedStorage, device: int) -> None:
+        """Follow a storage; one that is followed already is placed where it was provisional."""
+        key: int = storage._cdata
+        held = self._held.get(key)
+        if held is not None:
+            if held.device == _PROVISIONAL and device >= 0:
+                held.device = device
+                self._charge(held, held.nbytes, held.exact_bytes)
+            return
+        exact_bytes = storage.nbytes()
+        nbytes = rounded(exact_bytes)
+        finalizer = weakref.finalize(storage, self._release, key)
+        finalizer.atexit = False
+        held = self._held[key] = _Held(device, nbytes, exact_bytes, finalizer, weakref.ref(storage))
+        if device >= 0:
+            self._charge(held, nbytes, exact_bytes)
+
+    def _charge(self, held: _Held, nbytes: int, exact_bytes: int) -> None:
+        device = held.device
+        live_bytes = self.live_bytes[device]
+        capacity_bytes = self.capacities[device]
+        # Charged before the check: the storage is held, and its finalizer gives back what is charged here.
+        self.live_bytes[device] = live_bytes + nbytes
+        if self._account is not None:
+            self._account.append((held, device, nbytes, exact_bytes))
+        if capacity_bytes is not None and live_bytes + nbytes > capacity_bytes:
+            raise OutOfMemoryError(
+                f"{self.labels[device]} is out of memory: {nbytes} bytes asked for, {live_bytes} held, "
+                f"{capacity_bytes} allowed; give it fewer samples or a larger budget",
+                device=self.labels[device],
+                device_index=device,
+                requested_bytes=nbytes,
+                live_bytes=live_bytes,
+                capacity_bytes=capacity_bytes,
+            )
+        if live_bytes + nbytes > self.peak_bytes[device]:
+            self.peak_bytes[device] = live_bytes + nbytes
+            self._entries_at_peak[device] = len(self._account or ())
+
+    def _release(self, key: int) -> None:
+        held = self._held.pop(key, None)  # None where an interrupt came between the finalizer and its record
+        if held is not None and held.device >= 0:
+            self.live_bytes[held.device] -= held.nbytes
+            if self._account is not None:
+                self._account.append((held, held.device, -held.nbytes, -held.exact_bytes))
+
+
+def _device_of_inputs(inputs: list[Tensor], held: list[_Held | None]) -> tuple[int, bool]:
+    """Find where an op runs: where its first placed tensor is. A scalar's place counts last, and is told apart."""
+    scalar_device = _PROVISIONAL
+    for tensor, record in zip(inputs, held, strict=True):
+        if record is not None and record.device >= 0:
+            if tensor.dim() > 0:
+                return record.device, False
+            scalar_device = record.device
+    return scalar_device, True
+
+
+def rounded(nbytes: int) -> int:
+    """Return what a block of so many bytes is charged."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES

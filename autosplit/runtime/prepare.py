@@ -1,0 +1,324 @@
+"""Set the stage: from what `tune` is given to a workload that is followed, and a runtime that runs it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.accelerators import is_accelerator
+from autosplit.devices.device import Device
+from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
+from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.build_small import TooLarge, built_within
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.garbage import quick_collections
+from autosplit.runtime.interrupts import held_interrupts
+from autosplit.runtime.protocol import Runtime
+from autosplit.runtime.simulated import SimulatedRuntime
+from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
+from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
+from autosplit.runtime.trainee import built_without_memory, bytes_on_accelerators, fake_mode, training_copy
+from autosplit.sizes import size_text
+from autosplit.workload.workload import PRECISIONS, Workload
+
+__all__ = ["Built", "Followed", "Source", "build", "follow", "isolated_runtime", "runtime_for", "workload_source"]
+
+_log = logging.getLogger(__name__)
+
+Source = Workload | Callable[[], Workload]
+"""A workload, or a function that builds it."""
+
+TWINS_WITHIN = 0.01
+"""Of their memory: accelerators of one name are planned as equals with what the one with the least of them may hold."""
+
+SMALL_BYTES = 256 * 2**20
+"""What is built for simulated cards has its memory up to here: it is there sooner than torch's compiler, which building
+without memory needs."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A workload with the tracer that follows it, and what is to be said about both.
+
+    Attributes:
+        workload: The workload.
+        tracer: Predicts the memory of its steps.
+        notes: One sentence each.
+        isolated: Runs its steps in a process of its own; None where they run in this one.
+        rebuild: Builds the workload again, with its memory; None where it has it, or never had any.
+    """
+
+    workload: Workload
+    tracer: Tracer
+    notes: tuple[str, ...]
+    isolated: IsolatedRuntime | None = None
+    rebuild: Callable[[], Workload] | None = None
+
+
+@dataclass(frozen=True)
+class Built:
+    """A workload as it was built.
+
+    Attributes:
+        source: What it was built from.
+        workload: The workload.
+        why_real: Why it has memory although none was needed; None where it has not, or needs it.
+        fake: It was built without memory.
+    """
+
+    source: Source
+    workload: Workload
+    why_real: str | None = None
+    fake: bool = False
+
+
+def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any]) -> Source:
+    """Make a source of `tune`'s first arguments.
+
+    Args:
+        given: A model, a `Workload`, or a function that returns a `Workload`.
+        sample_batch: With a model.
+        described: What else describes a workload, with a model; None where it was not given. A `precision` replaces
+            a Workload's own.
+
+    Raises:
+        InputError: Arguments that do not go together.
+        WorkloadError: No workload can be made of them.
+    """
+    options = {name: value for name, value in described.items() if value is not None}
+    if sample_batch is not None:
+        if isinstance(given, Workload):
+            raise InputError("a Workload and a sample_batch are given; expected one of them; the Workload has its own")
+        return Workload(given, sample_batch, **options)
+    precision = options.pop("precision", None)
+    if isinstance(given, nn.Module):
+        raise WorkloadError(
+            f"a {type(given).__name__} is given without sample_batch; expected one batch as training sees it; "
+            "pass it as the second argument"
+        )
+    if options:
+        raise InputError(
+            f"{', '.join(options)} given beside a {type(given).__name__}; expected them inside the Workload; "
+            "pass them to Workload(...)"
+        )
+    if not isinstance(given, Workload) and not callable(given):
+        raise WorkloadError(
+            f"the workload is {given!r:.80}; expected a model with a sample_batch, a Workload, or a function that "
+            "returns one; pass one of these"
+        )
+    source: Source = given
+    return source if precision is None else _in_precision(source, precision)
+
+
+@dataclass(frozen=True)
+class _InPrecision:
+    """A function's workload in another precision than the function gave it."""
+
+    build: Callable[[], Workload]
+    precision: str
+
+    def __call__(self) -> Workload:
+        built = self.build()
+        # What is not a workload is told of where all of them are.
+        return replace(built, precision=self.precision) if isinstance(built, Workload) else built
+
+
+def _in_precision(source: Source, precision: Any) -> Source:
+    if precision not in PRECISIONS:
+        raise WorkloadError(
+            f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}; choose one of them"
+        )
+    return replace(source, precision=precision) if isinstance(source, Workload) else _InPrecision(source, precision)
+
+
+def build(source: Source, devices: Sequence[Device]) -> Built:
+    """Build the workload; for simulated cards without its memory, where it is not small and that can be.
+
+    Args:
+        source: See `Source`.
+        devices: What it is tuned for, all of one kind.
+
+    Raises:
+        UserCodeError: The function raised.
+        WorkloadError: It returned something else.
+    """
+    if devices[0].kind != "sim" or isinstance(source, Workload):
+        return Built(source, _built(source))
+    try:
+        return Built(source, built_within(lambda: _built(source), SMALL_BYTES))
+    except (TooLarge, Exception) as error:  # noqa: BLE001  # what is wrong with it shows again below
+        _log.info("the workload is built without its memory: %s", one_line(error) or "it is large")
+    try:
+        with held_interrupts():
+            return Built(source, built_without_memory(lambda: _built(source), fake_mode()), fake=True)
+    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do; what is wrong shows again with real ones
+        return Built(source, _built(source), _built_for_real(error))
+
+
+def isolated_runtime(
+    source: Source,
+    devices: tuple[Device, ...],
+    capacities_bytes: tuple[int, ...],
+    closing: ExitStack,
+    *,
+    deadline_s: float | None = None,
+) -> IsolatedRuntime | None:
+    """Start a process for real steps, which builds the workload itself, while this one goes on to trace it.
+
+    Args:
+        source: Picklable, made of what can be imported there.
+        devices: What to run on.
+        capacities_bytes: What each may hold.
+        closing: Ends the process.
+        deadline_s: See `IsolatedRuntime`.
+
+    Returns:
+        The runtime, to be given to `follow`; None for simulated cards, on which nothing runs.
+
+    Raises:
+        InputError: The source can't be pickled.
+    """
+    if devices[0].kind == "sim":
+        return None
+    capacities_bytes = _twinned(devices, capacities_bytes)
+    make = partial(_runtime_of_source, source, devices, capacities_bytes)
+    runtime = IsolatedRuntime(make, devices, capacities_bytes, deadline_s=deadline_s)
+    closing.callback(runtime.close)
+    return runtime
+
+
+def _runtime_of_source(source: Source, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...]) -> RealRuntime:
+    """Make the runtime where nothing has to be undone: in a process that ends."""
+    runtime = _real_runtime(devices, capacities_bytes, _built(source), ExitStack())
+    gc.freeze()  # collections are quick, see `quick_collections`
+    return runtime
+
+
+def follow(
+    built: Built, devices: Sequence[Device], closing: ExitStack, isolated: IsolatedRuntime | None = None
+) -> Followed:
+    """Follow one step of a workload.
+
+    Args:
+        built: The workload; one that was built without memory and can't be followed is built again.
+        devices: What it is tuned for, all of one kind.
+        closing: Gets what has to be undone at the end: a model that can't be copied is borrowed.
+        isolated: Where its steps are to run, if not in this process.
+
+    Raises:
+        UserCodeError: The workload failed on its own sample batch.
+        WorkloadError: No training step can be made of it.
+    """
+    closing.enter_context(quick_collections())
+    workload, why_real = built.workload, built.why_real
+    try:
+        tracer, note = _traced(workload, devices[0])
+    except Exception as error:
+        if not built.fake:
+            raise
+        why_real = _built_for_real(error)
+    else:
+        why_real = note or why_real
+        if built.fake and why_real is not None:
+            tracer.trainee.restore()  # the function may return the very same model again, and that may be borrowed
+    if built.fake and why_real is not None:
+        workload = _built(built.source)
+        tracer, note = _traced(workload, devices[0])
+        why_real = note or why_real
+    closing.callback(tracer.trainee.restore)
+    assumed = (*tracer.assumptions(), *_held_already(workload, devices[0].kind, twice=isolated is not None))
+    rebuild = partial(_built, built.source) if built.fake and why_real is None else None
+    return Followed(workload, tracer, assumed if why_real is None else (why_real, *assumed), isolated, rebuild)
+
+
+def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[str, ...]:
+    """Say what a model takes of the devices that it is tuned for by being there: a copy of it is trained beside it."""
+    held = bytes_on_accelerators(workload)
+    return tuple(
+        f"the model is on {device} already and takes {size_text(nbytes)} of it beside the copy that was run"
+        f"{', in each of two processes' if twice else ''}: as much more fits if it is moved there after tuning"
+        for device, nbytes in held.items()
+        if device.type == kind
+    )
+
+
+def _traced(workload: Workload, device: Device) -> tuple[Tracer, str | None]:
+    if is_accelerator(device.kind):
+        return make_device_tracer(workload, torch.device(device.kind, device.index))
+    return make_tracer(workload, like_gpu=device.kind == "sim")
+
+
+def _built_for_real(error: Exception) -> str:
+    return f"the workload could not be built without its memory, and was built for real: {one_line(error)}"
+
+
+def _built(source: Source) -> Workload:
+    if isinstance(source, Workload):
+        return source
+    try:
+        workload = source()
+    except AutosplitError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise from_user_code(error, "the function that builds the workload") from error
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"the function returned a {type(workload).__name__}; expected an autosplit.Workload; "
+            "return Workload(model, sample_batch)"
+        )
+    return workload
+
+
+def runtime_for(
+    devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], followed: Followed, closing: ExitStack
+) -> Runtime:
+    """Make the runtime for devices of one kind.
+
+    Args:
+        devices: What to run on.
+        capacities_bytes: What each may hold.
+        followed: The workload and its tracer.
+        closing: Gets what has to be undone at the end.
+    """
+    capacities_bytes = _twinned(devices, capacities_bytes)
+    if followed.isolated is not None:
+        assert followed.isolated.devices == devices, (followed.isolated.devices, devices)
+        assert followed.isolated.capacities_bytes == capacities_bytes, capacities_bytes
+        return followed.isolated
+    if devices[0].kind == "sim":
+        return SimulatedRuntime(devices, capacities_bytes, followed.tracer)
+    return _real_runtime(devices, capacities_bytes, followed.workload, closing)
+
+
+def _twinned(devices: Sequence[Device], capacities_bytes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return capacities in which twins have as much: a display on one would else have each of them probed alone."""
+    found = list(capacities_bytes)
+    for index in sorted(range(len(devices)), key=lambda index: capacities_bytes[index]):
+        twins = [
+            least
+            for device, least in zip(devices, found, strict=True)
+            if device.name == devices[index].name and least <= found[index] <= least * (1 + TWINS_WITHIN)
+        ]
+        if is_accelerator(devices[index].kind):
+            found[index] = min(twins)
+    return tuple(found)
+
+
+def _real_runtime(
+    devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], workload: Workload, closing: ExitStack
+) -> RealRuntime:
+    if devices[0].kind == "cpu":
+        trainee = training_copy(workload, device=torch.device("cpu"))
+        closing.callback(trainee.restore)
+        return CpuRuntime(devices, capacities_bytes, trainee)
+    runtime = AcceleratorRuntime(devices, capacities_bytes, workload)
+    closing.callback(runtime.close)
+    return runtime

@@ -1,0 +1,356 @@
+"""Real steps in a process of their own: what dies there (a kernel, the process, the host's memory) costs one call.
+
+The process builds the workload from its source itself, runs the real runtime, and answers with plain numbers. It is
+replaced when it dies, when it hangs, and when CUDA has failed in a way that makes every later call fail.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+
+from autosplit.accelerators import backend, is_accelerator
+from autosplit.devices.device import Device
+from autosplit.errors import AutosplitError, from_user_code, one_line
+from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
+from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.child_process import UNHURRIED_S, Child, ChildLostError, LostCauseError
+from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
+from autosplit.runtime.trainee import ran_a_step
+from autosplit.workload.workload import Workload
+
+__all__ = ["IsolatedRuntime", "StepLostError"]
+
+T = TypeVar("T")
+
+RealRuntime = CpuRuntime | AcceleratorRuntime
+
+START_LIMIT_S = 60.0
+"""What importing torch and building a workload may take, however little of a time limit is left."""
+
+CALL_LIMIT_S = 10.0
+"""The same for a call: a few steps, with the kernels chosen in the first."""
+
+ASKED_LIMIT_S = 30.0
+"""The same for a question about the workload, which is to take a few seconds."""
+
+COMPILED_LIMIT_S = 120.0
+"""The same for a compiled step, which is compiled in it."""
+
+ALERT_LIMIT_S = 3.0
+"""The same once a call has hung: others may, too."""
+
+SLOWER_BY = 20.0
+"""A call may take so much longer than the longest that was answered: steps grow from 1/16 of a ceiling to all of it."""
+
+FUTILE_DEATHS = 3
+"""So many processes may be lost where none has ever answered: the fault is not in the number of samples. And so many
+may hang before the end of a time limit also ends the attempts."""
+
+
+class StepLostError(OutOfMemoryError):
+    """The process that ran a step died of it; counted as a lack of memory, which is what it mostly is."""
+
+
+class IsolatedRuntime:
+    """A runtime in a process of its own, which is started at once and loads meanwhile.
+
+    Args:
+        make: Picklable; makes the real runtime, there.
+        devices: What the step is spread over.
+        capacities_bytes: What each may hold.
+        deadline_s: `time.monotonic()` by which all should be done; None for no limit. Half of what is left is the
+            most that one call may take of it, so that something smaller can still be run after a step that hangs.
+
+    Raises:
+        InputError: `make` can't be pickled.
+
+    """
+
+    simulated = False
+
+    def __init__(
+        self,
+        make: Callable[[], RealRuntime],
+        devices: tuple[Device, ...],
+        capacities_bytes: tuple[int, ...],
+        *,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.devices = devices
+        self.capacities_bytes = capacities_bytes
+        self.shares_processor = devices[0].kind == "cpu"
+        self._deadline_s = deadline_s
+        self._longest_s = 0.0
+        self._answered = False
+        self._hung = 0
+        self._is_new = True
+        self._deadly: dict[tuple[str, StepShape], str] = {}
+        self._child = Child(partial(_Served, make, _Settings.of_this_process()))
+        self._child.start()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What became of the processes that were lost, a sentence for each cause."""
+        by_cause: dict[str, list[StepShape]] = {}
+        for (_, shape), cause in self._deadly.items():
+            by_cause.setdefault(cause, []).append(shape)
+        return tuple(_lost_text(shapes, cause) for cause, shapes in by_cause.items())
+
+    def peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a step for its memory and return each device's peak, in bytes.
+
+        Raises:
+            OutOfMemoryError: A device ran out of memory; it is named.
+            StepLostError: The process died of it, or was ended because it hung.
+            UserCodeError: The workload's own code raised; its cause is what.
+            AutosplitError: The process can't be started, or dies of whatever it is asked.
+        """
+        found: tuple[int, ...] = self._call("peaks", shape)
+        return found
+
+    def memory(self, shape: StepShape) -> StepMemory:
+        """Run a step on accelerators until it is steady, and return what it holds.
+
+        Raises:
+            AutosplitError: As `peaks`, with the same leaves.
+        """
+        found: StepMemory = self._call("memory", shape)
+        return found
+
+    def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
+        """Run a step for its time, and for its memory where one run gives both.
+
+        Args:
+            shape: The step.
+            budget_s: Stop repeating after this long.
+
+        Raises:
+            AutosplitError: As `peaks`, with the same leaves.
+        """
+        found: Measurement = self._call("measure", shape, budget_s)
+        return found
+
+    def ask(self, function: Callable[[Workload], T]) -> T:
+        """Call a function on the workload, there.
+
+        Args:
+            function: Picklable: one that can be imported; so is what it returns.
+
+        Raises:
+            AutosplitError: The process died of it, or was ended because it hung.
+        """
+        self._get_ready()
+        try:
+            found: T = self._child.call("ask", function, limit_s=ASKED_LIMIT_S)
+        except ChildLostError as lost:
+            raise AutosplitError(f"the process that was asked {lost.cause}; expected an answer") from None
+        return found
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        self._child.close()
+
+    def _call(self, name: str, shape: StepShape, *args: float) -> Any:
+        # What a process died of once is not run again.
+        known = self._deadly.get((name, shape))
+        if known is not None:
+            raise self._lost_step(shape, known)
+        self._get_ready()
+        began_s = time.monotonic()
+        try:
+            answer = self._child.call(name, shape, *args, limit_s=self._limit_s(shape))
+        except ChildLostError as lost:
+            self._deadly[name, shape] = cause = lost.cause
+            self._hung += lost.hung
+            self._is_new = True
+        except AutosplitError:
+            self._answered = True
+            raise
+        else:
+            self._answered, self._is_new = True, False
+            self._longest_s = max(self._longest_s, time.monotonic() - began_s)
+            return answer
+        self._refuse_to_go_on(cause)
+        raise self._lost_step(shape, cause)
+
+    def _get_ready(self) -> None:
+        own_s = UNHURRIED_S if self._deadline_s is None else self._deadline_s - time.monotonic()
+        try:
+            self._child.get_ready(max(own_s, START_LIMIT_S))
+        except ChildLostError as lost:
+            raise AutosplitError(
+                f"the process for real steps {lost.cause} before it had built the workload; expected it to start; "
+                "mend what it says above (a script that tunes needs `if __name__ == '__main__':`), or leave isolate "
+                "out (--no-isolate)"
+            ) from None
+
+    def _refuse_to_go_on(self, cause: str) -> None:
+        """Give up where a process dies of anything, or steps go on hanging after the time limit."""
+        if len(self._deadly) >= FUTILE_DEATHS and not self._answered:
+            raise AutosplitError(
+                f"the process for real steps died in each of its first {FUTILE_DEATHS} calls, the last time it "
+                f"{cause}; expected a step to end; run one step of the workload by itself to see why, or leave "
+                "isolate out (--no-isolate)"
+            )
+        out_of_time = self._deadline_s is not None and time.monotonic() > self._deadline_s
+        if out_of_time and self._hung >= FUTILE_DEATHS:
+            raise AutosplitError(
+                f"the time limit is over and {self._hung} steps have hung; the last process {cause}; expected steps "
+                "to end; ask for a max_batch_size at which they do, or raise time_limit_s"
+            )
+
+    def _lost_step(self, shape: StepShape, cause: str) -> StepLostError:
+        active = [index for index, samples in enumerate(shape.splits[0]) if samples]
+        index = active[0] if len(active) == 1 else None
+        return StepLostError(
+            f"the process that ran {_samples_text(shape)} {cause}; expected the step to end; give it fewer samples",
+            device=None if index is None else self.devices[index].label,
+            device_index=index,
+            capacity_bytes=0 if index is None else self.capacities_bytes[index],
+        )
+
+    def _limit_s(self, shape: StepShape) -> float:
+        """Return how long a call may take before it is taken to hang."""
+        # A new process starts its devices and copies the model there, however alert the others have made us.
+        is_alert = self._hung and not (self._is_new and is_accelerator(self.devices[0].kind))
+        least_s = COMPILED_LIMIT_S if shape.compiled else ALERT_LIMIT_S if is_alert else CALL_LIMIT_S
+        least_s = max(least_s, SLOWER_BY * self._longest_s)
+        if self._hung:
+            return least_s
+        return max(least_s, UNHURRIED_S if self._deadline_s is None else (self._deadline_s - time.monotonic()) / 2)
+
+
+def _lost_text(shapes: list[StepShape], cause: str) -> str:
+    least = _samples_text(min(shapes, key=lambda shape: shape.num_samples))
+    if len(shapes) == 1:
+        return f"the process that ran {least} {cause}: counted as out of memory"
+    return f"{len(shapes)} processes, the least of them at {least}, were lost: each {cause}; counted as out of memory"
+
+
+def _samples_text(shape: StepShape) -> str:
+    split = shape.splits[0]
+    samples = f"{sum(split)} samples" if sum(map(bool, split)) < 2 else f"the split {split}"
+    return f"{samples} in {len(shape.splits)} micro-steps" if len(shape.splits) > 1 else samples
+
+
+# ---------------------------------------------------------------------------------------------- in the other process
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a process may have set of torch that changes what a step takes."""
+
+    num_threads: int
+    matmul_precision: str | None
+    deterministic: tuple[bool, bool]
+    attention: tuple[bool, ...]
+    switches: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of_this_process(cls) -> _Settings:
+        return cls(
+            torch.get_num_threads(),
+            _matmul_precision(),
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            tuple(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _ATTENTIONS),
+            tuple((path, attrgetter(path)(torch.backends)) for path in _switches()),
+        )
+
+    def take_over(self) -> None:
+        torch.set_num_threads(self.num_threads)
+        if self.matmul_precision is not None:
+            torch.set_float32_matmul_precision(self.matmul_precision)
+        enabled, warn_only = self.deterministic
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        for kernel, is_on in zip(_ATTENTIONS, self.attention, strict=True):
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(is_on)
+        for path, value in self.switches:
+            owner, _, name = path.rpartition(".")
+            place = attrgetter(owner)(torch.backends) if owner else torch.backends
+            if getattr(place, name) != value:
+                setattr(place, name, value)
+
+
+_ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
+
+_CUDNN_SWITCHES = ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic")
+
+_NEW_PRECISIONS = ("", "cuda.matmul.", "cudnn.conv.", "cudnn.rnn.", "mkldnn.matmul.", "mkldnn.conv.", "mkldnn.rnn.")
+
+
+def _matmul_precision() -> str | None:
+    """Return how float32 is multiplied; None where one of torch's new switches says it, which refuse the old ones."""
+    try:
+        return torch.get_float32_matmul_precision() if torch.backends.cudnn.allow_tf32 is not None else None
+    except RuntimeError:
+        return None
+
+
+def _switches() -> tuple[str, ...]:
+    """Return the names of what is switched in `torch.backends`."""
+    if _matmul_precision() is None:
+        return (*_CUDNN_SWITCHES, *(f"{place}fp32_precision" for place in _NEW_PRECISIONS))
+    return (*_CUDNN_SWITCHES, "cudnn.allow_tf32")
+
+
+class _Served:
+    """The real runtime, whose errors are made fit to travel."""
+
+    def __init__(self, make: Callable[[], RealRuntime], settings: _Settings) -> None:
+        settings.take_over()
+        try:
+            self._runtime = make()
+        except (AutosplitError, KeyboardInterrupt):
+            raise
+        except (Exception, SystemExit) as error:
+            raise from_user_code(error, "the workload") from error
+        self._ran = False
+
+    def peaks(self, shape: StepShape) -> tuple[int, ...]:
+        return self._guarded(lambda: self._runtime.peaks(shape))
+
+    def memory(self, shape: StepShape) -> StepMemory:
+        assert isinstance(self._runtime, AcceleratorRuntime), "only its steps are not counted to the byte"
+        return self._guarded(partial(self._runtime.memory, shape))
+
+    def measure(self, shape: StepShape, budget_s: float) -> Measurement:
+        return self._guarded(lambda: self._runtime.measure(shape, budget_s=budget_s))
+
+    def ask(self, function: Callable[[Workload], T]) -> T:
+        return self._guarded(lambda: function(self._runtime.workload))
+
+    def _guarded(self, run: Callable[[], T]) -> T:
+        try:
+            answer = run()
+        except (AutosplitError, KeyboardInterrupt):
+            raise
+        except (Exception, SystemExit) as error:
+            if self._device_is_lost():
+                raise LostCauseError(f"lost {self._runtime.devices[0].kind.upper()} to {one_line(error)}") from error
+            if is_oom(error, smaller_ran=self._ran):
+                raise OutOfMemoryError(f"out of memory: {one_line(error)}; give it fewer samples") from error
+            if is_kernel_limit(error):
+                raise  # the prober knows what to make of it
+            if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
+                raise from_user_code(error, "the workload") from error
+            raise
+        self._ran = True
+        return answer
+
+    def _device_is_lost(self) -> bool:
+        """Tell whether an error stays (an illegal access, a failed assertion in a kernel), so that all calls fail."""
+        try:
+            for device in self._runtime.devices:
+                if is_accelerator(device.kind):
+                    backend(device.kind).synchronize(device.index)
+        except RuntimeError:
+            return True
+        return False

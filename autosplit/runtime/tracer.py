@@ -1,0 +1,603 @@
+"""Run a training step once over pretended devices, and keep what it would cost anywhere.
+
+A trace holds each device's peak and the work between transfers, so that one run tells the time on every card. The
+tensors are fake where the model allows it: no numbers, no memory, and the same cost at any batch size.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import flop_counter
+
+from autosplit.devices.catalog import GpuSpec
+from autosplit.errors import AutosplitError, from_user_code
+from autosplit.rng import kept_rng
+from autosplit.runtime.interrupts import held_interrupts
+from autosplit.runtime.memory_tracker import Entry, Kind, Tracker
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.tracked_step import run_placed, run_until_settled
+from autosplit.runtime.trainee import CPU, Trainee, fake_mode, holds_fakes, mode_of, training_copy
+from autosplit.solve.memory import MemoryParts
+from autosplit.workload.workload import Workload, modules_of
+
+__all__ = ["Event", "Move", "Phase", "Trace", "Tracer", "Traces", "Work", "make_device_tracer", "make_tracer"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """What an op costs on any card.
+
+    Attributes:
+        flops: Floating-point operations, counted where torch has a formula for them; 0 for what only moves memory.
+        nbytes: Bytes read and written.
+        rate: Which of a card's peaks bounds it: a dtype's name, or ``"tf32"``.
+    """
+
+    flops: int
+    nbytes: int
+    rate: str
+
+    def seconds(self, spec: GpuSpec) -> float:
+        """Return the roofline time on a card: bound by launch, by arithmetic or by memory."""
+        arithmetic_s = self.flops / peak_flops(spec, self.rate)
+        return max(spec.launch_s, arithmetic_s, self.nbytes / spec.memory_bytes_per_s)
+
+
+def peak_flops(spec: GpuSpec, rate: str) -> float:
+    """Return a card's dense peak for a rate; what it has no units for runs at its float32 peak."""
+    return spec.peak_flops.get(rate) or spec.peak_flops["float32"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Ops that a device runs between two transfers, each distinct cost with how often it occurs."""
+
+    device: int
+    costs: tuple[tuple[OpCost, int], ...]
+
+    def seconds(self, spec: GpuSpec) -> float:
+        """Return the time on a card."""
+        return sum(cost.seconds(spec) * count for cost, count in self.costs)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A copy between two devices, or between a device and the host."""
+
+    source: int
+    destination: int
+    nbytes: int
+    purpose: str
+
+
+Event = Work | Move
+
+Phase = Literal["broadcast", "micro", "reduce", "update"]
+"""The parts of an optimizer step, in order; ``micro`` comes once for each micro-step."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One optimizer step, followed.
+
+    Attributes:
+        peak_bytes: The most each device held.
+        parts: What each peak is made of.
+        broadcast: Copies of the parameters to replicas that are kept, once a step; otherwise they are in `micro`.
+        micro: Events of the micro-step.
+        reduce: Kept replicas' gradients come home, once a step; otherwise they are in `micro`.
+        update: Events of the optimizer.
+    """
+
+    peak_bytes: tuple[int, ...]
+    parts: tuple[MemoryParts, ...]
+    broadcast: tuple[Event, ...]
+    micro: tuple[Event, ...]
+    reduce: tuple[Event, ...]
+    update: tuple[Event, ...]
+
+    def events(self, phase: Phase) -> tuple[Event, ...]:
+        """Return the events of a phase."""
+        return {
+            "broadcast": self.broadcast,
+            "micro": self.micro,
+            "reduce": self.reduce,
+            "update": self.update,
+        }[phase]
+
+
+class _Recorder:
+    """An observer that gathers ops into work and keeps the transfers between.
+
+    Args:
+        samples: In the step, over all devices.
+
+    Attributes:
+        phases: Each with its events, in order.
+        norms_over_samples: An op was seen that may refuse a single sample.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.phases: list[tuple[str, list[Event]]] = []
+        self.norms_over_samples = False
+        self._samples = samples
+        self._open: dict[int, Counter[OpCost]] = {}
+        self.mark("start")
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase."""
+        self._close(*list(self._open))
+        self.phases.append((phase, []))
+
+    def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Add an op to its device's open work."""
+        if getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES:
+            self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
+        cost = op_cost(func, args, kwargs, outputs)
+        if cost is not None:
+            self._open.setdefault(device, Counter())[cost] += 1
+
+    def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
+        """Close the work of both ends, and keep the transfer."""
+        # Gradients come home when all devices are done: what they did until then comes before.
+        self._close(*(list(self._open) if purpose == "gradient" else (source, destination)))
+        self.phases[-1][1].append(Move(source, destination, nbytes, purpose))
+
+    def finish(self) -> list[tuple[str, list[Event]]]:
+        """Close what is open and return the phases."""
+        self._close(*list(self._open))
+        return self.phases
+
+    def _close(self, *devices: int) -> None:
+        for device in devices:
+            costs = self._open.pop(device, None)
+            if costs:
+                self.phases[-1][1].append(Work(device, tuple(costs.items())))
+
+
+# Ops that read a few rows of their first argument, not all of it.
+_ROW_READERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
+# Ops that only reserve memory.
+_ALLOCATIONS = {aten.empty_like, aten.new_empty, aten.empty, aten.empty_strided, aten.new_empty_strided}
+_CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward}
+# Ops whose functions in torch.nn.functional refuse a single value per channel; an instance norm is a batch norm here.
+_NORMS_OVER_SAMPLES = {
+    aten.batch_norm,
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._batch_norm_with_update,
+    aten.cudnn_batch_norm,
+    aten.miopen_batch_norm,
+    aten.native_group_norm,
+}
+
+
+def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
+    """Return how many values a norm takes the mean of: with more than one of each sample, one sample will do, too."""
+    values: Tensor = args[0]
+    channels = args[6] if func._overloadpacket is aten.native_group_norm else values.shape[1]
+    return values.numel() // max(1, channels)
+
+
+def _attention_flops(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
+    query, key, value = args[:3]
+    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward_flops(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
+    grad, query, key, value = args[:4]
+    return int(flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+# The fused attention of the CPU, which torch's table of formulas lacks: the arithmetic is that of any other.
+_CPU_FORMULAS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+def op_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCost | None:
+    """Return what an op costs; None where it costs nothing: views, allocations, questions (``prim.device``)."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in _ALLOCATIONS or getattr(func, "is_view", False) or getattr(func, "namespace", None) == "prim":
+        return None
+    tensors = [*_flat((*args, *kwargs.values())), *_flat((outputs,))]
+    if packet in _ROW_READERS:
+        tensors = [*_flat(args[1:]), *_flat((outputs,)), *_flat((outputs,))]
+    flops = _flops(packet, args, kwargs, outputs)
+    return OpCost(flops, sum(t.numel() * t.element_size() for t in tensors), _rate(packet, tensors))
+
+
+def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
+    own = _CPU_FORMULAS.get(packet)
+    if own is not None:
+        return own(args, kwargs, outputs)
+    formula = flop_counter.flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
+
+
+def _rate(packet: Any, tensors: list[Tensor]) -> str:
+    floating = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+    # cuDNN convolutions take TF32 by default, matrix products don't (torch.backends.cuda.matmul.allow_tf32).
+    if floating == torch.float32 and packet in _CONVOLUTIONS:
+        return "tf32"
+    return str(floating).removeprefix("torch.")
+
+
+def _flat(values: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _flat(value)
+    return found
+
+
+class Traces(Protocol):
+    """What tells of a step what it holds and what it does."""
+
+    @property
+    def trainee(self) -> Trainee:
+        """The copy that is traced."""
+
+    def trace(self, shape: StepShape) -> Trace:
+        """Return the trace of a step."""
+
+
+class Tracer:
+    """Traces training steps of one workload.
+
+    Args:
+        workload: What is trained.
+        fake: Follow fake tensors; otherwise real ones on the CPU.
+        like_gpu: Run the variants of ops and optimizers that a GPU would run, instead of this processor's.
+        device: Where fake tensors say that they are, so that ops are those of that device.
+
+    Attributes:
+        trainee: The copy that is traced.
+        runs: Steps followed so far.
+        norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
+    """
+
+    def __init__(self, workload: Workload, *, fake: bool, like_gpu: bool, device: torch.device = CPU) -> None:
+        self.workload = workload
+        self.fake = fake
+        self.like_gpu = like_gpu
+        self.runs = 0
+        self.norms_over_samples = False
+        with kept_rng(), held_interrupts() if fake else nullcontext():
+            # What was built under fake tensors has a mode already, and tensors of two modes do not mix.
+            self.trainee: Trainee = training_copy(
+                workload,
+                device=device if fake else CPU,
+                mode=(mode_of(workload) or fake_mode()) if fake else None,
+                gpu_variants=like_gpu,
+            )
+        self._kept: dict[StepShape, Trace] = {}
+        self._entries: dict[StepShape, tuple[Entry, ...]] = {}
+        self._with_gradient: list[nn.Parameter] | None = None
+        self._leaves_unused = False
+
+    def trace(self, shape: StepShape) -> Trace:
+        """Follow one optimizer step over pretended devices; a shape is followed once.
+
+        Args:
+            shape: The step, of one micro-step; with `accumulates`, one that adds to gradients of earlier ones.
+
+        Returns:
+            The trace; peaks are not held against any capacity.
+        """
+        if shape not in self._kept:
+            self._settle(shape)
+            if shape not in self._kept:
+                self._kept[shape] = self._run(shape)
+        return self._kept[shape]
+
+    def _settle(self, shape: StepShape) -> None:
+        """Follow the first step of all: the optimizer's state appears in it, and is there in all that follow."""
+        if shape.arrangement == "eval" or self._with_gradient is not None:
+            return
+        self._with_gradient = []
+        first = replace(shape, accumulates=False, updates=True)
+        trace = self._settled(first)
+        if trace is None or self.trainee.draws.count:
+            trace = run_until_settled(self.trainee, lambda: self._run(first))
+        self._kept[first] = trace
+
+    def _settled(self, shape: StepShape) -> Trace | None:
+        """Follow the first step, and tell of it what the second would show, which is spared.
+
+        The optimizer runs twice: its state appears in the first, and the second is as all that follow. The state was
+        missing in what came before, so it is added there.
+
+        Returns:
+            The trace; None where the step is not known apart from the optimizer, takes several devices, or left behind
+            something else.
+        """
+        if self.workload.step is not None or len(shape.splits[0]) > 1:
+            self._run(shape)
+            return None
+        before_bytes = self._adopted_bytes()
+        peaks: dict[str, MemoryParts] = {}
+
+        def on_mark(phase: str, tracker: Tracker) -> None:
+            if phase == "update":
+                self.trainee.adopt_on(tracker)
+            if phase in ("state", "update"):
+                peaks[phase] = _parts_of(tracker, 0)
+                tracker.reset_peak()
+
+        trace, left_bytes = self._followed(shape, on_mark, settles=True)
+        adopted_bytes = self._adopted_bytes()
+        if left_bytes != (adopted_bytes,):
+            return None
+        micro = peaks["state"]
+        micro = replace(micro, optimizer_bytes=micro.optimizer_bytes + adopted_bytes - before_bytes)
+        fullest = max(micro, trace.parts[0], key=lambda parts: parts.total_bytes)
+        return replace(trace, peak_bytes=(fullest.total_bytes,), parts=(fullest,))
+
+    def _adopted_bytes(self) -> int:
+        """Return what lies on the first device before a step."""
+        with Tracker(["device 0"], [None]) as tracker:
+            self.trainee.adopt_on(tracker)
+            return tracker.live_bytes[0]
+
+    def _run(self, shape: StepShape) -> Trace:
+        return self._followed(shape, lambda _phase, _tracker: None)[0]
+
+    def _followed(
+        self,
+        shape: StepShape,
+        on_mark: Callable[[str, Tracker], None],
+        *,
+        settles: bool = False,
+        keeps_entries: bool = False,
+    ) -> tuple[Trace, tuple[int, ...]]:
+        """Run a step; return its trace, and what each device holds after it."""
+        recorder = _Recorder(sum(shape.splits[0]))
+
+        def mark(phase: str) -> None:
+            recorder.mark(phase)
+            for kind, tensors in self.trainee.held().items():
+                for tensor in tensors:
+                    tracker.classify(tensor, kind)
+            on_mark(phase, tracker)
+            if phase == "update" and not self._kept:
+                self._note_gradients()
+
+        held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
+        names = [f"device {index}" for index in range(len(shape.splits[0]))]
+        tracker = Tracker(names, [None] * len(names), observer=recorder, draws=self.trainee.draws, accounts=True)
+        with (
+            kept_rng(),
+            held_interrupts() if self.fake else nullcontext(),
+            _without_collector(),
+            _without_fake_log(),
+            _without_onednn() if self.like_gpu else nullcontext(),
+        ):
+            peaks = run_placed(self.trainee, shape, tracker, mark, held=held, settles=settles)
+        self.runs += 1
+        if keeps_entries:
+            self._entries[shape] = tracker.entries()
+        self.norms_over_samples |= recorder.norms_over_samples
+        phases = recorder.finish()
+        micro, update = _events(phases, "micro"), _events(phases, "update")
+        left_bytes = tuple(tracker.live_bytes)
+        parts = tuple(_parts_of(tracker, device) for device in range(len(names)))
+        if not shape.accumulates:
+            return Trace(peaks, parts, (), micro, (), update), left_bytes
+        # What is followed is one micro-step of many: gradients wait on replicas that are there, and come home after it.
+        broadcast = tuple(event for event in _events(phases, "broadcast") if _moves(event, "parameter"))
+        home = next((index for index, event in enumerate(micro) if _moves(event, "gradient")), len(micro))
+        return Trace(peaks, parts, broadcast, micro[:home], micro[home:], update), left_bytes
+
+    def _note_gradients(self) -> None:
+        """Remember who has a gradient; of a model that leaves out layers, in the step that leaves out the fewest."""
+        grads = [(p, p.grad) for p in self.trainee.parameters()]
+        if self.fake and any(grad is not None and grad.is_sparse for _, grad in grads):
+            raise NotImplementedError("how many rows a sparse gradient has depends on the data")
+        found = [p for p, grad in grads if grad is not None and not grad.is_sparse]
+        if len(found) >= len(self._with_gradient or []):
+            self._with_gradient = found
+            self._leaves_unused = any(grad is None and p.requires_grad for p, grad in grads)
+
+    def accumulation_costs(self) -> list[OpCost]:
+        """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
+        # Two tensors read, one written.
+        return [OpCost(0, 3 * p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
+
+    def zeroing_costs(self) -> list[OpCost]:
+        """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
+        return [OpCost(0, p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
+
+    def entries_of(self, shape: StepShape) -> tuple[Entry, ...]:
+        """Follow one optimizer step as `trace` does, and return what came and went in it, in order."""
+        if shape not in self._entries:
+            self._settle(shape)
+            self._kept[shape], _ = self._followed(shape, lambda _phase, _tracker: None, keeps_entries=True)
+        return self._entries[shape]
+
+    def known(self, shape: StepShape) -> Trace | None:
+        """Return the trace of a step that was followed already; None for another."""
+        return self._kept.get(shape)
+
+    def leaves_unused(self) -> bool:
+        """Tell whether some trainable parameter got no gradient in a step; of a custom step nobody knows."""
+        return self._leaves_unused and self.workload.step is None
+
+    def assumptions(self) -> tuple[str, ...]:
+        """Return what the workload leaves open and was taken for granted, a sentence each."""
+        if not self.workload.takes_loss_itself or not self.runs:
+            return self.workload.assumptions()
+        with kept_rng(), self.trainee.fake_mode or nullcontext(), torch.no_grad():
+            return self.workload.assumptions(self.trainee.outputs())
+
+
+def _parts_of(tracker: Tracker, device: int) -> MemoryParts:
+    """Return what a device's peak is made of."""
+    account = tracker.peak_account(device)
+    kinds: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "gathered", "activations")
+    parts = MemoryParts(*(account.get(kind, 0) for kind in kinds))
+    return replace(parts, parameters_bytes=parts.parameters_bytes + account.get("left", 0))
+
+
+def _moves(event: Event, purpose: str) -> bool:
+    return isinstance(event, Move) and event.purpose == purpose
+
+
+def _events(phases: list[tuple[str, list[Event]]], wanted: str) -> tuple[Event, ...]:
+    """Return the events of a phase; a custom step that has no phases of its own is all in the first."""
+    return tuple(event for name, events in phases if name == wanted for event in events)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the garbage collector out of a trace: when it comes would be chance, and what it frees would be, too."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _without_fake_log() -> Iterator[None]:
+    """Keep torch's log of what fake tensors failed at from burying the error that says it in two lines."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Turn off what oneDNN fuses and GPUs run apart: an LSTM's memory would be several times too small."""
+    switch: Any = torch.backends.mkldnn  # torch declares its flag as a descriptor, not as the bool that it takes
+    enabled = switch.enabled
+    switch.enabled = False
+    try:
+        yield
+    finally:
+        switch.enabled = enabled
+
+
+def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer, str | None]:
+    """Make a tracer for a model that runs on an accelerator, where real steps decide and traces only begin.
+
+    Fake tensors live on that device, so that attention, dropout and autocast are its own; on the processor where that
+    does not work; and where nothing works (kernels without fakes, weights of an odd kind) nothing is followed.
+
+    Args:
+        workload: What is trained.
+        device: Where it is to run.
+
+    Returns:
+        The tracer, which is not fake where it can't follow anything, and a sentence that says what it falls short of.
+
+    Raises:
+        WorkloadError: No training step can be made of it.
+    """
+    shape = StepShape(((workload.sample_batch_size,),))
+    failures: list[Exception] = []
+    for place in (device, CPU) if holds_fakes(device) else (CPU,):
+        try:
+            tracer = _traced_once(workload, shape, fake=True, like_gpu=True, device=place)
+        except AutosplitError:
+            raise
+        except Exception as error:  # noqa: BLE001  # as in make_tracer
+            failures.append(error)
+        else:
+            if place == device:
+                return tracer, None
+            why = f" ({_cause_text(failures[0])})" if failures else ""
+            return tracer, (
+                f"traces are of the processor, since fake tensors can't be followed on {device.type}{why}: real steps "
+                "correct them"
+            )
+    tracer = Tracer(workload, fake=False, like_gpu=True)
+    tracer.norms_over_samples = any(
+        isinstance(part, nn.modules.batchnorm._NormBase)  # what all of them have in common
+        for module in modules_of(tracer.trainee.models)
+        for part in module.modules()
+    )
+    return tracer, (
+        f"the model can't be followed with fake tensors ({_cause_text(failures[0])}); what fits is told by real steps "
+        "alone"
+    )
+
+
+def _cause_text(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | None]:
+    """Make a tracer that follows fake tensors, or real ones where the model can't be faked.
+
+    Args:
+        workload: What is trained.
+        like_gpu: See `Tracer`.
+
+    Returns:
+        The tracer, and a sentence that says why it is not fake, or None.
+
+    Raises:
+        UserCodeError: The workload fails on its own sample batch.
+        WorkloadError: No training step can be made of it.
+    """
+    shape = StepShape(((workload.sample_batch_size,),))
+    try:
+        tracer = _traced_once(workload, shape, fake=True, like_gpu=like_gpu)
+    except AutosplitError:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
+        failure = error
+    else:
+        return tracer, None
+    if any(parameter.is_meta for module in _known_modules(workload) for parameter in module.parameters()):
+        raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
+    try:
+        tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu)
+    except AutosplitError:
+        raise
+    except Exception as error:
+        raise from_user_code(error, "the workload on its own sample batch") from error
+    return tracer, (
+        f"the model can't be followed with fake tensors ({_cause_text(failure)}); "
+        "real ones on the CPU were followed instead"
+    )
+
+
+def _traced_once(
+    workload: Workload, shape: StepShape, *, fake: bool, like_gpu: bool, device: torch.device = CPU
+) -> Tracer:
+    """Make a tracer that has followed a step; where that fails, a borrowed model is as it was."""
+    tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device)
+    try:
+        tracer.trace(shape)
+    except BaseException:
+        tracer.trainee.restore()
+        raise
+    return tracer
+
+
+def _known_modules(workload: Workload) -> list[nn.Module]:
+    model = workload.model
+    return modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []

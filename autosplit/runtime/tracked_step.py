@@ -1,0 +1,255 @@
+"""Run a training step over devices that are there for the tracker only: the CPU does the work, each device pays."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autosplit.devices.transfer import HOST
+from autosplit.errors import WorkloadError
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.runtime.memory_tracker import Left, Tracker
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.trainee import Trainee, listed
+from autosplit.workload.batch import tensors_of
+from autosplit.workload.workload import Workload, modules_of
+
+__all__ = [
+    "adopting_optimizers",
+    "bucket_bytes",
+    "gradients_in",
+    "run_placed",
+    "run_until_settled",
+    "views_buckets",
+    "wrapper_for",
+]
+
+
+T = TypeVar("T")
+
+MOST_TO_SETTLE = 4
+"""Steps after which what one leaves behind has to be what the next one leaves."""
+
+
+def wrapper_for(
+    workload: Workload, split: tuple[int, ...], device: torch.device | str = "cpu"
+) -> Callable[[nn.Module], nn.Module]:
+    """Return what wraps a model so that its batch is split over devices that are all one to torch."""
+    return lambda module: BalancedDataParallel(
+        None,
+        module,
+        [device] * len(split),
+        dim=workload.batch_dim,
+        split=split,
+        reduce="sum" if workload.loss_reduction == "sum" else None,
+    )
+
+
+def bucket_bytes(trainee: Trainee) -> int:
+    """Return what DDP's gradient buckets hold, all through a step: as much as every trainable parameter's gradient."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in _trainable(trainee))
+
+
+def _trainable(trainee: Trainee) -> list[nn.Parameter]:
+    return [p for module in modules_of(trainee.models) for p in module.parameters() if p.requires_grad]
+
+
+def views_buckets(shape: StepShape) -> bool:
+    """Tell whether a rank's gradients lie in its buckets, as `DdpOptions.gradient_as_bucket_view` has it.
+
+    DDP puts them there in the backward in which they meet. Those of the micro-steps before it, which have none to be
+    added to after `zero_grad`, are tensors of their own (torch 2.13), and then a rank holds both.
+    """
+    return shape.num_ranks > 1 and len(shape.splits) == 1 and not shape.accumulates
+
+
+@contextmanager
+def gradients_in(buckets: Tensor, trainee: Trainee) -> Iterator[None]:
+    """Move each gradient into DDP's buckets as soon as it is there, and make it a view of them.
+
+    Args:
+        buckets: `bucket_bytes` of them, on the parameters' device.
+        trainee: Whose parameters get gradients.
+    """
+    start, handles = 0, []
+    for parameter in sorted(_trainable(trainee), key=lambda p: -p.element_size()):  # each begins at its own alignment
+        end = start + parameter.numel() * parameter.element_size()
+        view = buckets[start:end].view(parameter.dtype).view(parameter.shape)
+        handles.append(parameter.register_post_accumulate_grad_hook(partial(_move_into, view)))
+        start = end
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _move_into(view: Tensor, parameter: Tensor) -> None:
+    if parameter.grad is not None and not parameter.grad.is_sparse:
+        parameter.grad = view.copy_(parameter.grad)
+
+
+def run_placed(
+    trainee: Trainee,
+    shape: StepShape,
+    tracker: Tracker,
+    mark: Callable[[str], None],
+    *,
+    held: Iterable[nn.Parameter] = (),
+    settles: bool = False,
+) -> tuple[int, ...]:
+    """Run one optimizer step under a tracker.
+
+    Args:
+        trainee: It is trained by one step.
+        shape: The step.
+        tracker: A new one, with a device for each entry of the split.
+        mark: Told when a phase begins.
+        held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
+        settles: Run the optimizer twice: its state appears in the first of them.
+
+    Returns:
+        The peak of each device, in bytes.
+
+    Raises:
+        OutOfMemoryError: A device would hold more than its capacity.
+    """
+    sizes = [sum(split) for split in shape.splits]
+    models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], trainee.device))
+    try:
+        with trainee.fake_mode or nullcontext():
+            made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
+            batches = [made[size] for size in sizes]
+            for parameter in held:
+                parameter.grad = torch.zeros_like(parameter)
+            with tracker, trainee.draws.in_step():
+                trainee.adopt_on(tracker, with_state=shape.updates)
+                tracker.adopt_left(trainee.left, 0)
+                found_bytes = tracker.live_bytes[0]
+                if held and shape.arrangement == "balanced":
+                    mark("broadcast")
+                    _hold(models, shape.splits[0], held)
+                if shape.arrangement == "eval":
+                    outputs = trainee.evaluate(models, batches[0])
+                    del outputs
+                else:
+                    # Of a step of many only one may be followed, and weights its loss as all of them do.
+                    total = 2 * sum(sizes) if shape.accumulates else None
+                    updates = 2 if settles else int(shape.updates)
+                    with _buckets(shape, trainee, tracker):
+                        trainee.step(models, batches, sizes, mark, updates=updates, num_samples=total)
+                peaks = tuple(tracker.peak_bytes)
+                if shape.updates and shape.arrangement != "eval":
+                    trainee.left = _left_by(trainee, tracker)
+            trainee.grown_bytes = _standing_bytes(trainee) - found_bytes if shape.updates else 0
+            trainee.peak_bytes = peaks[0]
+            return peaks
+    finally:
+        for wrapper in modules_of(models):
+            wrapper.zero_grad(set_to_none=True)  # an error leaves gradients behind, and what follows those elsewhere
+
+
+def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
+    """Run steps until one leaves on the first device what it found there: state of an optimizer appears in the first.
+
+    Where a model decides by random numbers, that is done with the highest and the lowest of them, and those with which
+    it holds the most are drawn from then on.
+
+    Raises:
+        WorkloadError: No step does: no batch would fit for good.
+    """
+    found = _run_until_settled(trainee, run)
+    if not trainee.draws.count:
+        return found
+    peak_bytes = trainee.peak_bytes
+    trainee.draws.turn()
+    other = _run_until_settled(trainee, run)
+    if trainee.peak_bytes > peak_bytes:
+        return other
+    trainee.draws.turn()
+    return found
+
+
+def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
+    state_bytes = 0
+    for _ in range(MOST_TO_SETTLE):
+        before_bytes, state_bytes = state_bytes, _optimizer_bytes(trainee)
+        found = run()
+        if trainee.grown_bytes <= 0:
+            return found
+    if _optimizer_bytes(trainee) > state_bytes > before_bytes:
+        names = " and ".join(type(optimizer).__name__ for optimizer in listed(trainee.optimizers))
+        whose, how = f"the state of {names}", "pass an optimizer whose state has a fixed size"
+    else:
+        whose, how = "what the model or the step keeps", "give it a buffer of its full size, or clear it in every step"
+    raise WorkloadError(
+        f"{whose} grows from step to step, by {trainee.grown_bytes} bytes in the last of {MOST_TO_SETTLE}, so that no "
+        f"batch fits for good; expected steps that leave as many bytes as they found; {how}"
+    )
+
+
+def _optimizer_bytes(trainee: Trainee) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in trainee.held()["optimizer"])
+
+
+def _standing_bytes(trainee: Trainee) -> int:
+    """Return what lies on the first device before a step."""
+    with Tracker(["device 0"], [None]) as tracker:
+        trainee.adopt_on(tracker)
+        tracker.adopt_left(trainee.left, 0)
+        return tracker.live_bytes[0]
+
+
+def _left_by(trainee: Trainee, tracker: Tracker) -> Left:
+    """Return what a step leaves on the first device beside what training always leaves there."""
+    for kind, tensors in trainee.held().items():
+        for tensor in tensors:
+            tracker.classify(tensor, kind)
+    if tracker.left_on(0):
+        gc.collect()  # what only a cycle keeps is not left behind
+    return tracker.left_on(0)
+
+
+def _hold(models: Any, split: tuple[int, ...], held: Iterable[nn.Parameter]) -> None:
+    """Let replicas be kept, with gradients on them, where there are others than the first."""
+    for wrapper in modules_of(models) if any(split[1:]) else []:
+        assert isinstance(wrapper, BalancedDataParallel)
+        wrapper.hold_gradients(split, held)
+
+
+@contextmanager
+def _buckets(shape: StepShape, trainee: Trainee, tracker: Tracker) -> Iterator[None]:
+    """Hold a rank's gradient buckets through a step, where there are other ranks."""
+    if shape.num_ranks == 1:
+        yield
+        return
+    buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8, device=trainee.parameters()[0].device)
+    tracker.adopt(buckets, 0)
+    tracker.classify(buckets, "gradients")
+    with gradients_in(buckets, trainee) if views_buckets(shape) else nullcontext():
+        yield
+
+
+@contextmanager
+def adopting_optimizers(tracker: Tracker) -> Iterator[None]:
+    """Charge the state that an optimizer had before the tracker, when it steps: each tensor beside its parameter."""
+
+    def adopt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            device = tracker.device_of(parameter) if isinstance(parameter, Tensor) else HOST
+            for value in tensors_of(state) if device != HOST else ():
+                if value.dim() > 0:
+                    tracker.adopt(value, device)
+
+    handle = register_optimizer_step_pre_hook(adopt)
+    try:
+        yield
+    finally:
+        handle.remove()

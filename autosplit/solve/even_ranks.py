@@ -1,0 +1,189 @@
+"""DDP with one batch size for all ranks, all that other tools know: the best of such numbers. Pure.
+
+A tool like that runs k forwards of n samples on each of W ranks, so that an optimizer step has exactly k * n * W
+samples: no rank has more than another, and no forward is shorter than the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autosplit.solve.memory import Fit, TimeCurve, overlapped_seconds
+from autosplit.solve.solver import BACKWARD_SHARE, MOST_STEPS, WITHIN_REACH
+
+__all__ = ["EvenProblem", "EvenRanks"]
+
+MOST_FORWARDS = 20_000
+"""Of an optimizer step, where no fewer give it exactly the samples wanted: with more nobody trains."""
+
+MORE_FORWARDS = 2
+"""Without a fit nobody knows what forwards cost: so many times the fewest are worth an exact step."""
+
+MOST_RANKS = 64
+"""Of more than these none is left out on trial: that would take seconds."""
+
+
+@dataclass(frozen=True)
+class EvenRanks:
+    """Numbers for a tool that gives every rank the same.
+
+    Attributes:
+        num_ranks: How many there are.
+        batch_size: Samples per forward on each of them.
+        accumulation_steps: Forwards per optimizer step.
+        samples_per_s: Predicted throughput of whole optimizer steps; None without a fit.
+    """
+
+    num_ranks: int
+    batch_size: int
+    accumulation_steps: int
+    samples_per_s: float | None = None
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples per optimizer step: of all ranks, in all forwards."""
+        return self.num_ranks * self.batch_size * self.accumulation_steps
+
+
+@dataclass(frozen=True)
+class EvenProblem:
+    """What even ranks are wanted for.
+
+    Attributes:
+        ceilings: The most samples that each rank runs, one or more.
+        effective_batch_size: Samples per optimizer step that are wanted.
+        effective_batch_sizes: The least and the most that will do; None where only the former does.
+        max_batch_size: The most samples per forward, over all ranks; None for no bound.
+        least_batch: The fewest samples that a rank can train on.
+        accumulates: An optimizer step may have several forwards.
+        fit: The cost of a step, with a curve for each rank; None where nobody knows.
+    """
+
+    ceilings: tuple[int, ...]
+    effective_batch_size: int
+    effective_batch_sizes: tuple[int, int] | None = None
+    max_batch_size: int | None = None
+    least_batch: int = 1
+    accumulates: bool = True
+    fit: Fit | None = None
+
+    def best(self) -> EvenRanks | None:
+        """Return the even ranks nearest to what is wanted; None where some rank can't hold its share.
+
+        Of those that the model promises `WITHIN_REACH` of the best to, the ones whose optimizer step is within what
+        will do, then nearest to what is wanted, then the fastest, then those with the fewest forwards.
+        """
+        found = self._looked_at()
+        if not found:
+            return None
+        rates = [even.samples_per_s for even in found if even.samples_per_s is not None]
+        if rates:
+            least_rate = WITHIN_REACH * max(rates)
+            near = [even for even in found if (even.samples_per_s or 0.0) >= least_rate]
+        else:
+            most = MORE_FORWARDS * min(even.accumulation_steps for even in found)
+            near = [even for even in found if even.accumulation_steps <= most]
+        return min(near, key=self._preference)
+
+    def exact(self) -> EvenRanks | None:
+        """Return the fastest even ranks whose step has what is wanted to the sample, however slow; None without any."""
+        found = [even for even in self._looked_at() if even.effective_batch_size == self.effective_batch_size]
+        return min(found, key=self._preference, default=None)
+
+    def without_slow(self) -> tuple[tuple[int, ...], EvenRanks] | None:
+        """Look for fewer ranks that are faster: with one batch for all, the slowest rank sets the pace of each.
+
+        Returns:
+            The ranks that stay, in order, and their numbers; None where nothing is gained, or nobody knows.
+        """
+        everyone = self.best()
+        if self.fit is None or everyone is None or not 1 < len(self.ceilings) <= MOST_RANKS:
+            return None
+        if everyone.samples_per_s is None or self.fit.step_time.adds_up:
+            return None
+        found: tuple[tuple[int, ...], EvenRanks] | None = None
+        fastest = everyone.samples_per_s
+        by_pace = sorted(range(len(self.ceilings)), key=self._seconds_per_sample)
+        for count in range(len(by_pace) - 1, 0, -1):
+            kept = tuple(sorted(by_pace[:count]))
+            even = self._of(kept).best()
+            if even is not None and even.samples_per_s is not None and even.samples_per_s > fastest:
+                found, fastest = (kept, even), even.samples_per_s
+        return found
+
+    def rate(self, batch_size: int, accumulation_steps: int) -> float | None:
+        """Predict the samples/s of even ranks; None without a fit.
+
+        Args:
+            batch_size: Samples per forward on each rank.
+            accumulation_steps: Forwards per optimizer step.
+        """
+        if self.fit is None:
+            return None
+        step_time = self.fit.step_time
+        forwards_s = [curve(batch_size) for curve in step_time.curves]
+        busy_s = [sum(forwards_s)] if step_time.adds_up else forwards_s
+        seconds = overlapped_seconds(
+            [accumulation_steps * busy for busy in busy_s],
+            self.fit.all_reduce_s,
+            step_time.update_s,
+            BACKWARD_SHARE * max(forwards_s),
+        )
+        return len(self.ceilings) * batch_size * accumulation_steps / seconds
+
+    # Parts
+
+    @property
+    def _largest(self) -> int:
+        """The most samples per forward that every rank holds."""
+        held = min(self.ceilings)
+        return held if self.max_batch_size is None else min(held, self.max_batch_size // len(self.ceilings))
+
+    def _looked_at(self) -> list[EvenRanks]:
+        largest = self._largest
+        if largest < max(1, self.least_batch):
+            return []
+        sizes = dict.fromkeys(self._sizes(largest))
+        return [EvenRanks(len(self.ceilings), size, steps, self.rate(size, steps)) for size, steps in sizes]
+
+    def _sizes(self, largest: int) -> Iterator[tuple[int, int]]:
+        """Yield batches with their forwards, for each number of these the two nearest to the step that is wanted."""
+        ranks, least, wanted = len(self.ceilings), max(1, self.least_batch), self.effective_batch_size
+        fewest = -(-wanted // (ranks * largest))
+        if not self.accumulates:
+            fewest, most = 1, 1
+        else:
+            most = fewest + MOST_STEPS
+        for steps in range(fewest, most + 1):
+            below, rest = divmod(wanted, ranks * steps)
+            for size in (below, below + 1) if rest else (below,):
+                yield min(max(size, least), largest), steps
+            if below < least:
+                return
+        if self.accumulates and wanted % ranks == 0:
+            each = wanted // ranks
+            for steps in range(most + 1, min(each // least, MOST_FORWARDS) + 1):
+                if each % steps == 0:
+                    yield each // steps, steps
+                    return
+
+    def _preference(self, even: EvenRanks) -> tuple[bool, int, float, int, int]:
+        step, wanted = even.effective_batch_size, self.effective_batch_size
+        least, most = self.effective_batch_sizes or (0, math.inf)
+        rate = float(f"{even.samples_per_s or 0.0:.6g}")  # what differs by rounding only is as fast
+        return not least <= step <= most, abs(step - wanted), -rate, even.accumulation_steps, even.batch_size
+
+    def _seconds_per_sample(self, rank: int) -> float:
+        assert self.fit is not None
+        most = max(1, min(self.ceilings[rank], self.effective_batch_size))
+        return self.fit.step_time.curves[rank](most) / most
+
+    def _of(self, ranks: Sequence[int]) -> EvenProblem:
+        """Return the problem of some of the ranks; a single one has nothing to reduce."""
+        assert self.fit is not None
+        curves: tuple[TimeCurve, ...] = tuple(self.fit.step_time.curves[rank] for rank in ranks)
+        step_time = self.fit.step_time.bare(curves, self.fit.step_time.update_s, adds_up=self.fit.step_time.adds_up)
+        fit = Fit(step_time, self.fit.all_reduce_s if len(curves) > 1 else 0.0)
+        return replace(self, ceilings=tuple(self.ceilings[rank] for rank in ranks), fit=fit)

@@ -1,0 +1,450 @@
+"""Optuna, and only Optuna: which configuration of those that fit is the fastest?
+
+The caller evaluates, and proposes what it can tell by itself; nothing here runs a step or knows a model. The loop,
+the storage and the resumption are Optuna's. A sampler of our own (`cost_model_sampler`) draws what is proposed, and
+leaves the rest to Optuna's. The study keeps every trial with its reason and all there is to it, so that a search that
+was killed goes on where it was: its trials are not run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from autosplit.errors import InputError
+from autosplit.printed import without_passwords
+from autosplit.sizes import rate_text
+from autosplit.solve.memory import Ceiling
+from autosplit.solve.proposals import Proposal
+from autosplit.solve.search_space import Configuration, Space, Trial
+
+__all__ = ["CeilingStore", "search"]
+
+_log = logging.getLogger(__name__)
+
+Evaluate = Callable[[int, Configuration], Trial]
+Propose = Callable[[Sequence[Trial]], Proposal]
+
+_ENDED = "ended_at"
+"""A study's attribute: trials with a lower number are those of searches that came to their end."""
+
+_CEILINGS = "ceilings"
+"""A study's attribute: the ceilings of a search that did not come to its end, by what they are of."""
+
+MOST_REPEATS = 3
+"""For each trial so many more are asked for, at most: a sampler may suggest over and over what was tried already."""
+
+
+def search(
+    space: Space,
+    evaluate: Evaluate,
+    propose: Propose,
+    *,
+    n_trials: int,
+    seed: int,
+    sampler: Any = None,
+    deadline_s: float | None = None,
+    storage: str | None = None,
+    study_name: str = "autosplit",
+    on_trial: Callable[[Trial], None] = lambda _: None,
+    on_trouble: Callable[[str], None] = lambda _: None,
+) -> tuple[Trial, ...]:
+    """Evaluate configurations until there is nothing more to expect.
+
+    Args:
+        space: What may be searched.
+        evaluate: ``evaluate(number, configuration) -> Trial``; a configuration that fails is a failed trial.
+        propose: ``propose(trials) -> Proposal``: what to try after these, or that it is enough. What is not in the
+            space is left to the explorer.
+        n_trials: At most so many.
+        seed: Of the explorer; what it draws depends on the seed and the trials before, and on nothing else.
+        sampler: One of Optuna's, which draws every trial instead; then nothing is proposed, and all trials are made.
+        deadline_s: `time.monotonic()` after which no trial begins; one is made in any case.
+        storage: An Optuna URL to keep the study in; None keeps it in memory. A search that was killed goes on from the
+            trials that it left there. Those of a search that came to its end only guide the sampler: their times are
+            of another moment. Trials that somebody enqueued there are made first.
+        study_name: Its name there.
+        on_trial: Told of each trial, also of those that a killed search left.
+        on_trouble: Told why the storage is done without, where it fails in mid-search.
+
+    Returns:
+        The trials in order, each configuration once; none where nothing fits.
+
+    Raises:
+        InputError: Optuna can't open the storage.
+    """
+    if space.region.largest_batch < 1:
+        return ()
+    _imported()
+    running = _Search(space, evaluate, propose, n_trials, seed, sampler, deadline_s, on_trial)
+    study = _opened(storage, study_name)
+    try:
+        running.resume(study)
+    except Exception as error:
+        raise _unusable(storage, error) from error
+    while not running.is_over:
+        try:
+            running.optimize(study)
+        except Exception as error:
+            if error is running.raised or storage is None:
+                raise
+            on_trouble(f"{_unusable(storage, error)}; the search went on without it")
+            storage, study = None, _opened(None, study_name)
+    with contextlib.suppress(Exception):  # the search is done, whatever becomes of its storage
+        study.set_user_attr(_ENDED, len(study.get_trials(deepcopy=False)))
+        study.set_user_attr(_CEILINGS, {})
+    return tuple(running.done.values())
+
+
+class _Search:
+    """What Optuna's loop calls.
+
+    Args:
+        space: What may be searched.
+        evaluate: See `search`.
+        propose: See `search`.
+        n_trials: See `search`.
+        seed: See `search`.
+        sampler: See `search`.
+        deadline_s: See `search`.
+        on_trial: See `search`.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        evaluate: Evaluate,
+        propose: Propose,
+        n_trials: int,
+        seed: int,
+        sampler: Any,
+        deadline_s: float | None,
+        on_trial: Callable[[Trial], None],
+    ) -> None:
+        from autosplit.solve.cost_model_sampler import CostModelSampler
+
+        self.space, self.evaluate, self.n_trials = space, evaluate, n_trials
+        self.deadline_s, self.on_trial = deadline_s, on_trial
+        self.done: dict[Configuration, Trial] = {}
+        self.asked = 0
+        self.model = None if sampler is not None else CostModelSampler(propose, self._trials, space, seed=seed)
+        self.sampler = sampler or self.model
+        self.raised: BaseException | None = None
+        self.fresh: tuple[Trial, str] | None = None
+        self.ran: int | None = None  # the number in the study of a trial that is not told yet
+
+    def _trials(self) -> Sequence[Trial]:
+        return tuple(self.done.values())
+
+    def resume(self, study: Any) -> None:
+        """Take over the trials of a search that did not come to its end; what it left running is failed."""
+        import optuna
+
+        for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+        self.done, self.asked = _resumed(study, self.space)
+        for trial in self.done.values():
+            self.on_trial(trial)
+            _log_trial(trial, "of the search that was cut off")
+
+    def optimize(self, study: Any) -> None:
+        """Let Optuna ask and tell until the search is over."""
+        study.sampler = self.sampler
+        try:
+            with _quiet_optuna():
+                study.optimize(self._objective, callbacks=[self._told])
+        except Exception as error:
+            if error is self.raised or not self._was_taken(study):
+                raise
+        finally:
+            self._tell_fresh()  # it ran, whatever became of its place in the study
+
+    def _was_taken(self, study: Any) -> bool:
+        """Tell whether another search of the same study took the last trial, which ran, for one that was cut off."""
+        import optuna
+
+        ran, self.ran = self.ran, None
+        return ran is not None and study.get_trials(deepcopy=False)[ran].state == optuna.trial.TrialState.FAIL
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more to try, or no more time to."""
+        if len(self.done) >= self.n_trials or self.asked >= (1 + MOST_REPEATS) * self.n_trials:
+            return True
+        if self.deadline_s is not None and self.done and time.monotonic() >= self.deadline_s:
+            return True
+        return self.model is not None and self.model.next().enough
+
+    def _told(self, study: Any, _trial: Any) -> None:
+        """Tell of the trial that the study has now, and end the loop where it was the last."""
+        self.ran = None
+        self._tell_fresh()
+        if self.is_over:
+            proposal = Proposal() if self.model is None else self.model.next()
+            why = proposal.why if proposal.enough else "there are no more trials to make, or no time"
+            _log.info("the search ends after %d trials: %s", len(self.done), why)
+            study.stop()
+
+    def _tell_fresh(self) -> None:
+        """Tell of the trial that was evaluated last, once."""
+        if self.fresh is not None:
+            (trial, why), self.fresh = self.fresh, None
+            _log_trial(trial, why)
+            with self._ours():
+                self.on_trial(trial)
+
+    @contextlib.contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Remember what the evaluation raises, or who is told: whatever else ends Optuna's loop is the storage's."""
+        try:
+            yield
+        except BaseException as error:
+            self.raised = error
+            raise
+
+    def _objective(self, asking: Any) -> float:
+        """Evaluate what Optuna suggests; what was evaluated before is told again, and not run.
+
+        Raises:
+            optuna.TrialPruned: It can't be run, or did not fit.
+        """
+        import optuna
+
+        self.asked += 1
+        enqueued = asking.study.get_trials(deepcopy=False)[asking.number].system_attrs.get("fixed_params")
+        try:
+            configuration = _suggested(asking, self.space, enqueued or {})
+        finally:
+            why = self._reason() if enqueued is None else "enqueued in the study"
+            asking.set_user_attr("why", why)
+        trial = self.done.get(configuration)
+        if trial is None:
+            with self._ours():
+                trial = self.evaluate(len(self.done), configuration)
+            self.done[configuration] = trial
+            self.fresh = trial, why
+        self.ran = asking.number
+        asking.set_user_attr("split", list(trial.split))
+        asking.set_user_attr("error_share", trial.error_share)
+        asking.set_user_attr("peak_bytes", list(trial.peak_bytes))
+        asking.set_constraint("fits", 0.0 if trial.failure is None else 1.0)
+        if trial.samples_per_s is None:
+            asking.set_user_attr("failure", trial.failure)
+            asking.set_user_attr("failed_device", trial.failed_device)
+            raise optuna.TrialPruned(trial.failure)
+        return trial.samples_per_s
+
+    def _reason(self) -> str:
+        return f"drawn by {type(self.sampler).__name__}" if self.model is None else self.model.reason
+
+
+def _log_trial(trial: Trial, why: str) -> None:
+    """Say what a trial gave, and why it was made."""
+    if trial.samples_per_s is None:
+        gave = f"failed: {trial.failure}"
+    else:
+        gave = f"{rate_text(trial.samples_per_s)}, give or take {100 * trial.error_share:.1f} %"
+    split, steps = trial.split, trial.accumulation_steps
+    _log.info("trial %d, split %s x %d (%s): %s", trial.number, split, steps, why, gave)
+
+
+class CeilingStore:
+    """Keeps the ceilings of a search in its study, so that one which was killed need not measure them again.
+
+    Args:
+        storage: An Optuna URL, opened before anything is measured.
+        study_name: The search's study.
+
+    Raises:
+        InputError: Optuna can't open it, or write to it.
+    """
+
+    def __init__(self, storage: str, study_name: str) -> None:
+        _imported()
+        self._study = _opened(storage, study_name)
+        try:
+            self._study.set_user_attr("opened_by", "autosplit")
+            kept = self._study.user_attrs.get(_CEILINGS)
+            self._kept = dict(kept) if isinstance(kept, dict) else {}  # a database is anybody's to change
+        except Exception as error:
+            raise _unusable(storage, error) from error
+
+    def get(self, key: str, largest_batch: int) -> Ceiling | None:
+        """Return a ceiling that a killed search left; None where there is none, or what is there can't be one.
+
+        Args:
+            key: What it is of.
+            largest_batch: The most samples that are worth a look.
+        """
+        try:
+            found = msgspec.convert(self._kept[key], Ceiling)
+        except (KeyError, msgspec.ValidationError):
+            return None
+        return found if 0 <= found.batch_size <= largest_batch else None
+
+    def put(self, key: str, ceiling: Ceiling) -> None:
+        """Keep a ceiling; a storage that fails is the search's to tell of."""
+        self._kept[key] = msgspec.to_builtins(ceiling)
+        with contextlib.suppress(Exception):
+            self._study.set_user_attr(_CEILINGS, self._kept)
+
+
+def _unusable(storage: str | None, error: Exception) -> InputError:
+    """Say that a storage can't be used, by what the database's driver says; a password in its URL is not shown."""
+    told: BaseException = error
+    while told.__cause__ is not None:
+        told = told.__cause__
+    reason = (str(told).strip().splitlines() or [type(told).__name__])[0]
+    shown = without_passwords(str(storage))
+    reason = without_passwords(reason.replace(str(storage), shown))
+    return InputError(
+        f"storage is {shown!r} ({reason[:200]}); expected a URL that Optuna opens and may write to, such as "
+        "'sqlite:///study.db'; correct it, or leave it out"
+    )
+
+
+def _imported() -> None:
+    """Import Optuna where nobody waits with a model in hand.
+
+    While it is imported it catches the error of a database driver that is not there, and keeps it for later. An error
+    keeps its frame, a frame the frames that called it, and these all their variables: for good, the copies of the
+    process's first tuning. A new thread has no callers.
+    """
+    if "optuna" not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=("optuna",), name="autosplit-import")
+        thread.start()
+        thread.join()
+    importlib.import_module("optuna")
+
+
+def _opened(storage: str | None, study_name: str) -> Any:
+    """Open the study."""
+    import optuna
+
+    with _quiet_optuna():
+        try:
+            return optuna.create_study(
+                direction="maximize", storage=storage, study_name=study_name, load_if_exists=True
+            )
+        except Exception as error:
+            if storage is None:
+                raise
+            raise _unusable(storage, error) from error
+
+
+@contextlib.contextmanager
+def _quiet_optuna() -> Iterator[None]:
+    """Keep Optuna's log to what a user has to know: each trial is in our own."""
+    import optuna
+
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(max(verbosity, optuna.logging.ERROR))
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]:
+    """Return the trials of a search that did not come to its end, and how many it had asked for."""
+    import optuna
+
+    states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+    done: dict[Configuration, Trial] = {}
+    asked = 0
+    ended = study.user_attrs.get(_ENDED, 0)
+    for frozen in study.get_trials(deepcopy=False, states=states):
+        if isinstance(ended, int) and frozen.number < ended:
+            continue
+        asked += 1
+        found = _remembered(frozen, len(done))
+        others = len(space.region.replica_ceilings)
+        if found is not None and found[0] not in done and space.holds(found[0]) and len(found[1].split) == 1 + others:
+            done[found[0]] = found[1]
+    return done, asked
+
+
+def _remembered(frozen: Any, number: int) -> tuple[Configuration, Trial] | None:
+    """Return a trial that an earlier process told the study of; None for one that is not whole."""
+    attributes = frozen.user_attrs
+    try:
+        configuration = Configuration(**{name: int(frozen.params[name]) for name in _PARAMETERS})
+        trial = Trial(
+            number,
+            configuration.gpu0_bsz,
+            configuration.batch_size,
+            configuration.accumulation_steps,
+            split=tuple(int(share) for share in attributes["split"]),
+            samples_per_s=frozen.value,
+            error_share=float(attributes["error_share"]),
+            peak_bytes=tuple(int(nbytes) for nbytes in attributes["peak_bytes"]),
+            failure=attributes.get("failure"),
+            failed_device=attributes.get("failed_device"),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    return (configuration, trial) if _is_sound(trial) else None
+
+
+def _is_sound(trial: Trial) -> bool:
+    """Tell whether a trial may be what a search told its study: a database is anybody's to change."""
+    count = len(trial.split)
+    return (
+        (trial.samples_per_s is None) == (trial.failure is not None)
+        and (trial.samples_per_s is None or LEAST_RATE <= trial.samples_per_s <= 1 / LEAST_RATE)
+        and 0 <= trial.error_share <= 1
+        and sum(trial.split) == trial.batch_size
+        and trial.split[0] == trial.gpu0_bsz
+        and min(trial.split) >= 0
+        and len(trial.peak_bytes) in ((count,) if trial.failure is None else (0, count))
+        and min(trial.peak_bytes, default=0) >= 0
+    )
+
+
+_PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
+
+LEAST_RATE = 1e-9
+"""Samples per second below which, and above whose inverse, nothing was measured."""
+
+
+def _suggested(trial: Any, space: Space, enqueued: Mapping[str, Any]) -> Configuration:
+    """Ask for the parameters one within the bounds that the one before leaves.
+
+    Raises:
+        optuna.TrialPruned: They are none of the space's.
+    """
+    odd = {name: value for name, value in enqueued.items() if name in _PARAMETERS and not _is_whole(value)}
+    if odd:  # Optuna can't take it, or not read it again: the whole study would be lost
+        raise _outside(trial, f"enqueued with {odd}, and they are whole numbers")
+    fewest, most = space.steps_bounds()
+    steps = trial.suggest_int("accumulation_steps", fewest, most)
+    batches = space.batch_bounds(max(1, steps)) or (1, 1)
+    batch_size = trial.suggest_int("batch_size", *batches)
+    shares = space.region_of(steps).gpu0_bounds(batch_size) or (0, 0)
+    configuration = Configuration(trial.suggest_int("gpu0_bsz", *shares), batch_size, steps)
+    if not space.holds(configuration):
+        # No batch makes an effective batch in so many micro-steps, or somebody enqueued what does not fit.
+        raise _outside(trial, "see the bounds of its parameters")
+    return configuration
+
+
+def _is_whole(value: object) -> bool:
+    """Tell whether a value that somebody enqueued is a whole number that a database keeps."""
+    return isinstance(value, (int, float)) and abs(value) < 2**53 and value == int(value)
+
+
+def _outside(trial: Any, reason: str) -> Exception:
+    """Return what prunes a trial that is none of the space's, and say so in the study."""
+    import optuna
+
+    trial.set_constraint("fits", 1.0)
+    trial.set_user_attr("failure", f"not in the search space: {reason}")
+    return optuna.TrialPruned(f"trial {trial.number} is not in the search space: {reason}")

@@ -1,0 +1,217 @@
+"""What to try next: the solver's answer and what is beside it, then what the model promises after more trials.
+
+    answer, neighbours, even split, torch's split | the model's best untried | next to the best, then a sampler's
+                                                  ^ while it promises more   ^ while the model is off
+
+Pure: nothing is run here, and nothing random.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from autosplit.solve.search_space import KNEE_SHARE, Configuration, Trial, best_trial, configuration_of
+from autosplit.solve.solver import Solver
+
+__all__ = ["PATIENCE", "Proposal", "Proposer", "error_of", "steadied"]
+
+PATIENCE = 8
+"""Trials in a row that may bring nothing beyond noise before the search ends, where the model is off."""
+
+LEAST_GAIN = 0.001
+"""No trial is made for less."""
+
+BESIDE_SHARE = 0.005
+"""Of a share of device 0: so much more or less is tried beside the best. By single samples it would go on for ever."""
+
+KNEE_STEP = 0.1
+"""The knee is looked for to so much of its batch."""
+
+LEAST_MODEL_ERROR = 0.01
+"""The model is not believed to be nearer to the truth, as a share of it: steps so near are few, and fitted to."""
+
+FITTED = 3
+"""Numbers that are fitted to trials: so many of them would be met whatever they were."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What to do next.
+
+    Attributes:
+        configuration: To be tried; None where the model has nothing to say, and a sampler may choose.
+        enough: Nothing more is to be expected.
+        why: In a few words, for the log.
+    """
+
+    configuration: Configuration | None = None
+    enough: bool = False
+    why: str = field(default="", compare=False)
+
+
+class Proposer:
+    """Proposes trials, one after another.
+
+    Args:
+        solver: Of the model as it was before any trial.
+        patience: See `PATIENCE`.
+    """
+
+    def __init__(self, solver: Solver, *, patience: int = PATIENCE) -> None:
+        self.solver = solver
+        self.patience = patience
+        self.first = solver.first_trials()
+
+    def __call__(self, trials: Sequence[Trial]) -> Proposal:
+        """Propose the next trial after these, in the order in which they were made."""
+        tried = {configuration_of(trial) for trial in trials}
+        for configuration in self.first:
+            if configuration not in tried:
+                return Proposal(configuration, why="the solver's answer, and what is beside it")
+        solver = self.solver.refitted(trials)
+        best = best_trial(solver.space, steadied(solver, trials), solver.samples_per_s)
+        if best is None:  # all failed: what is smaller may not
+            enough = len(trials) > len(self.first) + self.patience
+            return Proposal(self._smaller(trials, tried), enough, "none has run so far: a smaller one may")
+        top = max(trials, key=lambda trial: trial.samples_per_s or 0.0)
+        noise = max(LEAST_GAIN, top.error_share)
+        promised = self._promised(solver, trials, tried, best, top, noise)
+        if promised is not None:
+            return Proposal(promised, why="the model, fitted to the trials, promises more")
+        if error_of(solver, trials) <= noise:
+            return Proposal(enough=True, why="the model meets every trial, and promises nothing more")
+        beside = self._beside(solver, tried, best, noise)
+        enough = beside is None and _settled(trials, self.patience, noise)
+        return Proposal(
+            beside, enough, "the last trials brought nothing" if enough else "the model is off: next to the best"
+        )
+
+    def _promised(
+        self,
+        solver: Solver,
+        trials: Sequence[Trial],
+        tried: set[Configuration],
+        best: Trial,
+        top: Trial,
+        noise: float,
+    ) -> Configuration | None:
+        """Return the untried configuration that the corrected model promises the most of, if it is beyond noise."""
+        answers = solver.answers()
+        candidates = [c for c in (*answers, *solver.neighbours(configuration_of(best))) if c not in tried]
+        candidates = [c for c in candidates if not _hopeless(solver, c, trials)]
+        if not candidates:
+            return None
+        if solver.space.effective_batch_sizes is None:
+            knee = self._knee(solver, trials, candidates, best)
+            if knee is not None:
+                return knee
+        # The model is held against the best that was measured: there it is right by definition.
+        scale = (top.samples_per_s or 0.0) / solver.samples_per_s(configuration_of(top))
+        rates = {c: scale * solver.samples_per_s(c) for c in candidates}
+        foremost = max(rates, key=lambda c: (rates[c], -c.batch_size))
+        return foremost if rates[foremost] > (top.samples_per_s or 0.0) * (1 + noise) else None
+
+    @staticmethod
+    def _knee(
+        solver: Solver, trials: Sequence[Trial], candidates: Sequence[Configuration], best: Trial
+    ) -> Configuration | None:
+        """Return an untried batch below the best that may have `KNEE_SHARE` of the top: it would be the answer.
+
+        Of those that a trial has not shown to be too small: the smallest that the model believes to be enough, or else
+        the middle one, so that the smallest is found even where the model is off.
+        """
+        rates = {trial.batch_size: trial.samples_per_s or 0.0 for trial in trials}
+        enough = KNEE_SHARE * max(rates.values())
+        too_small = max((n for n, rate in rates.items() if rate < enough and n < best.batch_size), default=0)
+        between = [c for c in candidates if too_small < c.batch_size < best.batch_size * (1 - KNEE_STEP)]
+        if not between:
+            return None
+        between.sort(key=lambda c: c.batch_size)
+        scale = (best.samples_per_s or 0.0) / solver.samples_per_s(configuration_of(best))
+        believed = [c for c in between if scale * solver.samples_per_s(c) >= enough]
+        return believed[0] if believed else between[len(between) // 2]
+
+    def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
+        """Return the best trial with a few samples more or less on device 0, by the model, which is off; None if tried.
+
+        What the model has wrong, it has wrong of all three. One sample of many changes no more than its share: of a
+        large share it is as many as could make a difference.
+        """
+        least = best.gpu0_bsz * BESIDE_SHARE
+        if solver.step_time.adds_up or best.gpu0_bsz * noise >= max(1.0, least):
+            return None
+        distance = max(1, round(least))
+        moved = (replace(configuration_of(best), gpu0_bsz=best.gpu0_bsz + by) for by in (distance, -distance))
+        near = [c for c in moved if c not in tried and c.gpu0_bsz >= 0 and solver.holds(c)]
+        return max(near, key=solver.samples_per_s, default=None)
+
+    def _smaller(self, trials: Sequence[Trial], tried: set[Configuration]) -> Configuration | None:
+        untried = [c for c in self.solver.answers() if c not in tried and not _hopeless(self.solver, c, trials)]
+        return min(untried, key=lambda c: (-c.batch_size, c.gpu0_bsz), default=None)
+
+
+def error_of(solver: Solver, trials: Sequence[Trial]) -> float:
+    """Return by how much the model misses the trials that ran, as a share: the root mean square."""
+    misses = [
+        solver.samples_per_s(configuration_of(trial)) / trial.samples_per_s - 1
+        for trial in trials
+        if trial.samples_per_s is not None
+    ]
+    return statistics.fmean(miss**2 for miss in misses) ** 0.5 if misses else 0.0
+
+
+def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials with each throughput and its error as they are known from all of them together.
+
+    What was measured and what the model says are averaged, each by the inverse of its variance. The model's own is what
+    its misses show beyond the noise of the trials. A trial that is exact stays what it is.
+
+    Args:
+        solver: Fitted to the trials.
+        trials: Failed ones are returned as they are.
+    """
+    ran = [trial for trial in trials if trial.samples_per_s is not None]
+    if len(ran) < 2:
+        return list(trials)
+    noise = statistics.fmean(trial.error_share**2 for trial in ran)
+    missed = error_of(solver, ran) ** 2 * len(ran) / max(1, len(ran) - FITTED)
+    model = max(LEAST_MODEL_ERROR**2, missed - noise)
+    return [_averaged(trial, solver.samples_per_s(configuration_of(trial)), model) for trial in trials]
+
+
+def _averaged(trial: Trial, predicted: float, variance: float) -> Trial:
+    """Average a trial with a prediction of such a variance, as a share; one that failed or is exact stays."""
+    if trial.samples_per_s is None or trial.error_share == 0:
+        return trial
+    own, other = 1 / trial.error_share**2, 1 / variance
+    rate = (own * trial.samples_per_s + other * predicted) / (own + other)
+    return replace(trial, samples_per_s=rate, error_share=(own + other) ** -0.5)
+
+
+def _hopeless(solver: Solver, configuration: Configuration, trials: Sequence[Trial]) -> bool:
+    """Tell whether a trial that failed asked no more than this one would of the device that ran out of memory.
+
+    Device 0 gathers the whole batch. Where nobody knows which device it was, it may have been any.
+    """
+    split: tuple[int, ...] | None = None
+    for trial in trials:
+        if trial.failure is None or (trial.accumulation_steps > 1) > (configuration.accumulation_steps > 1):
+            continue
+        if not solver.holds(configuration_of(trial)):
+            continue  # it gave a device too few, which says nothing about more
+        split = split or solver.split_of(configuration)
+        no_less = [asked >= failed for asked, failed in zip(split, trial.split, strict=True)]
+        no_less[0] = no_less[0] and configuration.batch_size >= trial.batch_size
+        if all(no_less) if trial.failed_device is None else no_less[trial.failed_device]:
+            return True
+    return False
+
+
+def _settled(trials: Sequence[Trial], patience: int, noise: float) -> bool:
+    """Tell whether the last trials brought nothing beyond noise."""
+    rates = [trial.samples_per_s or 0.0 for trial in trials]
+    if len(rates) <= patience:
+        return False
+    return max(rates[-patience:]) <= max(rates[:-patience]) * (1 + noise)

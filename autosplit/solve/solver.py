@@ -1,0 +1,468 @@
+"""The closed-form answer: for each number of micro-steps the fastest split under the caps, by the fitted model."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from autosplit.errors import InputError
+from autosplit.solve.memory import StepTime, TimeCurve, overlapped_seconds
+from autosplit.solve.search_space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space, Trial, configuration_of
+from autosplit.solve.split import (
+    accumulation_steps,
+    even_split,
+    fastest_split,
+    micro_batch_sizes,
+    proportional_split,
+    short_split,
+)
+
+__all__ = ["BACKWARD_SHARE", "MOST_STEPS", "WITHIN_REACH", "RankAnswer", "RankSolver", "Solver", "geometric", "spread"]
+
+MOST_STEPS = 64
+"""Accumulation steps beyond the fewest that are worth a look: each costs a copy and brings nothing but memory."""
+
+
+SIZES_OF_STEPS = 17
+"""Batches that are looked at for each number of micro-steps, where there are so many."""
+
+MOST_TEAMS = 9
+"""Ways to leave devices out that are looked at."""
+
+WITHIN_REACH = 0.8
+"""What is of another kind is tried where the model promises so much of its best: by more it is seldom off."""
+
+MOST_REFINED = 3
+"""Answers whose share of device 0 is searched around what the devices' own times say."""
+
+
+class Solver:
+    """Solves the search space by the cost model.
+
+    Args:
+        space: What may be searched.
+        step_time: Predicts seconds.
+        tells_apart: Share of samples/s by which predictions have to differ: of less, the plainest is the answer.
+    """
+
+    def __init__(self, space: Space, step_time: StepTime, *, tells_apart: float = LEAST_DIFFERENCE) -> None:
+        self.space = space
+        self.step_time = step_time
+        self.tells_apart = tells_apart
+        # Which split a configuration has does not change with the fit: the trials of one are trials of one split.
+        self._unfitted = step_time
+        self._splits: dict[tuple[int, tuple[int, ...]], tuple[int, ...] | None] = {}
+        self._rests: dict[Configuration, tuple[int, ...]] = {}
+        self._teams: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+
+    def refitted(self, trials: Iterable[Trial]) -> Solver:
+        """Return a solver whose model is fitted to trials as well.
+
+        Args:
+            trials: Of this space; failed ones say nothing of time.
+        """
+        measured = []
+        for trial in trials:
+            if trial.samples_per_s is not None:
+                splits = self.splits_of(configuration_of(trial), trial.split)
+                measured.append((splits, sum(map(sum, splits)) / trial.samples_per_s))
+        solver = Solver(self.space, self.step_time.refitted(measured), tells_apart=self.tells_apart)
+        solver._splits = self._splits  # the very same class
+        return solver
+
+    def split_of(self, configuration: Configuration) -> tuple[int, ...]:
+        """Return the fastest split that gives device 0 its share, under the other devices' ceilings.
+
+        Args:
+            configuration: In the space.
+        """
+        rest = configuration.batch_size - configuration.gpu0_bsz
+        ceilings = self._ceilings(configuration.accumulation_steps)
+        if not ceilings:
+            return (configuration.batch_size,)
+        if self.step_time.adds_up:
+            # One processor: no split is faster, so the even one, as far as the ceilings let it be.
+            return (configuration.gpu0_bsz, *proportional_split(rest, tuple(max(1, c) for c in ceilings), ceilings))
+        if configuration not in self._rests:
+            self._rests[configuration] = self._fastest_rest(configuration)
+        return (configuration.gpu0_bsz, *self._rests[configuration])
+
+    def _fastest_rest(self, configuration: Configuration) -> tuple[int, ...]:
+        """Return how the other devices share what device 0 leaves; some of them may be better left out."""
+        share, steps = configuration.gpu0_bsz, configuration.accumulation_steps
+        rest = configuration.batch_size - share
+        others = self._ceilings(steps)
+        found = {}
+        for team in self._teams_of(others):
+            split = self._fastest(rest, (0, *team))
+            if split is not None:
+                found[split[1:]] = self._unfitted.seconds(((share, *split[1:]),) * steps)
+        assert found, (configuration, self.space)
+        return self._in_order(min(found, key=lambda split: found[split]), others)
+
+    def _ceilings(self, steps: int) -> tuple[int, ...]:
+        """Return the other devices' ceilings in an optimizer step of so many micro-steps."""
+        return self.space.region_of(steps).replica_ceilings
+
+    def _teams_of(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the other devices' ceilings with some of them left out, as far as that makes a difference.
+
+        Alike ones are left out from the first on. Of more than `MOST_TEAMS`, only those that leave the devices out
+        whose samples cost the most by themselves.
+        """
+        if ceilings not in self._teams:
+            self._teams[ceilings] = self._new_teams(ceilings)
+        return self._teams[ceilings]
+
+    def _new_teams(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
+        if not self._unfitted.leaves_out:
+            return [ceilings]
+        kinds = self._alike(ceilings)
+        counts = list(itertools.product(*(range(len(kind), -1, -1) for kind in kinds)))
+        if len(counts) > MOST_TEAMS:
+            dear = sorted(range(len(ceilings)), key=lambda other: self._own_cost(other, ceilings[other]), reverse=True)
+            return [tuple(0 if i in dear[:out] else c for i, c in enumerate(ceilings)) for out in range(len(dear) + 1)]
+        return [self._team(ceilings, kinds, taken) for taken in counts]
+
+    def _alike(self, ceilings: tuple[int, ...]) -> list[list[int]]:
+        """Return the other devices, counted without the first, by what they are to the model."""
+        alike: dict[object, list[int]] = {}
+        for other, ceiling in enumerate(ceilings):
+            alike.setdefault((ceiling, *self._kind(other)), []).append(other)
+        return list(alike.values())
+
+    @staticmethod
+    def _team(ceilings: tuple[int, ...], kinds: list[list[int]], taken: tuple[int, ...]) -> tuple[int, ...]:
+        present = {index for kind, count in zip(kinds, taken, strict=True) for index in kind[len(kind) - count :]}
+        return tuple(ceiling if index in present else 0 for index, ceiling in enumerate(ceilings))
+
+    def _kind(self, other: int) -> tuple[object, ...]:
+        """Tell other devices apart, counted without the first, as far as the model of time does."""
+        time = self._unfitted
+        return time.curves[other + 1], time.copies_s[other + 1], time.gather_s_per_sample[other + 1]
+
+    def _own_cost(self, other: int, ceiling: int) -> float:
+        """Return what a device makes of its ceiling by itself, in seconds a sample."""
+        time, most = self._unfitted, max(1, ceiling)
+        own_s = time.curves[other + 1](most) + time.copies_s[other + 1]
+        return own_s / most + time.gather_s_per_sample[other + 1]
+
+    def _in_order(self, split: tuple[int, ...], ceilings: tuple[int, ...]) -> tuple[int, ...]:
+        """Let the last of alike devices have the most: it is gathered last, and computes meanwhile."""
+        ordered = list(split)
+        for places in self._alike(ceilings):
+            for index, samples in zip(places, sorted(split[index] for index in places), strict=True):
+                ordered[index] = samples
+        return tuple(ordered)
+
+    def splits_of(
+        self, configuration: Configuration, split: tuple[int, ...] | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the split of each micro-step; the last one shares what is left in proportion.
+
+        Args:
+            configuration: In the space.
+            split: Of a full micro-step. Default: `split_of` the configuration.
+        """
+        split = split or self.split_of(configuration)
+        sizes = micro_batch_sizes(self.space.effective_of(configuration), configuration.batch_size)
+        return tuple(split if size == configuration.batch_size else proportional_split(size, split) for size in sizes)
+
+    def samples_per_s(self, configuration: Configuration) -> float:
+        """Predict the throughput of whole optimizer steps."""
+        return self.space.effective_of(configuration) / self.step_time.counted_seconds(self._counted(configuration))
+
+    def _counted(self, configuration: Configuration) -> dict[tuple[int, ...], int]:
+        """Return the splits of an optimizer step, each with how many micro-steps have it."""
+        split = self.split_of(configuration)
+        full, rest = divmod(self.space.effective_of(configuration), configuration.batch_size)
+        counted = {split: full} if full else {}
+        return {**counted, proportional_split(rest, split): 1} if rest else counted
+
+    def holds(self, configuration: Configuration) -> bool:
+        """Tell whether a configuration is in the space, and gives no device fewer samples than it can train on."""
+        if not self.space.holds(configuration):
+            return False
+        least = self.space.region.least_share
+        if not self.step_time.leaves_out:
+            # A device without samples in a shorter last micro-step runs one, which is enough where one is.
+            splits = [self.split_of(configuration)] if least == 1 else list(self._counted(configuration))
+            return min(map(min, splits)) >= least
+        return least == 1 or not any(0 < share < least for split in self._counted(configuration) for share in split)
+
+    def fastest_of(self, batch_size: int, steps: int) -> Configuration | None:
+        """Return the fastest configuration of a batch size; None where no split of it fits."""
+        shares = self.space.region_of(steps).gpu0_bounds(batch_size)
+        if shares is None:
+            return None
+        least, most = shares
+        ceilings = self._ceilings(steps)
+        if self.step_time.adds_up or not ceilings:
+            even = even_split(batch_size, 1 + len(ceilings))[0]
+            return Configuration(min(max(even, least), most), batch_size, steps)
+        return max(filter(self.holds, self._of_teams(batch_size, steps)), key=self.samples_per_s, default=None)
+
+    def _of_teams(self, batch_size: int, steps: int) -> list[Configuration]:
+        """Return the configurations of a batch that end first with some devices left out, and with device 0 alone."""
+        shares = self.space.region_of(steps).gpu0_bounds(batch_size)
+        assert shares is not None, "it was asked before"
+        least, most = shares
+        found = []
+        for team in self._teams_of(self._ceilings(steps)):
+            split = self._fastest(batch_size, (most, *team))
+            if split is not None:
+                found.append(Configuration(max(split[0], least), batch_size, steps))
+        if most >= batch_size and self._unfitted.leaves_out:
+            # Alone, device 0 has neither copies nor a gather to wait for: small batches may be faster so.
+            found.append(Configuration(batch_size, batch_size, steps))
+        return list(dict.fromkeys(found))
+
+    def _fastest(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the split over devices of these ceilings that ends first; None where they hold no such batch."""
+        key = (batch_size, ceilings)
+        if key not in self._splits:
+            self._splits[key] = None
+            floors = self._floors(batch_size, ceilings)
+            with contextlib.suppress(InputError):
+                self._splits[key] = fastest_split(batch_size, self.step_time.curves, ceilings, floors)
+        return self._splits[key]
+
+    def _floors(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the least share of each device, where all of them have to take part, and the batch is enough."""
+        if self.step_time.leaves_out:
+            return None
+        floors = tuple(min(self.space.region.least_share, ceiling) for ceiling in ceilings)
+        return floors if sum(floors) <= batch_size else None
+
+    def answers(self) -> list[Configuration]:
+        """Return the best configuration for each batch size worth a look, the best by the objective first."""
+        found = [c for c in (self.fastest_of(n, k) for n, k in self._sizes()) if c is not None and self.holds(c)]
+        rates = {c: self.samples_per_s(c) for c in found}
+        for best in sorted(rates, key=lambda c: -rates[c])[:MOST_REFINED]:
+            refined = self._refined(best)
+            rates[refined] = self.samples_per_s(refined)
+        ranked = sorted(rates, key=lambda c: (-rates[c], c.batch_size))
+        if not ranked:
+            return []
+        if self.space.effective_batch_sizes is None:
+            first = min((c for c in ranked if rates[c] >= KNEE_SHARE * rates[ranked[0]]), key=lambda c: c.batch_size)
+        else:
+            near = (c for c in ranked if rates[c] >= (1 - self.tells_apart) * rates[ranked[0]])
+            first = min(near, key=lambda c: (self.space.plainness(c), -rates[c]))
+        return [first, *(c for c in ranked if c != first)]
+
+    def _refined(self, configuration: Configuration) -> Configuration:
+        """Move samples to device 0 or from it as long as the model gains: what is gathered has a cost, too.
+
+        The fastest split by the devices' own times, where this begins, knows nothing of it.
+        """
+        if self.step_time.adds_up:
+            return configuration
+        rate, distance = self.samples_per_s(configuration), max(1, configuration.batch_size // 8)
+        while distance:
+            moved = [replace(configuration, gpu0_bsz=configuration.gpu0_bsz + d) for d in (distance, -distance)]
+            rates = {c: self.samples_per_s(c) for c in moved if c.gpu0_bsz >= 0 and self.holds(c)}
+            better = max(rates, key=lambda c: rates[c], default=configuration)
+            if rates.get(better, 0.0) > rate:
+                configuration, rate = better, rates[better]
+            else:
+                distance //= 2
+        return configuration
+
+    def first_trials(self) -> list[Configuration]:
+        """Return what to try first: the answer, its neighbours, the even split, torch's own, and two that teach.
+
+        These tell what the model has wrong about devices that take part, and about batches, which trials of the same
+        devices and of a single batch can't.
+        """
+        answers = self.answers()
+        if not answers:
+            return []
+        best = answers[0]
+        count = 1 + len(self.space.region.replica_ceilings)
+        near = max(1, best.gpu0_bsz // 16)
+        even = even_split(best.batch_size, count)[0]
+        chunk = -(-best.batch_size // count)  # torch.chunk, by which nn.DataParallel scatters
+        shares = [best.gpu0_bsz, best.gpu0_bsz + near, best.gpu0_bsz - near, even, chunk]
+        if self.step_time.adds_up:  # on one processor no share is faster than another
+            shares = shares[:1]
+        tried = [Configuration(share, best.batch_size, best.accumulation_steps) for share in shares]
+        tried += self._another_team(best)
+        any_steps = self.space.effective_batch_sizes is None
+        others = (c for c in answers[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
+        tried += itertools.islice(others, 1)
+        if self.tells_apart > LEAST_DIFFERENCE and not any_steps:
+            # Measured times may be off by more than they tell apart: the plainest of all has its chance.
+            within_reach = WITHIN_REACH * max(map(self.samples_per_s, answers))
+            reachable = (c for c in answers if self.samples_per_s(c) >= within_reach)
+            tried.append(min(reachable, key=lambda c: (self.space.plainness(c), -self.samples_per_s(c))))
+        return [configuration for configuration in dict.fromkeys(tried) if self.holds(configuration)]
+
+    def _another_team(self, best: Configuration) -> list[Configuration]:
+        """Return the one that takes the fewest devices, of those within reach of the best: it tells what each costs."""
+        if self.step_time.adds_up or not self.step_time.leaves_out or len(self.space.region.replica_ceilings) < 2:
+            return []
+
+        def team(configuration: Configuration) -> list[bool]:
+            return [samples > 0 for samples in self.split_of(configuration)[1:]]
+
+        within_reach = WITHIN_REACH * self.samples_per_s(best)
+        found = self._of_teams(best.batch_size, best.accumulation_steps)
+        others = [c for c in found if self.holds(c) and team(c) != team(best)]
+        others = [c for c in others if self.samples_per_s(c) >= within_reach]
+        return sorted(others, key=lambda c: (sum(team(c)), -self.samples_per_s(c)))[:1]
+
+    def neighbours(self, configuration: Configuration) -> list[Configuration]:
+        """Return what is next to a configuration, in the space: other shares of the batch, other batches, both."""
+        near = {1, max(1, configuration.gpu0_bsz // 16), max(1, configuration.batch_size // 16)}
+        steps = configuration.accumulation_steps
+        found = []
+        for moved in sorted({sign * distance for distance in near for sign in (1, -1)}):
+            if not self.step_time.adds_up:
+                found.append(replace(configuration, gpu0_bsz=configuration.gpu0_bsz + moved))
+                found.append(replace(configuration, batch_size=configuration.batch_size + moved))
+            fastest = self.fastest_of(max(1, configuration.batch_size + moved), steps)
+            found += [] if fastest is None else [fastest]
+        return [c for c in dict.fromkeys(found) if min(c.gpu0_bsz, c.batch_size - 1) >= 0 and self.holds(c)]
+
+    def _sizes(self) -> Iterator[tuple[int, int]]:
+        """Yield batch sizes with their number of micro-steps: a few of each number, or a geometric grid."""
+        if self.space.effective_batch_sizes is None:
+            for size in geometric(self.space.region.largest_batch):
+                yield size, 1
+            return
+        fewest, most = self.space.steps_bounds()
+        for steps in spread(fewest, most, MOST_STEPS):
+            bounds = self.space.batch_bounds(steps)
+            for size in () if bounds is None else spread(*bounds, SIZES_OF_STEPS):
+                yield size, steps
+
+
+@dataclass(frozen=True)
+class RankAnswer:
+    """DDP's answer by the model.
+
+    Attributes:
+        batch_sizes: Samples per forward, for each rank.
+        accumulation_steps: Forwards per optimizer step, equal on all ranks.
+        samples_per_s: Predicted throughput of whole optimizer steps.
+        effective_batch_size: Samples of an optimizer step.
+    """
+
+    batch_sizes: tuple[int, ...]
+    accumulation_steps: int
+    samples_per_s: float
+    effective_batch_size: int
+
+
+BACKWARD_SHARE = 2 / 3
+"""Of a micro-step: a backward does twice the arithmetic of its forward."""
+
+
+class RankSolver:
+    """Solves DDP's batch sizes: the fastest split over the ranks, at least one sample on each.
+
+    Args:
+        curves: For each rank, its time on its share.
+        ceilings: The most samples each rank runs.
+        all_reduce_s: The all-reduce of the gradients alone.
+        update_s: The optimizer.
+        effective_batch_sizes: The least and the most samples per optimizer step; None for one micro-step of any size.
+        max_batch_size: The most samples per forward, over all ranks.
+        adds_up: The ranks share one processor, so that their times add.
+        least_batch: The fewest samples that a rank can train on.
+        accumulates: False where an optimizer step has to be a single forward.
+        tells_apart: See `Solver`.
+    """
+
+    def __init__(
+        self,
+        curves: tuple[TimeCurve, ...],
+        ceilings: tuple[int, ...],
+        *,
+        all_reduce_s: float,
+        update_s: float,
+        effective_batch_sizes: tuple[int, int] | None,
+        max_batch_size: int,
+        adds_up: bool,
+        least_batch: int = 1,
+        accumulates: bool = True,
+        tells_apart: float = LEAST_DIFFERENCE,
+    ) -> None:
+        self.tells_apart = tells_apart
+        self.least_batch = least_batch
+        self.accumulates = accumulates
+        self.curves = curves
+        self.ceilings = ceilings
+        self.all_reduce_s = all_reduce_s
+        self.update_s = update_s
+        self.effective_batch_sizes = effective_batch_sizes
+        self.max_batch_size = max_batch_size
+        self.adds_up = adds_up
+
+    def answer(self) -> RankAnswer | None:
+        """Return the best by the objective; None where a rank holds nothing, or there are more ranks than samples."""
+        found = [answer for size, total in self._sizes() if self._trains(answer := self._at(size, total))]
+        if not found:
+            return None
+        top = max(answer.samples_per_s for answer in found)
+        least_share = 1 - self.tells_apart if self.effective_batch_sizes is not None else KNEE_SHARE
+
+        def plainness(answer: RankAnswer) -> tuple[int, bool, int]:
+            batch_size = sum(answer.batch_sizes)
+            return answer.accumulation_steps, answer.effective_batch_size % batch_size != 0, batch_size
+
+        return min((answer for answer in found if answer.samples_per_s >= least_share * top), key=plainness)
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        """Return batch sizes worth a look, each with the samples of its optimizer step."""
+        most = min(sum(self.ceilings), self.max_batch_size)
+        least = len(self.curves) * self.least_batch
+        if min(self.ceilings) < self.least_batch or most < least:
+            return []
+        if self.effective_batch_sizes is None:
+            return [(size, size) for size in geometric(most) if size >= least]
+        fewest_samples, most_samples = self.effective_batch_sizes
+        fewest = accumulation_steps(fewest_samples, most)
+        if not self.accumulates and fewest > 1:
+            return []
+        found = set()
+        for steps in range(fewest, fewest + MOST_STEPS if self.accumulates else 2):
+            upper = most_samples if steps == 1 else -(-most_samples // (steps - 1)) - 1
+            smallest, largest = max(least, -(-fewest_samples // steps)), min(most, upper)
+            if smallest <= largest:
+                sizes = [smallest] if fewest_samples == most_samples else spread(smallest, largest)
+                found |= {(size, min(size * steps, most_samples)) for size in sizes}
+        return sorted(found)
+
+    def _trains(self, answer: RankAnswer) -> bool:
+        """Tell whether the last micro-step, which may be shorter, gives no rank fewer samples than it can train on."""
+        last = micro_batch_sizes(answer.effective_batch_size, sum(answer.batch_sizes))[-1]
+        return not any(0 < share < self.least_batch for share in short_split(last, answer.batch_sizes))
+
+    def _at(self, batch_size: int, total: int) -> RankAnswer:
+        floors = (self.least_batch,) * len(self.curves)
+        split = fastest_split(batch_size, self.curves, self.ceilings, floors)
+        sizes = micro_batch_sizes(total, batch_size)
+        # The last micro-step may be shorter; a rank without a share in it runs as few samples as it can.
+        last_split = split if sizes[-1] == batch_size else short_split(sizes[-1], split)
+        last_s = [curve(max(self.least_batch, n)) for curve, n in zip(self.curves, last_split, strict=True)]
+        full_s = [curve(n) * (len(sizes) - 1) for curve, n in zip(self.curves, split, strict=True)]
+        times = [full + last for full, last in zip(full_s, last_s, strict=True)]
+        seconds = overlapped_seconds(
+            [sum(times)] if self.adds_up else times, self.all_reduce_s, self.update_s, BACKWARD_SHARE * max(last_s)
+        )
+        return RankAnswer(split, len(sizes), total / seconds, total)
+
+
+def geometric(largest: int) -> list[int]:
+    """Return sizes from 1 to `largest`, four to each doubling."""
+    quarters = range(4 * largest.bit_length())  # each power by itself: a product of roots falls short of 65536
+    return sorted({min(largest, int(2 ** (quarter / 4))) for quarter in quarters} | {largest})
+
+
+def spread(least: int, most: int, count: int = 5) -> list[int]:
+    """Return up to so many sizes from `least` to `most`, both among them, evenly spaced."""
+    return sorted({least + (most - least) * i // (count - 1) for i in range(count)})

@@ -1,0 +1,332 @@
+"""Put a plan together from what was measured and found: values in, a value out. Nothing is run here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autosplit.measure.check_result import Check
+from autosplit.measure.request import Request
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpOptions, DdpPlan, PlanDevice, RankSettings
+from autosplit.solve.memory import Ceiling, Fit, MemoryParts, Region, Residual, StepTime, TimeCurve
+from autosplit.solve.search_space import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
+from autosplit.solve.solver import RankSolver, Solver
+from autosplit.workload.workload import Workload
+
+__all__ = [
+    "Answer",
+    "Subject",
+    "assembled",
+    "lone_rank",
+    "measured_ranks",
+    "rank_answer",
+    "residuals_of",
+    "solved_ranks",
+    "why_no_ranks",
+]
+
+DDP_NOTE = (
+    "strategy 'ddp': samples/s and memory are predicted from each device's own measurements, and no step of all ranks "
+    "together was run; the split holds the ranks' batch sizes, which autosplit.ddp.setup() loads"
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a plan is for.
+
+    Attributes:
+        request: What was asked for.
+        workload: What is trained.
+        machine: The kind of machine, by `profiles.machine_of`.
+        described: The workload, by `profiles.workload_of`.
+        asked: What of the request is part of the profile's key, with its name.
+    """
+
+    request: Request
+    workload: Workload
+    machine: dict[str, Any]
+    described: dict[str, Any]
+    asked: dict[str, Any]
+
+    @property
+    def may_accumulate(self) -> bool:
+        """Whether an optimizer step may have several micro-steps: custom steps and losses over a batch forbid it."""
+        return self.workload.step is None and self.workload.loss_scope == "sample"
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether steps of several micro-steps are looked at."""
+        return self.may_accumulate and self.request.effective_batch_sizes is not None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found.
+
+    Attributes:
+        split: Samples per device in one forward.
+        accumulation_steps: Forwards per optimizer step.
+        effective_batch_size: Samples per optimizer step.
+        samples_per_s: Throughput of whole optimizer steps.
+        peak_bytes: The most each device holds.
+        ceilings: Of each device, all at once.
+        curves: Each device's time.
+        ddp: The answer for DistributedDataParallel.
+        even_samples_per_s: Of the even split; None where it is not known.
+        region: Which splits fit; None where nothing was split.
+        fit: The cost of a step.
+        memory: What each device's peak is made of; empty where that is not known of any.
+    """
+
+    split: tuple[int, ...]
+    accumulation_steps: int
+    effective_batch_size: int
+    samples_per_s: float
+    peak_bytes: tuple[int, ...]
+    ceilings: tuple[Ceiling, ...]
+    curves: tuple[TimeCurve, ...]
+    ddp: DdpPlan
+    even_samples_per_s: float | None = None
+    region: Region | None = None
+    fit: Fit | None = None
+    memory: tuple[MemoryParts | None, ...] = ()
+
+
+def assembled(
+    subject: Subject,
+    answer: Answer,
+    *,
+    trials: tuple[Trial, ...] = (),
+    checks: tuple[Check, ...] = (),
+    notes: tuple[str, ...] = (),
+    real_steps: int = 0,
+    real_ooms: int = 0,
+) -> Plan:
+    """Make the plan.
+
+    Args:
+        subject: What it is for.
+        answer: What was found.
+        trials: What the search tried.
+        checks: What splitting changes about the training.
+        notes: What was assumed or could not be done.
+        real_steps: Training steps that were run.
+        real_ooms: How many of them ran out of memory.
+    """
+    request, workload = subject.request, subject.workload
+    batch_size = sum(answer.split)
+    return Plan(
+        split=answer.split,
+        gpu0_bsz=answer.split[0],
+        batch_size=batch_size,
+        accumulation_steps=answer.accumulation_steps,
+        effective_batch_size=answer.effective_batch_size,
+        samples_per_s=answer.samples_per_s,
+        even_samples_per_s=answer.even_samples_per_s,
+        ceilings=tuple(ceiling.batch_size for ceiling in answer.ceilings),
+        devices=tuple(_device(request, answer, position) for position in range(len(request.devices))),
+        trials=trials,
+        checks=checks,
+        region=answer.region,
+        fit=answer.fit,
+        effective_batch_sizes=request.effective_batch_sizes,
+        max_batch_size=request.max_batch_size,
+        accumulates=subject.may_accumulate,
+        sample_batch_size=workload.sample_batch_size,
+        ddp=answer.ddp,
+        precision=workload.precision or "none",
+        simulated=request.simulated,
+        batch_dim=workload.batch_dim,
+        loss_reduction=workload.loss_reduction,
+        machine=subject.machine,
+        workload=subject.described,
+        request=subject.asked,
+        notes=notes,
+        real_steps=real_steps,
+        real_ooms=real_ooms,
+    )
+
+
+def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
+    device, share = request.devices[position], answer.split[position]
+    return PlanDevice(
+        label=device.label,
+        kind=device.kind,
+        index=device.index,
+        name=device.name,
+        memory_bytes=device.capacity_bytes,
+        capacity_bytes=request.capacities_bytes[position],
+        budgeted=device.budgeted,
+        share=share,
+        peak_bytes=answer.peak_bytes[position],
+        busy_s=answer.curves[position](share),
+        ceiling=answer.ceilings[position],
+        uuid=device.uuid,
+        driver=device.driver,
+        memory=answer.memory[position] if answer.memory else None,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- DDP
+
+
+def lone_rank(rank: Ceiling, best: Trial, effective_batch_size: int, options: DdpOptions, least_batch: int) -> DdpPlan:
+    """Return the answer for a single rank: a plain model on one device, which is what the search measured."""
+    assert best.samples_per_s is not None
+    peak_bytes = best.peak_bytes[0]
+    settings = RankSettings(0, rank.device, best.batch_size, best.accumulation_steps, rank, peak_bytes)
+    return DdpPlan(
+        (settings,),
+        best.samples_per_s,
+        effective_batch_size=effective_batch_size,
+        measured=True,
+        options=options,
+        least_batch=least_batch,
+    )
+
+
+def solved_ranks(
+    subject: Subject,
+    ranks: tuple[Ceiling, ...],
+    step_time: StepTime,
+    options: DdpOptions,
+    *,
+    all_reduce_s: float,
+    least_batch: int,
+) -> DdpPlan:
+    """Solve DDP's batch sizes.
+
+    Args:
+        subject: What they are for.
+        ranks: Each device's ceiling as a rank.
+        step_time: The devices' curves, and the optimizer's time.
+        options: For DistributedDataParallel.
+        all_reduce_s: The all-reduce of the gradients alone.
+        least_batch: The fewest samples that a rank can train on.
+
+    Returns:
+        The answer, or why there is none.
+    """
+    why_not = why_no_ranks(subject, ranks, least_batch)
+    if why_not is not None:
+        return DdpPlan((), 0.0, why_not)
+    request = subject.request
+    answer = RankSolver(
+        step_time.curves,
+        tuple(rank.batch_size for rank in ranks),
+        all_reduce_s=all_reduce_s,
+        update_s=step_time.update_s,
+        effective_batch_sizes=request.effective_batch_sizes,
+        max_batch_size=request.largest_batch,
+        adds_up=step_time.adds_up,
+        least_batch=least_batch,
+        accumulates=subject.may_accumulate,
+        tells_apart=LEAST_DIFFERENCE if request.simulated else LEAST_MEASURED_DIFFERENCE,
+    ).answer()
+    if answer is None:
+        return DdpPlan((), 0.0, _why_no_answer(subject, ranks, least_batch))
+    settings = tuple(
+        RankSettings(
+            rank=index,
+            device=ceiling.device,
+            batch_size=samples,
+            accumulation_steps=answer.accumulation_steps,
+            ceiling=ceiling,
+            # The line is laid near the ceiling: below, another moment of the step may be the fullest, but no fuller.
+            peak_bytes=max(0, min(ceiling.peak_bytes, ceiling.fixed_bytes + ceiling.bytes_per_sample * samples)),
+        )
+        for index, (ceiling, samples) in enumerate(zip(ranks, answer.batch_sizes, strict=True))
+    )
+    return DdpPlan(
+        settings,
+        answer.samples_per_s,
+        effective_batch_size=answer.effective_batch_size,
+        options=options,
+        least_batch=least_batch,
+    )
+
+
+def measured_ranks(
+    ceilings: tuple[Ceiling, ...], best: Trial, effective_batch_size: int, options: DdpOptions, least_batch: int
+) -> DdpPlan:
+    """Return the answer that all ranks ran together.
+
+    Args:
+        ceilings: Of each rank.
+        best: The trial.
+        effective_batch_size: Samples of its optimizer step.
+        options: What DistributedDataParallel was given.
+        least_batch: The fewest samples that a rank can train on.
+    """
+    assert best.samples_per_s is not None
+    settings = tuple(
+        RankSettings(rank, ceiling.device, share, best.accumulation_steps, ceiling, peak_bytes)
+        for rank, (ceiling, share, peak_bytes) in enumerate(zip(ceilings, best.split, best.peak_bytes, strict=True))
+    )
+    return DdpPlan(
+        settings,
+        best.samples_per_s,
+        effective_batch_size=effective_batch_size,
+        measured=True,
+        options=options,
+        least_batch=least_batch,
+    )
+
+
+def why_no_ranks(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int) -> str | None:
+    """Say why a workload can't be trained by these ranks; None where it can."""
+    if subject.workload.loss_scope == "batch" and len(subject.request.devices) > 1:
+        return (
+            "loss_scope='batch': a DDP rank's loss would see its own samples alone; gather the ranks' embeddings in "
+            "the loss, and give the ranks' batches yourself"
+        )
+    small = [rank.device for rank in ranks if rank.batch_size < least_batch]
+    if small:
+        return f"{', '.join(small)} can't hold a DDP rank: parameters, gradients and optimizer state"
+    return None
+
+
+def _why_no_answer(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int) -> str:
+    effective, held = subject.request.least_effective, sum(rank.batch_size for rank in ranks)
+    if not subject.may_accumulate and held < effective:
+        return f"the ranks hold {held} samples together, fewer than the {effective} of a step that can't be accumulated"
+    needed = f"{len(ranks)} ranks need a batch of at least {len(ranks) * least_batch} samples"
+    if least_batch > 1:
+        needed += f", and in the shorter last forward each none or {least_batch} (BatchNorm)"
+    return f"{needed}; ask for more by effective_batch_size or max_batch_size"
+
+
+def residuals_of(solver: Solver, step_time: StepTime, trials: Sequence[Trial]) -> tuple[Residual, ...]:
+    """Hold a fitted model against every trial that ran.
+
+    Args:
+        solver: Tells each trial's micro-steps.
+        step_time: Fitted to the trials.
+        trials: In order; failed ones are left out.
+    """
+    residuals = []
+    for trial in trials:
+        if trial.samples_per_s is not None:
+            splits = solver.splits_of(configuration_of(trial), trial.split)
+            measured_s = sum(map(sum, splits)) / trial.samples_per_s
+            residuals.append(Residual(trial.split, trial.accumulation_steps, measured_s, step_time.seconds(splits)))
+    return tuple(residuals)
+
+
+def rank_answer(ddp: DdpPlan, fit: Fit) -> Answer:
+    """Return DDP's answer as the plan's own: its split holds the ranks' batch sizes."""
+    assert ddp.ranks, ddp
+    return Answer(
+        split=tuple(rank.batch_size for rank in ddp.ranks),
+        accumulation_steps=ddp.ranks[0].accumulation_steps,
+        effective_batch_size=ddp.effective_batch_size,
+        samples_per_s=ddp.samples_per_s,
+        peak_bytes=tuple(rank.peak_bytes for rank in ddp.ranks),
+        ceilings=tuple(rank.ceiling for rank in ddp.ranks),
+        curves=fit.step_time.curves,
+        ddp=ddp,
+        fit=fit,
+    )

@@ -1,0 +1,505 @@
+"""Which cards to rent: the same workload tuned on one machine after the other, side by side with what each costs."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from autosplit.devices.device import Device, parse_devices
+from autosplit.errors import DeviceError, InputError, one_line, shown
+from autosplit.measure.request import checked_request
+from autosplit.plan.plan import Plan
+from autosplit.sizes import rate_text
+from autosplit.tuning.prediction_errors import MeasuredError, error_sentences, measured_errors
+from autosplit.tuning.progress import Progress
+
+if TYPE_CHECKING:
+    from autosplit.oom import DoesNotFitError
+
+__all__ = [
+    "AskedMachine",
+    "ComparedMachine",
+    "Comparison",
+    "ComparisonInterrupted",
+    "Misfit",
+    "asked_machines",
+    "compare",
+    "compared",
+]
+
+SCHEMA_VERSION = 1
+"""Of a comparison's JSON."""
+
+LARGEST_PRICE = 1e15
+"""Of an hour, in whatever money: more is a typing error."""
+
+_CHECKED = (
+    "strategy",
+    "effective_batch_size",
+    "max_batch_size",
+    "reserve",
+    "n_trials",
+    "time_limit_s",
+    "storage",
+    "sampler",
+    "profile",
+    "name",
+    "seed",
+)
+"""Keywords of `tune` that are refused before anything runs, where they can't be used."""
+
+
+# ------------------------------------------------------------------------------------------------------- values
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Why a workload does not fit a machine.
+
+    Attributes:
+        reason: A sentence.
+        device: The device that is too small, as ``"sim:0"``; None where it is no single one.
+        needed_bytes: What the smallest step needs there; 0 where that is not known.
+        capacity_bytes: What the device may hold; 0 where that is not known.
+    """
+
+    reason: str
+    device: str | None
+    needed_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True)
+class ComparedMachine:
+    """A machine with its plan and its price.
+
+    Attributes:
+        devices: Its device spec, as it was given.
+        plan: The plan; None where the workload does not fit.
+        misfit: Why it does not; None where it does.
+        predicted: The samples/s are computed and not measured: its cards are not here, or DDP was solved.
+        price_per_hour: Money for an hour, in whatever currency it was given; None where it was not.
+    """
+
+    devices: str
+    plan: Plan | None
+    misfit: Misfit | None
+    predicted: bool
+    price_per_hour: float | None = None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """The plan's throughput; None where there is no plan."""
+        return None if self.plan is None else self.plan.samples_per_s
+
+    @property
+    def cost_per_million_samples(self) -> float | None:
+        """What training on a million samples costs; None without a price or a plan."""
+        if self.plan is None or self.price_per_hour is None:
+            return None
+        return _cost_per_million(self.price_per_hour, self.plan.samples_per_s)
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What the plan leaves free on the device on which it leaves the least; None where there is no plan."""
+        return None if self.plan is None else min(_headrooms(self.plan))
+
+    @property
+    def headroom_device(self) -> str | None:
+        """That device, as ``"sim:0"``."""
+        if self.plan is None:
+            return None
+        headrooms = _headrooms(self.plan)
+        return self.plan.devices[headrooms.index(min(headrooms))].label
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, for JSON."""
+        plan = self.plan
+        names = ("split", "gpu0_bsz", "batch_size", "accumulation_steps", "effective_batch_size", "precision")
+        return {
+            "devices": self.devices,
+            "plan": None if plan is None else {name: _plain(getattr(plan, name)) for name in names},
+            "misfit": None if self.misfit is None else asdict(self.misfit),
+            "predicted": self.predicted,
+            "complete": plan is None or plan.complete,
+            "samples_per_s": self.samples_per_s,
+            "ddp_samples_per_s": plan.ddp.samples_per_s if plan is not None and plan.ddp.ranks else None,
+            "headroom_bytes": self.headroom_bytes,
+            "headroom_device": self.headroom_device,
+            "price_per_hour": self.price_per_hour,
+            "cost_per_million_samples": self.cost_per_million_samples,
+        }
+
+    def __str__(self) -> str:
+        """Return it in one line."""
+        how = "predicted" if self.predicted else "measured"
+        if self.plan is None:
+            return f"{self.devices}: {self.misfit.reason if self.misfit else 'no plan'} ({how})"
+        cost = self.cost_per_million_samples
+        costs = "" if cost is None else f", {cost:.4g} for a million samples"
+        return f"{self.devices}: split {self.plan.split}, {rate_text(self.plan.samples_per_s)}{costs} ({how})"
+
+
+def _cost_per_million(price_per_hour: float, samples_per_s: float) -> float:
+    return price_per_hour / 3600 * (1e6 / samples_per_s)
+
+
+def _headrooms(plan: Plan) -> list[int]:
+    return [device.capacity_bytes - device.peak_bytes for device in plan.devices]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Machines side by side.
+
+    Attributes:
+        machines: The best first: by cost where there are prices, machines without one after those with one; otherwise
+            by samples/s. Those that the workload does not fit come last.
+        errors: How far predictions were off where the project measured it; empty where nothing here is simulated.
+        notes: What is to be said, a sentence each.
+        not_compared: Machines that were left out because of Ctrl-C.
+    """
+
+    machines: tuple[ComparedMachine, ...]
+    errors: tuple[MeasuredError, ...] = ()
+    notes: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> ComparedMachine | None:
+        """The first, if the workload fits it."""
+        return next((machine for machine in self.machines if machine.plan is not None), None)
+
+    @property
+    def sorted_by(self) -> str:
+        """``"cost_per_million_samples"`` or ``"samples_per_s"``."""
+        priced = any(machine.price_per_hour is not None for machine in self.machines)
+        return "cost_per_million_samples" if priced else "samples_per_s"
+
+    @property
+    def complete(self) -> bool:
+        """Whether every machine was tuned for to the end."""
+        return not self.not_compared and all(one.plan is None or one.plan.complete for one in self.machines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain dicts, lists, numbers and strings: what ``autosplit compare --json`` prints."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "sorted_by": self.sorted_by,
+            "complete": self.complete,
+            "machines": [machine.to_dict() for machine in self.machines],
+            "not_compared": list(self.not_compared),
+            "errors": [asdict(error) for error in self.errors],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        """Return a line for each machine, and the notes."""
+        return "\n".join([*map(str, self.machines), *self.notes])
+
+
+class ComparisonInterrupted(KeyboardInterrupt):
+    """Ctrl-C while comparing.
+
+    Attributes:
+        comparison: The machines that were done; None where there was none.
+    """
+
+    def __init__(self, comparison: Comparison | None) -> None:
+        super().__init__(comparison)
+        self.comparison = comparison
+
+    def __str__(self) -> str:
+        """Say what happened."""
+        return "comparing was interrupted"
+
+
+# ---------------------------------------------------------------------------------------------------- what is asked
+
+
+@dataclass(frozen=True)
+class AskedMachine:
+    """A machine to compare.
+
+    Attributes:
+        name: As it was given, or the devices' labels where it was no text.
+        spec: For `tune`.
+        devices: What it names.
+        price_per_hour: None where none was given.
+    """
+
+    name: str
+    spec: Any
+    devices: tuple[Device, ...]
+    price_per_hour: float | None = None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its cards are not here."""
+        return self.devices[0].kind == "sim"
+
+
+def asked_machines(
+    devices: Iterable[Any],
+    prices: Mapping[str, float] | Iterable[tuple[str, float]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[AskedMachine, ...]:
+    """Check what is to be compared, before anything runs.
+
+    Args:
+        devices: A device spec for each machine.
+        prices: For an hour of a machine, by its spec, with or without ``sim:`` in front.
+        options: Keywords of `tune`.
+
+    Raises:
+        DeviceError: A spec that can't be read.
+        InputError: No machine, one twice, a price without a machine, twice or not a price; or an option that `tune`
+            would refuse.
+    """
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise InputError(
+            f"devices is {shown(devices)}; expected a list with a spec for each machine; write it as "
+            "devices=['sim:2xL4', 'sim:A100-40GB'], or tune for one machine"
+        )
+    checked = {name: value for name, value in (options or {}).items() if name in _CHECKED}
+    machines: list[AskedMachine] = []
+    for spec in devices:
+        found = checked_request(devices=spec, **checked).devices
+        machine = AskedMachine(_name_of(spec, found), spec, found)
+        twin = next((one for one in machines if _identity(one.devices) == _identity(found)), None)
+        if twin is not None:
+            raise InputError(
+                f"devices {shown(machine.name)} and {shown(twin.name)} are the same machine; expected each once; "
+                "leave one out"
+            )
+        machines.append(machine)
+    if not machines:
+        raise InputError(
+            "no devices to compare; expected a spec for each machine; name them as in --devices sim:2xL4 "
+            "--devices sim:A100-40GB"
+        )
+    return _with_prices(machines, prices)
+
+
+def _name_of(spec: Any, devices: tuple[Device, ...]) -> str:
+    return " ".join(spec.split()) if isinstance(spec, str) else ", ".join(device.label for device in devices)
+
+
+def _identity(devices: Sequence[Device]) -> tuple[Any, ...]:
+    """Return what makes two specs the same machine: ``sim:L4+L4`` is ``sim:2xL4``; free memory counts for nothing."""
+    return tuple((d.kind, d.index, d.name, d.capacity_bytes if d.budgeted else None) for d in devices)
+
+
+def _with_prices(
+    machines: Sequence[AskedMachine], prices: Mapping[str, float] | Iterable[tuple[str, float]] | None
+) -> tuple[AskedMachine, ...]:
+    pairs = list(prices.items() if isinstance(prices, Mapping) else prices or ())
+    found = list(machines)
+    for name, value in pairs:
+        place = _place_of(name, machines)
+        price = _price(name, value)
+        known = found[place].price_per_hour
+        if known is not None:
+            raise InputError(
+                f"prices {known:g} and {price:g} are both for {found[place].name}; expected one; leave the other out"
+            )
+        found[place] = replace(found[place], price_per_hour=price)
+    return tuple(found)
+
+
+def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
+    """Return which machine a price is for."""
+    if isinstance(name, str):
+        plain = name.strip()
+        wanted: tuple[object, ...] = ()
+        for spec in (f"sim:{plain}", plain):
+            with suppress(DeviceError):
+                wanted = wanted or _identity(parse_devices(spec))
+        for place, machine in enumerate(machines):
+            if machine.name == plain or _identity(machine.devices) == wanted:
+                return place
+    named = ", ".join(repr(machine.name) for machine in machines)
+    raise InputError(
+        f"price for {shown(name)}: no such machine is compared; expected one of {named}; name one of these, or add "
+        "the machine to devices"
+    )
+
+
+def _price(name: str, value: object) -> float:
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            price = float(value)
+        except OverflowError:
+            price = math.inf
+        if 0 <= price <= LARGEST_PRICE:
+            return price
+    raise InputError(
+        f"price {shown(value)} for {shown(name)}: expected money for an hour, a number from 0 to {LARGEST_PRICE:g} "
+        "without a currency; correct it, or leave it out"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- compare
+
+
+def compare(
+    model_or_workload: Any,
+    sample_batch: Any = None,
+    *,
+    devices: Iterable[Any],
+    prices: Mapping[str, float] | None = None,
+    time_limit_s: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Tune a workload for one machine after the other, and set the plans side by side.
+
+    Each plan is remembered in its profile as `tune`'s are, so that a second comparison is answered at once, and
+    `tune` with one of the devices returns the whole plan.
+
+    Args:
+        model_or_workload: As for `tune`.
+        sample_batch: As for `tune`.
+        devices: A device spec for each machine: ``["sim:2xL4", "sim:A100-40GB", "cuda"]``. Simulated ones are
+            predicted, real ones measured.
+        prices: For an hour of a machine, in one currency, by its spec, with or without ``sim:`` in front:
+            ``{"2xL4": 1.2}``.
+        time_limit_s: For all of them together; each has its part of what is left.
+        progress: Called with a `Progress` now and then.
+        options: Any other keyword of `tune`.
+
+    Returns:
+        The machines, sorted; those that the workload does not fit say why.
+
+    Raises:
+        InputError: An argument that can't be used; see `tune`, too.
+        UserCodeError: The workload's own code raised on its own sample.
+        ComparisonInterrupted: Ctrl-C; it carries the machines that were done.
+    """
+    from autosplit.tuning import tune as tuning
+
+    machines = asked_machines(devices, prices, {**options, "time_limit_s": time_limit_s})
+
+    def tune_one(spec: Any, timed: Mapping[str, Any]) -> Plan:
+        return tuning.tune(model_or_workload, sample_batch, devices=spec, **options, **timed)
+
+    return compared(machines, tune_one, time_limit_s=time_limit_s, progress=progress)
+
+
+def compared(
+    machines: Sequence[AskedMachine],
+    tune_one: Callable[[Any, Mapping[str, Any]], Plan],
+    *,
+    time_limit_s: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Comparison:
+    """Tune for one machine after the other.
+
+    Args:
+        machines: From `asked_machines`.
+        tune_one: Tunes for the devices of a spec, with `tune`'s keywords that concern its time and its progress.
+        time_limit_s: For all of them together; None for no limit.
+        progress: Told how far all of it is.
+
+    Raises:
+        ComparisonInterrupted: Ctrl-C; it carries the machines that were done.
+    """
+    from autosplit.oom import DoesNotFitError
+
+    ends_s = None if time_limit_s is None else time.monotonic() + time_limit_s
+    done: list[ComparedMachine] = []
+    for number, machine in enumerate(machines):
+        timed: dict[str, Any] = {"progress": _part_of(progress, number, machines)}
+        if ends_s is not None:
+            timed["time_limit_s"] = max(1e-3, (ends_s - time.monotonic()) / (len(machines) - number))
+        try:
+            done.append(_planned(machine, tune_one(machine.spec, timed)))
+        except DoesNotFitError as error:
+            done.append(_unfit(machine, error))
+        except KeyboardInterrupt as interrupt:
+            best: Plan | None = getattr(interrupt, "plan", None)
+            if best is not None:
+                # Whole for the precisions that were tuned for before, as it may be, it is not what was asked for.
+                done.append(_planned(machine, replace(best, complete=False)))
+            left = [one.name for one in machines[len(done) :]]
+            raise ComparisonInterrupted(_comparison(done, machines, left) if done else None) from None
+    return _comparison(done, machines, [])
+
+
+def _part_of(
+    progress: Callable[[Progress], None] | None, number: int, machines: Sequence[AskedMachine]
+) -> Callable[[Progress], None] | None:
+    """Report the tuning for one machine as its part of the whole."""
+    if progress is None:
+        return None
+
+    def tell(part: Progress) -> None:
+        message = f"{machines[number].name}: {part.message}"
+        progress(replace(part, message=message, fraction=(number + part.fraction) / len(machines)))
+
+    return tell
+
+
+def _planned(machine: AskedMachine, plan: Plan) -> ComparedMachine:
+    solved = plan.region is None and len(plan.devices) > 1 and not plan.ddp.measured
+    return ComparedMachine(machine.name, plan, None, plan.simulated or solved, machine.price_per_hour)
+
+
+def _unfit(machine: AskedMachine, error: DoesNotFitError) -> ComparedMachine:
+    reason = " ".join(str(error).split()) or one_line(error)
+    misfit = Misfit(reason, error.device, error.requested_bytes, error.capacity_bytes)
+    return ComparedMachine(machine.name, None, misfit, machine.simulated, machine.price_per_hour)
+
+
+def _comparison(done: Sequence[ComparedMachine], asked: Sequence[AskedMachine], left: Sequence[str]) -> Comparison:
+    simulated = [one for one in asked if one.simulated and one.name not in left]
+    errors = measured_errors() if simulated else ()
+    several = any(len(one.devices) > 1 for one in simulated)
+    said = error_sentences(errors, several_devices=several) if simulated else ()
+    return Comparison(tuple(sorted(done, key=_rank)), errors, (*said, *_remarks(done)), tuple(left))
+
+
+def _rank(machine: ComparedMachine) -> tuple[bool, bool, float, float]:
+    """Return what machines are sorted by: those that fit, of these those with a cost by it, then by samples/s."""
+    cost = machine.cost_per_million_samples
+    return machine.plan is None, cost is None, cost or 0.0, -(machine.samples_per_s or 0.0)
+
+
+def _by_ddp(machine: ComparedMachine) -> str:
+    """Name a machine with what DDP would give and cost there."""
+    assert machine.plan is not None, "it is asked of plans"
+    rate = machine.plan.ddp.samples_per_s
+    said = rate_text(rate)
+    if machine.price_per_hour is not None:
+        said += f", {_cost_per_million(machine.price_per_hour, rate):.3g} for a million"
+    return f"{machine.devices} ({said})"
+
+
+def _remarks(machines: Sequence[ComparedMachine]) -> tuple[str, ...]:
+    """Say where the plans are not quite alike, or not the fastest way to train."""
+    plans = [(machine.devices, machine.plan) for machine in machines if machine.plan is not None]
+    said = []
+    if len({plan.effective_batch_size for _, plan in plans}) > 1:
+        said.append(
+            "each machine has the optimizer step that suits it; --effective-batch-size N (effective_batch_size=N) "
+            "makes them train alike"
+        )
+    faster = [_by_ddp(machine) for machine in machines if machine.plan is not None and machine.plan.fastest == "ddp"]
+    if faster:
+        said.append(
+            f"DDP is predicted to be faster on {', '.join(faster)}, by which nothing is sorted here; --strategy ddp "
+            "(strategy='ddp') compares by it"
+        )
+    interrupted = [name for name, plan in plans if not plan.complete]
+    if interrupted:
+        said.append(f"the search for {', '.join(interrupted)} was interrupted: that is the best so far")
+    return tuple(said)

@@ -1,0 +1,311 @@
+"""The examination of a machine: what autosplit stands on here, whether it works, how fast it is, and what to mend.
+
+versions      torch, its CUDA, the driver, NVML
+cards         architecture, memory, who else is on it, rates beside the catalogue's
+copies        between every two cards: do they arrive, and how fast
+collective    the back end that ranks of a job meet by, and its rate
+model         a small one, tuned, then trained by the plan: predicted beside measured
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.accelerators import backend, is_accelerator
+from autosplit.ddp.rank_meeting import met
+from autosplit.devices import measured_rates as rates
+from autosplit.devices.device import Device, _nvml, first_line, parse_devices
+from autosplit.devices.examination import Card, Copy, Examination, Problem, Training, row_of
+from autosplit.devices.inventory import DeviceReport, survey_devices
+from autosplit.devices.peer_copy_check import check_links
+from autosplit.errors import AutosplitError, DeviceError
+from autosplit.sizes import size_text
+from autosplit.tuning.tune import tune
+
+__all__ = ["examine"]
+
+WITHOUT_GPU = "cpu:256MiB"
+"""The device of a machine that has no accelerator: its budget is counted to the byte, so the memory can be compared."""
+
+SLOW_PRODUCTS, SLOW_MEMORY = 0.2, 0.5
+"""Of the catalogue's figures: a card that reaches less is named.
+
+On the eight cards of NeuSight's measurements, float32 products reach 0.28 (L4, held back by its power) to 0.89 of the
+datasheet, and elementwise operations 0.74 to 0.89 of the memory's rate (medians of large kernels).
+"""
+
+OFF = 0.25
+"""A prediction that is off by more than this is named."""
+
+_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+_COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
+
+
+def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda _text: None) -> Examination:
+    """Examine this machine.
+
+    Args:
+        devices: A device spec. Default: every accelerator; without any, the processor with a budget of 256 MiB.
+        tell: Called with what is looked at next.
+
+    Returns:
+        What was found; what fails is among its problems.
+
+    Raises:
+        DeviceError: The spec can't be read, or is for simulated cards.
+    """
+    began_s = time.perf_counter()
+    problems: list[Problem] = []
+    reports, notes = survey_devices()
+    for report in reports:
+        problems += _problems_of(report)
+    found = _devices_for(devices, problems)
+    nvml, why_no_nvml = _nvml() if found[0].kind == "cuda" else (None, "")
+    if why_no_nvml:
+        problems.append(Problem(*_halves(why_no_nvml, "install nvidia-ml-py, and the cards' driver")))
+    places = [torch.device(one.kind, one.index) if is_accelerator(one.kind) else torch.device("cpu") for one in found]
+    cards = []
+    for device, place in zip(found, places, strict=True):
+        tell(f"{device.label}: products, memory, launches")
+        surveyed = next((one for one in reports if (one.kind, one.logical_index) == (device.kind, device.index)), None)
+        cards.append(_card_of(device, place, surveyed, nvml))
+        problems += _problems_of_rates(cards[-1])
+    tell("copies between the devices")
+    copies = [_copy_of(*pair, problems) for pair in permutations(dict.fromkeys(places), 2)]
+    collective = None
+    if len(set(places)) > 1:
+        tell("the ranks of a job")
+        collective = met(places)
+        if collective.failure is not None:
+            what = f"ranks do not meet by {collective.backend}: {collective.failure}"
+            problems.append(Problem(what, collective.cure))
+    tell("a small model")
+    training = _trained(found, problems)
+    return Examination(
+        str(torch.__version__),
+        torch.version.cuda,
+        found[0].driver,
+        found[0].kind,
+        tuple(cards),
+        tuple(copies),
+        collective,
+        training,
+        tuple(problems),
+        tuple(note for note in notes if note != why_no_nvml),
+        time.perf_counter() - began_s,
+    )
+
+
+def _devices_for(spec: str | None, problems: list[Problem]) -> tuple[Device, ...]:
+    try:
+        found = parse_devices(spec)
+    except DeviceError as error:
+        if spec is not None:
+            raise
+        problems.append(Problem(*_halves(str(error), "see the message")))
+        found = parse_devices(WITHOUT_GPU)
+    if spec is None and found[0].kind == "cpu" and not found[0].budgeted:
+        found = parse_devices(WITHOUT_GPU)
+    if found[0].kind == "sim":
+        raise DeviceError(f"devices are {spec!r}, simulated cards; expected some of this machine; leave them out")
+    return found
+
+
+def _halves(text: str, cure: str) -> tuple[str, str]:
+    """A message as what is wrong and what to do, which our own part by a semicolon."""
+    problem, semicolon, rest = text.rpartition("; ")
+    return (problem, rest) if semicolon else (text, cure)
+
+
+def _problems_of(report: DeviceReport) -> list[Problem]:
+    """What the survey says of a card, as far as it has a cure."""
+    if not report.visible:
+        return []
+    name = f"{report.kind}:{report.logical_index}"
+    found = [Problem(*_halves(f"{name}: {note}", "")) for note in report.notes if "; " in note]
+    total, others = report.total_bytes, report.used_by_others_bytes
+    if total and others and others > total / 20:
+        what = f"{name}: other processes hold {size_text(others)} of {size_text(total)}"
+        found.append(Problem(what, "end them (nvidia-smi lists them) before you tune, or choose another card"))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ cards
+
+
+def _card_of(device: Device, place: torch.device, report: DeviceReport | None, nvml: Any) -> Card:
+    largest_bytes = min(device.capacity_bytes // 4, 2**30)
+    on_card = torch.accelerator.device_index(place.index) if is_accelerator(place.type) else nullcontext()
+    with on_card:
+        flops = {name: rates.matmul_flops(place, dtype, largest_bytes=largest_bytes) for name, dtype in _DTYPES.items()}
+        memory = rates.memory_bytes_per_s(place, largest_bytes=largest_bytes)
+        launch_s = rates.launch_s(place)
+    row = row_of(device.name)
+    tflops = {name: one / 1e12 for name, one in flops.items() if one is not None}
+    total = report.total_bytes if report is not None and report.total_bytes else device.capacity_bytes
+    return Card(
+        device=device.label,
+        name=device.name,
+        memory_bytes=total,
+        free_bytes=None if report is None else report.free_bytes,
+        used_by_others_bytes=None if report is None else report.used_by_others_bytes,
+        compute_capability=_capability_of(place),
+        compute_mode=_compute_mode(nvml, device.uuid),
+        catalogue=None if row is None else row.name,
+        tflops=tflops,
+        tflops_of_catalogue={
+            name: 1e12 * one / row.peak_flops[name] for name, one in tflops.items() if row and name in row.peak_flops
+        },
+        memory_gb_per_s=memory / 1e9,
+        memory_of_catalogue=None if row is None else memory / row.memory_bytes_per_s,
+        launch_s=launch_s,
+    )
+
+
+def _capability_of(place: torch.device) -> str | None:
+    if place.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(place)
+    return f"{major}.{minor}"
+
+
+def _compute_mode(nvml: Any, uuid: str | None) -> str | None:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        return _COMPUTE_MODES.get(int(nvml.nvmlDeviceGetComputeMode(handle)))
+    except Exception:  # noqa: BLE001 (whatever NVML can't tell stays unknown)
+        return None
+
+
+def _problems_of_rates(card: Card) -> list[Problem]:
+    found = []
+    cool = "look at its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE), and at who else computes on it"
+    product = card.tflops_of_catalogue.get("float16")
+    if product is not None and product < SLOW_PRODUCTS:
+        what = f"{card.device} reaches {product:.0%} of the catalogue's rate for float16 products"
+        found.append(Problem(what, cool))
+    if card.memory_of_catalogue is not None and card.memory_of_catalogue < SLOW_MEMORY:
+        what = f"{card.device} reaches {card.memory_of_catalogue:.0%} of the catalogue's rate for its memory"
+        found.append(Problem(what, cool))
+    if card.compute_mode in {"exclusive process", "prohibited"}:
+        mode = f"{card.device} is in compute mode {card.compute_mode}: one process at a time may use it"
+        cure = "tune with --no-isolate, or have it set back (nvidia-smi -c DEFAULT)"
+        found.append(Problem(mode, cure))
+    return found
+
+
+def _copy_of(source: torch.device, destination: torch.device, problems: list[Problem]) -> Copy:
+    try:
+        check_links((source, destination))
+    except DeviceError as error:
+        arrives = False
+        problems.append(Problem(*_halves(str(error), "")))
+    else:
+        arrives = True
+    rate = rates.copy_bytes_per_s(source, destination) / 1e9
+    return Copy(str(source), str(destination), arrives=arrives, gb_per_s=rate)
+
+
+# --------------------------------------------------------------------------------------------------------- training
+
+_FEATURES, _CLASSES = 256, 16
+_EFFECTIVE = 512
+_STEPS = 8
+
+
+def _small_model() -> nn.Module:
+    hidden = 4 * _FEATURES
+    layers = (
+        nn.Linear(_FEATURES, hidden),
+        nn.GELU(),
+        nn.Linear(hidden, hidden),
+        nn.GELU(),
+        nn.Linear(hidden, _CLASSES),
+    )
+    return nn.Sequential(*layers)
+
+
+def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | None:
+    began_s = time.perf_counter()
+    batch = torch.randn(64, _FEATURES), torch.randint(_CLASSES, (64,))
+    try:
+        plan = tune(
+            _small_model(),
+            batch,
+            loss_fn=nn.functional.cross_entropy,
+            optimizer=torch.optim.AdamW,
+            devices=tuple(devices),
+            strategy="balanced",
+            effective_batch_size=_EFFECTIVE,
+            n_trials=4,
+            time_limit_s=20,
+            profile="off",
+        )
+        took_s = time.perf_counter() - began_s
+        measured_s, peaks = _by_the_plan(plan)
+    except (AutosplitError, RuntimeError) as error:
+        problems.append(
+            Problem(
+                f"a small model is not tuned here: {first_line(error)}",
+                "mend that, or report it with what doctor prints",
+            )
+        )
+        return None
+    found = Training(
+        devices=",".join(device.label for device in devices),
+        split=plan.split,
+        accumulation_steps=plan.accumulation_steps,
+        predicted_samples_per_s=plan.samples_per_s,
+        measured_samples_per_s=plan.effective_batch_size / measured_s,
+        predicted_bytes=tuple(device.peak_bytes for device in plan.devices),
+        measured_bytes=peaks,
+        took_s=took_s,
+    )
+    if abs(found.measured_samples_per_s / found.predicted_samples_per_s - 1) > OFF:
+        what = (
+            f"a small model trains at {found.measured_samples_per_s:.0f} samples/s, and its plan says "
+            f"{found.predicted_samples_per_s:.0f}"
+        )
+        problems.append(Problem(what, "see whether the machine is busy, and examine it again"))
+    return found
+
+
+def _by_the_plan(plan: Any) -> tuple[float, tuple[int, ...]]:
+    """Train by a plan as a user does, and return an optimizer step's time and each device's peak."""
+    model = plan.wrap(_small_model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    count = plan.effective_batch_size
+    features, classes = torch.randn(count, _FEATURES), torch.randint(_CLASSES, (count,))
+    batches = [(features[indices], classes[indices]) for indices in plan.batch_sampler(count)]
+    places = [device for device in model.devices if is_accelerator(device.type)]
+    budgeted = all(device.budgeted for device in plan.devices)
+
+    def epoch() -> float:
+        began_s = time.perf_counter()
+        for step in plan.steps(batches):
+            for inputs, targets in step:
+                step.backward(nn.functional.cross_entropy(model(inputs), targets.to(model.output_device)))
+            optimizer.step()
+            optimizer.zero_grad()
+        for place in places:
+            rates.synchronize(place)
+        return time.perf_counter() - began_s
+
+    with plan.budgets() if budgeted else nullcontext() as tracker:
+        epoch()  # the optimizer's state appears, kernels are chosen
+        for place in places:  # as the plan's own peaks were measured: what the allocator reserves for a steady step
+            backend(place.type).empty_cache()
+            backend(place.type).reset_peak_memory_stats(place)
+        epoch()
+        peaks = tuple(backend(place.type).max_memory_reserved(place) for place in places)
+        if tracker is not None:
+            peaks = tuple(tracker.peak_bytes)
+    seconds = min(epoch() for _ in range(_STEPS))
+    return seconds, peaks

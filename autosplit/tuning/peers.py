@@ -1,0 +1,311 @@
+"""The ranks agree: what one of them can't do, none of them goes on with.
+
+each rank   runs its part | tells all: done, or why not | all go on, or all raise
+
+They talk over a group of their own, so that a step that hangs or breaks off can't get in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from torch import distributed as dist
+
+from autosplit.ddp.failure import GRACE_S, Watch
+from autosplit.errors import AutosplitError, RankFailedError, from_user_code, one_line
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.runtime.trainee import ran_a_step
+
+__all__ = ["Failure", "Interrupts", "Peers", "has_waited"]
+
+T = TypeVar("T")
+
+SAME_KEYPRESS_S = 1.0
+"""Torchrun passes on the Ctrl-C that its processes have met already: signals so near are one."""
+
+
+_WAITED = re.compile(r"gloo|NCCL|[Tt]imed out waiting|Connection (?:closed|reset)")
+"""What torch says where the other end of a collective is not there (gloo transport/tcp/*.cc, ProcessGroupNCCL.cpp)."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank could not do its part.
+
+    Attributes:
+        rank: Which.
+        message: What it raised, on one line.
+        exit_code: What the command line exits with for it.
+        frames: The user's own frames, where it was the user's code.
+        lacks_memory: It ran out of memory, and a smaller part may do.
+        waited: It waited in vain for another rank, whose failure is the cause.
+    """
+
+    rank: int
+    message: str
+    exit_code: int
+    frames: tuple[str, ...] = ()
+    lacks_memory: bool = False
+    waited: bool = False
+
+    def as_error(self) -> AutosplitError:
+        """Return what other ranks raise for it; what does not fit stays that, since another precision may."""
+        message = f"rank {self.rank} failed: {self.message}"
+        if self.exit_code == DoesNotFitError.exit_code:
+            return DoesNotFitError(message)
+        return RankFailedError(
+            message, rank=self.rank, cause=self.message, exit_code=self.exit_code, frames=self.frames
+        )
+
+
+@dataclass(frozen=True)
+class _Told(Generic[T]):
+    """What a rank tells the others."""
+
+    value: T | None
+    failure: Failure | None
+    interrupted: bool
+
+
+class Interrupts:
+    """Ctrl-C while ranks talk: it is noted, and told to all at the next agreement, since no rank may leave alone.
+
+    Attributes:
+        came: One came.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._at_s = 0.0
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note Ctrl-C for as long as the context lasts; a second one, later than `SAME_KEYPRESS_S`, is raised."""
+        ours = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGINT) if ours else None
+        if not callable(before):  # another thread, or whoever started this process wants none
+            yield
+            return
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _note(self, _number: int, _frame: object) -> None:
+        now_s = time.monotonic()
+        if self.came and now_s - self._at_s > SAME_KEYPRESS_S:
+            raise KeyboardInterrupt
+        self.came, self._at_s = True, now_s
+
+
+class _Attempts:
+    """What the ranks run together, one after the other; a rank that can't go on breaks it off for all.
+
+    Whoever waits in a collective of NCCL's hears of nothing, and spins until a watchdog ends its process.
+
+    Args:
+        watch: By which ranks hear of each other meanwhile; without it each waits for its back end's time-out.
+    """
+
+    def __init__(self, watch: Watch | None) -> None:
+        self.was_cut = False
+        self._watch = watch
+        self._number = 0
+        self._missing: set[str] = set()
+        self._cut: Callable[[], None] | None = None
+        self._cutting: threading.Thread | None = None
+        self._lock = threading.Lock()
+        if watch is not None:
+            watch.on_missing = self._heard
+
+    @contextmanager
+    def next(self, cut: Callable[[], None] | None) -> Iterator[None]:
+        """Run one of them.
+
+        Args:
+            cut: Breaks its collectives off; it is called in another thread. Without it, there are none.
+        """
+        with self._lock:
+            self._number += 1
+            self._cut, self._cutting = cut, None
+            self.was_cut = cut is not None and str(self._number) in self._missing
+        try:
+            if self.was_cut:
+                raise RuntimeError("another rank does not come")
+            yield
+        except BaseException:
+            if cut is not None and not self.was_cut and self._watch is not None:
+                self._watch.say_missing(str(self._number))
+                self._begin_cutting()  # of what was begun before it failed, which waits for the others
+            raise
+        finally:
+            with self._lock:
+                self._cut = None
+            if self._cutting is not None:
+                self._cutting.join(GRACE_S)
+
+    def _heard(self, number: str) -> None:
+        with self._lock:
+            self._missing.add(number)  # this rank may come to it only now
+            if number in ("", str(self._number)) and self._cut is not None:
+                self.was_cut = True
+                self._begin_cutting()
+
+    def _begin_cutting(self) -> None:
+        self._cutting = threading.Thread(target=self._cut, name="autosplit-cut", daemon=True)
+        self._cutting.start()
+
+
+class Peers:
+    """The ranks of a job, as one of them sees them.
+
+    Args:
+        rank: Of this process.
+        world_size: The processes of the job.
+        group: A gloo group for plain values.
+        interrupts: Where Ctrl-C is noted.
+        watch: By which a rank hears of the others while it waits for them.
+
+    Attributes:
+        parted: The last that was said is why all leave.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, group: Any, interrupts: Interrupts, watch: Watch | None = None
+    ) -> None:
+        self.parted = False
+        self.rank = rank
+        self.world_size = world_size
+        self.interrupts = interrupts
+        self._group = group
+        self._attempts = _Attempts(watch)
+
+    def gathered(self, value: T) -> list[T]:
+        """Return every rank's value, in the order of the ranks.
+
+        Raises:
+            RuntimeError: A rank has gone.
+        """
+        self.parted = False
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def told(self, value: T) -> T:
+        """Return rank 0's value."""
+        return self.gathered(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def all_run(self, run: Callable[[], T]) -> list[T]:
+        """Run something on every rank.
+
+        Returns:
+            What each of them made of it.
+
+        Raises:
+            Exception: What it raised on this rank.
+            RankFailedError: It raised on another one.
+            KeyboardInterrupt: On all ranks, where Ctrl-C had come on any.
+        """
+        told, own = self._exchanged(run)
+        self._raise_first(told, own)
+        if any(one.interrupted for one in told):
+            self.part()
+            raise KeyboardInterrupt
+        return [one.value for one in told]  # type: ignore[misc]
+
+    def each_run(self, run: Callable[[], T]) -> T:
+        """Run something on every rank, as `all_run`, and return what it made on this one, which stays here."""
+        kept: list[T] = []
+        self.all_run(lambda: kept.append(run()))
+        return kept[0]
+
+    def all_try(self, run: Callable[[], T], *, cut: Callable[[], None] | None = None) -> list[T] | Failure:
+        """Run something on every rank that may lack memory.
+
+        Args:
+            run: What to run.
+            cut: Breaks off the collectives in it, where a rank does not come to them; called in another thread.
+
+        Returns:
+            What each made of it; or the first that ran out of memory, on all ranks.
+
+        Raises:
+            Exception: What else it raised on this rank.
+            RankFailedError: It raised on another one.
+        """
+        told, own = self._exchanged(run, cut)
+        short = next((one.failure for one in told if one.failure is not None and one.failure.lacks_memory), None)
+        if short is not None:
+            return short
+        self._raise_first(told, own)
+        return [one.value for one in told]  # type: ignore[misc]
+
+    def _raise_first(self, told: list[_Told[T]], own: BaseException | None) -> None:
+        """Raise what failed on this rank, or else that it failed on another; whoever only waited is not the cause."""
+        failures = [one.failure for one in told if one.failure is not None]
+        causes = [failure for failure in failures if not failure.waited] or failures
+        if causes:
+            self.part()
+        if own is not None and any(cause.rank == self.rank for cause in causes):
+            raise own
+        if causes:
+            raise causes[0].as_error() from own
+
+    def _exchanged(
+        self, run: Callable[[], T], cut: Callable[[], None] | None = None
+    ) -> tuple[list[_Told[T]], BaseException | None]:
+        value: T | None = None
+        own: BaseException | None = None
+        failure: Failure | None = None
+        try:
+            with self._attempts.next(cut):
+                value = run()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever it is, the others wait to hear of it
+            waited = self._attempts.was_cut or has_waited(error)
+            own = error if waited else _named(error)
+            failure = replace(self.failure(own), waited=waited)
+        return self.gathered(_Told(value, failure, self.interrupts.came)), own
+
+    def part(self) -> None:
+        """Wait until every rank has heard what was said last: all call it before they leave.
+
+        A rank that closes its connections at once may take with it what another has not read yet.
+        """
+        with contextlib.suppress(RuntimeError):  # somebody has heard, and left
+            dist.barrier(group=self._group)
+        self.parted = True
+
+    def failure(self, error: BaseException) -> Failure:
+        """Describe what was raised on this rank for the others."""
+        known = isinstance(error, AutosplitError)
+        return Failure(
+            rank=self.rank,
+            message=" ".join(str(error).split()) if known else one_line(error),
+            exit_code=error.exit_code if isinstance(error, AutosplitError) else 1,
+            frames=getattr(error, "frames", ()) if known else (),
+            lacks_memory=isinstance(error, OutOfMemoryError) and not isinstance(error, DoesNotFitError),
+            waited=has_waited(error),
+        )
+
+
+def has_waited(error: BaseException) -> bool:
+    """Tell whether an error is that of a collective whose other end is not there."""
+    return isinstance(error, RuntimeError) and bool(_WAITED.search(str(error)))
+
+
+def _named(error: BaseException) -> BaseException:
+    """Turn what the workload's own code raised into an error that shows where."""
+    if isinstance(error, AutosplitError):
+        return error
+    if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
+        return from_user_code(error, "the workload")
+    return error

@@ -1,0 +1,330 @@
+"""One rank's part of real DDP steps: first what can be run without the others, then, if all can, the whole.
+
+dry pass   forward, backward, update; nothing is sent | every rank tells: it fits, or it does not
+timed      blocks of whole steps, the gradients meeting in each one's last backward
+
+A rank that fails where the others wait for its gradients breaks that off for all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autosplit.accelerators import backend, is_accelerator
+from autosplit.ddp.failure import cut_off, end_process, group_sockets, open_sockets
+from autosplit.oom import OutOfMemoryError, is_oom
+from autosplit.rng import kept_rng
+from autosplit.runtime.protocol import Measurement, Runtime, StepShape
+from autosplit.runtime.timing import is_enough, median_error
+from autosplit.runtime.trainee import Trainee, training_copy
+from autosplit.tuning.peers import Failure, Peers
+from autosplit.workload.batch import map_tensors
+from autosplit.workload.workload import Workload, modules_of
+
+__all__ = ["RankSteps"]
+
+BLOCK_S = 0.1
+"""Steps are timed in blocks of about so long: what the ranks tell each other between blocks is outside."""
+
+WARMUPS = 3
+"""DDP lays out its buckets anew before its second step, and the third is steady."""
+
+LEAST_TIMEOUT_S = 15.0
+"""A rank waits for so long, and for `TIMEOUT_STEPS` dry passes, for what nobody breaks off: then gloo gives up, and on
+another back end the process of a rank that was told to is ended."""
+
+TIMEOUT_STEPS = 10
+
+BUCKET_BYTES = 25 * 2**20
+"""DDP's default bucket (its `bucket_cap_mb`)."""
+
+LEAST_BUCKET_BYTES = 4
+REDUCES = 6
+"""All-reduces that are timed; the first is not counted."""
+
+
+class RankSteps:
+    """Runs steps of all ranks together, and measures them; every rank calls the same, in the same order.
+
+    Args:
+        workload: What is trained; a copy of it is.
+        runtime: Of this rank's device: it runs the dry pass on a processor, where memory is what the tracker counts.
+        device: This rank's.
+        peers: All ranks.
+        backend: Of the group in which gradients meet.
+        options: For DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        runtime: Runtime,
+        device: torch.device,
+        peers: Peers,
+        *,
+        backend: str,
+        options: dict[str, Any],
+    ) -> None:
+        self.workload, self.runtime, self.device, self.peers = workload, runtime, device, peers
+        self.backend, self.options = backend, options
+        self.steps = self.ooms = 0
+        self._slowest_dry_s = 0.0
+        self._group: Any = None
+        self._sockets: Mapping[int, str] = {}
+        self._last_resort: threading.Timer | None = None
+        self._trainee: Trainee | None = None
+        self._models: Any = None
+
+    def measured(self, sizes: Sequence[int], *, budget_s: float) -> tuple[list[int], Measurement] | Failure:
+        """Run a step of all ranks repeatedly.
+
+        Args:
+            sizes: This rank's samples in each micro-step; without any it runs one that would count for nothing.
+            budget_s: Stop repeating after this long.
+
+        Returns:
+            Every rank's peak in bytes and the time of a step; or the rank that ran out of memory.
+
+        Raises:
+            RankFailedError: What else another rank raised.
+        """
+        run = tuple(max(1, size) for size in sizes)
+        with kept_rng():
+            # On a processor, memory is what the tracker counts, in a step without the wrappers.
+            unfit = None if self.device.type == "cpu" else self._prepared()
+            peaks = unfit or self._try(lambda: self._dry(run))
+            if isinstance(peaks, Failure):
+                return peaks
+            measured = self._prepared() or self._timed(run, budget_s)
+        if isinstance(measured, Failure):
+            return measured
+        later = self.peers.gathered(self._reserved_bytes())
+        return [max(pair) for pair in zip(peaks, later, strict=True)], measured
+
+    def all_reduce_seconds(self, nbytes: int) -> float:
+        """Time the sum of so many bytes over all ranks, in buckets as DDP sends them, with nothing else going on."""
+        self._meet()
+        whole = max(LEAST_BUCKET_BYTES, min(nbytes, BUCKET_BYTES))
+        buffer = torch.zeros(whole // 4, device=self.device)
+        seconds = []
+        for _ in range(REDUCES):
+            self._wait()
+            start_s = time.perf_counter()
+            dist.all_reduce(buffer, group=self._group)
+            self._wait()
+            seconds.append(time.perf_counter() - start_s)
+        return statistics.median(seconds[1:]) * nbytes / whole
+
+    def close(self) -> None:
+        """Give the copies' memory and the group back."""
+        self._drop()
+
+    # The dry pass
+
+    def _dry(self, sizes: tuple[int, ...]) -> int:
+        """Run this rank's part without the others, and return its peak in bytes."""
+        start_s = time.perf_counter()
+        self.steps += 1
+        if self.device.type == "cpu":
+            shape = StepShape(tuple((size,) for size in sizes), "rank", num_ranks=self.peers.world_size)
+            peak = self.runtime.peaks(shape)[0]
+        else:
+            peak = self._dry_on_gpu(sizes)
+        self._slowest_dry_s = max(self._slowest_dry_s, time.perf_counter() - start_s)
+        return peak
+
+    def _dry_on_gpu(self, sizes: tuple[int, ...]) -> int:
+        self._release()  # or the peak would begin at what an earlier step has reserved
+        backend(self.device.type).reset_peak_memory_stats(self.device)
+        assert self._trainee is not None, "it is prepared"
+        for wrapper in _wrappers(self._models):
+            wrapper.require_forward_param_sync = False  # nor do buffers, which the next step sends again
+        for _ in range(2):  # the optimizer's state appears in the first
+            self._run(self._trainee, self._models, sizes, meets=False)
+        self._wait()
+        return self._reserved_bytes()
+
+    def _reserved_bytes(self) -> int:
+        on_gpu = is_accelerator(self.device.type)
+        return int(backend(self.device.type).max_memory_reserved(self.device)) if on_gpu else 0
+
+    # Steps of all ranks
+
+    def _timed(self, sizes: tuple[int, ...], budget_s: float) -> Measurement | Failure:
+        """Time blocks of steps; how many, every rank reads from the same figures."""
+        first = self._try(lambda: self._block(sizes, WARMUPS), together=True)
+        if isinstance(first, Failure):
+            return first
+        count = max(1, math.ceil(BLOCK_S * WARMUPS / max(whole_s for whole_s, _ in first)))
+        seconds: list[float] = []
+        update_s: list[float] = []
+        while not is_enough(seconds, sum(seconds) * count, budget_s):
+            block = self._try(lambda: self._block(sizes, count), together=True)
+            if isinstance(block, Failure):
+                return block
+            seconds.append(max(whole_s for whole_s, _ in block) / count)
+            update_s.append(max(last_s for _, last_s in block))
+        return Measurement(
+            statistics.median(seconds),
+            median_error(seconds),
+            update_s=statistics.median(update_s),
+            repeats=len(seconds) * count,
+        )
+
+    def _block(self, sizes: tuple[int, ...], count: int) -> tuple[float, float]:
+        """Run so many steps with all ranks; return what they took, and the last one's optimizer."""
+        assert self._trainee is not None, "it is prepared"
+        trainee = self._trainee
+        begun_s: list[float] = []
+
+        def mark(phase: str) -> None:
+            if phase == "update":
+                self._wait()
+                begun_s.append(time.perf_counter())
+
+        self._wait()
+        start_s = time.perf_counter()
+        for _ in range(count):
+            self._run(trainee, self._models, sizes, mark)
+        self._wait()
+        end_s = time.perf_counter()
+        self.steps += count
+        return end_s - start_s, end_s - (begun_s[-1] if begun_s else end_s)
+
+    def _run(
+        self,
+        trainee: Trainee,
+        models: Any,
+        sizes: tuple[int, ...],
+        mark: Callable[[str], None] = lambda _phase: None,
+        *,
+        meets: bool = True,
+    ) -> None:
+        # Here, because not every loss moves its batch: a `loss_fn` has the targets from where they are.
+        made = {size: map_tensors(self._here, trainee.batch(size)) for size in dict.fromkeys(sizes)}
+        position = 0
+
+        def marked(phase: str) -> None:
+            nonlocal position
+            if phase == "micro":
+                position += 1
+                for wrapper in _wrappers(models):
+                    wrapper.require_backward_grad_sync = meets and position == len(sizes)
+            mark(phase)
+
+        trainee.step(models, [made[size] for size in sizes], sizes, marked)
+
+    def _prepared(self) -> Failure | None:
+        """Make this rank's copy, the group, and the wrappers, which send rank 0's weights to all."""
+        if self._models is not None:
+            return None
+        copied = self._try(self._copy)  # by itself: one that lacks memory for it is waited for by nobody
+        if isinstance(copied, Failure):
+            return copied
+        self._meet()
+        wrapped = self._try(self._wrap, together=True)
+        return wrapped if isinstance(wrapped, Failure) else None
+
+    def _copy(self) -> None:
+        self._trainee = training_copy(self.workload, device=self.device)
+
+    def _wrap(self) -> None:
+        assert self._trainee is not None, "it is copied before"
+        self._models = self._trainee.wrapped(self._wrapped)
+
+    def _meet(self) -> None:
+        if self._group is None:
+            # Only gloo raises after it; others end the process.
+            timeout = timedelta(seconds=self._patience_s) if self.backend == "gloo" else None
+            before = open_sockets()
+            self._group = dist.new_group(backend=self.backend, timeout=timeout)
+            self._sockets = group_sockets(before)
+
+    @property
+    def _patience_s(self) -> float:
+        return max(LEAST_TIMEOUT_S, TIMEOUT_STEPS * self._slowest_dry_s)
+
+    def _break_off(self) -> None:
+        """Get this rank out of the collective in which it waits for one that does not come; called in a thread."""
+        if self.backend != "gloo":
+            why = f"another rank failed, and {self.backend} does not let rank {self.peers.rank} go"
+            self._last_resort = threading.Timer(self._patience_s, end_process, (why,))
+            self._last_resort.daemon = True
+            self._last_resort.start()
+        cut_off(self._group, self._sockets)
+
+    def _wrapped(self, module: nn.Module) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module  # nothing of it meets, and DDP refuses it
+        ids = [self.device.index] if is_accelerator(self.device.type) else None
+        return DistributedDataParallel(module, device_ids=ids, process_group=self._group, **self.options)
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _wait(self) -> None:
+        if is_accelerator(self.device.type):
+            backend(self.device.type).synchronize(self.device)
+
+    # Lacking memory
+
+    def _try(self, run: Callable[[], Any], *, together: bool = False) -> Any:
+        """Run something on every rank; where one lacks memory, all drop what they have and begin anew.
+
+        Args:
+            run: What to run.
+            together: Ranks wait for each other in it.
+        """
+        result = self.peers.all_try(lambda: self._guarded(run), cut=self._break_off if together else None)
+        if isinstance(result, Failure):
+            self.ooms += 1
+            self._drop()
+        return result
+
+    def _guarded(self, run: Callable[[], Any]) -> Any:
+        message = None
+        try:
+            return run()
+        except OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            message = str(error).splitlines()[0]
+        # Outside the except block, whose traceback pins tensors.
+        label = self.runtime.devices[0].label
+        raise OutOfMemoryError(f"{label} is out of memory; give it fewer samples. {message}", device=label)
+
+    def _drop(self) -> None:
+        self._models = None
+        if self._trainee is not None:
+            self._trainee.restore()
+        self._trainee = None
+        self._release()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+        if self._last_resort is not None:
+            self._last_resort.cancel()
+            self._last_resort = None
+
+    def _release(self) -> None:
+        gc.collect()
+        if is_accelerator(self.device.type):
+            backend(self.device.type).empty_cache()
+
+
+def _wrappers(models: Any) -> list[DistributedDataParallel]:
+    return [wrapper for wrapper in modules_of(models) if isinstance(wrapper, DistributedDataParallel)]

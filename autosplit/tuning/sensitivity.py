@@ -1,0 +1,205 @@
+"""Simulate a plan's workload on machines that differ from its own in one thing: what bounds it is what they gain by.
+
+The traces are those of the tuning, so that a split of it costs nothing on another machine. There the model, fitted to
+these, says which split to simulate next; only what was simulated is told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autosplit.devices.catalog import GpuSpec
+from autosplit.devices.device import Device
+from autosplit.oom import OutOfMemoryError
+from autosplit.plan.explain import (
+    FASTER,
+    GIB,
+    all_memory_relaxed,
+    alone_of,
+    base_of,
+    fullest_of,
+    kinds_of,
+    memory_relaxed,
+    problem_of,
+    sizes_relaxed,
+)
+from autosplit.plan.explanation import BINDING_SHARE, Change, Changed, Solved
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.simulated import SimulatedRuntime
+from autosplit.solve.search_space import Configuration, Trial, configuration_of
+from autosplit.solve.solver import Solver
+from autosplit.solve.what_if import NO_LIMIT_BYTES, Problem
+
+__all__ = ["simulated_changes"]
+
+MOST_NEW = 2
+"""Splits that are simulated anew on a changed machine, at most: each takes traces of its own."""
+
+_COPIES = frozenset(("parameter", "buffer", "gradient"))
+_OUTPUTS = frozenset(("output", "scalar"))
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """A machine, or what is asked of it, that differs from a plan's in one thing.
+
+    Attributes:
+        what: In what.
+        device: Which device; None where none in particular.
+        runtime: It.
+        problem: What is to be solved there.
+        trials: The plan's, as far as they are steps of that problem, too.
+        updates: The optimizer takes time.
+    """
+
+    what: Changed
+    device: str | None
+    runtime: SimulatedRuntime
+    problem: Problem
+    trials: tuple[Trial, ...] = ()
+    updates: bool = True
+
+
+def simulated_changes(
+    plan: Solved, runtime: SimulatedRuntime, *, deadline_s: float | None = None
+) -> tuple[Change, ...] | None:
+    """Simulate what bounds a plan away, one thing at a time, and other machines that the user might choose.
+
+    Args:
+        plan: Of simulated cards.
+        runtime: Where its trials were simulated.
+        deadline_s: `time.monotonic()` after which no further machine is simulated; None for no limit.
+
+    Returns:
+        What each of them does; None where the plan says nothing of splits, or there was no time for all of them.
+    """
+    problem = problem_of(plan)
+    if problem is None or plan.region is None:
+        return None
+    changes = []
+    for machine in _machines(plan, problem, runtime):
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            return None
+        rate = _best_rate(machine)
+        if rate > 0:
+            changes.append(Change(machine.what, machine.device, rate))
+    base = base_of(plan)
+    full = [index for index in range(len(plan.devices)) if _is_full(plan, index)]
+    if not any(change.what == "one_gib_more" for change in changes):
+        changes.append(Change("one_gib_more", plan.devices[fullest_of(plan)].label, base))
+    binds = any(change.what == "memory" and change.samples_per_s > base * (1 + BINDING_SHARE) for change in changes)
+    if len(full) > 1 and not binds and runtime.tracer.fake:
+        everywhere = _with_memory(runtime, full, NO_LIMIT_BYTES)
+        rate = _best_rate(_Machine("memory", None, everywhere, all_memory_relaxed(problem)))
+        changes.append(Change("memory", None, max(base, rate)))
+    return tuple(changes)
+
+
+def _machines(plan: Solved, problem: Problem, runtime: SimulatedRuntime) -> Iterator[_Machine]:
+    trials = tuple(trial for trial in plan.trials if trial.samples_per_s is not None)
+    labels = [device.label for device in plan.devices]
+    if runtime.tracer.fake:  # real tensors of larger forwards might fill this machine
+        yield from _larger(plan, problem, runtime, trials)
+    for index in kinds_of(plan):
+        faster = _with_specs(runtime, (index,), _faster)
+        yield _Machine("device", labels[index], faster, problem.faster((index,), FASTER), trials)
+    if len(labels) > 1:
+        linked = _with_specs(runtime, range(len(labels)), _linked)
+        yield _Machine("link", None, linked, problem.with_links(FASTER), trials)
+        yield _Machine("copies", None, _with_free(runtime, _COPIES), problem.without("copies"), trials)
+        yield _Machine("gather", None, _with_free(runtime, _OUTPUTS), problem.without("gather"), trials)
+    yield _Machine("update", None, runtime, problem.without("update"), trials, updates=False)
+    for index, ceiling in alone_of(plan) if len(labels) > 1 else ():
+        yield _Machine("alone", labels[index], _alone(runtime, index), problem.alone(index, ceiling))
+
+
+def _larger(plan: Solved, problem: Problem, runtime: SimulatedRuntime, trials: tuple[Trial, ...]) -> Iterator[_Machine]:
+    for index, (_, label, relaxed) in zip(kinds_of(plan), memory_relaxed(plan, problem), strict=True):
+        if _is_full(plan, index):
+            yield _Machine("memory", label, _with_memory(runtime, (index,), NO_LIMIT_BYTES), relaxed, trials)
+    for what, _, relaxed in sizes_relaxed(plan, problem):
+        # A step of another size is another step.
+        yield _Machine(what, None, runtime, relaxed, trials if what == "max_batch_size" else ())
+    index = fullest_of(plan)
+    if _is_full(plan, index):
+        more, label = problem.with_memory(index, GIB), plan.devices[index].label
+        yield _Machine("one_gib_more", label, _with_memory(runtime, (index,), GIB), more, trials)
+
+
+def _is_full(plan: Solved, index: int) -> bool:
+    return plan.devices[index].ceiling.limited_by == "memory"
+
+
+# Machines
+
+
+def _with_memory(runtime: SimulatedRuntime, indices: Sequence[int], more_bytes: int) -> SimulatedRuntime:
+    capacities = [most + more_bytes * (index in indices) for index, most in enumerate(runtime.capacities_bytes)]
+    return SimulatedRuntime(runtime.devices, tuple(capacities), runtime.tracer)
+
+
+def _with_specs(
+    runtime: SimulatedRuntime, indices: Sequence[int], change: Callable[[GpuSpec], GpuSpec]
+) -> SimulatedRuntime:
+    devices = tuple(
+        replace(device, spec=change(device.spec)) if index in indices and device.spec is not None else device
+        for index, device in enumerate(runtime.devices)
+    )
+    return SimulatedRuntime(devices, runtime.capacities_bytes, runtime.tracer)
+
+
+def _with_free(runtime: SimulatedRuntime, free: frozenset[str]) -> SimulatedRuntime:
+    return SimulatedRuntime(runtime.devices, runtime.capacities_bytes, runtime.tracer, free=free)
+
+
+def _alone(runtime: SimulatedRuntime, index: int) -> SimulatedRuntime:
+    devices: tuple[Device, ...] = (runtime.devices[index],)
+    return SimulatedRuntime(devices, (runtime.capacities_bytes[index],), runtime.tracer)
+
+
+def _faster(spec: GpuSpec) -> GpuSpec:
+    """Return a card of so many times the rates; a launch is the host's, and takes what it takes."""
+    return replace(
+        spec,
+        peak_flops={rate: FASTER * flops for rate, flops in spec.peak_flops.items()},
+        memory_bytes_per_s=FASTER * spec.memory_bytes_per_s,
+    )
+
+
+def _linked(spec: GpuSpec) -> GpuSpec:
+    return replace(spec, link_bytes_per_s=FASTER * spec.link_bytes_per_s)
+
+
+# Their rates
+
+
+def _best_rate(machine: _Machine) -> float:
+    """Return the samples/s of the fastest split that was simulated on a machine; 0 where there is none."""
+    solver = machine.problem.solver()
+    if solver is None:
+        return 0.0
+    tried = {
+        configuration_of(trial): _trial(machine, solver, configuration_of(trial), trial) for trial in machine.trials
+    }
+    for _ in range(MOST_NEW):
+        fitted = solver.refitted(tried.values())
+        best = max((trial.samples_per_s or 0.0 for trial in tried.values()), default=0.0)
+        following = max((c for c in fitted.answers() if c not in tried), key=fitted.samples_per_s, default=None)
+        if following is None or fitted.samples_per_s(following) <= best * (1 + BINDING_SHARE):
+            break
+        tried[following] = _trial(machine, solver, following)
+    return max((trial.samples_per_s or 0.0 for trial in tried.values()), default=0.0)
+
+
+def _trial(machine: _Machine, solver: Solver, configuration: Configuration, known: Trial | None = None) -> Trial:
+    """Simulate a configuration; in the split that a trial of it had."""
+    splits = solver.splits_of(configuration, None if known is None else known.split)
+    asked = configuration.gpu0_bsz, configuration.batch_size, configuration.accumulation_steps
+    try:
+        measured = machine.runtime.measure(StepShape(splits))
+    except OutOfMemoryError as error:
+        return Trial(0, *asked, splits[0], failure=str(error))
+    seconds = measured.seconds if machine.updates else measured.seconds - measured.update_s
+    return Trial(0, *asked, splits[0], samples_per_s=sum(map(sum, splits)) / seconds)

@@ -1,0 +1,576 @@
+"""`tune()`: facts, measurements, fitted cost, search, plan. It composes the other modules and has no algorithm."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from autosplit.errors import AutosplitError, from_user_code, one_line
+from autosplit.measure.request import Request, checked_request
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.plan.plan import Plan
+from autosplit.profiles import store as profiles
+from autosplit.profiles.resolve import solved_again
+from autosplit.profiles.tuning_lock import Turn, WaitingWarning
+from autosplit.rng import kept_rng
+from autosplit.runtime.prepare import Followed, Source, build, follow, isolated_runtime, workload_source
+from autosplit.runtime.subprocess_runtime import IsolatedRuntime
+from autosplit.runtime.trainee import ran_a_step
+from autosplit.tuning.assemble import Subject
+from autosplit.tuning.confirm import Confirmer
+from autosplit.tuning.notebook import notebook_bar
+from autosplit.tuning.progress import Progress
+from autosplit.tuning.recall import Recalled, Wanted
+from autosplit.tuning.session import Session
+from autosplit.workload.precision import native_ones, precision_list
+
+if TYPE_CHECKING:
+    from autosplit.tuning.job import Job
+
+__all__ = ["Progress", "TuningInterrupted", "tune"]
+
+_log = logging.getLogger(__name__)
+
+
+NO_GPU_NOTE = (
+    "no GPU is visible, so this is for the processor; devices='sim:2xRTX3090' (--devices) plans for GPUs elsewhere"
+)
+"""Said where no devices were named and there is no GPU."""
+
+REFRESH_HINT = "--profile refresh (profile='refresh') tunes anew"
+
+JOB_SLICE_S = 0.5
+"""So often the ranks of a job that waits hear of each other: Ctrl-C reaches all, and no collective times out."""
+
+
+class TuningInterrupted(KeyboardInterrupt):
+    """Ctrl-C while tuning.
+
+    Attributes:
+        plan: The best so far, with the profile it was saved as in its `path`; None where no trial had succeeded.
+    """
+
+    def __init__(self, plan: Plan | None) -> None:
+        super().__init__(plan)
+        self.plan = plan
+
+    def __str__(self) -> str:
+        """Say what happened."""
+        return "tuning was interrupted"
+
+
+def tune(
+    model_or_workload: Any,
+    sample_batch: Any = None,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    compute_loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: Any = None,
+    batch_dim: int = 0,
+    make_batch: Callable[[int], Any] | None = None,
+    devices: Any = None,
+    strategy: str = "auto",
+    precision: str | Sequence[str] | None = None,
+    effective_batch_size: int | tuple[int, int] | str | None = None,
+    max_batch_size: int | None = None,
+    reserve: str | float | None = None,
+    n_trials: int = 24,
+    time_limit_s: float | None = None,
+    storage: str | None = None,
+    sampler: Any = None,
+    isolate: bool = False,
+    profile: str = "auto",
+    name: str | None = None,
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """Find how much of the batch goes on which device, how big it may be, and how many accumulation steps.
+
+    The model, its optimizer and every random number generator are left as they were, bit for bit, also after an
+    exception or Ctrl-C: copies are trained.
+
+    Args:
+        model_or_workload: A module with its `sample_batch`, a `Workload`, or a function that returns a `Workload`
+            (for ``sim:`` it is called under fake tensors where it makes more than 256 MiB, so that a model larger than
+            this machine can be planned; then it may be called several times).
+        sample_batch: One batch as training sees it; see `Workload`, as for all up to `make_batch`.
+        loss_fn: ``loss_fn(outputs, targets)``.
+        compute_loss: ``compute_loss(model, batch)``.
+        optimizer: A class, a factory or a live instance. Default: AdamW.
+        batch_dim: The batch dimension.
+        make_batch: ``make_batch(n)``.
+        devices: ``"cuda:0,1"``, ``"cpu:2GiB,cpu:1GiB"``, ``"sim:2xA100-40GB+1xRTX3090"`` and the like. Default: every
+            visible GPU; without any, the processor.
+        strategy: ``"auto"`` and ``"balanced"`` search BalancedDataParallel's split and solve DDP's beside it;
+            ``"ddp"`` gives DDP's alone, and the plan's split holds the ranks' batch sizes. In one process it is solved
+            from each device's own measurements: samples/s are predicted, and there are no trials. In a job (torchrun,
+            Slurm, or a process group that is there) call it on every rank: each measures its own device at the same
+            time, rank 0 searches, all run its trials together, and every rank gets the same plan.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; replaces what a `Workload` says. Several, as in
+            ``("none", "bf16")``, are each tuned for, and the faster is the plan; bf16 only where the devices have it.
+        effective_batch_size: Samples per optimizer step, kept exactly; or a range, ``(256, 1024)`` or ``"256:1024"``,
+            of which the fastest is taken. Default: one forward of whatever is best.
+        max_batch_size: The most samples per forward.
+        reserve: Kept free on every device: bytes, ``"1GiB"``, or a share (``0.05``, ``"5%"``). Default: 5 % on GPUs.
+        n_trials: Trials of the search, at most.
+        time_limit_s: No trial but the first begins after this long, and what that one needs is looked at in few sizes
+            from then on; a wait for another process is not counted. With `isolate`, a step that hangs is ended, too.
+        storage: An Optuna storage URL that keeps the study. Trials that were enqueued there (`gpu0_bsz`, `batch_size`,
+            `accumulation_steps`; what is left out is drawn) are made first. A plan that is remembered opens none.
+        sampler: One of Optuna's, which draws all `n_trials` in the place of autosplit's cost model, whatever plan is
+            remembered. Default: the cost model proposes, and Optuna's TPE explores where it is off.
+        isolate: Run real steps in a process of its own: what ends or hangs it (a crash in a kernel, the system's
+            out-of-memory killer) costs one step, counts as a lack of memory and is told in the notes. The workload
+            must be picklable, and is built there once more. On ``sim:`` nothing runs, so that nothing is isolated.
+        profile: ``"auto"`` uses a remembered plan for this kind of machine and this workload, and remembers a new one;
+            ``"refresh"`` tunes anew; ``"off"`` neither reads nor writes. On other cards of the same kind, or with
+            another driver, one step confirms it; where less memory is free than it takes, it is solved again from its
+            fits. While another process tunes the same thing, this one waits for its plan, up to half an hour (with a
+            time limit twice that, and at least a minute), and then tunes by itself; ``"off"`` waits for nobody.
+        name: Keeps plans for otherwise equal workloads apart: up to 64 characters on one line.
+        seed: Of the search.
+        progress: Called with a `Progress` now and then. Default: a bar in a notebook, nothing elsewhere.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InputError: An argument that can't be used; `DeviceError` and `WorkloadError` are among its leaves.
+        DoesNotFitError: Not even the smallest batch fits.
+        UserCodeError: The workload's own code raised on its own sample.
+        RankFailedError: In a job, what another rank raised.
+        TuningInterrupted: Ctrl-C; it carries the best plan so far.
+
+    Warns:
+        WaitingWarning: Another process tunes the same thing, and no `progress` was given to hear of it.
+    """
+    if strategy == "ddp":
+        from autosplit.tuning.job import own_part
+
+        devices = own_part(devices)
+    request = checked_request(
+        devices=devices,
+        strategy=strategy,
+        effective_batch_size=effective_batch_size,
+        max_batch_size=max_batch_size,
+        reserve=reserve,
+        n_trials=n_trials,
+        time_limit_s=time_limit_s,
+        storage=storage,
+        sampler=sampler,
+        profile=profile,
+        name=name,
+        seed=seed,
+    )
+    described = {
+        "loss_fn": loss_fn,
+        "compute_loss": compute_loss,
+        "optimizer": optimizer,
+        "make_batch": make_batch,
+        "batch_dim": batch_dim or None,
+    }
+    with _job(request) as job:
+        devices_of_all = request.devices if job is None else job.whole.devices
+        precisions, notes = native_ones(precision_list(precision), devices_of_all)
+
+        def make(one: str | None) -> Source:
+            return workload_source(model_or_workload, sample_batch, {**described, "precision": one})
+
+        heard = progress or notebook_bar()
+        asked = _Asked(request, reserve, heard or _quiet, isolate, job, heard=heard is not None)
+        return _fastest_of(precisions, make, asked, notes)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `tune` was asked for, less the workload.
+
+    Attributes:
+        request: Checked.
+        reserve: As it was asked for.
+        progress: Told how far it is.
+        isolate: Real steps run in a process of their own.
+        job: The ranks that tune together; None where this process does it alone.
+        heard: Somebody hears of the progress.
+        ignoring: What the nearest remembered plan must not differ in alone: several of it are tuned for.
+        waits: Seconds spent waiting for other processes so far, which the time limit does not count.
+    """
+
+    request: Request
+    reserve: object
+    progress: Callable[[Progress], None]
+    isolate: bool
+    job: Job | None
+    heard: bool = False
+    ignoring: tuple[str, ...] = ()
+    waits: list[float] = field(default_factory=list)
+
+    def waited(self, seconds: float) -> Request:
+        """Return the request with as much more time as was spent waiting."""
+        self.waits.append(seconds)
+        return self.request.with_more_time(seconds)
+
+
+@contextmanager
+def _job(request: Request) -> Iterator[Job | None]:
+    """Meet the other ranks, where DDP is to be tuned by several."""
+    if request.strategy != "ddp":
+        yield None
+        return
+    from autosplit.tuning.job import in_a_job, joined
+
+    if not in_a_job():
+        yield None
+        return
+    with joined(request) as job:
+        yield job
+
+
+def _fastest_of(
+    precisions: Sequence[str | None], make: Callable[[str | None], Source], asked: _Asked, notes: tuple[str, ...]
+) -> Plan:
+    """Tune for each precision, and take the fastest."""
+    plans: list[Plan] = []
+    misfits: list[DoesNotFitError] = []
+    for number, one in enumerate(precisions):
+        timed = asked.request.with_more_time(sum(asked.waits)).with_share_of_time(len(precisions) - number)
+        told = _part_of(asked.progress, number, len(precisions), one)
+        try:
+            ignoring = ("precision",) if len(precisions) > 1 else ()
+            plans.append(_tune_source(replace(asked, request=timed, progress=told, ignoring=ignoring), make(one)))
+        except TuningInterrupted as interrupted:
+            if not plans:
+                raise
+            found = plans if interrupted.plan is None else [*plans, interrupted.plan]
+            raise _interrupted_among(found) from None
+        except DoesNotFitError as misfit:  # the others may
+            misfits.append(misfit)
+            notes = (*notes, f"precision {one} is left out: {misfit}")
+    if not plans:
+        raise misfits[0]
+    return _fastest(plans).with_notes(*_compared(plans), *notes)
+
+
+INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned for: this is the best of those that were"
+
+
+def _interrupted_among(found: list[Plan]) -> TuningInterrupted:
+    """Return what carries the best of the plans so far, with the file of that very plan."""
+    best = _fastest(found)
+    # Whole for its precision, as it may be, it is not what was asked for.
+    return TuningInterrupted(replace(best, complete=False).with_notes(INTERRUPTED_NOTE).kept_at(best.path))
+
+
+def _fastest(plans: list[Plan]) -> Plan:
+    return max(plans, key=lambda plan: plan.samples_per_s)
+
+
+def _compared(plans: list[Plan]) -> tuple[str, ...]:
+    """Say what each precision gave, where several were tuned for."""
+    if len(plans) < 2:
+        return ()
+    rates = ", ".join(f"{plan.precision} {plan.samples_per_s:,.0f} samples/s" for plan in plans)
+    return (f"precisions: {rates}; {_fastest(plans).precision} is the plan's",)
+
+
+def _part_of(
+    progress: Callable[[Progress], None], number: int, count: int, precision: str | None
+) -> Callable[[Progress], None]:
+    """Report one tuning of several as its part of the whole."""
+    if count == 1:
+        return progress
+
+    def tell(part: Progress) -> None:
+        message = f"{precision}: {part.message}"
+        progress(replace(part, message=message, fraction=(number + part.fraction) / count))
+
+    return tell
+
+
+def _quiet(progress: Progress) -> None:
+    """Report to nobody."""
+
+
+def _tune_source(asked: _Asked, source: Source) -> Plan:
+    try:
+        if asked.job is not None:
+            return _tuned_together(asked, asked.job, source)
+        return _tuned(asked, source)
+    except TuningInterrupted:
+        raise
+    except KeyboardInterrupt:  # before there was anything to keep
+        raise TuningInterrupted(None) from None
+    except AutosplitError:
+        raise
+    except (Exception, SystemExit) as error:
+        # What the model, the loss or the optimizer raises beyond the first step, or an exit that would pass for ours.
+        if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
+            raise from_user_code(error, "the workload") from error
+        raise
+
+
+def _tuned(asked: _Asked, source: Source) -> Plan:
+    with kept_rng(), ExitStack() as closing:
+        built = build(source, asked.request.devices)
+        machine, described = profiles.machine_of(asked.request.devices), profiles.workload_of(built.workload)
+        wanted = Wanted(asked.request, machine, described, asked.request.facts(asked.reserve))
+        turn = closing.enter_context(wanted.turn(_waiting_told(asked)))
+        found, waited = _recalled(wanted, turn, lambda run: run())
+        _log.info("profile %s: %s", wanted.key, "remembered" if found.plan else "; ".join(found.notes) or "not there")
+        # Of this run and not of the plan, which is remembered for whoever names the processor, too.
+        defaulted = (NO_GPU_NOTE,) if asked.request.defaulted and asked.request.kind == "cpu" else ()
+        if found.holds:
+            return found.told(_nothing_run(found, asked.request), *waited.notes, *defaulted)
+        request = asked.waited(waited.seconds)
+        isolated = _isolated(request, source, closing) if asked.isolate else None
+        followed = follow(built, request.devices, closing, isolated)
+        if found.plan is not None:
+            plan, found = _tried_again(replace(wanted, request=request), found, followed)
+            if plan is not None:
+                return _with_losses(plan.with_notes(last=defaulted), isolated)
+        said = (*waited.notes, *found.notes, *(() if found.notes else wanted.nearest(asked.ignoring)))
+        subject = Subject(request, followed.workload, machine, described, wanted.asked)
+        study_name = _study_name(request, wanted.key)
+        session = Session(subject, followed, asked.progress, closing, study_name=study_name)
+        kept = partial(_kept, wanted, said=said, always=defaulted, unreadable=found.unreadable, trouble=waited.trouble)
+        try:
+            plan = session.plan()
+        except KeyboardInterrupt:
+            best = session.best_so_far()
+            raise TuningInterrupted(None if best is None else kept(_with_losses(best, isolated))) from None
+        return kept(_with_losses(plan, isolated))
+
+
+def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
+    """Tune as one rank of a job; all of them return the same plan, and each machine remembers it."""
+    from autosplit.tuning.joint_session import JointSession, refuse_waiting
+
+    own = replace(job.own, deadline_s=asked.request.deadline_s)
+    whole = replace(job.whole, deadline_s=asked.request.deadline_s)
+    with kept_rng(), ExitStack() as closing:
+        built = job.peers.each_run(lambda: build(source, own.devices))
+        described = job.agreed("the workload", profiles.workload_of(built.workload))
+        wanted = Wanted(whole, job.machine, described, whole.facts(asked.reserve), measured=True)
+        first = job.place.rank == 0
+        turn = closing.enter_context(wanted.turn(_waiting_told(asked))) if first else None
+        found, waited = _recalled(wanted, turn, job.told, slice_s=JOB_SLICE_S)
+        if found.holds:
+            return found.told(_nothing_run(found, whole), *waited.notes)
+        own, whole = own.with_more_time(waited.seconds), whole.with_more_time(waited.seconds)
+        asked.waited(waited.seconds)
+        job.peers.each_run(lambda: refuse_waiting(built.workload))
+        probing = closing.enter_context(ExitStack())
+        isolated = _isolated(own, source, probing) if asked.isolate else None
+        followed = job.peers.each_run(lambda: follow(built, own.devices, closing, isolated))
+        if found.plan is not None:
+            plan, found = _tried_again_together(replace(wanted, request=whole), found, own, followed, job)
+            if plan is not None:
+                return plan
+        nearest = job.told(lambda: () if found.notes else wanted.nearest(asked.ignoring))
+        subject = Subject(whole, followed.workload, job.machine, described, wanted.asked)
+        tell = asked.progress if first else _quiet
+        study_name = _study_name(whole, wanted.key)
+        session = JointSession(job, subject, followed, tell, closing, probing, study_name=study_name)
+        plan = _explained(wanted, session.plan())  # by each rank, so that all have the very same plan
+        said = (*waited.notes, *found.notes, *nearest)
+        if job.is_first_of_machine:
+            plan = _kept(wanted, plan, said=said, unreadable=found.unreadable, trouble=waited.trouble)
+        else:
+            plan = plan.with_notes(*said)
+        if not plan.complete:
+            job.peers.part()
+            raise TuningInterrupted(plan)
+        return plan
+
+
+# ------------------------------------------------------------------------------------------------ what is remembered
+
+
+def _nothing_run(found: Recalled, request: Request) -> str:
+    unused = "" if request.storage is None else ", and the storage was not opened"
+    return f"{found.origin}: nothing was run{unused}; {REFRESH_HINT}"
+
+
+@dataclass(frozen=True)
+class _Waited:
+    """What came of waiting for another process that tunes the same thing.
+
+    Attributes:
+        seconds: How long it took.
+        notes: What is to be said of it.
+        trouble: Why nobody could be waited for; None where somebody could.
+    """
+
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    trouble: str | None = None
+
+
+def _recalled(
+    wanted: Wanted, turn: Turn | None, run: Callable[[Callable[[], Any]], Any], slice_s: float = float("inf")
+) -> tuple[Recalled, _Waited]:
+    """Look for a plan; where there is none that holds, wait for the turn to tune, and look again.
+
+    Args:
+        wanted: What the plan is wanted for.
+        turn: Of the process that looks; None in others of its job.
+        run: Runs something on the process that looks, and returns what it made of it on all of them.
+        slice_s: After so long of waiting they hear of each other, so that Ctrl-C reaches all.
+    """
+    found: Recalled = run(wanted.recalled)
+    if found.holds or wanted.request.profile == "off":
+        return found, _Waited()
+
+    def wait() -> bool:
+        assert turn is not None, "run runs it where there is one"
+        return turn.wait(slice_s)
+
+    def waited() -> _Waited:
+        assert turn is not None, "run runs it where there is one"
+        return _Waited(turn.waited_s, turn.notes, turn.trouble)
+
+    while not run(wait):
+        pass
+    # Also where nobody was waited for: another may have ended between the first look and the lock.
+    again: Recalled = run(wanted.recalled)
+    if again.plan is None and not again.notes:  # what the first look has moved out of the way is to be told of
+        again = replace(again, notes=found.notes, unreadable=found.unreadable)
+    return again, run(waited)
+
+
+def _waiting_told(asked: _Asked) -> Callable[[str], None]:
+    """Return what tells of a wait: the progress that was asked for, else a warning; it may last for minutes."""
+
+    def tell(message: str) -> None:
+        if not asked.heard:
+            warnings.warn(f"{message}; profile='off' waits for nobody", WaitingWarning, stacklevel=2)
+        asked.progress(Progress("waiting", message, 0.0))
+
+    return tell
+
+
+def _tried_again(wanted: Wanted, found: Recalled, followed: Followed) -> tuple[Plan | None, Recalled]:
+    """Hold a remembered plan against this machine by one step; solve it again where memory is short.
+
+    Returns:
+        The plan; or None, and what is to be said of what is tuned anew.
+    """
+    assert found.plan is not None
+    try:
+        with ExitStack() as closing:
+            confirmer = Confirmer(wanted.request, followed, closing)
+            if found.short is None:
+                confirmer.run(found.plan)
+                return _confirmed(wanted, found), found
+            again = confirmer.solved_again(found.plan)
+    except OutOfMemoryError as error:
+        return None, _given_up(found, f"one step of it ran out of memory ({one_line(error)})")
+    if again is None:
+        return None, _given_up(found, "its fits have no answer to that")
+    return _makeshift(wanted, found, again), found
+
+
+def _tried_again_together(
+    wanted: Wanted, found: Recalled, own: Request, followed: Followed, job: Job
+) -> tuple[Plan | None, Recalled]:
+    """Do as `_tried_again` with all ranks of a job: each runs its part of a step on its own device, by itself."""
+    from autosplit.tuning.peers import Failure
+
+    with ExitStack() as closing:
+        confirmer = job.peers.each_run(lambda: Confirmer(own, followed, closing))
+        plan = found.plan
+        assert plan is not None
+        if found.short is not None:
+            lacks = job.peers.all_run(lambda: confirmer.lack(wanted.request))
+            plan = solved_again(plan, lacks[0])
+            if plan is None:
+                return None, _given_up(found, "its fits have no answer to that")
+        failed = job.peers.all_try(lambda: confirmer.run_rank(plan, job.place.rank))
+    if isinstance(failed, Failure):
+        return None, _given_up(found, f"one step of it ran out of memory (rank {failed.rank}: {failed.message})")
+    if found.short is not None:
+        return _makeshift(wanted, found, plan), found
+    return _confirmed(wanted, found, stores=job.is_first_of_machine), found
+
+
+def _given_up(found: Recalled, why: str) -> Recalled:
+    """Return what is left of a remembered plan that does not do: what to say of it."""
+    changed = found.short or "; ".join(found.differing)
+    return Recalled(notes=(*found.notes, f"{changed}, and {why}: tuned anew"))
+
+
+def _confirmed(wanted: Wanted, found: Recalled, *, stores: bool = True) -> Plan:
+    """Return a remembered plan that ran here, and keep it with the facts of these devices: once for each twin."""
+    assert found.plan is not None
+    plan = wanted.with_facts(found.plan).kept_at(found.path)
+    if stores:
+        wanted.stored(plan)  # where that fails, the next run makes the step once more
+    said = f"{'; '.join(found.differing)}: confirmed by one step"
+    return replace(found, plan=plan).told(said, f"{found.origin}; {REFRESH_HINT}")
+
+
+def _makeshift(wanted: Wanted, found: Recalled, again: Plan) -> Plan:
+    """Return a plan for as long as memory is short; the remembered one stays for when it is not."""
+    said = f"{found.short}: solved again from its fits, confirmed by one step, and not remembered"
+    if again.region is None:
+        said += "; its samples/s are predicted"
+    memories = [device.capacity_bytes for device in wanted.request.devices]
+    devices = tuple(
+        replace(device, memory_bytes=memory) for device, memory in zip(again.devices, memories, strict=True)
+    )
+    again = wanted.with_facts(replace(again, devices=devices))
+    return replace(found, plan=again).told(said, f"{found.origin}; {REFRESH_HINT}")
+
+
+def _kept(
+    wanted: Wanted,
+    plan: Plan,
+    *,
+    said: tuple[str, ...],
+    unreadable: bool,
+    trouble: str | None,
+    always: tuple[str, ...] = (),
+) -> Plan:
+    """Remember a plan, and say what is to be said of the cache; of one that is of no use, once.
+
+    Args:
+        wanted: What it is for.
+        plan: It is remembered without what follows, which is of this run alone.
+        said: Notes.
+        unreadable: Some of these are that a profile could not be read.
+        trouble: Why nobody could be waited for.
+        always: Notes that do not concern the cache.
+    """
+    plan = _explained(wanted, plan)
+    path, failed = wanted.stored(plan)
+    if failed and unreadable:
+        said = ()
+    if path is not None and trouble is not None:
+        said = (*said, f"others that tune the same could not be waited for: {trouble}")
+    return plan.with_notes(*said, *always, last=failed).kept_at(path)
+
+
+def _explained(wanted: Wanted, plan: Plan) -> Plan:
+    """Return a plan that is to be remembered with its explanation: now, when nobody waits for a line of it."""
+    return plan if wanted.request.profile == "off" else plan.with_explanation()
+
+
+def _isolated(request: Request, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
+    devices, capacities_bytes = request.devices, request.capacities_bytes
+    return isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=request.deadline_s)
+
+
+def _with_losses(plan: Plan, isolated: IsolatedRuntime | None) -> Plan:
+    """Add to a plan's notes what became of the processes that its steps ran in."""
+    return plan if isolated is None else plan.with_notes(last=isolated.notes)
+
+
+def _study_name(request: Request, key: str) -> str:
+    return f"{request.name or 'autosplit'}-{key}"

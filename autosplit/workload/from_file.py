@@ -1,0 +1,250 @@
+"""Finding the workload that ``FILE[:NAME]`` or ``package.module[:NAME]`` names, and running the file that has it."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from autosplit.errors import AutosplitError, InputError, UserCodeError, from_user_code
+
+if TYPE_CHECKING:
+    from autosplit.workload.workload import Workload
+
+__all__ = ["DEFAULT_NAME", "Loaded", "load_workload", "loaded_workload", "split_spec"]
+
+DEFAULT_NAME = "workload"
+"""What is looked for where the spec names nothing."""
+
+_EXPECTED = "expected a Python file that has a workload, FILE[:NAME], or package.module[:NAME]"
+
+
+class Loaded:
+    """What a spec names, to be called for the workload; it travels to another process as its spec, and is loaded there.
+
+    Attributes:
+        spec: With the whole path, so that it holds in any folder.
+    """
+
+    def __init__(self, spec: str, value: Workload | Callable[[], Any]) -> None:
+        place, name = split_spec(spec)
+        self.spec = f"{Path(place).resolve() if _is_file_spec(place) else place}:{name}"
+        self._value = value
+
+    def __call__(self) -> Workload:
+        """Return the workload, calling the function that makes it where there is one.
+
+        Raises:
+            InputError: The function returned something else.
+        """
+        from autosplit.workload.workload import Workload
+
+        value = self._value if isinstance(self._value, Workload) else self._value()
+        if not isinstance(value, Workload):
+            raise InputError(
+                f"{self.spec} returned {_type_name(value)}; expected an autosplit.Workload; return one from it"
+            )
+        return value
+
+    def __reduce__(self) -> tuple[Callable[[str], Workload | Loaded], tuple[str]]:
+        return load_workload, (self.spec,)
+
+
+def load_workload(spec: str) -> Workload | Loaded:
+    """Run the file or import the module that a spec names, and return the workload in it.
+
+    A file runs under a module name of its own, never as ``__main__``. Its folder stays on ``sys.path``, as with
+    ``python FILE``: functions of it may import their neighbours later.
+
+    Args:
+        spec: ``"train.py"``, ``"train.py:small"``, ``"package.module:small"``. The name's default is ``workload``.
+
+    Returns:
+        A `Workload`; or, where the name is a function that returns one, a `Loaded` that calls it, so that its caller
+        decides where the model is built.
+
+    Raises:
+        InputError: There is no such file, module or name, or it is something else.
+        UserCodeError: The file itself raised, or is not Python.
+    """
+    place, name = split_spec(spec)
+    module = _run_file(Path(place)) if _is_file_spec(place) else _import_module(place)
+    return _named(module, name, place)
+
+
+def loaded_workload(spec: str) -> Workload:
+    """Load what a spec names and build it: one call that can be sent to another process; see `load_workload`."""
+    found = load_workload(spec)
+    return found() if isinstance(found, Loaded) else found
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """Split ``FILE[:NAME]`` into the two; the colon of a Windows drive is part of the file."""
+    place, colon, name = spec.rpartition(":")
+    if not colon or not (name.isidentifier() or Path(place).exists()):
+        return spec, DEFAULT_NAME
+    if not name.isidentifier():
+        raise InputError(
+            f"{spec!r} has the name {name!r}; {_EXPECTED}; give the name that the workload has in the file"
+        )
+    return place, name
+
+
+def _is_file_spec(place: str) -> bool:
+    dotted = all(part.isidentifier() for part in place.split("."))
+    return place.endswith(".py") or not dotted or Path(place).exists()
+
+
+def _run_file(path: Path) -> ModuleType:
+    """Execute a file as a module of its own."""
+    _check_file(path)
+    resolved = path.resolve()
+    digest = hashlib.sha256(os.fsencode(resolved)).hexdigest()[:8]
+    name = f"autosplit_file_{digest}_{''.join(c if c.isalnum() else '_' for c in resolved.stem)}"
+    loader_spec = importlib.util.spec_from_file_location(name, resolved)
+    assert loader_spec is not None, resolved  # the suffix is .py
+    assert loader_spec.loader is not None, resolved
+    module = importlib.util.module_from_spec(loader_spec)
+    _put_on_path(resolved.parent)
+    # Before it runs: dataclasses and pickle look their module up there.
+    sys.modules[name] = module
+    try:
+        with _users_errors(str(path)):
+            loader_spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _check_file(path: Path) -> None:
+    """Refuse what is not a Python file, naming what lies near."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; {_EXPECTED}; {_nearest_files(path, path.name)}")
+    if not path.is_file():
+        folder = path.parent
+        if not folder.is_dir():
+            raise InputError(f"{path} does not exist, nor does its folder; {_EXPECTED}; check the path")
+        raise InputError(f"{path} does not exist; {_EXPECTED}; {_nearest_files(folder, path.name)}")
+    if path.suffix != ".py":
+        raise InputError(f"{path} is not a .py file; {_EXPECTED}; {_nearest_files(path.parent, path.name)}")
+
+
+def _nearest_files(folder: Path, name: str) -> str:
+    """Say which Python files of a folder have names like this one, else which it has."""
+    try:
+        found = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
+    except OSError:
+        return "check the path"
+    near = difflib.get_close_matches(name, found, n=3, cutoff=0.5) or found[:5]
+    where = "this folder" if folder == Path() else str(folder)
+    return f"{where} has {', '.join(near)}" if near else f"{where} has no Python files; check the path"
+
+
+def _import_module(dotted: str) -> ModuleType:
+    """Import a module by name, with the current folder on the path, as ``python -m`` has it."""
+    _put_on_path(Path.cwd())
+    importlib.invalidate_caches()
+    try:
+        with _users_errors(dotted):
+            return importlib.import_module(dotted)
+    except UserCodeError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and missing.name and f"{dotted}.".startswith(f"{missing.name}."):
+            raise InputError(
+                f"there is neither a file nor a module {dotted}; {_EXPECTED}; {_nearest_files(Path(), f'{dotted}.py')}"
+            ) from None
+        raise
+
+
+def _put_on_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@contextmanager
+def _users_errors(what: str) -> Iterator[None]:
+    """Turn what running the user's file raises into an error with their own frames; ours pass as they are."""
+    try:
+        yield
+    except AutosplitError:
+        raise
+    except SyntaxError as error:
+        wrapped = from_user_code(error, what)
+        # The compiler has no frame in the file that it could not read.
+        at = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+        raise UserCodeError(str(wrapped), (*wrapped.frames, at)) from error
+    except (Exception, SystemExit) as error:
+        raise from_user_code(error, what) from error
+
+
+def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
+    """Return a module's workload, or the function that makes it."""
+    from autosplit.workload.workload import Workload
+
+    where = f"{place}:{name}"
+    if not hasattr(module, name):
+        raise InputError(f"{place} has no {name!r}; {_EXPECTED}; {_suggestion(place, name, _candidates(module))}")
+    value: Any = getattr(module, name)
+    if isinstance(value, Workload):
+        return value
+    if not _is_function(value):
+        raise InputError(
+            f"{where} is of type {_type_name(value)}; expected an autosplit.Workload or a function that returns one; "
+            f"{_suggestion(place, name, _candidates(module))}"
+        )
+    needed = _required_arguments(value)
+    if needed:
+        raise InputError(
+            f"{where} needs the arguments {', '.join(needed)}; expected a function that is called without any; "
+            "give them defaults"
+        )
+    return Loaded(where, value)
+
+
+def _type_name(value: object) -> str:
+    return "class" if inspect.isclass(value) else type(value).__name__
+
+
+def _is_function(value: Any) -> bool:
+    """Tell whether something is there to be called for a workload; a module is callable, but that is its forward."""
+    return callable(value) and not inspect.isclass(value) and not hasattr(value, "named_parameters")
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some builtins have no signature: calling will tell
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in optional]
+
+
+def _candidates(module: ModuleType) -> list[str]:
+    """List the names of a module that could be meant: its workloads, and its own functions of no arguments."""
+    from autosplit.workload.workload import Workload
+
+    found = []
+    for name, value in vars(module).items():
+        own = getattr(value, "__module__", None) == module.__name__
+        function = own and inspect.isfunction(value) and not _required_arguments(value)
+        if isinstance(value, Workload) or (function and not name.startswith("_")):
+            found.append(name)
+    return sorted(found)
+
+
+def _suggestion(place: str, name: str, candidates: Iterable[str]) -> str:
+    names = [candidate for candidate in candidates if candidate != name]
+    near = difflib.get_close_matches(name, names, n=3) or names[:8]
+    if not near:
+        return f"define {DEFAULT_NAME} in it"
+    return f"it has {', '.join(near)}: write {place}:{near[0]}"

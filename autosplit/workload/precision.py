@@ -1,0 +1,89 @@
+"""Which precisions are searched, and where they are native: bf16 runs on any device, and gains nothing on many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autosplit.accelerators import backend, is_accelerator
+from autosplit.devices.device import Device
+from autosplit.errors import WorkloadError
+from autosplit.workload.workload import PRECISIONS
+
+__all__ = ["native_ones", "precision_list"]
+
+BF16_CAPABILITY = (8, 0)
+"""Compute capability of the first GPUs with bfloat16 units (CUDA C++ Programming Guide, arithmetic instructions)."""
+
+WITHOUT_BF16 = ("gfx8", "gfx900", "gfx906", "gfx10")
+"""AMD's architectures without matrix units for bfloat16, MI50 and RDNA 2 the last of them: "MI100" Instruction Set
+Architecture, "RDNA3" Instruction Set Architecture. Their compute capability is 9.0 as that of later ones is."""
+
+
+def precision_list(value: Any) -> tuple[str | None, ...]:
+    """Read the precisions to search: one, several as ``("none", "bf16")`` or ``"none,bf16"``, or None.
+
+    Args:
+        value: What was given.
+
+    Returns:
+        Each once, in order; a lone None for what the workload says itself.
+
+    Raises:
+        WorkloadError: One that is unknown, or none at all.
+    """
+    if value is None:
+        return (None,)
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (tuple, list)) or not names:
+        names = [value]
+    known = [name.strip() if isinstance(name, str) else name for name in names]
+    for name in known:
+        if not isinstance(name, str) or name not in PRECISIONS:
+            raise WorkloadError(
+                f"precision is {value!r}; expected one of {', '.join(map(repr, PRECISIONS))}, or several of them as in "
+                "('none', 'bf16'); choose among them"
+            )
+    return tuple(dict.fromkeys(known))
+
+
+def native_ones(
+    precisions: Sequence[str | None], devices: Sequence[Device]
+) -> tuple[tuple[str | None, ...], tuple[str, ...]]:
+    """Leave out of several precisions those that some device has no units for.
+
+    Args:
+        precisions: Of `precision_list`. One alone is what the user wants, native or not.
+        devices: All of one kind.
+
+    Returns:
+        What is left, and a sentence for each that was left out.
+    """
+    if len(precisions) < 2:
+        return tuple(precisions), ()
+    lacking = [device for device in devices if not _has_bf16(device)]
+    if not lacking or "bf16" not in precisions:
+        return tuple(precisions), ()
+    names = ", ".join(sorted({f"{device.label} ({device.name})" for device in lacking}))
+    said = (
+        f"precision bf16 was not searched: {names} has no native bfloat16; precision='bf16' alone plans for it anyway"
+    )
+    return tuple(name for name in precisions if name != "bf16"), (said,)
+
+
+def _has_bf16(device: Device) -> bool:
+    if device.kind == "sim":
+        assert device.spec is not None, device
+        return "bfloat16" in device.spec.peak_flops
+    if device.kind == "cuda" and torch.version.hip:
+        return not torch.cuda.get_device_properties(device.index).gcnArchName.startswith(WITHOUT_BF16)
+    if device.kind == "cuda":
+        return torch.cuda.get_device_capability(device.index) >= BF16_CAPABILITY
+    if is_accelerator(device.kind):
+        question = getattr(backend(device.kind), "is_bf16_supported", None)
+        return question is not None and bool(question())
+    # What a processor has is told by names that torch keeps to itself; one that went away counts as a no.
+    asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(question is not None and question() for question in asked)

@@ -1,0 +1,132 @@
+"""The largest of a few batches that a loader yields, drawn so that nothing of it is left behind.
+
+Where samples differ in length, a batch is as large as its longest one: a sample batch with short ones would
+promise batches that run out of memory later.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
+
+from autosplit.errors import WorkloadError
+from autosplit.rng import kept_rng
+from autosplit.workload.batch import Whole, batch_size_of, leaves_of, map_leaves, map_tensors
+
+__all__ = ["largest_batch"]
+
+
+def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
+    """Draw batches from a loader and return the one with the most elements per sample.
+
+    Args:
+        loader: A DataLoader, or anything else that yields batches; no more of it is drawn, and of two alike the one
+            with more samples is kept. Random states and the loader itself are as they were; its workers are ended.
+        batches: How many to draw, at least 1; fewer if it ends before.
+        dim: The batch dimension of their tensors.
+
+    Returns:
+        A copy of that batch.
+
+    Raises:
+        WorkloadError: No batch with samples in it was drawn, or one whose batch size can't be found.
+    """
+    if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+        raise WorkloadError(f"batches is {batches!r}; expected how many to draw from the loader, 1 or more")
+    if not isinstance(loader, Iterable) or isinstance(loader, (Tensor, Mapping, UserDict, str)):
+        raise WorkloadError(f"loader is a {type(loader).__name__}; expected what yields batches; pass a DataLoader")
+    largest, most, drawn = None, (0, 0), 0
+    with kept_rng(_generators_of(loader)), _iterating(loader) as iterator:
+        for batch in itertools.islice(iterator, batches):
+            size = _extent(batch, drawn, dim)
+            if size > most:
+                largest, most = _copied(batch), size  # some loaders fill the same buffer again
+            drawn += 1
+    if most == (0, 0):
+        raise WorkloadError(
+            f"the loader yielded {drawn} batches and no sample; expected at least one; pass a loader over a dataset "
+            "with samples in it, and not an iterator that is used up"
+        )
+    return largest
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that iterating over a DataLoader would advance: its own and its samplers'."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
+
+
+@contextmanager
+def _iterating(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    """Iterate over a loader; a DataLoader over a copy, since one with persistent workers has only one iterator."""
+    if not isinstance(loader, DataLoader):
+        yield iter(loader)
+        return
+    own = copy.copy(loader)
+    own._iterator = None  # noqa: SLF001  # where it keeps persistent workers; the user's loader keeps its own
+    own.pin_memory = False  # nothing is sent to a GPU here
+    iterator = iter(own)
+    try:
+        yield iterator
+    finally:
+        shut_down = getattr(iterator, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+
+
+def _extent(batch: Any, index: int, dim: int) -> tuple[int, int]:
+    """Return a batch's elements per sample, and its samples."""
+    where = f"batch {index} of the loader"
+    kind = _ragged(batch)
+    if kind is not None:
+        raise WorkloadError(
+            f"{where} has a {kind}; expected tensors with one batch dimension; pad the samples in collate_fn and "
+            "pack them inside the model"
+        )
+    try:
+        size = batch_size_of(batch, dim, may_be_empty=True)
+    except WorkloadError as error:
+        raise WorkloadError(f"{where}: {error}; pad samples of different lengths in collate_fn") from error
+    tensors = (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
+    held = [tensor for tensor in tensors if tensor.dim() > dim and tensor.size(dim) == size]
+    return (sum(tensor.numel() for tensor in held) // size, size) if size else (0, 0)
+
+
+def _ragged(tree: Any) -> str | None:
+    """Name what holds samples without a batch dimension of its own, if there is such a thing in a batch."""
+    if isinstance(tree, PackedSequence):
+        return "PackedSequence"
+    if isinstance(tree, Tensor):
+        return "nested tensor" if tree.is_nested else None
+    if isinstance(tree, (tuple, list)):
+        items: Iterable[Any] = tree
+    elif isinstance(tree, (Mapping, UserDict)):
+        items = tree.values()
+    else:
+        return None
+    return next((kind for kind in map(_ragged, items) if kind is not None), None)
+
+
+def _copied(batch: Any) -> Any:
+    """Copy the tensors of a batch, which may lie in memory that workers share, or the loader's own."""
+
+    def clone(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Whole):
+            return Whole(map_tensors(clone, value.value))
+        return clone(value) if isinstance(value, Tensor) else value
+
+    return map_leaves(leaf, batch)

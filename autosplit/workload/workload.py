@@ -1,0 +1,345 @@
+"""What is trained: a model, a sample batch, a loss, an optimizer, a precision, and how a batch of n is made.
+
+A `Workload` only describes; `autosplit.runtime.trainee` makes a copy of it that runs.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.devices.transfer import HOST, active_placement, transfer
+from autosplit.errors import WorkloadError
+from autosplit.workload.batch import (
+    batch_size_of,
+    doubting,
+    map_tensors,
+    named_leaves,
+    resize,
+    tensors_of,
+    unmarked,
+)
+from autosplit.workload.sample_batch import largest_batch
+
+__all__ = ["PRECISIONS", "Workload"]
+
+PRECISIONS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Each precision and the dtype of its autocast; `fp16` has a GradScaler as well."""
+
+ModelFactory = Callable[[], Any]
+MakeBatch = Callable[[int], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A training step to be placed on devices.
+
+    The model is called by the type of the batch: a tensor as ``model(x)``, a mapping as ``model(**batch)``, a
+    tuple or list as ``model(*batch)``. With `loss_fn` the batch is a pair ``(inputs, targets)`` and the loss
+    is ``loss_fn(model(inputs), targets)``. Without, the loss is the output's ``.loss``, a scalar output, or
+    (said in the plan) the mean of its floating-point tensors.
+
+    Args:
+        model: A module; a function that returns one (for ``sim:`` it is built without its memory); or, with
+            `step`, several in a tuple, list or mapping. It is never changed: a copy of it runs.
+        sample_batch: One batch as training sees it; batches of other sizes repeat its samples.
+        loss_fn: ``loss_fn(outputs, targets) -> Tensor``.
+        compute_loss: ``compute_loss(model, batch) -> Tensor``, in place of all the rules above. It gets the
+            batch on the first device.
+        step: ``step(models, optimizers, batch) -> None``, in place of the whole optimizer step, for several
+            models and optimizers; such a step can't be accumulated.
+        optimizer: A class (``torch.optim.AdamW``), a factory that is given the trainable parameters, or a live
+            instance, which is never stepped: a twin of it is. A sequence of them with `step`, one per model.
+            Default: AdamW, said in the plan.
+        precision: ``"none"`` (the default), ``"bf16"`` or ``"fp16"``.
+        loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the samples of a batch.
+        loss_scope: ``"sample"`` where each sample's loss stands alone; ``"batch"`` where it depends on the
+            whole batch (contrastive losses), which forbids accumulation.
+        batch_dim: The batch dimension of every tensor that holds samples.
+        make_batch: ``make_batch(n) -> batch`` where repeating samples is not enough.
+
+    Raises:
+        WorkloadError: Arguments from which no training step can be made.
+    """
+
+    model: nn.Module | ModelFactory | Sequence[nn.Module] | Mapping[str, nn.Module]
+    sample_batch: Any
+    _: KW_ONLY
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    compute_loss: Callable[[Any, Any], Tensor] | None = None
+    step: Callable[[Any, Any, Any], Any] | None = None
+    optimizer: Any = None
+    precision: str | None = None
+    loss_reduction: str = "mean"
+    loss_scope: str = "sample"
+    batch_dim: int = 0
+    make_batch: MakeBatch | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", self.precision or "none")
+        _expect("precision", self.precision, tuple(PRECISIONS))
+        _expect("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        _expect("loss_scope", self.loss_scope, ("sample", "batch"))
+        given = [name for name in ("loss_fn", "compute_loss", "step") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise WorkloadError(f"{' and '.join(given)} are given; expected at most one of them; leave the others out")
+        for name in (*given, "make_batch"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise WorkloadError(f"{name} is {value!r}; expected a function; pass one, or leave it out")
+        if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
+            raise WorkloadError(f"batch_dim is {self.batch_dim!r}; expected a dimension, 0 or more")
+        self._check_model()
+        if self.loss_fn is not None and not _is_pair(self.sample_batch):
+            raise WorkloadError(
+                f"loss_fn is given and the sample batch is a {type(self.sample_batch).__name__}; "
+                "expected a pair (inputs, targets); pass such a pair, or compute_loss=(model, batch) -> loss"
+            )
+        _ = self.sample_batch_size  # an empty or inconsistent batch is an error here, not in a probe
+
+    @classmethod
+    def from_loader(
+        cls,
+        loader: Iterable[Any],
+        *,
+        model: nn.Module | ModelFactory | Sequence[nn.Module] | Mapping[str, nn.Module],
+        batches: int = 32,
+        batch_dim: int = 0,
+        **options: Any,
+    ) -> Workload:
+        """Describe a training step whose sample batch is the largest of those that a loader yields.
+
+        Where the samples differ in length, a batch is padded to its longest one, and memory follows that. The batch
+        with the most elements per sample becomes the sample batch, so that a ceiling holds for batches as long as
+        that one::
+
+            workload = Workload.from_loader(loader, model=model, loss_fn=loss_fn, batches=200)
+            plan = autosplit.tune(workload)
+
+        Nothing is left of the drawing: random states, the loader's own generator and an iterator over it that is in
+        use are as they were, and workers are ended. (A mere iterator has its batches taken out.)
+
+        Args:
+            loader: A DataLoader, or anything else that yields batches as training sees them, endless or not.
+            model: As for `Workload`.
+            batches: How many batches to draw; default 32. More of them find longer samples.
+            batch_dim: As for `Workload`.
+            **options: The other arguments of `Workload`.
+
+        Raises:
+            WorkloadError: No sample was drawn, or batches without a batch size: lists of samples of different
+                lengths, a PackedSequence, a nested tensor.
+        """
+        return cls(model, largest_batch(loader, batches, batch_dim), batch_dim=batch_dim, **options)
+
+    def _check_model(self) -> None:
+        several = isinstance(self.model, (tuple, list, Mapping)) and not isinstance(self.model, nn.Module)
+        if several:
+            parts = list(self.model.values()) if isinstance(self.model, Mapping) else list(self.model)  # type: ignore[arg-type]
+            if self.step is None or not parts or not all(isinstance(part, nn.Module) for part in parts):
+                raise WorkloadError(
+                    f"model is a {type(self.model).__name__} of {[type(part).__name__ for part in parts]}; "
+                    "expected several nn.Modules only together with step=; pass one model, or a step"
+                )
+        elif not isinstance(self.model, nn.Module) and not callable(self.model):
+            raise WorkloadError(
+                f"model is {self.model!r:.80}; expected an nn.Module, or a function that returns one; "
+                "pass the model as the first argument"
+            )
+
+    @property
+    def sample_batch_size(self) -> int:
+        """Samples in the sample batch."""
+        return batch_size_of(self.sample_batch, self.batch_dim)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of `precision`'s autocast; None for none."""
+        return PRECISIONS[self.precision or "none"]
+
+    def batch(self, n: int) -> Any:
+        """Make a batch of `n` samples.
+
+        Args:
+            n: Samples, at least 1.
+
+        Returns:
+            What `make_batch` returns, otherwise the sample batch with its samples repeated in order; tensors
+            that hold no samples are the sample batch's own.
+
+        Raises:
+            WorkloadError: `make_batch` returned a batch of another size.
+        """
+        if self.make_batch is None:
+            return resize(self.sample_batch, n, self.batch_dim)
+        return self.made_batch(n)
+
+    def made_batch(self, n: int) -> Any:
+        """Return what `make_batch` makes of `n`, checked."""
+        assert self.make_batch is not None
+        batch = self.make_batch(n)
+        size = batch_size_of(batch, self.batch_dim)
+        if size != n:
+            raise WorkloadError(f"make_batch({n}) returned {size} samples; expected {n}; return exactly that many")
+        return batch
+
+    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
+        """Return the context that a forward and its loss run in."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(device_type, dtype=self.autocast_dtype)
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """Run the model on a batch and take the loss by the rules of the class.
+
+        Args:
+            model: The model, or a wrapper around it.
+            batch: A batch of any size.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            WorkloadError: There is nothing to take a loss of, or it depends on no trainable parameter.
+        """
+        with doubting(named_leaves(self.sample_batch, "sample_batch"), self.sample_batch_size, self.batch_dim):
+            loss = self._loss(model, batch)
+        if not isinstance(loss, Tensor):
+            raise WorkloadError(f"the loss is a {type(loss).__name__}; expected a tensor; return the tensor itself")
+        if not loss.requires_grad:
+            raise WorkloadError(
+                "the loss depends on no trainable parameter; expected one with a gradient; "
+                "check requires_grad, and that the loss is taken outside torch.no_grad()"
+            )
+        return loss if loss.dim() == 0 else loss.mean()
+
+    def _loss(self, model: Any, batch: Any) -> Any:
+        if self.compute_loss is not None:
+            return self.compute_loss(model, on_first_device(batch, model))
+        if self.loss_fn is None:
+            return _loss_of(call_model(model, batch))
+        inputs, targets = batch
+        outputs = call_model(model, inputs)
+        return self.loss_fn(outputs, _beside(outputs, targets))
+
+    @property
+    def takes_loss_itself(self) -> bool:
+        """Whether the loss comes from the outputs by the rules of the class, no function being given."""
+        return self.loss_fn is None and self.compute_loss is None and self.step is None
+
+    def assumptions(self, outputs: Any = None) -> tuple[str, ...]:
+        """Return what was taken for granted because it was not given, one sentence each.
+
+        Args:
+            outputs: Outputs of the model, where the loss is taken from them.
+        """
+        said = []
+        if self.optimizer is None and self.step is None:
+            said.append("no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer=")
+        if self.takes_loss_itself and _loss_rule(outputs) == "mean":
+            said.append("no loss given: the mean of the model's floating-point outputs is used; pass loss_fn=")
+        return tuple(said)
+
+
+def _expect(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise WorkloadError(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}")
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def call_model(model: Any, inputs: Any) -> Any:
+    """Call a model by the type of its inputs: a tensor, a mapping as keywords, a tuple or list as arguments.
+
+    A wrapper is told what to give whole to every device; a plain module knows no `Whole`.
+    """
+    if not isinstance(model, nn.DataParallel):
+        inputs = unmarked(inputs)
+    if isinstance(inputs, (Mapping, UserDict)):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _loss_rule(outputs: Any) -> str:
+    """Tell how a loss is taken of outputs: their own ``"loss"``, the ``"scalar"`` they are, or their ``"mean"``."""
+    if isinstance(_own_loss(outputs), Tensor):
+        return "loss"
+    return "scalar" if isinstance(outputs, Tensor) and outputs.dim() == 0 else "mean"
+
+
+def _own_loss(outputs: Any) -> Any:
+    return outputs.get("loss") if isinstance(outputs, (Mapping, UserDict)) else getattr(outputs, "loss", None)
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    rule = _loss_rule(outputs)
+    if rule != "mean":
+        loss: Tensor = _own_loss(outputs) if rule == "loss" else outputs
+        return loss
+    floating = [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point() and tensor.requires_grad]
+    if not floating:
+        raise WorkloadError(
+            f"the model returned a {type(outputs).__name__} without a loss or a floating-point tensor that has a "
+            "gradient; expected one of them; pass loss_fn=(outputs, targets) -> loss, "
+            "or compute_loss=(model, batch) -> loss"
+        )
+    means = [tensor.float().mean() for tensor in floating]
+    total = means[0]
+    for mean in means[1:]:
+        total = total + mean
+    return total / len(means)
+
+
+def _beside(outputs: Any, targets: Any) -> Any:
+    """Move the targets to where the outputs are; like all that reaches a user's own code, without marks."""
+    targets = unmarked(targets)
+    first = next(tensors_of(outputs), None)
+    if first is None:
+        return targets
+    placement = active_placement()
+    if placement is None:
+        return map_tensors(lambda tensor: tensor.to(first.device), targets)
+    home = placement.device_of(first)
+    return targets if home == HOST else _placed_on(home, targets)
+
+
+def on_first_device(batch: Any, model: Any) -> Any:
+    """Move a batch to the first device of a step, where a user's own code expects it, and drop its marks."""
+    batch = unmarked(batch)
+    if active_placement() is not None:
+        return _placed_on(0, batch)
+    parameter = next(_parameters_of(model), None)
+    return batch if parameter is None else map_tensors(lambda tensor: tensor.to(parameter.device), batch)
+
+
+def _parameters_of(models: Any) -> Iterator[nn.Parameter]:
+    for module in modules_of(models):
+        yield from module.parameters()
+
+
+def modules_of(models: Any) -> list[nn.Module]:
+    """Return the modules of a workload's `model`, which is one module, or several in a sequence or mapping."""
+    if isinstance(models, nn.Module):
+        return [models]
+    return list(models.values()) if isinstance(models, Mapping) else list(models)
+
+
+def _placed_on(device: int, tree: Any) -> Any:
+    placement = active_placement()
+    assert placement is not None
+
+    def move(tensor: Tensor) -> Tensor:
+        source = placement.device_of(tensor)
+        return tensor if source == device else transfer(tensor, source, device, "input")
+
+    return map_tensors(move, tree)
