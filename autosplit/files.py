@@ -12,7 +12,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from autosplit.sizes import size_text
+from autosplit.text import size_text
 
 __all__ = [
     "OWNER_ONLY",

@@ -30,10 +30,10 @@ MAY_IMPORT = {
     "integrations": ("solve", "workload", "parallel", "measure", "plan", "profiles", "ddp"),
     "cli": ("devices", "solve", "workload", "measure", "plan", "profiles", "ddp", "tuning"),
 }
-IN_THE_ROOT = ("accelerators", "errors", "files", "markup", "oom", "printed", "rng", "sizes", "__main__")
+IN_THE_ROOT = ("accelerators", "errors", "files", "oom", "rng", "text", "__main__")
 WITHOUT_TORCH = (
     "errors",
-    "printed",
+    "text",
     "files",
     "solve.split",
     "solve.memory",

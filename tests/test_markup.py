@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pages import Reader
 
-from autosplit.markup import escaped, printable, table_html
+from autosplit.text import escaped, table_html, visible
 
 
 @given(st.text())
@@ -18,16 +18,16 @@ def test_a_text_stays_a_text(text):
     assert cell.tags == ["td"]
     # What HTML makes of its own line ends is not of us.
     assert "".join(cell.texts) == html.unescape(escaped(text))
-    assert not any(character in "\x00\x07\x1b\x7f\x9b\u202e\u2066\ud800" for character in printable(text))
+    assert not any(character in "\x00\x07\x1b\x7f\x9b\u202e\u2066\ud800" for character in visible(text))
 
 
 @pytest.mark.parametrize("text", ["\x00", "\x1b[31m", "\u202e", "\x9b", "\u200f"])
 def test_what_can_not_be_seen_is_marked(text):
-    assert printable(f"a{text}b").startswith("a\ufffd")
+    assert visible(f"a{text}b").startswith("a\ufffd")
 
 
 def test_line_ends_and_letters_of_all_kinds_stay():
-    assert printable("é\n漢\tع") == "é\n漢\tع"
+    assert visible("é\n漢\tع") == "é\n漢\tع"
 
 
 def test_a_table_is_whole_and_escaped():

@@ -19,7 +19,7 @@ from autosplit.ddp.find_plan import plan_for_job
 from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import DeviceError
 from autosplit.measure.check_result import Check
-from autosplit.printed import LONGEST, listed, printable, printable_json, without_passwords
+from autosplit.text import LONGEST, listed, printable, printable_json, without_passwords
 from autosplit.tuning import tune as tuning
 from autosplit.tuning.progress import Progress
 

@@ -17,15 +17,14 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from autosplit.errors import InputError
-from autosplit.markup import printable
 from autosplit.plan.explanation import Explanation
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice
-from autosplit.sizes import rate_text, size_text
 from autosplit.solve.memory import MemoryParts, Region
 from autosplit.solve.search_space import Configuration, Space, Trial
 from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps
+from autosplit.text import rate_text, size_text, visible
 
 __all__ = ["LEVELS", "MEMORY_PARTS", "Chart", "charts_of", "check_drawing"]
 
@@ -249,12 +248,12 @@ def _inlined(svg: str, prefix: str, said: str, titles: dict[str, str]) -> str:
         title = titles.get(str(element.get("id")).removeprefix(f"{prefix}-"))
         if title is not None:
             own = ET.Element(f"{{{_SVG}}}title")
-            own.text = printable(title)
+            own.text = visible(title)
             element.insert(0, own)
     for name in ("width", "height", "version"):
         root.attrib.pop(name, None)
     root.set("role", "img")
-    root.set("aria-label", printable(said))
+    root.set("aria-label", visible(said))
     root.set("class", "narrow" if prefix.endswith("narrow") else "wide")
     return _serialised(root)
 
@@ -288,7 +287,7 @@ def _serialised(root: ET.Element) -> str:
 
 def _short(name: str) -> str:
     """Return what is drawn of a name: on one line, and not longer than a phone is wide."""
-    text = " ".join(printable(name).split())
+    text = " ".join(visible(name).split())
     return text if len(text) <= MOST_LABEL else f"{text[: MOST_LABEL - 1]}…"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from autosplit.cli.output import Manner
-from autosplit.printed import printable, without_passwords
+from autosplit.text import printable, without_passwords
 
 __all__ = ["logged"]
 

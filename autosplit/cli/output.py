@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.terminal import progress_bar, sent_nowhere, width_of
 from autosplit.errors import InputError
-from autosplit.printed import ascii_json, printable, printable_json, without_passwords
+from autosplit.text import ascii_json, printable, printable_json, without_passwords
 
 if TYPE_CHECKING:
     from autosplit.cli.tables import Origin

@@ -18,11 +18,10 @@ from autosplit.cli.charts import MEMORY_PARTS, Chart, charts_of, check_drawing, 
 from autosplit.cli.tables import Told, paste_lines, request_text, told_of
 from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
-from autosplit.markup import printable
 from autosplit.measure.check_result import error_text
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
-from autosplit.sizes import size_text
+from autosplit.text import size_text, visible
 
 __all__ = ["check_page", "page_of", "write_page"]
 
@@ -142,7 +141,7 @@ def page_of(plan: Plan) -> str:
 
 def _shown(value: object) -> object:
     """Let nothing through that can't be seen; what the template calls safe was made here, and is another type."""
-    return printable(value) if type(value) is str else value
+    return visible(value) if type(value) is str else value
 
 
 @dataclass(frozen=True)

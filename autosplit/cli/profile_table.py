@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.named_plan import KEY_DIGITS
 from autosplit.cli.tables import _add_row, _count, _pairs, _print, _short_name, _table, _tuple_text, request_text
-from autosplit.sizes import rate_text
+from autosplit.text import rate_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -19,10 +19,9 @@ from autosplit.errors import InputError
 from autosplit.measure.check_result import Check, error_text
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice, RankSettings
-from autosplit.printed import printable
-from autosplit.sizes import ms_text, rate_text, size_text
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.split import even_split
+from autosplit.text import ms_text, printable, rate_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
-from autosplit.printed import printable
+from autosplit.text import printable, rate_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -189,12 +189,8 @@ def bars_say_it_stops() -> None:
 def _advance(bar: Bar, task: Any, progress: Progress, *, narrow: bool) -> None:
     counts = f"{progress.steps} steps, {progress.ooms} OOM"
     if progress.best_samples_per_s is not None:
-        counts += f", {'' if narrow else 'best '}{_rate_text(progress.best_samples_per_s)}/s"
+        counts += f", {'' if narrow else 'best '}{rate_text(progress.best_samples_per_s).replace(' samples', '')}"
     bar.update(task, completed=progress.fraction, description=printable(progress.message), counts=counts)
-
-
-def _rate_text(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
 def restored_terminal() -> None:

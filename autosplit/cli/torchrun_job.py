@@ -14,7 +14,7 @@ from autosplit.cli.exit_code import OUTCOME_VARIABLE
 from autosplit.ddp.find_plan import described, plan_for_job
 from autosplit.errors import RankFailedError
 from autosplit.plan.torchrun import Command, command_for
-from autosplit.printed import printable
+from autosplit.text import printable
 
 __all__ = ["Launch", "launch_of", "run_together"]
 

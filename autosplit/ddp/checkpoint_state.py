@@ -15,7 +15,7 @@ from autosplit.ddp.fsdp import is_shard, is_sharded
 from autosplit.errors import CheckpointError
 from autosplit.parallel.optimizer_steps import ScheduledBatchSampler
 from autosplit.parallel.state_dict import matching_state_dict, plain_state_dict
-from autosplit.printed import listed
+from autosplit.text import listed
 
 __all__ = ["fitting", "is_shared_out", "placed", "state_of", "tensors_in", "with_tensors"]
 

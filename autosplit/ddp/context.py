@@ -25,8 +25,8 @@ from autosplit.errors import InputError
 from autosplit.parallel.optimizer_steps import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
-from autosplit.printed import printable
 from autosplit.solve.split import accumulation_steps
+from autosplit.text import printable
 
 __all__ = ["BatchNormWarning", "Context", "OtherModelWarning", "let_go_of_group_last"]
 

@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 from autosplit.ddp.failure_channel import Line, Word
 from autosplit.errors import AutosplitError, RankFailedError, one_line, user_frames
-from autosplit.printed import printable
+from autosplit.text import printable
 
 __all__ = [
     "GRACE_S",

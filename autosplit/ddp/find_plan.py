@@ -8,8 +8,8 @@ from pathlib import Path
 from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
-from autosplit.printed import listed, printable
 from autosplit.profiles import store as profiles
+from autosplit.text import listed, printable
 
 __all__ = ["PLAN_VARIABLE", "described", "plan_for_job"]
 

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from autosplit.errors import DeviceError, shown
 from autosplit.files import read_bounded
-from autosplit.printed import printable
+from autosplit.text import printable
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -22,7 +22,7 @@ from autosplit.accelerators import accelerator_kind, backend, is_accelerator
 from autosplit.devices.catalog import GpuSpec, find_card, mentions_card
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import DeviceError, InputError, shown
-from autosplit.sizes import parse_bytes, size_text
+from autosplit.text import parse_bytes, size_text
 
 if TYPE_CHECKING:
     import torch

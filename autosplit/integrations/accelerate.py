@@ -54,7 +54,7 @@ from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
 from autosplit.measure.loss_mean import IGNORED, RULES, SUM, UnevenLossWarning
 from autosplit.plan.plan import Plan
-from autosplit.printed import printable
+from autosplit.text import printable
 
 __all__ = ["Accelerator", "NoPlanWarning", "UnevenLossWarning"]
 

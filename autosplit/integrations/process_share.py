@@ -23,9 +23,9 @@ from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.parallel.optimizer_steps import RankSlice, ScheduledBatchSampler
 from autosplit.plan.plan import Plan
-from autosplit.printed import printable
 from autosplit.profiles import store as profiles
 from autosplit.solve.split import micro_batch_sizes, short_split
+from autosplit.text import printable
 
 if TYPE_CHECKING:
     import torch

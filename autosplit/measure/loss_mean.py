@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autosplit.errors import WorkloadError
-from autosplit.printed import printable
+from autosplit.text import printable
 from autosplit.workload.batch import batch_size_of, map_tensors
 
 __all__ = [

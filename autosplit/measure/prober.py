@@ -41,7 +41,6 @@ from autosplit.runtime.simulated import traced_parts, traced_peaks
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime, StepLostError
 from autosplit.runtime.tracer import Tracer, Traces
 from autosplit.runtime.trainee import bytes_on_accelerators, listed, ran_a_step
-from autosplit.sizes import ms_text, size_text
 from autosplit.solve.memory import (
     LONGEST_LEAP,
     Ceiling,
@@ -54,6 +53,7 @@ from autosplit.solve.memory import (
 )
 from autosplit.solve.split import proportional_split
 from autosplit.solve.step_time import TimedSize
+from autosplit.text import ms_text, size_text
 
 __all__ = ["Prober", "does_not_fit", "find_ceiling"]
 

@@ -12,9 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from autosplit.sizes import rate_text
 from autosplit.solve.memory import Ceiling, Fit, Region
 from autosplit.solve.search_space import Trial
+from autosplit.text import rate_text
 
 __all__ = [
     "BINDING_SHARE",

@@ -22,11 +22,10 @@ from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.redact import shareable
 from autosplit.plan.torchrun import PLAN_VARIABLE, command_for, refuse_without_ranks
-from autosplit.printed import printable
-from autosplit.sizes import rate_text
 from autosplit.solve.even_ranks import EvenProblem, EvenRanks
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.what_if import MOST_WORK, Problem
+from autosplit.text import printable, rate_text
 
 __all__ = ["FORMATS", "Export", "export"]
 

@@ -12,7 +12,7 @@ from autosplit.accelerators import is_accelerator
 from autosplit.errors import DeviceError
 from autosplit.plan.explanation import Explained, Explanation
 from autosplit.plan.record import PlanRecord
-from autosplit.printed import printable
+from autosplit.text import printable
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,7 @@ class Plan(PlanRecord):
 
     def _repr_html_(self) -> str:
         """Return the plan as a table, which notebooks show in its place."""
-        from autosplit.markup import table_html
-        from autosplit.sizes import rate_text, size_text
+        from autosplit.text import rate_text, size_text, table_html
 
         several = len(self.devices) > 1
         facts = [("split", str(self.split)), ("gpu0_bsz", str(self.gpu0_bsz))] if several else []

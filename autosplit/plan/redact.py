@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from autosplit.plan.record import PlanRecord
-from autosplit.printed import shortened
+from autosplit.text import shortened
 
 __all__ = ["shareable", "without_private"]
 

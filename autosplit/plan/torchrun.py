@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan.record import PlanRecord
-from autosplit.printed import printable
+from autosplit.text import printable
 
 __all__ = ["PLAN_VARIABLE", "Command", "command_for", "refuse_unfit", "refuse_without_ranks"]
 

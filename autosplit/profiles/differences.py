@@ -12,8 +12,7 @@ from typing import Any
 
 from autosplit.errors import shown
 from autosplit.plan.plan import Plan
-from autosplit.printed import listed
-from autosplit.sizes import size_text
+from autosplit.text import listed, size_text
 
 __all__ = ["differences", "nearest_told"]
 

@@ -31,7 +31,7 @@ from autosplit.files import (
 )
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import MAX_FILE_BYTES, SCHEMA_VERSION
-from autosplit.sizes import size_text
+from autosplit.text import size_text
 from autosplit.workload.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
 
 if TYPE_CHECKING:

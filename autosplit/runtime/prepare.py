@@ -26,7 +26,7 @@ from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
 from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
 from autosplit.runtime.trainee import built_without_memory, bytes_on_accelerators, fake_mode, training_copy
-from autosplit.sizes import size_text
+from autosplit.text import size_text
 from autosplit.workload.workload import PRECISIONS, Workload
 
 __all__ = ["Built", "Followed", "Source", "build", "follow", "isolated_runtime", "runtime_for", "workload_source"]

@@ -20,11 +20,10 @@ from typing import Any
 import msgspec
 
 from autosplit.errors import InputError
-from autosplit.printed import without_passwords
-from autosplit.sizes import rate_text
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.proposals import Proposal
 from autosplit.solve.search_space import Configuration, Space, Trial
+from autosplit.text import rate_text, without_passwords
 
 __all__ = ["CeilingStore", "search"]
 

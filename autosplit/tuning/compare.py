@@ -14,7 +14,7 @@ from autosplit.devices.device import Device, parse_devices
 from autosplit.errors import DeviceError, InputError, one_line, shown
 from autosplit.measure.request import checked_request
 from autosplit.plan.plan import Plan
-from autosplit.sizes import rate_text
+from autosplit.text import rate_text
 from autosplit.tuning.prediction_errors import MeasuredError, error_sentences, measured_errors
 from autosplit.tuning.progress import Progress
 

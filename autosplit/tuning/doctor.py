@@ -26,7 +26,7 @@ from autosplit.devices.examination import Card, Copy, Examination, Problem, Trai
 from autosplit.devices.inventory import DeviceReport, survey_devices
 from autosplit.devices.peer_copy_check import check_links
 from autosplit.errors import AutosplitError, DeviceError
-from autosplit.sizes import size_text
+from autosplit.text import size_text
 from autosplit.tuning.tune import tune
 
 __all__ = ["examine"]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from autosplit.markup import escaped
+from autosplit.text import escaped
 from autosplit.tuning.progress import Progress
 
 __all__ = ["notebook_bar"]

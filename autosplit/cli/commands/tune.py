@@ -22,7 +22,7 @@ from autosplit.cli.workload_arguments import (
     users_errors,
 )
 from autosplit.errors import InputError, PlanError
-from autosplit.printed import without_passwords
+from autosplit.text import without_passwords
 
 if TYPE_CHECKING:
     from autosplit.cli.tables import Origin
