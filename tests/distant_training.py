@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autosplit import Workload, ddp
-from autosplit.parallel.optimizer_steps import ScheduledBatchSampler
+from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
 BATCH_SIZES, EFFECTIVE_BATCH_SIZE = (2, 6), 16
 NUM_SAMPLES, EPOCHS = 88, 3  # six steps an epoch, the last one of 8 samples

@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader
 from autosplit import ddp
 from autosplit.ddp.context import BatchNormWarning
 from autosplit.errors import CheckpointError, DeviceError, InputError, PlanError
-from autosplit.parallel.optimizer_steps import OptimizerStep, RankSlice, ScheduledBatchSampler, StepSchedule, steps
+from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler, StepSchedule
+from autosplit.parallel.optimizer_steps import OptimizerStep, steps
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
 from autosplit.solve.memory import Ceiling

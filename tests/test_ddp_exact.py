@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from autosplit import ddp
-from autosplit.parallel.optimizer_steps import ScheduledBatchSampler
+from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
 pytestmark = pytest.mark.alone
 

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit import ddp
 from autosplit.ddp.context import BatchNormWarning
 from autosplit.errors import CheckpointError, InputError
-from autosplit.parallel.optimizer_steps import OptimizerStep, ScheduledBatchSampler
+from autosplit.parallel.batch_sampler import ScheduledBatchSampler
+from autosplit.parallel.optimizer_steps import OptimizerStep
 
 try:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit.errors import InputError
-from autosplit.parallel.optimizer_steps import OptimizerStep, ScheduledBatchSampler, StepSchedule, steps
+from autosplit.parallel.batch_sampler import ScheduledBatchSampler, StepSchedule
+from autosplit.parallel.optimizer_steps import OptimizerStep, steps
 from autosplit.solve.split import micro_batch_sizes
 
 NUM_SAMPLES = 23

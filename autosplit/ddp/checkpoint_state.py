@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.fsdp import is_shard, is_sharded
 from autosplit.errors import CheckpointError
-from autosplit.parallel.optimizer_steps import ScheduledBatchSampler
+from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.state_dict import matching_state_dict, plain_state_dict
 from autosplit.text import listed
 

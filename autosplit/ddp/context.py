@@ -22,7 +22,8 @@ from autosplit.ddp.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.ddp.fsdp import Layers, begin_step, let_meet, shard
 from autosplit.ddp.loader_steps import foreign_steps, gathered
 from autosplit.errors import InputError
-from autosplit.parallel.optimizer_steps import OptimizerStep, RankSlice, ScheduledBatchSampler, checked, steps
+from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
+from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.solve.split import accumulation_steps

@@ -21,7 +21,7 @@ from autosplit.ddp.device import device_for
 from autosplit.ddp.find_plan import PLAN_VARIABLE, described, plan_for_job
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.parallel.optimizer_steps import RankSlice, ScheduledBatchSampler
+from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles
 from autosplit.solve.split import micro_batch_sizes, short_split

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autosplit.parallel.optimizer_steps import ScheduledBatchSampler, counted
+from autosplit.parallel.batch_sampler import ScheduledBatchSampler
+from autosplit.parallel.optimizer_steps import counted
 from autosplit.solve.split import micro_batch_sizes
 
 __all__ = ["Weighed", "batches_of", "weighed", "weighted_backward"]

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autosplit.parallel.balanced import BalancedDataParallel
-    from autosplit.parallel.optimizer_steps import OptimizerStep, ScheduledBatchSampler
+    from autosplit.parallel.batch_sampler import ScheduledBatchSampler
+    from autosplit.parallel.optimizer_steps import OptimizerStep
     from autosplit.plan.export import Export
     from autosplit.runtime.memory_tracker import Tracker
 
@@ -171,7 +172,7 @@ class Plan(PlanRecord):
         Raises:
             InputError: The short last forward has a sample too few for the model's BatchNorms.
         """
-        from autosplit.parallel.optimizer_steps import ScheduledBatchSampler
+        from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 
         made = ScheduledBatchSampler(
             num_samples, self.batch_size, self.effective_batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last

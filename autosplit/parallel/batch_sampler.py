@@ -1,0 +1,307 @@
+"""Cut an epoch into micro-batches: the batch sampler of a plan, and what of each step is one rank's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from autosplit.errors import InputError, shown
+from autosplit.solve.split import accumulation_steps, micro_batch_sizes, short_split, whole_number
+
+__all__ = ["RankSlice", "ScheduledBatchSampler", "StepSchedule"]
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """One optimizer step.
+
+    Attributes:
+        micro_batch_sizes: Samples that each of its micro-batches counts for, on this rank.
+        num_samples: Samples of the whole step, over all its micro-batches and all ranks.
+    """
+
+    micro_batch_sizes: tuple[int, ...]
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class RankSlice:
+    """Which part of every micro-batch one rank takes: the ranks' parts lie side by side, in the order of the ranks.
+
+    Attributes:
+        rank: The rank, from 0.
+        batch_sizes: For every rank, its samples of a full micro-batch, 0 or more. A smaller micro-batch is split in
+            the same proportions, as far as no rank gets a single sample that has more of a full one (`short_split`).
+
+    Raises:
+        InputError: `rank` has no batch size, or the sizes are not whole numbers, or all 0.
+    """
+
+    rank: int
+    batch_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for rank, size in enumerate(self.batch_sizes):
+            whole_number(f"the batch size of rank {rank}", size)
+        if whole_number("rank", self.rank) >= len(self.batch_sizes):
+            raise InputError(
+                f"rank is {self.rank}, but there are batch sizes for {len(self.batch_sizes)} ranks; expected a rank "
+                "below that; pass a batch size for each rank"
+            )
+        if not any(self.batch_sizes):
+            raise InputError(
+                f"the ranks' batch sizes are {self.batch_sizes}; expected at least one above 0; pass the samples of "
+                "each rank"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks share a micro-batch."""
+        return len(self.batch_sizes)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a full micro-batch over all ranks."""
+        return sum(self.batch_sizes)
+
+    def size_of(self, num_samples: int) -> int:
+        """Return how many samples of a micro-batch are this rank's.
+
+        Args:
+            num_samples: Samples of the micro-batch over all ranks, at most `batch_size`.
+        """
+        return short_split(num_samples, self.batch_sizes)[self.rank]
+
+    def part_of(self, batch: list[int]) -> list[int]:
+        """Return this rank's part of a micro-batch.
+
+        A rank without a share gets the first samples, to be counted as nothing: it has to run the forward and the
+        backward all the same, because the ranks' gradients meet there. One, or two where its full share is as many:
+        on fewer a BatchNorm may not train.
+
+        Args:
+            batch: The micro-batch of all ranks, not empty.
+        """
+        whole = len(batch) == self.batch_size
+        sizes = self.batch_sizes if whole else short_split(len(batch), self.batch_sizes)
+        begin = sum(sizes[: self.rank])
+        return batch[begin : begin + sizes[self.rank]] or batch[: min(2, self.batch_sizes[self.rank] or 1)]
+
+
+class ScheduledBatchSampler(Sampler[list[int]]):
+    """Hands out an epoch as micro-batches that add up to optimizer steps of exactly `effective_batch_size` samples.
+
+    Every sample comes once an epoch. Each optimizer step is cut into micro-batches of `batch_size`, the last of them
+    smaller where it doesn't divide; the last step of the epoch, where samples run short, is cut by the same rule. Give
+    it to a ``DataLoader`` as `batch_sampler`.
+
+    Args:
+        num_samples: Samples in the dataset, 1 or more.
+        batch_size: Samples per forward over all devices, 1 or more.
+        effective_batch_size: Samples per optimizer step, 1 or more.
+        shuffle: Whether to draw a new order for each epoch (see `set_epoch`); otherwise the dataset's own order.
+        seed: The order depends on `seed` plus the epoch only. The generator is this sampler's own, so that no global
+            random state is read or changed.
+        drop_last: Whether to leave out the last step of the epoch where it is short of samples.
+        rank_slice: Which part of every micro-batch to hand out, for a rank of a DDP job; None for all of it. All ranks
+            draw the same order and hand out equally many micro-batches; see `RankSlice.part_of` for an empty part.
+
+    Attributes:
+        samples_consumed: Samples of this epoch, over all ranks, in optimizer steps whose micro-batches `steps` has
+            handed out to the last; what workers have drawn ahead does not count.
+
+    Raises:
+        InputError: A number is not whole or below its minimum, or the slice is of another batch size.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        effective_batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank_slice: RankSlice | None = None,
+    ) -> None:
+        self.num_samples = whole_number("num_samples", num_samples, minimum=1)
+        self.batch_size = whole_number("batch_size", batch_size, minimum=1)
+        self.effective_batch_size = whole_number("effective_batch_size", effective_batch_size, minimum=1)
+        self.shuffle = shuffle
+        self.seed = whole_number("seed", seed)
+        self.drop_last = drop_last
+        self.rank_slice = RankSlice(0, (self.batch_size,)) if rank_slice is None else rank_slice
+        if self.rank_slice.batch_size != self.batch_size:
+            raise InputError(
+                f"batch_size is {self.batch_size}, but the ranks' batch sizes {self.rank_slice.batch_sizes} add up to "
+                f"{self.rank_slice.batch_size}; expected the same; pass their sum"
+            )
+        self.epoch = 0
+        self.samples_consumed = 0
+        self._start_step = 0
+
+    @property
+    def schedule(self) -> tuple[StepSchedule, ...]:
+        """The optimizer steps of a whole epoch, in order."""
+        full_steps, short = divmod(self.num_samples, self.effective_batch_size)
+        full = self._step_of(self.effective_batch_size)
+        last = (self._step_of(short),) if short and not self.drop_last else ()
+        return (full,) * full_steps + last
+
+    @property
+    def start_step(self) -> int:
+        """The optimizer step at which the next iteration begins: 0, except once after `resume`."""
+        return self._start_step
+
+    def refuse_single_samples(self, split: Sequence[int], least: int) -> None:
+        """Refuse an epoch in which a device would train on too few samples, before it begins.
+
+        Args:
+            split: Samples per device, or rank, in a full forward.
+            least: The fewest that the model trains on: 2 where a BatchNorm sees one value per sample.
+
+        Raises:
+            InputError: A short last forward can't be split so that each device has none or as many.
+        """
+        for step in (*self.schedule[:1], *self.schedule[-1:]):
+            last = micro_batch_sizes(step.num_samples, self.batch_size)[-1]
+            shares = short_split(last, split)
+            if any(0 < share < least for share in shares):
+                raise InputError(
+                    f"the last forward of an optimizer step of {step.num_samples} samples has {last}, split {shares}; "
+                    f"expected none or {least} and more on each device, since the plan's BatchNorms train on no fewer; "
+                    "pass drop_last=True, or take another number of samples"
+                )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, and with it the order that the next iteration draws.
+
+        Args:
+            epoch: The epoch, 0 or more. Without `shuffle` it changes nothing.
+
+        Raises:
+            InputError: `epoch` is negative or not a whole number.
+        """
+        before, self.epoch = self.epoch, whole_number("epoch", epoch)
+        if self.epoch != before:
+            self.samples_consumed = self._start_step = 0
+
+    def resume(self, samples_consumed: int) -> None:
+        """Let the next iteration, and only that one, begin where an interrupted epoch left off.
+
+        Count what the optimizer has consumed; loader workers draw ahead, so what was drawn is more.
+
+        Args:
+            samples_consumed: Samples of this epoch that finished optimizer steps have consumed.
+
+        Raises:
+            InputError: It is negative, more than the epoch has, or within an optimizer step.
+        """
+        self._start_step = self._step_after(samples_consumed)
+        self.samples_consumed = samples_consumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch is, for a checkpoint: after an optimizer step that `steps` walked, the end of it."""
+        return {**self._order_facts(), "epoch": self.epoch, "samples_consumed": self.samples_consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin where another sampler was, in its epoch.
+
+        Batch sizes and ranks may be others than they were, if the samples consumed end an optimizer step here, too.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            InputError: The state is of another order of samples, or ends within an optimizer step.
+        """
+        self.check_state_dict(state)
+        self.set_epoch(state["epoch"])
+        self.resume(state["samples_consumed"])
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make sure that a state can be loaded, and load nothing.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            InputError: The state is of another order of samples, or ends within an optimizer step.
+        """
+        facts = self._order_facts()
+        lacks = [name for name in (*facts, "epoch", "samples_consumed") if name not in state]
+        if lacks:
+            raise InputError(
+                f"the sampler's state has no {', '.join(lacks)}; expected what state_dict() returned; pass that"
+            )
+        wrong = [f"{name} {shown(state[name])} for {facts[name]}" for name in facts if state[name] != facts[name]]
+        if wrong:
+            raise InputError(
+                f"the sampler's state is of another order of samples: {', '.join(wrong)}; expected the same; make "
+                "the sampler as it was, or begin the epoch anew"
+            )
+        whole_number("epoch", state["epoch"])
+        self._step_after(state["samples_consumed"])
+
+    def consume(self, num_samples: int) -> None:
+        """Count what an optimizer step has consumed; `steps` does it."""
+        self.samples_consumed += num_samples
+
+    def _step_after(self, samples_consumed: int) -> int:
+        """Return the optimizer step that begins where so many samples of the epoch have been consumed."""
+        consumed = whole_number("samples_consumed", samples_consumed)
+        total = sum(step.num_samples for step in self.schedule)
+        if consumed > total:
+            raise InputError(
+                f"samples_consumed is {consumed}, but an epoch has {total}; expected samples of the current epoch; "
+                "subtract the finished epochs and pass their number to set_epoch"
+            )
+        if consumed % self.effective_batch_size and consumed != total:
+            raise InputError(
+                f"samples_consumed is {consumed}; expected the end of an optimizer step, a multiple of "
+                f"{self.effective_batch_size}; resume from the last finished step, "
+                f"{consumed - consumed % self.effective_batch_size}"
+            )
+        return -(-consumed // self.effective_batch_size)
+
+    def _order_facts(self) -> dict[str, Any]:
+        return {"num_samples": self.num_samples, "shuffle": self.shuffle, "seed": self.seed}
+
+    def __len__(self) -> int:
+        """Count the micro-batches of a whole epoch."""
+        full_steps, short = divmod(self.num_samples, self.effective_batch_size)
+        last = accumulation_steps(short, self.batch_size) if short and not self.drop_last else 0
+        return full_steps * accumulation_steps(self.effective_batch_size, self.batch_size) + last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator, because a DataLoader with workers asks for two iterators and draws from the second only:
+        # the resumed position is spent at the first draw.
+        start_step, self._start_step = self._start_step, 0
+        order = self._order()
+        for number, step in enumerate(self.schedule[start_step:], start_step):
+            first = number * self.effective_batch_size
+            part = order[first : first + step.num_samples]
+            indices = part.tolist() if isinstance(part, torch.Tensor) else [*part]
+            sizes = micro_batch_sizes(step.num_samples, self.batch_size)
+            yield from map(self.rank_slice.part_of, _cut(indices, sizes))
+
+    def _order(self) -> Sequence[int] | torch.Tensor:
+        if not self.shuffle:
+            return range(self.num_samples)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def _step_of(self, num_samples: int) -> StepSchedule:
+        sizes = micro_batch_sizes(num_samples, self.batch_size)
+        return StepSchedule(tuple(map(self.rank_slice.size_of, sizes)), num_samples)
+
+
+def _cut(indices: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    ends = itertools.accumulate(sizes)
+    return (indices[end - size : end] for size, end in zip(sizes, ends, strict=True))
