@@ -49,7 +49,7 @@ from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracer import Tracer, make_tracer
-from autosplit.runtime.trainee import training_copy
+from autosplit.runtime.training_copy import training_copy
 from autosplit.solve.memory import largest_fitting
 from autosplit.workload.workload import Workload
 

@@ -17,7 +17,7 @@ from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.trainee import training_copy
+from autosplit.runtime.training_copy import training_copy
 
 
 class Branching(nn.Module):

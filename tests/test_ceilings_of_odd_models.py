@@ -15,7 +15,8 @@ from autosplit.errors import WorkloadError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.trainee import Trainee, training_copy
+from autosplit.runtime.trainee import Trainee
+from autosplit.runtime.training_copy import training_copy
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 

@@ -33,8 +33,8 @@ from autosplit.measure.check_result import Check, error_text
 from autosplit.measure.gradient_check import check, checks_for
 from autosplit.parallel.optimizer_steps import steps
 from autosplit.plan.plan import Plan
+from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.tracked_step import wrapper_for
-from autosplit.runtime.trainee import fake_mode
 from autosplit.workload.batch import Whole, map_tensors
 from autosplit.workload.workload import Workload
 

@@ -41,7 +41,7 @@ from autosplit.plan.record import DdpOptions
 from autosplit.profiles import store as profiles
 from autosplit.profiles.tuning_lock import Turn
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.trainee import training_copy
+from autosplit.runtime.training_copy import training_copy
 from autosplit.solve.memory import MemoryFit, RankStepTime, Region, StepTime, TimeCurve
 from autosplit.solve.proposals import Proposer
 from autosplit.solve.search_space import Space, Trial

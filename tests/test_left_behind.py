@@ -42,8 +42,8 @@ from autosplit.parallel.accumulation import current_accumulation
 from autosplit.plan.plan import Plan
 from autosplit.runtime import cpu
 from autosplit.runtime import tracer as tracing
+from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
-from autosplit.runtime.trainee import fake_mode
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning import session
 from autosplit.tuning.progress import Progress

@@ -17,10 +17,11 @@ from autosplit.measure import prober as probe
 from autosplit.measure.prober import Prober, find_ceiling
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import make_tracer
-from autosplit.runtime.trainee import fake_mode, training_copy
+from autosplit.runtime.training_copy import training_copy
 from autosplit.tuning.tune import tune
 
 KIB = 2**10

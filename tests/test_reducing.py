@@ -18,8 +18,8 @@ from autosplit.errors import InputError, WorkloadError
 from autosplit.parallel import loss_weights as reducing
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning, checked_reduce, weights_of
+from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
-from autosplit.runtime.trainee import fake_mode
 
 SPLITS = [(4, 6, 6), (1, 2, 13)]
 VOCABULARY = 40

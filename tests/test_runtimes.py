@@ -17,7 +17,7 @@ from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.timing import MAX_REPEATS, MIN_REPEATS, median_error, timed
-from autosplit.runtime.trainee import training_copy
+from autosplit.runtime.training_copy import training_copy
 
 
 def runtime(spec: str, **options) -> CpuRuntime:

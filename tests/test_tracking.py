@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.devices.transfer import HOST, adopt_module, transfer
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.memory_tracker import BLOCK_BYTES, Tracker, rounded
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import run_placed
-from autosplit.runtime.trainee import fake_mode, training_copy
+from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -15,13 +15,14 @@ from workloads import small
 
 from autosplit.errors import AutosplitError, WorkloadError
 from autosplit.rng import kept_rng
+from autosplit.runtime.fake_tensors import built_without_memory, fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracer import make_tracer
 from autosplit.runtime.tracked_step import bucket_bytes, run_placed, wrapper_for
-from autosplit.runtime.trainee import built_without_memory, fake_mode, listed, training_copy
+from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import Whole, tensors_of
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.workload import Workload, modules_of, optimizers_of
 
 pytestmark = pytest.mark.usefixtures("quick_collection")
 
@@ -357,7 +358,7 @@ class TestCustomSteps:
         models = (nn.Linear(4, 1), nn.Linear(4, 2))
         trainee = training_copy(Workload(models, torch.randn(4, 4), step=step, optimizer=[torch.optim.SGD] * 2))
         run(trainee, (1, 3))
-        assert [len(o.param_groups[0]["params"]) for o in listed(trainee.optimizers)] == [2, 2]
+        assert [len(o.param_groups[0]["params"]) for o in optimizers_of(trainee.optimizers)] == [2, 2]
 
     def test_a_closure_optimizer_in_a_step(self):
         def step(model, optimizer, batch):

@@ -15,7 +15,7 @@ from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import make_tracer
-from autosplit.runtime.trainee import training_copy
+from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.workload import Workload
 
 ROOM = 2**40

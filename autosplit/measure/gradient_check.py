@@ -27,8 +27,8 @@ from autosplit.measure.loss_rule import Rule, mixed, rule_of
 from autosplit.measure.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
 from autosplit.parallel.loss_weights import Reduce
 from autosplit.rng import kept_rng
+from autosplit.runtime.fake_tensors import built_without_memory, fake_mode, mode_of
 from autosplit.runtime.prepare import build, workload_source
-from autosplit.runtime.trainee import built_without_memory, fake_mode, mode_of
 from autosplit.workload.batch import batch_size_of, chunk, marked, named_leaves, tensors_of
 from autosplit.workload.workload import Workload, modules_of
 

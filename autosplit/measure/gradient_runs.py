@@ -27,9 +27,9 @@ from autosplit.parallel.loss_weights import Reduce, ReduceWarning
 from autosplit.parallel.replicate import BufferCopies, moving_buffers
 from autosplit.parallel.transformers_loss import head_of
 from autosplit.runtime.tracked_step import wrapper_for
-from autosplit.runtime.trainee import listed, training_copy
+from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import Whole, chunk, map_leaves, map_tensors
-from autosplit.workload.workload import Workload, modules_of, on_first_device
+from autosplit.workload.workload import Workload, modules_of, on_first_device, optimizers_of
 
 __all__ = ["GRADIENT", "Gradients", "QuietCopy", "TooDearError", "named_models", "relative"]
 
@@ -321,12 +321,12 @@ class QuietCopy:
             return
         given = self.trainee.optimizers
         names = list(given) if isinstance(given, Mapping) else self._names_by_models()
-        for name, optimizer in zip(names, listed(given), strict=True):
+        for name, optimizer in zip(names, optimizers_of(given), strict=True):
             yield f"{GRADIENT} of optimizer {name}", optimizer
 
     def _names_by_models(self) -> list[str]:
         """Name each optimizer by its position, and by the model whose parameters it holds where models have names."""
-        optimizers = listed(self.trainee.optimizers)
+        optimizers = optimizers_of(self.trainee.optimizers)
         if not isinstance(self.trainee.models, Mapping):
             return [str(position) for position in range(len(optimizers))]
         owners = {id(p): name for name, model in self.trainee.models.items() for p in model.parameters()}

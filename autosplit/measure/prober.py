@@ -40,7 +40,8 @@ from autosplit.runtime.protocol import Measurement, Runtime, SeesMemory, StepMem
 from autosplit.runtime.simulated import traced_parts, traced_peaks
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime, StepLostError
 from autosplit.runtime.tracer import Tracer, Traces
-from autosplit.runtime.trainee import bytes_on_accelerators, listed, ran_a_step
+from autosplit.runtime.trainee import ran_a_step
+from autosplit.runtime.training_copy import bytes_on_accelerators
 from autosplit.solve.memory import (
     LONGEST_LEAP,
     Ceiling,
@@ -54,6 +55,7 @@ from autosplit.solve.memory import (
 from autosplit.solve.split import proportional_split
 from autosplit.solve.step_time import TimedSize
 from autosplit.text import ms_text, size_text
+from autosplit.workload.workload import optimizers_of
 
 __all__ = ["Prober", "does_not_fit", "find_ceiling"]
 
@@ -332,7 +334,7 @@ class Prober:
         return memory.allocated_bytes
 
     def _refuse_unlike_steps(self) -> None:
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in listed(self.tracer.trainee.optimizers)):
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers_of(self.tracer.trainee.optimizers)):
             raise WorkloadError(
                 "the optimizer is LBFGS, which holds more or less from step to step, as its history fills and the loss "
                 "falls; expected one whose steps are alike, or no batch is known to fit; run its largest batch by "

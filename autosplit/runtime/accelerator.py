@@ -29,7 +29,8 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.runtime.timing import timed
 from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets
-from autosplit.runtime.trainee import Trainee, training_copy
+from autosplit.runtime.trainee import Trainee
+from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import map_tensors, unmarked
 from autosplit.workload.workload import Workload, modules_of
 

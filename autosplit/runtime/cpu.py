@@ -16,8 +16,8 @@ from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.timing import timed
 from autosplit.runtime.tracked_step import run_placed, run_until_settled, wrapper_for
-from autosplit.runtime.trainee import Trainee, listed
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.runtime.trainee import Trainee
+from autosplit.workload.workload import Workload, modules_of, optimizers_of
 
 __all__ = ["CpuRuntime"]
 
@@ -38,7 +38,7 @@ class CpuRuntime:
         self.devices = devices
         self.capacities_bytes = capacities_bytes
         self.trainee = trainee
-        self._has_stepped = any(optimizer.state for optimizer in listed(trainee.optimizers))
+        self._has_stepped = any(optimizer.state for optimizer in optimizers_of(trainee.optimizers))
         self._has_settled = False
 
     @property

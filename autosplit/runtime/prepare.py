@@ -19,13 +19,14 @@ from autosplit.errors import AutosplitError, InputError, WorkloadError, from_use
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.build_small import TooLarge, built_within
 from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.fake_tensors import built_without_memory, fake_mode
 from autosplit.runtime.garbage import quick_collections
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.protocol import Runtime
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
 from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
-from autosplit.runtime.trainee import built_without_memory, bytes_on_accelerators, fake_mode, training_copy
+from autosplit.runtime.training_copy import bytes_on_accelerators, training_copy
 from autosplit.text import size_text
 from autosplit.workload.workload import PRECISIONS, Workload
 

@@ -21,11 +21,13 @@ from torch.utils import flop_counter
 from autosplit.devices.catalog import GpuSpec
 from autosplit.errors import AutosplitError, from_user_code
 from autosplit.rng import kept_rng
+from autosplit.runtime.fake_tensors import fake_mode, holds_fakes, mode_of
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Entry, Kind, Tracker
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import run_placed, run_until_settled
-from autosplit.runtime.trainee import CPU, Trainee, fake_mode, holds_fakes, mode_of, training_copy
+from autosplit.runtime.trainee import CPU, Trainee
+from autosplit.runtime.training_copy import training_copy
 from autosplit.solve.memory import MemoryParts
 from autosplit.workload.workload import Workload, modules_of
 

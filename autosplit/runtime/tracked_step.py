@@ -17,9 +17,9 @@ from autosplit.errors import WorkloadError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.runtime.memory_tracker import Left, Tracker
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.trainee import Trainee, listed
+from autosplit.runtime.trainee import Trainee
 from autosplit.workload.batch import tensors_of
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.workload import Workload, modules_of, optimizers_of
 
 __all__ = [
     "adopting_optimizers",
@@ -185,7 +185,7 @@ def _run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
         if trainee.grown_bytes <= 0:
             return found
     if _optimizer_bytes(trainee) > state_bytes > before_bytes:
-        names = " and ".join(type(optimizer).__name__ for optimizer in listed(trainee.optimizers))
+        names = " and ".join(type(optimizer).__name__ for optimizer in optimizers_of(trainee.optimizers))
         whose, how = f"the state of {names}", "pass an optimizer whose state has a fixed size"
     else:
         whose, how = "what the model or the step keeps", "give it a buffer of its full size, or clear it in every step"

@@ -28,7 +28,8 @@ from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.protocol import Measurement, Runtime, StepShape
 from autosplit.runtime.timing import is_enough, median_error
-from autosplit.runtime.trainee import Trainee, training_copy
+from autosplit.runtime.trainee import Trainee
+from autosplit.runtime.training_copy import training_copy
 from autosplit.tuning.peers import Failure, Peers
 from autosplit.workload.batch import map_tensors
 from autosplit.workload.workload import Workload, modules_of

@@ -27,7 +27,7 @@ from autosplit.workload.batch import (
 )
 from autosplit.workload.sample_batch import largest_batch
 
-__all__ = ["PRECISIONS", "Workload"]
+__all__ = ["PRECISIONS", "Workload", "device_type_of", "map_modules", "modules_of", "optimizers_of"]
 
 PRECISIONS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Each precision and the dtype of its autocast; `fp16` has a GradScaler as well."""
@@ -343,3 +343,25 @@ def _placed_on(device: int, tree: Any) -> Any:
         return tensor if source == device else transfer(tensor, source, device, "input")
 
     return map_tensors(move, tree)
+
+
+def optimizers_of(values: Any) -> list[Any]:
+    """Return one or several optimizers as a list."""
+    if isinstance(values, Mapping):
+        return list(values.values())
+    return list(values) if isinstance(values, (tuple, list)) else [values]
+
+
+def map_modules(function: Callable[[nn.Module], Any], models: Any) -> Any:
+    """Apply a function to one model, or to each of several, and return them as they were given."""
+    if isinstance(models, nn.Module):
+        return function(models)
+    if isinstance(models, Mapping):
+        return {name: function(model) for name, model in models.items()}
+    return type(models)(function(model) for model in models)
+
+
+def device_type_of(models: Any) -> str:
+    """Return the type of device that the first parameter is on; the processor's where there is none."""
+    parameter = next((p for module in modules_of(models) for p in module.parameters()), None)
+    return "cpu" if parameter is None else parameter.device.type

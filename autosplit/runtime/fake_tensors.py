@@ -1,0 +1,111 @@
+"""Fake tensors: what has shapes and a device, and neither numbers nor memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autosplit.accelerators import accelerator_kind
+from autosplit.runtime.build_small import settings_kept_on_failure
+from autosplit.workload.batch import Whole, map_tensors, tensors_of
+from autosplit.workload.workload import Workload, modules_of
+
+__all__ = ["built_without_memory", "fake_leaf", "fake_like", "fake_mode", "fake_scalar", "holds_fakes", "mode_of"]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a new mode for a fake trainee; real tensors that a model holds on the side are let in as fakes."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
+    """Call a function so that the tensors it makes take no memory.
+
+    Under fake tensors first. What these can't do (torch can't convert a fake module's dtype in place: `model.half()`)
+    is tried on the meta device, which in turn can't be copied from.
+
+    Args:
+        build: Makes a model or a workload.
+        mode: The fake tensors' mode.
+
+    Returns:
+        What `build` returns.
+
+    Raises:
+        Exception: What it raised under fake tensors, where it raised on the meta device, too.
+    """
+    try:
+        with settings_kept_on_failure(), mode:
+            return build()
+    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
+        failure = error
+    try:
+        with settings_kept_on_failure(), torch.device("meta"):
+            return build()
+    except Exception:  # noqa: BLE001  # the first failure is the one to tell of
+        raise failure from None
+
+
+def mode_of(workload: Workload) -> FakeTensorMode | None:
+    """Return the mode that a workload was built under; None where its tensors are real."""
+    models = workload.model
+    modules = modules_of(models) if isinstance(models, (nn.Module, tuple, list, Mapping)) else []
+    tensors = [*(p for module in modules for p in module.parameters()), *tensors_of(workload.sample_batch)]
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+
+
+def holds_fakes(device: torch.device) -> bool:
+    """Tell whether fake tensors on a device can be trained: not every build, nor every back end, has what it takes."""
+    if accelerator_kind() != device.type:  # autograd ends the process where torch was built without the device
+        return False
+    try:
+        with fake_mode():
+            weight = torch.empty(2, 2, device=device, requires_grad=True)
+            (weight @ weight).sum().backward()
+    except Exception:  # noqa: BLE001  # whatever a back end lacks
+        return False
+    return True
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """Make the fake of a tensor on a device, wherever the tensor is."""
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode and tensor.device == device:
+        return tensor
+    if tensor.layout != torch.strided:
+        return _fake_sparse(tensor, mode, device)
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+def _fake_sparse(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """Make the fake of a sparse tensor, with as many values, which are what it takes: torch's own fakes have none."""
+    if tensor.layout is not torch.sparse_coo:
+        raise NotImplementedError(f"a tensor of {tensor.layout} can't be faked with its values")
+    indices, values = (
+        fake_like(part, mode, device) for part in (tensor.detach()._indices(), tensor.detach()._values())
+    )
+    with mode:
+        return torch.sparse_coo_tensor(
+            indices, values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
+        )
+
+
+def fake_scalar(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Make a fake that knows its number: optimizers read their step counts, and rates, back from tensors."""
+    number = tensor.item()
+    with mode:
+        return torch.tensor(number, dtype=tensor.dtype)
+
+
+def fake_leaf(leaf: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    """Fake a leaf of a batch: a tensor, or those of a `Whole`; another value is returned as it is."""
+    if isinstance(leaf, Whole):
+        return Whole(map_tensors(lambda tensor: fake_like(tensor, mode, device), leaf.value))
+    return fake_like(leaf, mode, device) if isinstance(leaf, Tensor) else leaf

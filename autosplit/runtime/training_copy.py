@@ -1,0 +1,344 @@
+"""Copy a workload to train it: the live model and optimizer are never touched.
+
+Real copies run on the CPU and on GPUs. Fake copies (torch's fake tensors) have shapes and no numbers, so that a
+model larger than this machine can be followed step by step. Where a model can't be copied it runs itself, and
+everything it was is put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
+
+from autosplit.accelerators import is_accelerator
+from autosplit.errors import WorkloadError
+from autosplit.runtime.fake_tensors import built_without_memory, fake_like, fake_scalar
+from autosplit.runtime.trainee import CPU, LOSS_SCALE, Trainee, state_tensors
+from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
+from autosplit.workload.workload import Workload, device_type_of, map_modules, modules_of, optimizers_of
+
+__all__ = ["bytes_on_accelerators", "training_copy"]
+
+
+def training_copy(
+    workload: Workload,
+    *,
+    device: torch.device | None = None,
+    mode: FakeTensorMode | None = None,
+    gpu_variants: bool = False,
+) -> Trainee:
+    """Copy a workload's model and optimizer so that they can be trained.
+
+    A model whose deepcopy refuses runs itself, on copies of its tensors, until `Trainee.restore`.
+
+    Args:
+        workload: Its model may be a factory, which is called here.
+        device: Where the copy goes; None leaves a real one where the model is, and a fake one on the processor.
+        mode: Makes the copy fake.
+        gpu_variants: Let the optimizer run the multi-tensor variant that it would choose on a GPU.
+
+    Returns:
+        The copy, in training mode unless the model mixes modes.
+
+    Raises:
+        WorkloadError: A model of TorchScript or with parameters that have no shape yet, one on the meta device where a
+            real copy was asked for, or an optimizer that fits no model.
+        UserCodeError: The model factory raised.
+        Exception: Whatever a fake copy raises in the model's own code.
+    """
+    memo: dict[int, Any] = {}
+    models, is_fresh = _given_models(workload, mode)
+    _refuse_unready(models)
+    restore: Callable[[], None] = _nothing
+    if mode is not None:
+        _fake_into(memo, models, workload, mode, device or CPU)
+        models = map_modules(with_eager_parts, copy.deepcopy(models, memo))
+    else:
+        _refuse_meta(models)
+        if not is_fresh:
+            models, restore = _copied_or_borrowed(models, memo)
+    try:
+        return _ready(workload, models, memo, restore, device=device, mode=mode, gpu_variants=gpu_variants)
+    except BaseException:
+        restore()
+        raise
+
+
+def _ready(
+    workload: Workload,
+    models: Any,
+    memo: dict[int, Any],
+    restore: Callable[[], None],
+    *,
+    device: torch.device | None,
+    mode: FakeTensorMode | None,
+    gpu_variants: bool,
+) -> Trainee:
+    """Put copied models where they train, and give them their optimizers."""
+    if mode is None and device is not None:
+        models = map_modules(lambda module: module.to(device), models)
+    for module in modules_of(models):
+        _prepare(module)
+    optimizers = _copied_optimizers(workload, models, memo, mode)
+    if workload.step is None:
+        _refuse_closures(optimizers)
+    if gpu_variants:
+        _choose_gpu_variants(optimizers)
+    scaler = None
+    if workload.precision == "fp16" and mode is None and workload.step is None:
+        scaler = torch.amp.GradScaler(device_type_of(models), init_scale=LOSS_SCALE)
+    return Trainee(workload, models, optimizers, mode, scaler, restore, device=device or CPU)
+
+
+def _nothing() -> None:
+    """Restore nothing: a copy leaves nothing behind."""
+
+
+def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Any, bool]:
+    """Return the workload's model or models, and whether a factory made them just now."""
+    models: Any = workload.model
+    if isinstance(models, (nn.Module, tuple, list, Mapping)):
+        return map_modules(eager_of, models), False
+    made = models() if mode is None else built_without_memory(models, mode)
+    if not isinstance(made, nn.Module):
+        raise WorkloadError(
+            f"the model factory returned a {type(made).__name__}; expected an nn.Module; return the model itself"
+        )
+    return made, True
+
+
+def _copied_or_borrowed(models: Any, memo: dict[int, Any]) -> tuple[Any, Callable[[], None]]:
+    try:
+        return map_modules(with_eager_parts, copy.deepcopy(models, memo)), _nothing
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001  # whatever a module's own __deepcopy__ or an uncopyable attribute raises
+        memo.clear()
+        restore = _borrow(models)
+        # The optimizer's twin then trains the very parameters, which hold copies of their data for now.
+        memo.update({id(p): p for module in modules_of(models) for p in module.parameters()})
+        return models, restore
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written to; None for one made in inference mode, which does not count it."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _borrow(models: Any) -> Callable[[], None]:
+    """Give a live model copies of its data to train on, and return what puts everything back."""
+    parts = [part for module in modules_of(models) for part in module.modules()]
+    modes = [(part, part.training) for part in parts]
+    slots = [(part, dict(part._buffers)) for part in parts]
+    tensors = {id(t): t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())}
+    kept = [
+        (tensor, tensor.data, tensor.grad, tensor.requires_grad, _version_of(tensor)) for tensor in tensors.values()
+    ]
+    for tensor, data, _, _, _ in kept:
+        tensor.data, tensor.grad = data.clone(), None
+
+    def restore() -> None:
+        for part, buffers in slots:
+            part._buffers.clear()  # a forward may have registered more
+            part._buffers.update(buffers)
+        for tensor, data, grad, requires_grad, version in kept:
+            tensor.data, tensor.grad = data, grad
+            tensor.requires_grad_(requires_grad)
+            # A backward that is still to come looks whether what it saved was written to: its data was not.
+            if version is not None:
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        for part, training in modes:
+            part.training = training
+
+    return restore
+
+
+def _fake_into(
+    memo: dict[int, Any], models: Any, workload: Workload, mode: FakeTensorMode, device: torch.device
+) -> None:
+    """Put the fakes of all tensors that will be deep-copied where deepcopy looks for copies it has made."""
+    tensors = [t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())]
+    # Numbers that a model keeps on the side may be asked for; an average of its weights is not.
+    tensors += [t for t in _tensors_aside(models) if t.is_floating_point() and t.numel() != 1]
+    for optimizer in _live_optimizers(workload):
+        tensors += state_tensors(optimizer)
+    for tensor in tensors:
+        memo[id(tensor)] = fake_like(tensor, mode, device)
+    for optimizer in _live_optimizers(workload):
+        settings = [value for group in optimizer.param_groups for value in group.values() if isinstance(value, Tensor)]
+        for tensor in (*state_tensors(optimizer), *settings):
+            if tensor.dim() == 0 and not tensor.is_meta and not isinstance(tensor, FakeTensor):
+                memo[id(tensor)] = fake_scalar(tensor, mode)
+
+
+def _tensors_aside(models: Any) -> Iterator[Tensor]:
+    """Yield what modules hold in attributes, lists, dicts and hidden modules: deepcopy goes the same ways."""
+    todo: list[Any] = [part for module in modules_of(models) for part in module.modules()]
+    seen: set[int] = set()
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, (list, tuple, set, deque)):
+            todo += value
+        elif not isinstance(value, (type, ModuleType, FunctionType)):
+            todo += getattr(value, "__dict__", {}).values()
+
+
+def _refuse_unready(models: Any) -> None:
+    for module in modules_of(models):
+        scripted = scripted_part(module)
+        if scripted is not None:
+            raise WorkloadError(
+                f"of the model, {scripted}; expected Python modules, whose copies can be trained and followed; pass "
+                "the module that was scripted or traced"
+            )
+        for name, parameter in module.named_parameters():
+            if is_lazy(parameter):
+                raise WorkloadError(
+                    f"parameter {name} has no shape yet: its layer is a lazy one; expected a model with all its "
+                    "parameters; run it once on the sample batch"
+                )
+
+
+def _refuse_meta(models: Any) -> None:
+    for module in modules_of(models):
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                raise WorkloadError(
+                    f"parameter {name} is on the meta device; expected a model with memory; "
+                    "plan it for simulated GPUs (--devices sim:...), or build it with .to_empty()"
+                )
+
+
+def _prepare(module: nn.Module) -> None:
+    """Drop gradients that were copied along; train, unless the user trains with parts of it in evaluation mode."""
+    module.zero_grad(set_to_none=True)
+    if not module.training:
+        module.train()
+
+
+def _live_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+    return [item for item in optimizers_of(workload.optimizer) if isinstance(item, torch.optim.Optimizer)]
+
+
+def _copied_optimizers(workload: Workload, models: Any, memo: dict[int, Any], mode: FakeTensorMode | None) -> Any:
+    given = workload.optimizer
+    if given is None:
+        given = torch.optim.AdamW if workload.step is None else ()
+    modules = modules_of(models)
+    if isinstance(given, Mapping):
+        return {
+            name: _optimizer(item, _parameters(modules, i, len(given)), memo, mode)
+            for i, (name, item) in enumerate(given.items())
+        }
+    if isinstance(given, (tuple, list)):
+        return type(given)(
+            _optimizer(item, _parameters(modules, i, len(given)), memo, mode) for i, item in enumerate(given)
+        )
+    return _optimizer(given, _parameters(modules, 0, 1), memo, mode)
+
+
+def _parameters(modules: list[nn.Module], position: int, count: int) -> list[nn.Parameter]:
+    """Return what the optimizer at a position trains: its own model's parameters, or those of all models."""
+    owners = [modules[position]] if count == len(modules) else modules
+    unique = {id(p): p for module in owners for p in module.parameters() if p.requires_grad}
+    return list(unique.values())
+
+
+def _optimizer(
+    given: Any, parameters: list[nn.Parameter], memo: dict[int, Any], mode: FakeTensorMode | None
+) -> torch.optim.Optimizer:
+    if isinstance(given, torch.optim.Optimizer):
+        return _twin(given, memo)
+    if not callable(given):
+        raise WorkloadError(
+            f"optimizer is {given!r:.80}; expected a class, a factory or an optimizer; pass torch.optim.AdamW, say"
+        )
+    if not parameters:
+        raise WorkloadError("the model has no trainable parameter; expected at least one; check requires_grad")
+    with mode or nullcontext():  # what makes its state at once makes it fake, with step counts that know their number
+        made = given(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise WorkloadError(
+            f"the optimizer factory returned a {type(made).__name__}; expected a torch.optim.Optimizer; return one"
+        )
+    return made
+
+
+def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """Copy a live optimizer onto the copied parameters.
+
+    Its attributes are copied, not its constructor called, because that may take anything. Left out: hooks, and
+    what a scheduler hangs on the instance (`step`), which would reach the live optimizer.
+    """
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in memo]
+    if foreign:
+        raise WorkloadError(
+            f"the optimizer holds {len(foreign)} parameters that are not the model's, the first of shape "
+            f"{tuple(foreign[0].shape)}; expected the model's own; build it from model.parameters()"
+        )
+    twin = object.__new__(type(optimizer))
+    kept = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name != "step" and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
+    }
+    twin.__setstate__(copy.deepcopy(kept, memo))
+    _follow_parameters(twin)
+    return twin
+
+
+def _follow_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Move an optimizer's state to where its parameters were moved; scalars (step counts) stay on the host."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items() if isinstance(parameter, Tensor) else ():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.device != parameter.device:
+                state[name] = value.to(parameter.device)
+
+
+def _refuse_closures(optimizers: Any) -> None:
+    for optimizer in optimizers_of(optimizers):
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise WorkloadError(
+                f"the optimizer {type(optimizer).__name__} needs a closure that runs the model again; "
+                "expected one whose step() takes nothing; pass step=(model, optimizer, batch) that gives it one"
+            )
+
+
+def _choose_gpu_variants(optimizers: Any) -> None:
+    """Let each optimizer run the multi-tensor variant that torch chooses by default on CUDA."""
+    for optimizer in optimizers_of(optimizers):
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True
+
+
+def bytes_on_accelerators(workload: Workload) -> dict[torch.device, int]:
+    """Return what a live model and its live optimizers hold of each accelerator."""
+    given: Any = workload.model
+    models = modules_of(given) if isinstance(given, (nn.Module, tuple, list, Mapping)) else []
+    tensors = [t for model in models for p in (*model.parameters(), *model.buffers()) for t in (p, p.grad)]
+    tensors += [t for optimizer in _live_optimizers(workload) for t in state_tensors(optimizer)]
+    held = {t.untyped_storage()._cdata: t for t in tensors if t is not None and t.layout is torch.strided}
+    found: dict[torch.device, int] = {}
+    for tensor in held.values():
+        if is_accelerator(tensor.device.type) and not isinstance(tensor, FakeTensor):
+            found[tensor.device] = found.get(tensor.device, 0) + tensor.untyped_storage().nbytes()
+    return found
