@@ -63,9 +63,10 @@ from autosplit.devices.device import Device
 from autosplit.devices.transfer import HOST
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.op_cost import Move, Work
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime, _Composed
-from autosplit.runtime.tracer import Event, Move, Trace, Tracer, Work, make_tracer
+from autosplit.runtime.tracer import Event, Trace, Tracer, make_tracer
 from autosplit.solve.memory import TimeCurve, overlapped_seconds
 from autosplit.solve.split import even_split, fastest_split, micro_batch_sizes, proportional_split
 

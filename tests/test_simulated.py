@@ -17,9 +17,10 @@ from autosplit.devices.device import parse_devices
 from autosplit.errors import UserCodeError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.memory_tracker import rounded
+from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, traced_parts, traced_peaks
-from autosplit.runtime.tracer import Move, OpCost, Tracer, Work, make_tracer
+from autosplit.runtime.tracer import Tracer, make_tracer
 from autosplit.workload.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

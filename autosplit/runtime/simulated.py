@@ -20,8 +20,9 @@ from autosplit.devices.device import Device
 from autosplit.devices.transfer import HOST
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.memory_tracker import rounded
+from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.protocol import Measurement, StepShape
-from autosplit.runtime.tracer import Event, Move, OpCost, Phase, Trace, Tracer, Traces, Work
+from autosplit.runtime.tracer import Event, Phase, Trace, Tracer, Traces
 from autosplit.runtime.tracked_step import bucket_bytes, views_buckets
 from autosplit.solve.memory import MemoryParts
 
