@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from workloads import Uncopyable, char_gpt, cnn, mlp, net, net_batch, recurrent
 
 import autosplit
-from autosplit.cli import tables as report
+from autosplit.cli import check_report
 from autosplit.cli.main import main
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.measure import gradient_check as checks
@@ -894,12 +894,12 @@ def test_a_plans_report_says_first_what_depends_and_many_norms_at_once():
     found = check(Workload(model, (torch.randn(6, 3, 2, 2), torch.randn(6, 12)), loss_fn=F.mse_loss))
     assert len(found) == 6
     quiet_one = Check("gradient of something", 1e-16, None, depends=False)
-    lines = report._check_lines([quiet_one, *found])
+    lines = check_report.check_lines([quiet_one, *found])
     assert lines[0] == str(found[0])
     assert lines[1].startswith("BatchNorm2d at 1 and 4 others up to BatchNorm2d at 9 depend")
     assert lines[1].endswith(found[1].advice)
     assert lines[2:] == [str(quiet_one)]
-    assert report._check_lines(found[:3]) == [str(one) for one in found[:3]]
+    assert check_report.check_lines(found[:3]) == [str(one) for one in found[:3]]
 
 
 @pytest.fixture

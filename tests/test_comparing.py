@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import autosplit
-from autosplit.cli import tables as report
+from autosplit.cli import comparison_table
 from autosplit.cli.main import main
 from autosplit.errors import DeviceError, InputError
 from autosplit.oom import DoesNotFitError
@@ -212,7 +212,7 @@ def test_measured_machines_alone_need_no_error_bar():
 
 
 def test_an_interrupt_shows_those_that_are_done():
-    answers = {"sim:L4": one_device_plan(5.0), "sim:2xL4": tuning.TuningInterrupted(None, None), "sim:T4": misfit()}
+    answers = {"sim:L4": one_device_plan(5.0), "sim:2xL4": tuning.TuningInterrupted(None), "sim:T4": misfit()}
     with pytest.raises(ComparisonInterrupted) as raised:
         comparison_of(answers)
     found = raised.value.comparison
@@ -224,7 +224,7 @@ def test_an_interrupt_shows_those_that_are_done():
 def test_an_interrupted_search_is_shown_as_the_best_so_far(complete):
     best = planned(5.0, complete=complete)  # complete for one of several precisions
     with pytest.raises(ComparisonInterrupted) as raised:
-        comparison_of({"sim:2xL4": tuning.TuningInterrupted(best, None), "sim:T4": misfit()})
+        comparison_of({"sim:2xL4": tuning.TuningInterrupted(best), "sim:T4": misfit()})
     found = raised.value.comparison
     assert (found.not_compared, found.complete) == (("sim:T4",), False)
     assert found.to_dict()["machines"][0]["complete"] is False
@@ -323,7 +323,9 @@ def test_the_figures_of_the_processor_are_those_of_its_benchmark():
 
 def printed(comparison: Comparison, width: int) -> str:
     stream = io.StringIO()
-    report.print_comparison(comparison, Console(file=stream, width=width, force_terminal=False, color_system=None))
+    comparison_table.print_comparison(
+        comparison, Console(file=stream, width=width, force_terminal=False, color_system=None)
+    )
     return stream.getvalue()
 
 
@@ -507,13 +509,13 @@ def test_exit_codes_of_misfits(script, answers, capsys):
 
 
 def test_an_interrupt_on_the_command_line(script, answers, capsys):
-    answers["sim:T4"] = tuning.TuningInterrupted(None, None)
+    answers["sim:T4"] = tuning.TuningInterrupted(None)
     assert main(["compare", script(), *BOTH]) == 4
     out, err = capsys.readouterr()
     assert "sim:2xL4" in out
     assert "- not compared: sim:T4" in out
     assert err.startswith("error: interrupted: the machines that are done are shown; run it again")
-    answers["sim:2xL4"] = tuning.TuningInterrupted(None, None)
+    answers["sim:2xL4"] = tuning.TuningInterrupted(None)
     assert main(["compare", script(), *BOTH]) == 4
     out, err = capsys.readouterr()
     assert (out, err) == ("", "error: interrupted before there was any plan; run it again\n")

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from autosplit.cli.check_report import print_checks
+from autosplit.cli.device_tables import print_devices
 from autosplit.cli.main import main
-from autosplit.cli.tables import Origin, print_checks, print_devices, print_plan
+from autosplit.cli.plan_report import Origin, print_plan
 from autosplit.cli.terminal import progress_bar
 from autosplit.ddp.find_plan import plan_for_job
 from autosplit.devices.inventory import DeviceReport

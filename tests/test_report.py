@@ -8,7 +8,8 @@ import pytest
 from handmade import GIB, made_ceiling, made_device, made_plan
 from rich.console import Console
 
-from autosplit.cli.tables import Origin, paste_lines, print_devices, print_plan
+from autosplit.cli.device_tables import print_devices
+from autosplit.cli.plan_report import Origin, paste_lines, print_plan
 from autosplit.devices.inventory import DeviceReport
 from autosplit.measure.check_result import Check
 from autosplit.plan.plan import Plan

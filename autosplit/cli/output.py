@@ -17,7 +17,7 @@ from autosplit.errors import InputError
 from autosplit.text import ascii_json, printable, printable_json, without_passwords
 
 if TYPE_CHECKING:
-    from autosplit.cli.tables import Origin
+    from autosplit.cli.plan_report import Origin
     from autosplit.plan.plan import Plan
     from autosplit.tuning.progress import Progress
 
@@ -125,7 +125,7 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
     if manner.as_json:
         write_json(printable_json(plan.to_json()))
         return
-    from autosplit.cli.tables import print_plan as print_report
+    from autosplit.cli.plan_report import print_plan as print_report
     from autosplit.cli.terminal import console_for
 
     print_report(plan, console_for(sys.stdout), origin=origin)

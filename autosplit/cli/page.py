@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autosplit.cli.charts import MEMORY_PARTS, Chart, charts_of, check_drawing, known_parts
-from autosplit.cli.tables import Told, paste_lines, request_text, told_of
+from autosplit.cli.plan_report import Told, paste_lines, request_text, told_of
 from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
 from autosplit.measure.check_result import error_text

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.named_plan import KEY_DIGITS
-from autosplit.cli.tables import _add_row, _count, _pairs, _print, _short_name, _table, _tuple_text, request_text
+from autosplit.cli.plan_report import request_text
+from autosplit.cli.tables import add_row, counted_text, pairs_table, plain_table, print_plain, short_name, tuple_text
 from autosplit.text import rate_text
 
 if TYPE_CHECKING:
@@ -81,17 +82,17 @@ def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> 
     from rich.text import Text
 
     if not found:
-        _print(Text(f"no plan is remembered in {folder}; autosplit tune FILE makes one", overflow="fold"), console)
+        print_plain(Text(f"no plan is remembered in {folder}; autosplit tune FILE makes one", overflow="fold"), console)
         return
     rows = [_cells(profile) for profile in found]
     shown = [name for name in rows[0] if name in _EVERYWHERE or any(row[name] for row in rows)]
-    table = _table()
+    table = plain_table()
     for name in shown:
         table.add_column(name, overflow="fold", no_wrap=name != "notes")
     for row in rows:
-        _add_row(table, *(row[name] for name in shown))
+        add_row(table, *(row[name] for name in shown))
     needed = sum(3 + max(len(name), *(_least_width(name, row[name]) for row in rows)) for name in shown)
-    _print(table if needed <= console.width else _blocks(rows), console)
+    print_plain(table if needed <= console.width else _blocks(rows), console)
 
 
 def _least_width(name: str, text: str) -> int:
@@ -107,7 +108,7 @@ def _blocks(rows: Sequence[dict[str, str]]) -> RenderableType:
     parts: list[RenderableType] = []
     for row in rows:
         parts.append(Text("\n" * bool(parts) + row["key"], "bold"))
-        parts.append(_pairs([(f"  {name}", text) for name, text in row.items() if text and name != "key"]))
+        parts.append(pairs_table([(f"  {name}", text) for name, text in row.items() if text and name != "key"]))
     return Group(*parts)
 
 
@@ -148,7 +149,7 @@ def _amount(count: int) -> str:
 def _devices_text(profile: Profile) -> str:
     """Count neighbours that are alike: ``2x sim RTX3090``."""
     pairs = zip(profile.devices, profile.device_names, strict=True)
-    kinds = itertools.groupby((label.partition(":")[0], _short_name(name)) for label, name in pairs)
+    kinds = itertools.groupby((label.partition(":")[0], short_name(name)) for label, name in pairs)
     texts = []
     for (kind, name), alike in kinds:
         count = len(list(alike))
@@ -158,8 +159,10 @@ def _devices_text(profile: Profile) -> str:
 
 
 def _plan_text(profile: Profile) -> str:
-    batch = f"split {_tuple_text(profile.split)}" if len(profile.split) > 1 else f"batch {profile.batch_size}"
-    return f"{batch}, {_count(profile.accumulation_steps or 0, 'step')}, {rate_text(profile.samples_per_s or 0.0)}"
+    batch = f"split {tuple_text(profile.split)}" if len(profile.split) > 1 else f"batch {profile.batch_size}"
+    return (
+        f"{batch}, {counted_text(profile.accumulation_steps or 0, 'step')}, {rate_text(profile.samples_per_s or 0.0)}"
+    )
 
 
 def _age_text(age_s: float) -> str:

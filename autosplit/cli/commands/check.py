@@ -28,7 +28,7 @@ def check(spec: str, manner: Manner) -> int:
 
         print_json(Checks(tuple(found)))
     else:
-        from autosplit.cli.tables import print_checks
+        from autosplit.cli.check_report import print_checks
         from autosplit.cli.terminal import console_for
 
         print_checks(found, console_for(sys.stdout))

@@ -92,7 +92,7 @@ def _print(comparison: Comparison, manner: Manner) -> None:
 
         print_json(msgspec.convert(comparison.to_dict(), Compared))
         return
-    from autosplit.cli.tables import print_comparison
+    from autosplit.cli.comparison_table import print_comparison
     from autosplit.cli.terminal import console_for
 
     print_comparison(comparison, console_for(sys.stdout))

@@ -22,7 +22,7 @@ def devices(manner: Manner) -> int:
 
         print_json(Devices(found, notes))
     else:
-        from autosplit.cli.tables import print_devices
+        from autosplit.cli.device_tables import print_devices
         from autosplit.cli.terminal import console_for
 
         print_devices(found, notes, console_for(sys.stdout))

@@ -55,7 +55,7 @@ def _print(found: Examination, manner: Manner) -> None:
     if manner.as_json:
         print_json(found)
     else:
-        from autosplit.cli.tables import print_examination
+        from autosplit.cli.device_tables import print_examination
         from autosplit.cli.terminal import console_for
 
         print_examination(found, console_for(sys.stdout))

@@ -80,7 +80,7 @@ def _check_before_probing(probing: Probing, plot: str | None) -> None:
             f"--time-limit-s {probing.time_limit_s:g}: expected seconds, above 0; leave it out for no limit"
         )
     if plot is not None:
-        from autosplit.cli.tables import check_plot
+        from autosplit.cli.ceiling_table import check_plot
 
         check_plot(plot)
 
@@ -141,7 +141,7 @@ def _ceiling_of(probing: Probing, source: Any, device: Device, role: Any, **keyw
 
 
 def _print_ceilings(probing: Probing, manner: Manner, *, plot: str | None) -> None:
-    from autosplit.cli.tables import plot_ceilings, print_ceilings
+    from autosplit.cli.ceiling_table import plot_ceilings, print_ceilings
 
     notes = tuple(dict.fromkeys([*probing.notes, *(note for ceiling in probing.ceilings for note in ceiling.notes)]))
     if manner.as_json:

@@ -40,7 +40,7 @@ def show_profile(key: str | None, manner: Manner) -> int:
 
 
 def _print(path: Path, plan: Plan, manner: Manner) -> None:
-    from autosplit.cli.tables import Origin
+    from autosplit.cli.plan_report import Origin
 
     if manner.as_json:  # it is made to be shared
         plan = shareable(plan)

@@ -25,7 +25,7 @@ from autosplit.errors import InputError, PlanError
 from autosplit.text import without_passwords
 
 if TYPE_CHECKING:
-    from autosplit.cli.tables import Origin
+    from autosplit.cli.plan_report import Origin
     from autosplit.plan.plan import Plan
     from autosplit.tuning.progress import Progress
 
@@ -144,7 +144,7 @@ def _warn_if_not_remembered(plan: Plan, manner: Manner) -> None:
 
 def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any], saved: str | None) -> Origin:
     """Say how this plan is had again: from its file, or by the same call, which its profile answers."""
-    from autosplit.cli.tables import Origin
+    from autosplit.cli.plan_report import Origin
     from autosplit.workload.from_file import split_spec
 
     if "storage" in keywords:  # these lines are shown, and copied

@@ -1,0 +1,74 @@
+"""Print what was looked at for whether splitting changes the training."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from autosplit.cli.tables import add_row, bullet_table, counted_text, plain_table, print_plain
+from autosplit.measure.check_result import Check, error_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["check_lines", "print_checks"]
+
+
+def print_checks(checks: Sequence[Check], console: Console) -> None:
+    """Print a table of what was checked, and below it what to do.
+
+    Args:
+        checks: At least one.
+        console: Where to.
+    """
+    table = plain_table()
+    table.add_column("what", overflow="fold")
+    for heading in ("split over devices", "accumulated"):
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("depends on the cut")
+    for check in checks:
+        errors = (error_text(check.split_error), error_text(check.accumulation_error))
+        add_row(table, check.subject, *errors, "yes" if check.depends else "no")
+    print_plain(table, console)
+    subjects: dict[str, list[str]] = {}
+    for check in checks:
+        if check.advice:
+            subjects.setdefault(check.advice, []).append(check.subject)
+    advice = [f"{' and '.join([of[0], *_others(of)])}: {said}" for said, of in subjects.items()]
+    remarks = dict.fromkeys(check.remark for check in checks if check.remark)
+    if advice or remarks:
+        print_plain(bullet_table([*advice, *remarks]), console)
+
+
+def _others(subjects: Sequence[str]) -> list[str]:
+    return [counted_text(len(subjects) - 1, "other")] if len(subjects) > 1 else []
+
+
+def check_lines(checks: Sequence[Check]) -> list[str]:
+    """A line for each check, those that depend first; many that want the same done share one."""
+    ordered = sorted(checks, key=lambda check: not check.depends)
+    lines: list[str] = []
+    for _, group in itertools.groupby(ordered, key=lambda check: (check.depends, check.advice)):
+        alike = list(group)
+        if len(alike) <= _CHECKS_IN_FULL or not alike[0].advice:
+            lines.extend(map(str, alike))
+        else:
+            lines.append(_alike_text(alike))
+    return lines
+
+
+_CHECKS_IN_FULL = 3
+"""More that want the same done share a line in a plan's report."""
+
+
+def _alike_text(alike: Sequence[Check]) -> str:
+    """Say of many at once how much the worst of them depends."""
+    split, accumulated = (
+        error_text(max((error for error in errors if error is not None), default=None))
+        for errors in zip(*((check.split_error, check.accumulation_error) for check in alike), strict=True)
+    )
+    return (
+        f"{alike[0].subject} and {len(alike) - 1} others up to {alike[-1].subject} depend on how the batch is cut "
+        f"(at most, split: {split}, accumulated: {accumulated}): {alike[0].advice}"
+    )

@@ -1,0 +1,360 @@
+"""Print a plan: its numbers, its devices, why it is so, and the lines to paste."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autosplit.cli.check_report import check_lines
+from autosplit.cli.tables import (
+    add_row,
+    bullet_table,
+    counted_text,
+    memory_text,
+    pairs_table,
+    plain_table,
+    print_plain,
+    short_name,
+    tuple_text,
+)
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import PlanDevice, RankSettings
+from autosplit.solve.split import even_split
+from autosplit.text import ms_text, printable, rate_text
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group, RenderableType
+    from rich.table import Table
+
+    from autosplit.plan.explanation import Explanation
+
+__all__ = ["Origin", "Told", "paste_lines", "plan_report", "print_plan", "request_text", "told_of"]
+
+
+_LIMITS = {"memory": " (memory)", "max_batch_size": " or more", "kernel": " (a kernel's limit)", "time": " (time)"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How to have a plan again.
+
+    Attributes:
+        expression: Python that gives the plan: ``autosplit.Plan.load("plan.json")``.
+        setup: Lines that it needs before it.
+        remark: A comment above it; empty for none.
+        command: The command that tunes the same on real GPUs, shown with simulated plans; empty for what the plan
+            knows of it.
+        path: The plan's file, if it has one that is not the profile.
+    """
+
+    expression: str
+    setup: tuple[str, ...] = ()
+    remark: str = ""
+    command: str = ""
+    path: str | None = None
+
+
+_SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("plan.json")', path="plan.json")
+
+
+def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None) -> None:
+    """Print a plan's report.
+
+    Args:
+        plan: What to print.
+        console: Where to.
+        origin: How to have the plan again. Default: from a file that it would be saved to.
+    """
+    print_plain(plan_report(plan, origin=origin), console)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the report says of a plan, as texts, for whoever sets them otherwise than a terminal.
+
+    Attributes:
+        numbers: The numbers to set and what they make, by name.
+        columns: Headings of the table of devices.
+        devices: Its rows.
+        ddp_heading: What DDP's numbers are, and which is faster.
+        ddp: A line for each run of ranks with the same numbers.
+        explained: Why the plan is what it is, a sentence each.
+        notes: What was assumed or could not be done, a sentence each.
+    """
+
+    numbers: tuple[tuple[str, str], ...]
+    columns: tuple[str, ...]
+    devices: tuple[tuple[str, ...], ...]
+    ddp_heading: str
+    ddp: tuple[str, ...]
+    explained: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def told_of(plan: Plan, explanation: Explanation) -> Told:
+    """Return what the report says of a plan.
+
+    Args:
+        plan: What is reported.
+        explanation: Of it, which takes long enough to be made once.
+    """
+    return Told(
+        numbers=tuple(_numbers(plan)),
+        columns=_device_columns(plan),
+        devices=tuple(_device_cells(plan)),
+        ddp_heading=_ddp_heading(explanation),
+        ddp=tuple(_ddp_lines(plan)),
+        explained=tuple(_explained_lines(explanation)),
+        notes=plan.notes,
+    )
+
+
+def plan_report(plan: Plan, *, origin: Origin | None = None) -> Group:
+    """Build a plan's report: devices, numbers, gain, DDP's numbers, what explains it, notes, and lines to paste.
+
+    Args:
+        plan: What is reported.
+        origin: How to have the plan again. Default: from a file that it would be saved to.
+
+    Returns:
+        A rich renderable.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    if plan.simulated:
+        parts.append(Text("simulated: predicted for cards that are not here; `wrap` refuses", "yellow"))
+    if not plan.complete:
+        parts.append(Text("interrupted: the best so far", "yellow"))
+    parts.append(_device_table(plan))
+    parts.append(pairs_table(_numbers(plan)))
+    explanation = plan.explain()
+    ddp = _ddp_lines(plan)
+    notes = [*check_lines(plan.checks), *plan.notes]
+    for heading, body in (
+        (_ddp_heading(explanation), ddp),
+        ("explained", _explained_lines(explanation)),
+        ("notes", notes),
+    ):
+        if body:
+            parts.extend([Text(f"\n{heading}", "bold"), bullet_table(body)])
+    heading = "on the machine that has the cards" if plan.simulated else "to use it"
+    parts.append(Text(f"\n{heading}\n", "bold"))
+    parts.extend(
+        Text(printable(line, longest=None), no_wrap=True, overflow="ignore") for line in paste_lines(plan, origin)
+    )
+    return Group(*parts)
+
+
+def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
+    """Return the lines that use a plan: Python for a real one, a command for a simulated one.
+
+    Args:
+        plan: The plan.
+        origin: How to have it again. Default: from a file that it would be saved to.
+
+    Returns:
+        Lines without indentation of their own. The Python expects `model`, `optimizer`, `loss_fn` and `dataset`.
+    """
+    origin = origin or _SAVED
+    if plan.simulated:
+        return (origin.command or _command_again(plan),)
+    if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
+        return _ranks_lines(origin)
+    return (
+        "import autosplit",
+        "from torch.utils.data import DataLoader",
+        *origin.setup,
+        "",
+        *([f"# {origin.remark}"] if origin.remark else []),
+        f"plan = {origin.expression}",
+        "model = plan.wrap(model)",
+        "sampler = plan.batch_sampler(len(dataset), shuffle=True)",
+        "loader = DataLoader(dataset, batch_sampler=sampler)",
+        "for step in plan.steps(loader):",
+        "    for inputs, targets in step:",
+        "        step.backward(loss_fn(model(inputs), targets.to(model.output_device)))",
+        "    optimizer.step()",
+        "    optimizer.zero_grad()",
+    )
+
+
+def _command_again(plan: Plan) -> str:
+    """Return the command that asks for the same on real GPUs, of a workload whose file the plan does not know."""
+    asked = dict(plan.request)
+    sizes = asked.get("effective_batch_size")
+    if isinstance(sizes, list):
+        asked["effective_batch_size"] = ":".join(map(str, sizes))
+    words = ["python", "-m", "autosplit", "tune", "FILE", "--devices", "cuda"]
+    for keyword, usual in (
+        ("strategy", "auto"),
+        ("effective_batch_size", None),
+        ("max_batch_size", None),
+        ("reserve", None),
+        ("name", None),
+    ):
+        if asked.get(keyword) not in (None, usual):
+            words += [f"--{keyword.replace('_', '-')}", str(asked[keyword])]
+    return shlex.join(words)
+
+
+def _ranks_lines(origin: Origin) -> tuple[str, ...]:
+    """Return the lines that use a plan of DDP's ranks alone."""
+    given = "" if origin.path is None else f" --plan {shlex.quote(origin.path)}"
+    return (
+        "import autosplit.ddp",
+        "from torch.utils.data import DataLoader",
+        "",
+        f"# in train.py, started by: python -m autosplit launch{given} train.py",
+        "with autosplit.ddp.setup() as ctx:",
+        "    model = ctx.wrap(model)",
+        "    sampler = ctx.batch_sampler(len(dataset), shuffle=True)",
+        "    loader = DataLoader(dataset, batch_sampler=sampler)",
+        "    for step in ctx.steps(loader):",
+        "        for inputs, targets in step:",
+        "            step.backward(loss_fn(model(inputs.to(ctx.device)), targets.to(ctx.device)))",
+        "        optimizer.step()",
+        "        optimizer.zero_grad()",
+    )
+
+
+def _device_table(plan: Plan) -> Table:
+    """A row for each device; on a single one there are no shares to speak of."""
+    table = plain_table()
+    for heading in _device_columns(plan):
+        table.add_column(heading, justify="left" if heading in ("device", "ceiling") else "right", overflow="fold")
+    for cells in _device_cells(plan):
+        add_row(table, *cells)
+    return table
+
+
+def _device_columns(plan: Plan) -> tuple[str, ...]:
+    several = len(plan.devices) > 1
+    share = ("share",) if several else ()
+    return ("device", *share, f"memory at this {'split' if several else 'batch'}", "ceiling", "busy time")
+
+
+def _device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
+    several = len(plan.devices) > 1
+    for device, ceiling in zip(plan.devices, plan.ceilings, strict=True):
+        yield (
+            _device_text(device),
+            *([f"{device.share:,}"] if several else []),
+            memory_text(device.peak_bytes, device.capacity_bytes),
+            f"{ceiling:,}{_limit_text(device, simulated=plan.simulated)}",
+            ms_text(device.busy_s),
+        )
+
+
+def _device_text(device: PlanDevice) -> str:
+    return device.label if device.kind == "cpu" else f"{device.label} {short_name(device.name)}"
+
+
+def _limit_text(device: PlanDevice, *, simulated: bool) -> str:
+    """What the ceiling was limited by, and whether it is only a prediction where it could have been run."""
+    return _LIMITS[device.ceiling.limited_by] + ("" if simulated or device.ceiling.confirmed else ", not run")
+
+
+def _samples_text(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
+
+
+def _numbers(plan: Plan) -> list[tuple[str, str]]:
+    """The numbers that the user sets, what they make, and what is gained."""
+    several = len(plan.devices) > 1
+    rows = [("split", tuple_text(plan.split)), ("gpu0_bsz", f"{plan.gpu0_bsz}")] if several else []
+    rows.append(("batch_size", f"{plan.batch_size}"))
+    rows.append(("accumulation_steps", f"{plan.accumulation_steps}{_short_step_text(plan)}"))
+    rows.append(("effective batch", f"{_samples_text(plan.effective_batch_size)} per optimizer step"))
+    rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
+    if several:
+        rows.append(("gain", _gain_text(plan)))
+    if plan.trials:
+        rows.append(("found with", _effort_text(plan)))
+    return rows
+
+
+def _short_step_text(plan: Plan) -> str:
+    """Say so where the last micro-step is smaller."""
+    last = plan.effective_batch_size - (plan.accumulation_steps - 1) * plan.batch_size
+    return "" if last == plan.batch_size else f" (the last of {_samples_text(last)})"
+
+
+def _gain_text(plan: Plan) -> str:
+    """Compare with the even split of the same batch, as far as that says something."""
+    even = even_split(plan.batch_size, len(plan.split))
+    if all(device.kind == "cpu" for device in plan.devices):
+        return "none is claimed over an even split: these devices share one processor"
+    if plan.split == even:
+        return "none: the even split is the answer"
+    if plan.even_samples_per_s is not None:
+        return f"{plan.samples_per_s / plan.even_samples_per_s:.2f} times the even split {tuple_text(even)}"
+    pairs = zip(plan.devices, even, plan.ceilings, strict=True)
+    over = [f"{device.label}'s ceiling of {most}" for device, share, most in pairs if share > most]
+    if over:
+        return f"the even split {tuple_text(even)} is above {', '.join(over)}"
+    return f"the even split {tuple_text(even)} was not run"
+
+
+def _effort_text(plan: Plan) -> str:
+    failed = sum(trial.failure is not None for trial in plan.trials)
+    text = counted_text(len(plan.trials), "trial") + (f" ({failed} failed)" if failed else "")
+    if plan.simulated and not plan.real_steps:
+        return f"{text}, no real step"
+    return f"{text}, {counted_text(plan.real_steps, 'real step')}, {plan.real_ooms} out of memory"
+
+
+def _ddp_lines(plan: Plan) -> list[str]:
+    """A line for each run of ranks with the same numbers; on a single device DDP has nothing to divide."""
+    if len(plan.devices) == 1:
+        return []
+    if not plan.ddp.ranks:
+        return [plan.ddp.reason] if plan.ddp.reason else []
+    lines = [
+        _ranks_text(list(ranks))
+        for _, ranks in itertools.groupby(plan.ddp.ranks, lambda rank: (rank.batch_size, rank.accumulation_steps))
+    ]
+    effective = plan.ddp.effective_batch_size
+    other = (
+        f", {_samples_text(effective)} per optimizer step" if effective not in (0, plan.effective_batch_size) else ""
+    )
+    return [*lines, f"together {rate_text(plan.ddp.samples_per_s)}{other}"]
+
+
+def _ddp_heading(explanation: Explanation) -> str:
+    """Say what DDP's numbers are, and which is faster where there are two answers."""
+    heading = f"DDP, {'measured' if explanation.ddp_measured else 'predicted'}"
+    compared = explanation.comparison().removeprefix("DDP is ")
+    return f"{heading}: {compared}" if compared else heading
+
+
+def _explained_lines(explanation: Explanation) -> list[str]:
+    """Leave out what stands elsewhere in the report, and what would bring nothing."""
+    left_out = {"ddp"}
+    if explanation.shares_processor or explanation.even_measured is not None:
+        left_out.add("even")  # the gain's row says it
+    if explanation.more_memory is not None and not explanation.more_memory.pays:
+        left_out.add("memory")
+    return [text for subject, text in explanation.sentences().items() if subject not in left_out]
+
+
+def _ranks_text(ranks: Sequence[RankSettings]) -> str:
+    first, last = ranks[0], ranks[-1]
+    who = f"rank {first.rank} ({first.device})"
+    if last is not first:
+        who = f"ranks {first.rank} to {last.rank} ({first.device} to {last.device})"
+    return f"{who}: batch_size {first.batch_size}, accumulation_steps {first.accumulation_steps}"
+
+
+def request_text(request: Mapping[str, Any]) -> str:
+    """Say what was asked for, less the devices, the name and what is the default: ``effective_batch_size 256:512``."""
+    defaults = {"strategy": "auto"}
+    texts = []
+    for name, value in request.items():
+        if name not in ("devices", "name") and value not in (None, defaults.get(name)):
+            texts.append(f"{name} {':'.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")
+    return ", ".join(texts)
