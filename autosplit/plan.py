@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from autosplit.accelerators import is_accelerator
+from autosplit.accelerators import is_accelerator, moved
 from autosplit.cost import Ceiling, Fit, MemoryParts, Region
 from autosplit.errors import DeviceError, PlanError, PlanVersionError
 from autosplit.explanation import Change, Explained, Explanation, Solved, SolvedDevice
@@ -482,8 +482,9 @@ class Plan:
         if not is_accelerator(kind):
             return tuple(torch.device("cpu") for _ in self.devices)
         here = visible_devices(kind)
-        indices = indices_here([Visible(device.name, device.uuid) for device in self.devices], here)
-        if indices is None:
+        found = indices_here([Visible(device.name, device.uuid) for device in self.devices], here)
+        indices = [index for index in found if index is not None]
+        if len(indices) < len(found):
             wanted = ", ".join(f"{device.label} {device.name}" for device in self.devices)
             seen = ", ".join(f"{kind}:{index} {device.name}" for index, device in enumerate(here)) or "none"
             raise DeviceError(
@@ -504,6 +505,7 @@ class Plan:
 
         Raises:
             DeviceError: The plan is for simulated cards, or its cards are not here.
+            InputError: Moving the model gave it new parameters, and an optimizer has the old ones.
         """
         from autosplit.balanced import BalancedDataParallel
 
@@ -511,7 +513,7 @@ class Plan:
         devices = self.devices_here()
         return BalancedDataParallel(
             self.gpu0_bsz,
-            model.to(devices[0]),
+            moved(model, devices[0]),
             devices,
             dim=self.batch_dim,
             split=self.split,
