@@ -283,6 +283,16 @@ class TestOneDevice:
         assert fits(workload, found.batch_size, limit_bytes)
         assert found.batch_size >= 0.96 * low
 
+    @needs_emulated
+    def test_what_was_free_before_its_context_is_no_room_for_steps(self):
+        """As NVML tells it, which makes no context."""
+        devices = parse_devices("emu:0", ask_memory=False)
+        reserve_bytes = 2**20
+        module = backend(KIND)
+        runtime = AcceleratorRuntime(devices, (devices[0].capacity_bytes - reserve_bytes,), mlp())
+        held_bytes = module.memory_reserved(0)
+        assert runtime.capacities_bytes == (module.mem_get_info(0)[0] + held_bytes - reserve_bytes,)
+
     def test_the_full_device_is_named_and_the_next_step_runs(self):
         with running(f"{KIND}:0", mlp(), 32 * MIB) as runtime:
             with pytest.raises(OutOfMemoryError, match=f"{KIND}:0") as caught:

@@ -235,7 +235,7 @@ class JointSession:
             needed = 0 if self.subject.may_accumulate else -(-self.request.least_effective // self.peers.world_size)
             curve, ceiling = self.prober.until_it_stops_paying(needed, "rank")
             return ceiling, tuple(TimedSize(samples, seconds) for samples, seconds in curve.points)
-        if left is not None and left.capacity_bytes == self.job.own.capacities_bytes[0]:
+        if left is not None and left.capacity_bytes == self.prober.runtime.capacities_bytes[0]:
             return left, ()
         ceiling = self.prober.ceiling(0, "rank", accumulates=self.subject.accumulates)
         if ceiling.batch_size == 0:
@@ -280,7 +280,7 @@ class JointSession:
         gpu, device = backend(self.request.kind), self.job.device
         before = gpu.get_per_process_memory_fraction(device)
         total_bytes = gpu.get_device_properties(device).total_memory
-        gpu.set_per_process_memory_fraction(min(before, self.job.own.capacities_bytes[0] / total_bytes), device)
+        gpu.set_per_process_memory_fraction(min(before, self.prober.runtime.capacities_bytes[0] / total_bytes), device)
         self.closing.callback(gpu.set_per_process_memory_fraction, before, device)
 
     def _options(self) -> DdpOptions:
