@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from autosplit.errors import AutosplitError, from_user_code, one_line
 from autosplit.notebook import notebook_bar
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan import Plan
-from autosplit.precisions import native_ones, precision_list
+from autosplit.precisions import native_ones, precision_list, without_bf16
 from autosplit.progress import Progress
 from autosplit.recalling import Recalled, Wanted
 from autosplit.request import Request, checked_request
@@ -180,8 +181,11 @@ def tune(
         "batch_dim": batch_dim or None,
     }
     with _job(request) as job:
-        devices_of_all = request.devices if job is None else job.whole.devices
-        precisions, notes = native_ones(precision_list(precision), devices_of_all)
+        if job is None:
+            lacking = without_bf16(request.devices)
+        else:
+            lacking = [*itertools.chain(*job.peers.all_run(lambda: without_bf16(job.own.devices)))]
+        precisions, notes = native_ones(precision_list(precision), lacking)
 
         def make(one: str | None) -> Source:
             return workload_source(model_or_workload, sample_batch, {**described, "precision": one})
