@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["PROCESSORS", "accelerator_in_use", "accelerator_kind", "backend", "is_accelerator", "moved"]
+__all__ = ["PROCESSORS", "accelerator_in_use", "accelerator_kind", "backend", "bounded", "is_accelerator", "moved"]
 
 PROCESSORS = frozenset({"cpu", "sim", "meta"})
 """The kinds of devices whose memory is this machine's own, or none."""
@@ -67,6 +69,25 @@ def backend(kind: str) -> Any:
     import torch
 
     return _mps(torch.mps) if kind == "mps" else torch.get_device_module(kind)
+
+
+@contextmanager
+def bounded(module: Any, device: torch.device, most_bytes: int) -> Iterator[None]:
+    """Let the allocator of a device hold no more than this, or than the user's own limit, for a while.
+
+    Args:
+        module: The device's back end.
+        device: The device.
+        most_bytes: The limit.
+    """
+    # CUDA's other allocator (cudaMallocAsync) has no limit until it is set one, and then tells a share far above all.
+    own = min(1.0, module.get_per_process_memory_fraction(device))
+    share = most_bytes / module.get_device_properties(device).total_memory
+    module.set_per_process_memory_fraction(min(own, share), device)
+    try:
+        yield
+    finally:
+        module.set_per_process_memory_fraction(own, device)
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from autosplit.accelerators import backend, is_accelerator
+from autosplit.accelerators import backend, bounded, is_accelerator
 from autosplit.assembly import Subject, assembled, measured_ranks, rank_answer, residuals_of, why_no_ranks
 from autosplit.checks import checks_for, not_checked
 from autosplit.cost import Ceiling, Fit, MemoryFit, RankStepTime, Region, StepTime, TimeCurve
@@ -277,11 +277,8 @@ class JointSession:
 
     def _bound_memory(self) -> None:
         """Let the allocator hold no more than this rank's capacity, or the user's own limit, until the end."""
-        gpu, device = backend(self.request.kind), self.job.device
-        before = gpu.get_per_process_memory_fraction(device)
-        total_bytes = gpu.get_device_properties(device).total_memory
-        gpu.set_per_process_memory_fraction(min(before, self.prober.runtime.capacities_bytes[0] / total_bytes), device)
-        self.closing.callback(gpu.set_per_process_memory_fraction, before, device)
+        most_bytes = self.prober.runtime.capacities_bytes[0]
+        self.closing.enter_context(bounded(backend(self.request.kind), self.job.device, most_bytes))
 
     def _options(self) -> DdpOptions:
         return DdpOptions(find_unused_parameters=any(rank.unused for rank in self.ranks))

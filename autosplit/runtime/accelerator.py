@@ -14,7 +14,7 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from autosplit.accelerators import backend
+from autosplit.accelerators import backend, bounded
 from autosplit.balanced import BalancedDataParallel
 from autosplit.batches import map_tensors, unmarked
 from autosplit.devices import Device, parse_devices
@@ -281,16 +281,11 @@ class AcceleratorRuntime:
     def _bounded(self) -> Iterator[None]:
         """Let the allocator of each device hold no more than its capacity, or the user's own limit, from now on."""
         self._release()
-        before = [self._backend.get_per_process_memory_fraction(gpu) for gpu in self._gpus]
-        for gpu, own, capacity_bytes in zip(self._gpus, before, self.capacities_bytes, strict=True):
-            total_bytes = self._backend.get_device_properties(gpu).total_memory
-            self._backend.set_per_process_memory_fraction(min(own, capacity_bytes / total_bytes), gpu)
-        try:
+        with ExitStack() as limits:
+            limits.callback(self._release)
+            for gpu, most_bytes in zip(self._gpus, self.capacities_bytes, strict=True):
+                limits.enter_context(bounded(self._backend, gpu, most_bytes))
             yield
-        finally:
-            for gpu, share in zip(self._gpus, before, strict=True):
-                self._backend.set_per_process_memory_fraction(share, gpu)
-            self._release()
 
 
 def _twinned(devices: Sequence[Device], capacities_bytes: tuple[int, ...]) -> tuple[int, ...]:
