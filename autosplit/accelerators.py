@@ -8,10 +8,20 @@ stands where it is used, behind ``kind == "cuda"``. Importing this module does n
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["PROCESSORS", "accelerator_in_use", "accelerator_kind", "backend", "is_accelerator"]
+from autosplit.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["PROCESSORS", "accelerator_in_use", "accelerator_kind", "backend", "bounded", "is_accelerator", "moved"]
 
 PROCESSORS = frozenset({"cpu", "sim", "meta"})
 """The kinds of devices whose memory is this machine's own, or none."""
@@ -59,6 +69,52 @@ def backend(kind: str) -> Any:
     import torch
 
     return _mps(torch.mps) if kind == "mps" else torch.get_device_module(kind)
+
+
+@contextmanager
+def bounded(module: Any, device: torch.device, most_bytes: int) -> Iterator[None]:
+    """Let the allocator of a device hold no more than this, or than the user's own limit, for a while.
+
+    Args:
+        module: The device's back end.
+        device: The device.
+        most_bytes: The limit.
+    """
+    # CUDA's other allocator (cudaMallocAsync) has no limit until it is set one, and then tells a share far above all.
+    own = min(1.0, module.get_per_process_memory_fraction(device))
+    share = most_bytes / module.get_device_properties(device).total_memory
+    module.set_per_process_memory_fraction(min(own, share), device)
+    try:
+        yield
+    finally:
+        module.set_per_process_memory_fraction(own, device)
+
+
+def moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module to where it is trained, and return it.
+
+    Args:
+        module: A few back ends give it new parameters, and so does torch where it is told to (`torch.__future__`).
+        device: Where to.
+
+    Raises:
+        InputError: It has new parameters, and something holds the old ones: an optimizer would train these.
+    """
+    before = dict(module.named_parameters())
+    module.to(device)
+    after = dict(module.named_parameters())
+    old = {name: weakref.ref(parameter) for name, parameter in before.items() if parameter is not after[name]}
+    del before
+    if any(parameter() is not None for parameter in old.values()):
+        gc.collect()
+    held = next((name for name, parameter in old.items() if parameter() is not None), None)
+    if held is not None:
+        raise InputError(
+            f"moving the {type(module).__name__} to {device} gave it new parameters, and the old {held!r} is still in "
+            "use; expected an optimizer of the new ones, it would train what nothing uses; wrap the model first, then "
+            "make the optimizer"
+        )
+    return module
 
 
 def _mps(mps: Any) -> Any:

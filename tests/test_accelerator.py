@@ -78,6 +78,8 @@ class FakeBackEnd:
         return self.share
 
     def set_per_process_memory_fraction(self, share, _gpu):
+        if not 0 <= share <= 1:
+            raise ValueError(f"Invalid fraction value: {share}. Allowed range: 0~1")
         self.share = share
         self.shares.append(share)
 
@@ -89,7 +91,9 @@ class FakeBackEnd:
 
 
 def bare_runtime() -> AcceleratorRuntime:
-    return AcceleratorRuntime((Device("cuda", 0, "NVIDIA RTX 3090", 2**30),), (2**29,), small())
+    runtime = AcceleratorRuntime((Device("cuda", 0, "NVIDIA RTX 3090", 2**30),), (2**29,), small())
+    runtime.capacities_bytes = (2**29,)  # without a card there is nobody to ask
+    return runtime
 
 
 class TestWallsThatDoNotRaise:
@@ -149,6 +153,15 @@ def test_the_users_own_limit_is_not_raised(own, bound, monkeypatch):
     with bare_runtime()._bounded():
         assert back_end.share == bound
     assert back_end.share == own
+
+
+def test_an_allocator_that_was_never_limited(monkeypatch):
+    """cudaMallocAsync then has 2**64 bytes of the card for its limit: given back as a share, they ended every step."""
+    back_end = FakeBackEnd(monkeypatch)
+    back_end.share = (2.0**64 - 1) / 2**30
+    with bare_runtime()._bounded():
+        assert back_end.share == 0.5
+    assert back_end.share == 1.0
 
 
 def test_device_0s_plane_has_the_slope_of_real_steps():
@@ -282,6 +295,16 @@ class TestOneDevice:
             low, high = (middle, high) if fits(workload, middle, limit_bytes) else (low, middle)
         assert fits(workload, found.batch_size, limit_bytes)
         assert found.batch_size >= 0.96 * low
+
+    @needs_emulated
+    def test_what_was_free_before_its_context_is_no_room_for_steps(self):
+        """As NVML tells it, which makes no context."""
+        devices = parse_devices("emu:0", ask_memory=False)
+        reserve_bytes = 2**20
+        module = backend(KIND)
+        runtime = AcceleratorRuntime(devices, (devices[0].capacity_bytes - reserve_bytes,), mlp())
+        held_bytes = module.memory_reserved(0)
+        assert runtime.capacities_bytes == (module.mem_get_info(0)[0] + held_bytes - reserve_bytes,)
 
     def test_the_full_device_is_named_and_the_next_step_runs(self):
         with running(f"{KIND}:0", mlp(), 32 * MIB) as runtime:

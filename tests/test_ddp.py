@@ -336,6 +336,14 @@ class TestOneProcess:
             assert model.static_graph
             assert not model.gradient_as_bucket_view
 
+    def test_a_move_to_new_parameters_leaves_no_optimizer_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ddp.setup(make_plan((4,))) as ctx, pytest.raises(InputError, match="wrap the model first, then make the"):
+            ctx.wrap(model)
+        del optimizer
+
     def test_options_that_this_ddp_does_not_have_are_named(self) -> None:
         with ddp.setup(make_plan((4,))) as ctx:
             with pytest.raises(InputError, match=r"not_an_option is given; expected options that Distr.*static_graph"):

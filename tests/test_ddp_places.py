@@ -258,6 +258,11 @@ class TestDevices:
         # Slurm handed them out in another order than when the plan was made.
         assert str(device_for(plan, Place(1, 2, 1, 2), (CARDS[0],))) == "cuda:0"
 
+    def test_ranks_that_share_a_card_share_it_on_a_twin_too(self):
+        plan = plan_for("cuda:0", "cuda:2", "cuda:0")
+        twin = tuple(Visible("A100", f"GPU-twin{number}") for number in range(2))
+        assert places(plan, twin) == ["cuda:0", "cuda:1", "cuda:0"]
+
     def test_a_card_that_is_not_there(self):
         plan = plan_for("cuda:0", "cuda:1")
         with pytest.raises(DeviceError, match=r"cuda:1 \(L4\), and the GPUs that are visible are: cuda:0 A100; "):

@@ -51,6 +51,7 @@ from autosplit.tuning import rank_steps
 from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.tuning.rank_steps import RankSteps
 from autosplit.tuning.tune import TuningInterrupted
+from autosplit.workload import precision as precisions
 
 pytestmark = pytest.mark.alone
 
@@ -317,6 +318,16 @@ def with_less_memory() -> dict[str, Any]:
     return {"first": first.to_json(), "second": second.to_json()}
 
 
+def with_unlike_cards() -> list[str]:
+    """Tune for two precisions, one of which rank 1's card has no units for, which rank 0 has never heard of."""
+    real, precisions._has_bf16 = precisions._has_bf16, lambda _device: rank_here() == 0
+    try:
+        plan = tune(workload(), precision=("none", "bf16"), profile="off", n_trials=1)
+    finally:
+        precisions._has_bf16 = real
+    return [note for note in plan.notes if "bf16" in note]
+
+
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "tuned": tuned,
     "without memory": without_memory,
@@ -344,6 +355,7 @@ SLOW_SCENARIOS: dict[str, Callable[[], Any]] = {
     "without memory in a timed step": without_memory_in_a_timed_step,
     "waits": waiting_for_another,
     "less memory": with_less_memory,
+    "unlike cards": with_unlike_cards,
 }
 
 
@@ -436,6 +448,11 @@ class TestTwoRanks:
         assert all(device.peak_bytes <= device.capacity_bytes for device in second.devices)
 
     @pytest.mark.slow
+    def test_ask_each_about_its_own_card(self, slow_ranks: Any) -> None:
+        """Each asked its own cuda:0 about all: where they differ, the ranks went on with different precisions."""
+        for (said,) in found_by(slow_ranks, "unlike cards"):
+            assert said.startswith("precision bf16 was not searched: cpu:1 (cpu) has no native bfloat16")
+
     def test_a_parameter_without_a_gradient_is_told_to_ddp(self, ranks: Any, slow_ranks: Any) -> None:
         assert plan_of(slow_ranks, "unused").ddp.options.find_unused_parameters
         tuned = Plan.from_json(found_by(ranks, "tuned")[0]["plan"], source="a scenario")
@@ -561,6 +578,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, victim: int) -> N
 FILE = """
 import os
 import torch
+from autosplit.workload import precision as precisions
 import autosplit
 
 def loss(model, batch):

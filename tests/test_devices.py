@@ -600,9 +600,9 @@ THERE = [Visible("RTX 3090", "GPU-a"), Visible("RTX 2080 Ti", "GPU-b"), Visible(
         ([("RTX 2080 Ti", "GPU-b"), ("RTX 3090", "GPU-a")], [1, 0]),
         ([("RTX 3090", "GPU-x"), ("RTX 3090", "GPU-y"), ("RTX 2080 Ti", "GPU-z")], [0, 2, 1]),  # a twin
         ([("RTX 3090", None)], [0]),
-        ([("RTX 3090", "GPU-c"), ("RTX 3090", "GPU-x")], None),
-        ([("RTX 2080 Ti", "GPU-x"), ("RTX 2080 Ti", "GPU-y")], None),
-        ([("T4", "GPU-x")], None),
+        ([("RTX 3090", "GPU-c"), ("RTX 3090", "GPU-x")], [2, None]),
+        ([("RTX 2080 Ti", "GPU-x"), ("RTX 2080 Ti", "GPU-y")], [1, None]),
+        ([("T4", "GPU-x")], [None]),
     ],
 )
 def test_a_plans_cards_are_found_by_uuid_or_on_a_twin_by_name(wanted, indices):

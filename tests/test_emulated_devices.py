@@ -462,6 +462,42 @@ class TestFaults:
         assert [round(peak, 1) for peak in peaks] == [1, 2, 5, 2]
 
 
+class TestLateCopies:
+    """What goes to the host without being waited for is not there yet, and the host finds zeros."""
+
+    def brought(self) -> torch.Tensor:
+        torch.emu.synchronize(0)
+        tensor = torch.arange(1.0, 4.0, device="emu:0")
+        brought = tensor.to("cpu", non_blocking=True)
+        tensor.zero_()  # the stream's order: this comes after the copy
+        assert brought.tolist() == [0, 0, 0]
+        return brought
+
+    @pytest.mark.parametrize(
+        "wait",
+        [
+            lambda: torch.emu.synchronize(0),
+            lambda: torch.accelerator.synchronize(0),
+            lambda: torch.emu.current_stream(0).synchronize(),
+            lambda: torch.ones(2, device="emu:0").sum().item(),
+            lambda: torch.ones(2, device="emu:0").cpu(),
+        ],
+    )
+    def test_arrive_when_their_device_is_waited_for(self, wait):
+        brought = self.brought()
+        torch.emu.synchronize(1)
+        assert brought.tolist() == [0, 0, 0], "another device was waited for"
+        wait()
+        assert brought.tolist() == [1, 2, 3]
+
+    def test_arrive_with_their_event(self):
+        brought = self.brought()
+        event = torch.Event("emu:0")
+        event.record()
+        event.synchronize()
+        assert brought.tolist() == [1, 2, 3]
+
+
 class TestCollectives:
     def test_of_two_processes(self):
         """DDP's gradient and FSDP2's are those of one device; objects, means and messages arrive."""

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+import emulated
 import pytest
 import torch
 from deadly import dead_on_arrival, deadly
@@ -137,6 +138,8 @@ class FakeChild:
         self.starts.append(limit_s)
 
     def call(self, name, *args, limit_s):
+        if name == "capacities":
+            return 2**20, 2**20
         self.calls.append((name, *args, limit_s))
         clock.now += self.takes_s
         answer = self.answers.pop(0) if self.answers else (1,)
@@ -173,7 +176,7 @@ def runtime(monkeypatch):
 
     def of(deadline_s=None):
         devices = parse_devices("cpu:1MiB,cpu:1MiB")
-        made = IsolatedRuntime(lambda: None, devices, (2**20, 2**20), deadline_s=deadline_s)
+        made = IsolatedRuntime(lambda: None, devices, deadline_s=deadline_s)
         return made, FakeChild.last
 
     return of
@@ -438,6 +441,24 @@ def test_a_failed_assertion_in_a_kernel_costs_one_call():
         with pytest.raises(StepLostError, match=f"lost {accelerator_kind().upper()} to"):
             runtime.peaks(rank(64))
         assert runtime.peaks(rank(4)) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(accelerator_kind() != "emu", reason="counts contexts, which only emulated devices tell")
+def test_the_other_processs_context_is_no_room_for_its_steps():
+    """What was free before it had one counted as room: all of the reserve went to it where devices are small."""
+    device_bytes, context_bytes, reserve_bytes = 160 * 2**20, 48 * 2**20, 2**20
+    before = emulated.library.emu_context_bytes()
+    with emulated.memory(device_bytes):
+        emulated.set_context_bytes(context_bytes)
+        try:
+            torch.emu.mem_get_info(0)  # this process has one, too
+            torch.emu.empty_cache()
+            free_bytes = parse_devices("emu:0")[0].capacity_bytes
+            found = find_ceiling(partial(deadly, "nothing"), "emu:0", reserve=reserve_bytes, isolate=True)
+        finally:
+            emulated.set_context_bytes(before)
+    assert found.capacity_bytes == free_bytes - context_bytes - reserve_bytes
 
 
 # Tuning and probing whose process dies

@@ -270,6 +270,21 @@ class TestDownToTheWrappers:
         ):
             plan.wrap(model_of())
 
+    def test_a_move_to_new_parameters_leaves_no_optimizer_behind(self, monkeypatch):
+        """It went on to train the old ones, which nothing used, without a word."""
+        monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(InputError, match=r"to cpu gave it new parameters, .* wrap the model first, then make the"):
+            PLAN.wrap(model)
+        del optimizer
+        wrapped = PLAN.wrap(model)  # what nobody holds is missed by nobody
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        monkeypatch.undo()
+        wrapped(torch.ones(2, 4).double()).sum().backward()
+        optimizer.step()
+        assert PLAN.wrap(model).module is model, "where parameters stay what they are, any optimizer goes on"
+
     def test_the_batch_sampler_hands_out_the_plans_micro_batches(self):
         sampler = PLAN.batch_sampler(40, shuffle=True, seed=3)
         batches = list(sampler)

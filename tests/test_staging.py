@@ -16,6 +16,7 @@ from workloads import Uncopyable, branching, net, net_batch, small
 from autosplit.devices.device import Device, parse_devices
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.profiles.store import workload_of
+from autosplit.runtime import accelerator
 from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.prepare import Followed, build, follow, runtime_for, workload_source
@@ -242,6 +243,4 @@ def test_a_model_without_memory_is_planned_for_cards_and_refused_here():
 def test_twins_have_as_much_as_the_one_with_the_least(capacities, planned):
     """A display on one of two equal cards had each probed by itself: 24 confirmations for 10."""
     devices = tuple(Device("cuda", index, "NVIDIA RTX 3090", nbytes) for index, nbytes in enumerate(capacities))
-    assert staging._twinned(devices, capacities) == planned
-    budgets = tuple(Device("cpu", index, "cpu", nbytes, budgeted=True) for index, nbytes in enumerate(capacities))
-    assert staging._twinned(budgets, capacities) == capacities, "what is counted to the byte is used to the byte"
+    assert accelerator._twinned(devices, capacities) == planned

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
-from autosplit.accelerators import is_accelerator
+from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.batchnorms import has_synchronised, silence, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.ddp.fsdp import Layers, begin_step, let_meet, shard
@@ -89,7 +89,8 @@ class Context:
 
         Raises:
             InputError: An option that this version of DistributedDataParallel does not have, SyncBatchNorm on a
-                processor, or running statistics that are rank 0's where that has no samples.
+                processor, running statistics that are rank 0's where that has no samples, or an optimizer's parameters
+                that moving the model has replaced.
 
         Warns:
             BatchNormWarning: Running statistics are rank 0's alone, and rank 0 has not the largest share.
@@ -108,7 +109,7 @@ class Context:
         if is_accelerator(self.device.type):
             kwargs.setdefault("device_ids", [self.device.index])
         kwargs = {**self.plan.ddp.options.keywords(), **kwargs}
-        wrapped = DistributedDataParallel(model.to(self.device), **kwargs)
+        wrapped = DistributedDataParallel(moved(model, self.device), **kwargs)
         let_go_of_group_last(wrapped)
         self._wrapped.add(wrapped)
         self._meets_always |= has_synchronised(model)

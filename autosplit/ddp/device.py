@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.rendezvous import Place
-from autosplit.devices.device import Visible, device_uuid, visible_devices
+from autosplit.devices.device import Visible, device_uuid, indices_here, visible_devices
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice
@@ -26,8 +26,7 @@ __all__ = ["agreed_backend", "backend_for", "card_of", "device_for", "exchange_d
 def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = None) -> torch.device:
     """Return where this rank computes.
 
-    A GPU is known by its UUID, so that another CUDA_VISIBLE_DEVICES moves no share to another card. On a machine that
-    has none of the plan's cards, a twin, it is the one of the same name in the same order. A process that was given one
+    A GPU is the one that `indices_here` finds among those of the ranks beside this one. A process that was given one
     card of that name (``srun --gpus-per-task=1``) takes it.
 
     Args:
@@ -46,20 +45,15 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
     if not (is_accelerator(kind) and _is_known(kind) and index.isdigit()):
         raise PlanError(f"the rank's device is {label!r}; expected 'cpu', 'cpu:0' or 'cuda:0'; tune again")
     gpus = visible_devices(kind) if visible is None else visible
-    wanted = {other: _planned(plan, other) for other in place.beside()}
-    own = wanted[place.rank]
-    uuids = {gpu.uuid: number for number, gpu in enumerate(gpus) if gpu.uuid is not None}
-    if own.uuid in uuids:
-        return torch.device(kind, uuids[own.uuid])
-    alike = [number for number, gpu in enumerate(gpus) if gpu.name == own.name]
-    if len(gpus) == 1 and alike:  # each process was given its own; `agreed_backend` sees where that is not so
-        return torch.device(kind, 0)
-    if not any(planned.uuid in uuids for planned in wanted.values()):
-        # Ranks that share a card have one label; before this one come the other cards of its name.
-        before = {planned.label for other, planned in wanted.items() if other < place.rank and planned.name == own.name}
-        nth = len(before - {own.label})
-        if nth < len(alike):
-            return torch.device(kind, alike[nth])
+    own = _planned(plan, place.rank)
+    # Ranks that share a card have one label.
+    wanted = {planned.label: planned for planned in (_planned(plan, other) for other in place.beside())}
+    found = indices_here([Visible(planned.name, planned.uuid) for planned in wanted.values()], gpus)
+    number = found[list(wanted).index(label)]
+    if number is None and [gpu.name for gpu in gpus] == [own.name]:
+        number = 0  # each process was given its own; `agreed_backend` sees where that is not so
+    if number is not None:
+        return torch.device(kind, number)
     here = ", ".join(f"{kind}:{number} {gpu.name}" for number, gpu in enumerate(gpus)) or "none"
     raise DeviceError(
         f"the rank's device is {label} ({own.name}), and the GPUs that are visible are: {here}; expected that card, or "

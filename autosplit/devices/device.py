@@ -494,7 +494,7 @@ def visible_devices(kind: str) -> tuple[Visible, ...]:
     return tuple(Visible(str(properties.name), device_uuid(properties)) for properties in found)
 
 
-def indices_here(wanted: Sequence[Visible], here: Sequence[Visible]) -> list[int] | None:
+def indices_here(wanted: Sequence[Visible], here: Sequence[Visible]) -> list[int | None]:
     """Find where the devices of a plan stand now.
 
     One is known by its UUID, so that another CUDA_VISIBLE_DEVICES moves no share to another card. Where none of theirs
@@ -505,16 +505,14 @@ def indices_here(wanted: Sequence[Visible], here: Sequence[Visible]) -> list[int
         here: By `visible_devices`.
 
     Returns:
-        Their indices, in the plan's order; None where one is not here.
+        The index of each; None where it is not here.
     """
     by_uuid: dict[str | None, int] = {device.uuid: index for index, device in enumerate(here)}
     by_uuid.pop(None, None)
     if any(device.uuid in by_uuid for device in wanted):
-        found = [by_uuid.get(device.uuid) for device in wanted]
-    else:
-        alike = {name: iter([i for i, device in enumerate(here) if device.name == name]) for name, _ in wanted}
-        found = [next(alike[name], None) for name, _ in wanted]
-    return None if None in found else [index for index in found if index is not None]
+        return [by_uuid.get(device.uuid) for device in wanted]
+    alike = {name: iter([i for i, device in enumerate(here) if device.name == name]) for name, _ in wanted}
+    return [next(alike[name], None) for name, _ in wanted]
 
 
 def is_mig(name: str) -> bool:

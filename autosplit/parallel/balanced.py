@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 
-from autosplit.accelerators import accelerator_kind, backend
+from autosplit.accelerators import accelerator_kind, backend, moved
 from autosplit.devices.peer_copy_check import check_links
 from autosplit.devices.transfer import active_placement
 from autosplit.errors import DeviceError, InputError, WorkloadError
@@ -94,7 +94,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             what it counts for beside the others: an amount, such as its tokens.
 
     Raises:
-        InputError: Numbers that disagree with each other, or a compiled module.
+        InputError: Numbers that disagree with each other, a compiled module, or an optimizer's parameters that
+            moving to the only device has replaced.
         DeviceError: Devices that can't be used together.
     """
 
@@ -126,7 +127,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             self.src_device_obj = devices[0]
             tensors = itertools.chain(self.module.parameters(), self.module.buffers())
             if len(devices) == 1 and devices[0].type != "cpu" and any(one.device != devices[0] for one in tensors):
-                self.module.to(devices[0])  # as nn.DataParallel does, and with one device only
+                moved(self.module, devices[0])  # as nn.DataParallel does, and with one device only
         self.reduce = checked_reduce(reduce)
         self.ceilings = _checked_sizes("ceilings", ceilings, len(devices))
         self._split: tuple[int, ...] | None = None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autosplit.accelerators import is_accelerator
+from autosplit.accelerators import is_accelerator, moved
 from autosplit.errors import DeviceError
 from autosplit.plan.explanation import Explained, Explanation
 from autosplit.plan.record import PlanRecord
@@ -121,8 +121,9 @@ class Plan(PlanRecord):
         if not is_accelerator(kind):
             return tuple(torch.device("cpu") for _ in self.devices)
         here = visible_devices(kind)
-        indices = indices_here([Visible(device.name, device.uuid) for device in self.devices], here)
-        if indices is None:
+        found = indices_here([Visible(device.name, device.uuid) for device in self.devices], here)
+        indices = [index for index in found if index is not None]
+        if len(indices) < len(found):
             wanted = ", ".join(f"{device.label} {device.name}" for device in self.devices)
             seen = ", ".join(f"{kind}:{index} {device.name}" for index, device in enumerate(here)) or "none"
             raise DeviceError(
@@ -143,6 +144,7 @@ class Plan(PlanRecord):
 
         Raises:
             DeviceError: The plan is for simulated cards, or its cards are not here.
+            InputError: Moving the model gave it new parameters, and an optimizer has the old ones.
         """
         from autosplit.parallel.balanced import BalancedDataParallel
 
@@ -150,7 +152,7 @@ class Plan(PlanRecord):
         devices = self.devices_here()
         return BalancedDataParallel(
             self.gpu0_bsz,
-            model.to(devices[0]),
+            moved(model, devices[0]),
             devices,
             dim=self.batch_dim,
             split=self.split,

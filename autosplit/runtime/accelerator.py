@@ -14,15 +14,16 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from autosplit.accelerators import backend
-from autosplit.devices.device import Device
+from autosplit.accelerators import backend, bounded
+from autosplit.devices.device import Device, parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.rng import kept_rng
@@ -47,6 +48,9 @@ UPDATES_TIMED = 2
 CLIFF = 4.0
 """A step that takes so many times as long for each sample as a smaller one did may lie in host memory."""
 
+TWINS_WITHIN = 0.01
+"""Of their memory: accelerators of one name are planned as equals with what the one with the least of them may hold."""
+
 SPILLING = 1 / 32
 """Of a device's memory: with more than that left to the driver nothing is spilled to the host."""
 
@@ -56,7 +60,7 @@ class AcceleratorRuntime:
 
     Args:
         devices: GPUs and the like.
-        capacities_bytes: What each may hold.
+        capacities_bytes: What each may hold, by what was free before this process had a context there.
         workload: What is trained; copies of it go where they are needed.
     """
 
@@ -65,7 +69,10 @@ class AcceleratorRuntime:
 
     def __init__(self, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], workload: Workload) -> None:
         self.devices = devices
-        self.capacities_bytes = capacities_bytes
+        self._reserved_bytes = [
+            device.capacity_bytes - most for device, most in zip(devices, capacities_bytes, strict=True)
+        ]
+        self._most_bytes = capacities_bytes
         self.workload = workload
         self._backend = backend(devices[0].kind)
         self._gpus = [torch.device(device.kind, device.index) for device in devices]
@@ -73,6 +80,19 @@ class AcceleratorRuntime:
         self._home: torch.device | None = None
         self._has_run = False
         self._paces_s: dict[tuple[str, tuple[bool, ...]], float] = {}
+
+    @cached_property
+    def capacities_bytes(self) -> tuple[int, ...]:
+        """What each may hold now that this process has its contexts, which no step can do without."""
+        self.wait()
+        now = parse_devices([device.label for device in self.devices])
+        return _twinned(
+            self.devices,
+            tuple(
+                max(0, min(most, device.capacity_bytes - kept))
+                for device, most, kept in zip(now, self._most_bytes, self._reserved_bytes, strict=True)
+            ),
+        )
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step, and return the most that it allocates on each device, in bytes; see `memory`."""
@@ -262,16 +282,23 @@ class AcceleratorRuntime:
     def _bounded(self) -> Iterator[None]:
         """Let the allocator of each device hold no more than its capacity, or the user's own limit, from now on."""
         self._release()
-        before = [self._backend.get_per_process_memory_fraction(gpu) for gpu in self._gpus]
-        for gpu, own, capacity_bytes in zip(self._gpus, before, self.capacities_bytes, strict=True):
-            total_bytes = self._backend.get_device_properties(gpu).total_memory
-            self._backend.set_per_process_memory_fraction(min(own, capacity_bytes / total_bytes), gpu)
-        try:
+        with ExitStack() as limits:
+            limits.callback(self._release)
+            for gpu, most_bytes in zip(self._gpus, self.capacities_bytes, strict=True):
+                limits.enter_context(bounded(self._backend, gpu, most_bytes))
             yield
-        finally:
-            for gpu, share in zip(self._gpus, before, strict=True):
-                self._backend.set_per_process_memory_fraction(share, gpu)
-            self._release()
+
+
+def _twinned(devices: Sequence[Device], capacities_bytes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return capacities in which twins have as much: a display on one would else have each of them probed alone."""
+    found = list(capacities_bytes)
+    for index in sorted(range(len(devices)), key=lambda index: capacities_bytes[index]):
+        found[index] = min(
+            least
+            for device, least in zip(devices, found, strict=True)
+            if device.name == devices[index].name and least <= found[index] <= least * (1 + TWINS_WITHIN)
+        )
+    return tuple(found)
 
 
 def _unmarked(_phase: str) -> None:

@@ -37,9 +37,6 @@ _log = logging.getLogger(__name__)
 Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
 
-TWINS_WITHIN = 0.01
-"""Of their memory: accelerators of one name are planned as equals with what the one with the least of them may hold."""
-
 SMALL_BYTES = 256 * 2**20
 """What is built for simulated cards has its memory up to here: it is there sooner than torch's compiler, which building
 without memory needs."""
@@ -189,9 +186,8 @@ def isolated_runtime(
     """
     if devices[0].kind == "sim":
         return None
-    capacities_bytes = _twinned(devices, capacities_bytes)
     make = partial(_runtime_of_source, source, devices, capacities_bytes)
-    runtime = IsolatedRuntime(make, devices, capacities_bytes, deadline_s=deadline_s)
+    runtime = IsolatedRuntime(make, devices, deadline_s=deadline_s)
     closing.callback(runtime.close)
     return runtime
 
@@ -289,28 +285,12 @@ def runtime_for(
         followed: The workload and its tracer.
         closing: Gets what has to be undone at the end.
     """
-    capacities_bytes = _twinned(devices, capacities_bytes)
     if followed.isolated is not None:
         assert followed.isolated.devices == devices, (followed.isolated.devices, devices)
-        assert followed.isolated.capacities_bytes == capacities_bytes, capacities_bytes
         return followed.isolated
     if devices[0].kind == "sim":
         return SimulatedRuntime(devices, capacities_bytes, followed.tracer)
     return _real_runtime(devices, capacities_bytes, followed.workload, closing)
-
-
-def _twinned(devices: Sequence[Device], capacities_bytes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return capacities in which twins have as much: a display on one would else have each of them probed alone."""
-    found = list(capacities_bytes)
-    for index in sorted(range(len(devices)), key=lambda index: capacities_bytes[index]):
-        twins = [
-            least
-            for device, least in zip(devices, found, strict=True)
-            if device.name == devices[index].name and least <= found[index] <= least * (1 + TWINS_WITHIN)
-        ]
-        if is_accelerator(devices[index].kind):
-            found[index] = min(twins)
-    return tuple(found)
 
 
 def _real_runtime(

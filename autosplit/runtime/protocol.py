@@ -101,15 +101,17 @@ class Runtime(Protocol):
 
     Attributes:
         devices: What the step is spread over.
-        capacities_bytes: What each may hold, the reserve taken off.
         simulated: The numbers are computed, and a peak is exact.
         shares_processor: The devices run in turn on one processor: their busy times add.
     """
 
     devices: tuple[Device, ...]
-    capacities_bytes: tuple[int, ...]
     simulated: bool
     shares_processor: bool
+
+    @property
+    def capacities_bytes(self) -> tuple[int, ...]:
+        """What each may hold, the reserve taken off."""
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step for its memory and return each device's peak, in bytes.

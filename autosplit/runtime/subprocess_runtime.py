@@ -65,7 +65,6 @@ class IsolatedRuntime:
     Args:
         make: Picklable; makes the real runtime, there.
         devices: What the step is spread over.
-        capacities_bytes: What each may hold.
         deadline_s: `time.monotonic()` by which all should be done; None for no limit. Half of what is left is the
             most that one call may take of it, so that something smaller can still be run after a step that hangs.
 
@@ -80,21 +79,28 @@ class IsolatedRuntime:
         self,
         make: Callable[[], RealRuntime],
         devices: tuple[Device, ...],
-        capacities_bytes: tuple[int, ...],
         *,
         deadline_s: float | None = None,
     ) -> None:
         self.devices = devices
-        self.capacities_bytes = capacities_bytes
         self.shares_processor = devices[0].kind == "cpu"
         self._deadline_s = deadline_s
         self._longest_s = 0.0
         self._answered = False
         self._hung = 0
         self._is_new = True
+        self._capacities_bytes: tuple[int, ...] | None = None
         self._deadly: dict[tuple[str, StepShape], str] = {}
         self._child = Child(partial(_Served, make, _Settings.of_this_process()))
         self._child.start()
+
+    @property
+    def capacities_bytes(self) -> tuple[int, ...]:
+        """What each may hold by the process that runs the steps, whose own contexts take some of what was free."""
+        if self._capacities_bytes is None:
+            self._get_ready()
+        assert self._capacities_bytes is not None, "it was asked for"
+        return self._capacities_bytes
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -185,6 +191,8 @@ class IsolatedRuntime:
         own_s = UNHURRIED_S if self._deadline_s is None else self._deadline_s - time.monotonic()
         try:
             self._child.get_ready(max(own_s, START_LIMIT_S))
+            if self._capacities_bytes is None:
+                self._capacities_bytes = self._child.call("capacities", limit_s=ASKED_LIMIT_S)
         except ChildLostError as lost:
             raise AutosplitError(
                 f"the process for real steps {lost.cause} before it had built the workload; expected it to start; "
@@ -313,6 +321,9 @@ class _Served:
         except (Exception, SystemExit) as error:
             raise from_user_code(error, "the workload") from error
         self._ran = False
+
+    def capacities(self) -> tuple[int, ...]:
+        return self._runtime.capacities_bytes
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         return self._guarded(lambda: self._runtime.peaks(shape))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from autosplit.accelerators import backend, is_accelerator
+from autosplit.accelerators import backend, bounded, is_accelerator
 from autosplit.errors import AutosplitError, WorkloadError
 from autosplit.measure.check_result import Check
 from autosplit.measure.gradient_check import checks_for, not_checked
@@ -243,7 +243,7 @@ class JointSession:
             needed = 0 if self.subject.may_accumulate else -(-self.request.least_effective // self.peers.world_size)
             curve, ceiling = self.prober.until_it_stops_paying(needed, "rank")
             return ceiling, tuple(TimedSize(samples, seconds) for samples, seconds in curve.points)
-        if left is not None and left.capacity_bytes == self.job.own.capacities_bytes[0]:
+        if left is not None and left.capacity_bytes == self.prober.runtime.capacities_bytes[0]:
             return left, ()
         ceiling = self.prober.ceiling(0, "rank", accumulates=self.subject.accumulates)
         if ceiling.batch_size == 0:
@@ -285,11 +285,8 @@ class JointSession:
 
     def _bound_memory(self) -> None:
         """Let the allocator hold no more than this rank's capacity, or the user's own limit, until the end."""
-        gpu, device = backend(self.request.kind), self.job.device
-        before = gpu.get_per_process_memory_fraction(device)
-        total_bytes = gpu.get_device_properties(device).total_memory
-        gpu.set_per_process_memory_fraction(min(before, self.job.own.capacities_bytes[0] / total_bytes), device)
-        self.closing.callback(gpu.set_per_process_memory_fraction, before, device)
+        most_bytes = self.prober.runtime.capacities_bytes[0]
+        self.closing.enter_context(bounded(backend(self.request.kind), self.job.device, most_bytes))
 
     def _options(self) -> DdpOptions:
         return DdpOptions(find_unused_parameters=any(rank.unused for rank in self.ranks))

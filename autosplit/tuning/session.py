@@ -101,11 +101,12 @@ class Session:
         study_name: str,
     ) -> None:
         request = subject.request
-        self.subject, self.request = subject, request
         self.tell, self.study_name, self.isolated = tell, study_name, followed.isolated
         self.rebuild = followed.rebuild
         self.notes = [*followed.notes]
         self.runtime = runtime_for(request.devices, request.capacities_bytes, followed, closing)
+        request = replace(request, capacities_bytes=self.runtime.capacities_bytes)
+        self.subject, self.request = replace(subject, request=request), request
         self.prober = Prober(
             self.runtime, followed.tracer, request.largest_batch, self._report, deadline_s=request.deadline_s
         )

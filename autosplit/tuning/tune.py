@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from autosplit.tuning.notebook import notebook_bar
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.recall import Recalled, Wanted
 from autosplit.tuning.session import Session
-from autosplit.workload.precision import native_ones, precision_list
+from autosplit.workload.precision import native_ones, precision_list, without_bf16
 
 if TYPE_CHECKING:
     from autosplit.tuning.job import Job
@@ -177,8 +178,11 @@ def tune(
         "batch_dim": batch_dim or None,
     }
     with _job(request) as job:
-        devices_of_all = request.devices if job is None else job.whole.devices
-        precisions, notes = native_ones(precision_list(precision), devices_of_all)
+        if job is None:
+            lacking = without_bf16(request.devices)
+        else:
+            lacking = [*itertools.chain(*job.peers.all_run(lambda: without_bf16(job.own.devices)))]
+        precisions, notes = native_ones(precision_list(precision), lacking)
 
         def make(one: str | None) -> Source:
             return workload_source(model_or_workload, sample_batch, {**described, "precision": one})

@@ -12,7 +12,7 @@ from autosplit.devices.device import Device
 from autosplit.errors import WorkloadError
 from autosplit.workload.workload import PRECISIONS
 
-__all__ = ["native_ones", "precision_list"]
+__all__ = ["native_ones", "precision_list", "without_bf16"]
 
 BF16_CAPABILITY = (8, 0)
 """Compute capability of the first GPUs with bfloat16 units (CUDA C++ Programming Guide, arithmetic instructions)."""
@@ -49,24 +49,30 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
     return tuple(dict.fromkeys(known))
 
 
+def without_bf16(devices: Sequence[Device]) -> list[str]:
+    """List the devices that have no units for bfloat16, by label and name.
+
+    Args:
+        devices: This process's own: what another one calls ``cuda:0`` may be another card, or none here.
+    """
+    return [f"{device.label} ({device.name})" for device in devices if not _has_bf16(device)]
+
+
 def native_ones(
-    precisions: Sequence[str | None], devices: Sequence[Device]
+    precisions: Sequence[str | None], lacking: Sequence[str]
 ) -> tuple[tuple[str | None, ...], tuple[str, ...]]:
     """Leave out of several precisions those that some device has no units for.
 
     Args:
         precisions: Of `precision_list`. One alone is what the user wants, native or not.
-        devices: All of one kind.
+        lacking: By `without_bf16`, of all ranks.
 
     Returns:
         What is left, and a sentence for each that was left out.
     """
-    if len(precisions) < 2:
+    if len(precisions) < 2 or not lacking or "bf16" not in precisions:
         return tuple(precisions), ()
-    lacking = [device for device in devices if not _has_bf16(device)]
-    if not lacking or "bf16" not in precisions:
-        return tuple(precisions), ()
-    names = ", ".join(sorted({f"{device.label} ({device.name})" for device in lacking}))
+    names = ", ".join(sorted(set(lacking)))
     said = (
         f"precision bf16 was not searched: {names} has no native bfloat16; precision='bf16' alone plans for it anyway"
     )

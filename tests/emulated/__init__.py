@@ -10,6 +10,9 @@ process calls them, as CUDA's variable does), and holds for every process that s
 * `set_context_bytes`: what a context costs on each device (``EMULATED_CONTEXT_BYTES``, by default 32 MiB).
 * `contexts`: which process has a context where; `reserved`: what each holds besides.
 
+Work is done by the time that its call returns, but a copy to the host that nobody waits for (``non_blocking=True``)
+comes when its device, stream or event is waited for: before that, the host finds zeros.
+
 Faults are ordered for this process: `fail_allocation`, `fail_kernel`, `hang_kernel`, `copies_arrive_as_zeros`; `mend`
 takes them back, an error that sticks as well (which on a real card takes a new process).
 """

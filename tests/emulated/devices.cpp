@@ -62,7 +62,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override {
     return static_cast<c10::DeviceIndex>(device_count());
   }
-  // Work is done by the time that its call returns, so an event is a moment.
+  // Work is done by the time that its call returns, but for copies to the host; so an event is a moment.
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     check();
     make_context(stream.device_index());
@@ -74,6 +74,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override {
     check();
+    arrive();
     return true;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
@@ -83,8 +84,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const auto passed = *static_cast<Clock::time_point*>(to) - *static_cast<Clock::time_point*>(from);
     return std::chrono::duration<double, std::milli>(passed).count();
   }
-  bool queryStream(const c10::Stream&) const override {
+  bool queryStream(const c10::Stream& stream) const override {
     check();
+    arrive(stream.device_index());
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
@@ -92,10 +94,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     check();
-    make_context(device < 0 ? current_device() : device);
+    const int waited_for = device < 0 ? current_device() : device;
+    make_context(waited_for);
+    arrive(waited_for);
   }
   void synchronizeEvent(void*) const override {
     check();
+    arrive();
   }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 };

@@ -25,6 +25,9 @@ void initialize();
 c10::DeviceAllocator* allocator();
 int device_of(const void* pointer);
 
+// Copies to the host that nobody waits for (operators.cpp): they are there once their device has been waited for.
+void arrive(int device = -1); // all of a device's; without one, of all devices
+
 // Faults to order (memory.cpp): each call that reaches a device asks first.
 void check();            // raises what sticks after a failed kernel
 void launch(int device); // a kernel begins: it may fail or hang by order
@@ -33,6 +36,7 @@ struct OneKernel { // what is launched while it lives is part of a kernel that w
   OneKernel();
   ~OneKernel();
 };
+bool within_kernel();
 bool copies_arrive_as_zeros();
 void use_workspace(int device, const std::string& shapes, size_t bytes); // what a convolution borrows while it runs
 

@@ -642,6 +642,10 @@ OneKernel::~OneKernel() {
   --t_kernels;
 }
 
+bool within_kernel() {
+  return t_kernels > 0;
+}
+
 void launch(int device) {
   check();
   auto& it = state();
@@ -791,10 +795,11 @@ EXPORT int emu_set(int device, char* text, size_t size) {
     emulated::set_device(static_cast<c10::DeviceIndex>(device));
   });
 }
-EXPORT int emu_touch(int device, char* text, size_t size) {
+EXPORT int emu_synchronize(int device, char* text, size_t size) {
   return said(text, size, [&] {
     emulated::check();
     emulated::make_context(device);
+    emulated::arrive(device);
   });
 }
 EXPORT int emu_memory_info(int device, uint64_t* free, uint64_t* total, char* text, size_t size) {

@@ -12,6 +12,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
 #include "generators.h"
 
 namespace emulated {
@@ -66,11 +70,31 @@ at::Tensor on_device(const at::Tensor& host, at::Device device) {
   return tensor;
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+struct Late {
+  int device;
+  at::Tensor to, snapshot;
+};
+
+std::mutex g_late_mutex;
+std::vector<Late>& late() { // never destroyed, as tensors may outlive every static object
+  static auto* copies = new std::vector<Late>;
+  return *copies;
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const auto device = to.device().type() == kType ? to.device() : from.device();
   launch(device.index());
   if (from.numel() == 0 && to.numel() == 0) {
     return to;
+  }
+  if (to.device().is_cpu() && !within_kernel()) {
+    if (non_blocking) { // as of a stream that has much to do before: the host finds nothing there yet
+      const std::lock_guard<std::mutex> guard(g_late_mutex);
+      late().push_back({from.device().index(), to, on_host(from).clone()});
+      to.zero_();
+      return to;
+    }
+    arrive(device.index()); // a stream keeps its order
   }
   if (copies_arrive_as_zeros() && from.device().type() == to.device().type() && from.device() != to.device()) {
     on_host(to).zero_();
@@ -92,6 +116,7 @@ const at::Tensor& resize_(const at::Tensor& self, Sizes sizes, Maybe<at::MemoryF
 
 at::Scalar item(const at::Tensor& self) {
   check();
+  arrive(self.device().index());
   return at::_local_scalar_dense(on_host(self));
 }
 
@@ -324,6 +349,18 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 } // namespace
+
+void arrive(int device) {
+  const std::lock_guard<std::mutex> guard(g_late_mutex);
+  auto& copies = late();
+  const auto waited_for = [&](const Late& copy) { return device < 0 || copy.device == device; };
+  for (const auto& copy : copies) {
+    if (waited_for(copy)) {
+      copy.to.copy_(copy.snapshot);
+    }
+  }
+  copies.erase(std::remove_if(copies.begin(), copies.end(), waited_for), copies.end());
+}
 
 // ---- sparse tensors: indices and values on the device, arithmetic by the processor on copies ----
 

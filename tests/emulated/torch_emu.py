@@ -92,7 +92,7 @@ class device:
 
 def synchronize(device=None) -> None:
     _lazy_init()
-    _call(_c.emu_touch, _index(device))
+    _call(_c.emu_synchronize, _index(device))
 
 
 def get_device_properties(device=None) -> SimpleNamespace:
@@ -190,7 +190,7 @@ def can_device_access_peer(device, peer) -> bool:
     return _index(device) != _index(peer)
 
 
-# ---- streams: work is done by the time that its call returns ----
+# ---- streams: work is done by the time that its call returns, but copies to the host wait to be waited for ----
 
 
 def Stream(device=None, priority=0, **options) -> torch.Stream:
