@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import pickle
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +15,7 @@ from ranks import starting
 from test_ddp import INPUTS, NUM_SAMPLES, TARGETS, kept_labels, kept_loss, loader_of, make_plan, mean_loss
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit import ddp
@@ -366,7 +364,7 @@ def written() -> dict[str, Any]:
             parts["model"](INPUTS)  # what the model itself holds is together after it
         ctx.save_checkpoint(folder() / "again.pt", **parts, **values)
         ctx.save_sharded(folder() / "again", **parts, **values)
-        found["files"] = sorted(path.name for path in next((folder() / "parts").glob("tensors-*")).iterdir())
+        found["files"] = sorted(path.name for path in (folder() / "parts").iterdir())
         found["together"] = weights(parts["model"])
     return found
 
@@ -398,8 +396,6 @@ def resumed(sizes: tuple[int, ...], source: str, into: str) -> dict[str, Any]:
 
 def failures() -> dict[str, str]:
     """What all ranks hear where one of them can't write, and where one can't load."""
-    from autosplit.ddp import sharded_checkpoint as folders
-
     found: dict[str, str] = {}
     with ddp.setup(make_plan(SIZES, EFFECTIVE)) as ctx:
         parts = parts_of(ctx, sharded(ctx))
@@ -407,18 +403,14 @@ def failures() -> dict[str, str]:
         ctx.save_sharded(path, **parts)
         before = sorted(path.rglob("*"))
 
-        class Full(folders.Writer):
-            def write_data(self, *arguments: Any) -> Any:
-                if ctx.rank == 1:
-                    raise OSError(28, "No space left on device")
-                return super().write_data(*arguments)
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
 
         def save_on_a_full_disk() -> None:
-            own, folders.Writer = folders.Writer, Full
-            try:
+            with pytest.MonkeyPatch.context() as patched:
+                if ctx.rank == 1:
+                    patched.setattr(FileSystemWriter, "write_data", full)
                 ctx.save_sharded(path, **parts)
-            finally:
-                folders.Writer = own
 
         class Unsaved(nn.Linear):
             def state_dict(self, *arguments: Any, **options: Any) -> Any:
@@ -730,10 +722,10 @@ class TestCheckpoints:
     def test_what_fails_on_one_rank_fails_on_all(self, two):
         for found in found_by(two, "failures"):
             assert (
-                "was not written: rank 1 can't write its tensors: OSError: [Errno 28] No space left on device"
+                "was not written: rank 1 can't write its part: OSError: [Errno 28] No space left on device"
                 in found["unwritten"]
             )
-            assert "was not written: ZeroDivisionError" in found["no state"]
+            assert "was not written: 'model' has no state (ZeroDivisionError)" in found["no state"]
             assert "was not written: ZeroDivisionError" in found["no whole state"]
             assert "was not loaded by rank 1: 'model' is of another model" in found["unloaded"]
             assert found["unchanged"] == "True"
@@ -800,11 +792,6 @@ class TestRefusals:
         assert [type(part).__name__ for part in model] == ["Linear", "FSDPBlock", "FSDPBlock", "Linear"]
 
 
-class Executed:
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
-
-
 @pytest.fixture
 def checkpoint(ctx, tmp_path) -> tuple[Path, dict[str, Any]]:
     """One that was written after a step, and other parts to load it into."""
@@ -812,11 +799,6 @@ def checkpoint(ctx, tmp_path) -> tuple[Path, dict[str, Any]]:
     train(ctx, parts["model"], parts["optimizer"], loader_for(parts), 1)
     ctx.save_sharded(tmp_path / "last", **parts, step=1)
     return tmp_path / "last", parts_of(ctx, sharded(ctx, make_model(8)))
-
-
-def only(path: Path, pattern: str) -> Path:
-    (found,) = path.rglob(pattern)
-    return found
 
 
 def refused(ctx: ddp.Context, path: Path, parts: dict[str, Any], match: str) -> None:
@@ -831,166 +813,35 @@ def refused(ctx: ddp.Context, path: Path, parts: dict[str, Any], match: str) -> 
     assert not any(getattr(part, "samples_consumed", 0) for part in parts.values())
 
 
-def halved(tensor: Any) -> None:
-    tensor.chunks[0].sizes = torch.Size([3, 5])
-
-
-BAD_LISTS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "none": (lambda tensor: tensor.chunks.clear(), "the parts of model.0.weight have 0 elements of 35"),
-    "half": (halved, "the parts of model.0.weight have 15 elements of 35"),
-    "larger": (lambda tensor: setattr(tensor, "size", torch.Size([9, 5])), "have 35 elements of 45"),
-    "smaller": (lambda tensor: setattr(tensor, "size", torch.Size([6, 5])), "goes beyond its size"),
-    "negative": (lambda tensor: setattr(tensor, "size", torch.Size([-7, 5])), "goes beyond its size"),
-    "twice": (lambda tensor: tensor.chunks.append(tensor.chunks[0]), "parts of model.0.weight overlap"),
-    "dimensions": (lambda tensor: setattr(tensor, "size", torch.Size([35])), "has 1 dimensions"),
-    "no size": (lambda tensor: setattr(tensor, "size", "abc"), "it holds a str in place of a Size"),
-    "dtype": (
-        lambda tensor: setattr(tensor.properties, "dtype", torch.int64),
-        r"has 'model.0.weight' as torch.int64 \(7, 5\); expected torch.float64 \(7, 5\)",
-    ),
-    "no dtype": (lambda tensor: setattr(tensor.properties, "dtype", None), "NoneType in place of a dtype"),
-}
-
-
 class TestBadFolders:
-    FILES = ("checkpoint.pt", ".metadata", "__0_0.distcp")
-
     def test_missing(self, ctx, tmp_path, checkpoint):
         path, parts = checkpoint
-        refused(ctx, tmp_path / "none", parts, "checkpoint.pt' is no file")
-        refused(ctx, path / "checkpoint.pt", parts, "it is a file; expected a folder .* load_checkpoint")
+        refused(ctx, tmp_path / "none", parts, "no folder with a .metadata; expected one that save_sharded wrote")
+        refused(ctx, path / ".metadata", parts, "it is a file; expected a folder .* load_checkpoint")
         with pytest.raises(CheckpointError, match="is no file"):
             ctx.load_checkpoint(path, **parts)
 
     @pytest.mark.parametrize("share", [None, 0.0, 0.3, 0.7, 0.99])
-    @pytest.mark.parametrize("name", FILES)
+    @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
     def test_cut_short(self, ctx, checkpoint, name, share):
         path, parts = checkpoint
-        file = only(path, name)
-        content = file.read_bytes()
+        content = (path / name).read_bytes()
         if share is None:
-            file.unlink()
+            (path / name).unlink()
         else:
-            file.write_bytes(content[: int(share * len(content))])
-        refused(ctx, path, parts, f"{name}.*(is no file|cut short)|cut short")
+            (path / name).write_bytes(content[: int(share * len(content))])
+        refused(ctx, path, parts, "expected (what|one that) save_sharded wrote")
 
     def test_something_else_in_its_place(self, ctx, checkpoint):
         path, parts = checkpoint
-        file = only(path, "*.distcp")
+        file = path / "__0_0.distcp"
         file.write_bytes(b"x" * file.stat().st_size)
-        refused(ctx, path, parts, "was not loaded: rank 0 can't read its tensors: UnpicklingError; nothing was changed")
+        refused(ctx, path, parts, "was not loaded: rank 0 can't read its part: UnpicklingError; expected what")
 
-    @pytest.mark.parametrize("evil", [Executed(), {"a": Executed()}, torch.nn.Linear, pickle.Unpickler])
-    def test_nothing_in_the_list_of_tensors_is_executed(self, ctx, checkpoint, tmp_path, monkeypatch, evil):
-        """torch.distributed.checkpoint.load runs whatever a .metadata says."""
-        monkeypatch.chdir(tmp_path)
-        path, parts = checkpoint
-        only(path, ".metadata").write_bytes(pickle.dumps(evil))
-        refused(ctx, path, parts, r"its .metadata names \S+; expected nothing but the sizes and places of tensors")
-        assert not (tmp_path / "executed").exists()
-
-    def test_nothing_else_in_it_is_executed(self, ctx, checkpoint, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        path, parts = checkpoint
-        for name in ("checkpoint.pt", "*.distcp"):
-            file = only(path, name)
-            content = file.read_bytes()
-            torch.save(Executed(), file)
-            file.write_bytes(file.read_bytes() + bytes(max(0, len(content) - file.stat().st_size)))
-            refused(ctx, path, parts, "was not loaded")
-            file.write_bytes(content)
-        assert not (tmp_path / "executed").exists()
-        ctx.load_sharded(path, **parts)
-
-    def test_a_file_outside_the_folder(self, ctx, checkpoint, tmp_path):
-        path, parts = checkpoint
-        file = only(path, ".metadata")
-        metadata = pickle.loads(file.read_bytes())
-        for place in metadata.storage_data.values():
-            place.relative_path = "../../elsewhere"
-        file.write_bytes(pickle.dumps(metadata))
-        (tmp_path / "elsewhere").write_bytes(bytes(10**6))
-        refused(ctx, path, parts, "names the file '../../elsewhere'; expected one beside it")
-
-    def test_a_tensor_without_a_place(self, ctx, checkpoint):
-        path, parts = checkpoint
-        file = only(path, ".metadata")
-        metadata = pickle.loads(file.read_bytes())
-        metadata.storage_data.pop(next(iter(metadata.storage_data)))
-        file.write_bytes(pickle.dumps(metadata))
-        refused(ctx, path, parts, "no list of tensors")
-
-    @pytest.mark.parametrize("name", BAD_LISTS)
-    def test_parts_that_are_not_the_whole_tensor(self, ctx, checkpoint, name):
-        """What no part covers would be whatever is in memory."""
-        path, parts = checkpoint
-        change, match = BAD_LISTS[name]
-        file = only(path, ".metadata")
-        metadata = pickle.loads(file.read_bytes())
-        change(metadata.state_dict_metadata["model.0.weight"])
-        file.write_bytes(pickle.dumps(metadata))
-        refused(ctx, path, parts, match)
-
-    def test_parts_may_lie_any_way_that_makes_the_whole(self):
-        from autosplit.ddp import sharded_metadata as metadata
-
-        def chunk(*bounds: tuple[int, int]) -> ChunkStorageMetadata:
-            return ChunkStorageMetadata(*(torch.Size(x) for x in zip(*bounds, strict=True)))
-
-        tiles = [chunk((0, 2), (0, 3)), chunk((0, 4), (3, 1)), chunk((2, 2), (0, 3)), chunk((4, 0), (0, 4))]
-        metadata._require_whole("a", (4, 4), tiles)
-        metadata._require_whole("a", (), [ChunkStorageMetadata(torch.Size(()), torch.Size(()))])
-        metadata._require_whole("a", (0, 3), [])
-        with pytest.raises(ValueError, match="parts of a overlap"):
-            metadata._require_whole("a", (4, 4), [*tiles[:2], chunk((1, 2), (0, 3))])
-        with pytest.raises(ValueError, match="the parts of a have 10 elements of 16"):
-            metadata._require_whole("a", (4, 4), tiles[:2])
-
-    @pytest.mark.parametrize(
-        ("record", "state"),
-        [
-            ("torch.distributed.checkpoint.metadata Metadata", {"__init__": 5}),
-            ("torch.distributed.checkpoint.metadata TensorProperties", {"__setstate__": 5}),
-            ("torch.serialization _get_layout", {"__code__": 5}),
-            ("collections OrderedDict", {"__init__": 5}),
-            ("torch Size", {"__new__": 5}),
-        ],
-    )
-    def test_nothing_of_the_process_is_changed(self, ctx, checkpoint, record, state):
-        """A pickle can set attributes of whatever it names, classes among them."""
-        path, parts = checkpoint
-        file = only(path, ".metadata")
-        content = file.read_bytes()
-        module, name = record.split()
-        (key,) = state
-        named = getattr(importlib.import_module(module), name)
-        before = getattr(named, key, None)
-        # The name, and the state (None, {key: 5}) for it.
-        file.write_bytes(f"c{module}\n{name}\n(N(V{key}\nI5\ndtb.".encode())
-        refused(ctx, path, parts, "no list of tensors")
-        assert getattr(named, key, None) == before
-        file.write_bytes(content)
-        ctx.load_sharded(path, **parts)
-
-    @pytest.mark.parametrize("key", ["tensors", "kinds"])
-    def test_a_tensor_without_a_name(self, ctx, checkpoint, key):
-        path, parts = checkpoint
-        state = torch.load(path / "checkpoint.pt", weights_only=True)
-        state[key].pop("model.0.weight")
-        torch.save(state, path / "checkpoint.pt")
-        refused(ctx, path, parts, "says no place or no dtype of 'model.0.weight'")
-        for either in ("tensors", "kinds"):
-            state[either].pop("model.0.weight", None)
-        torch.save(state, path / "checkpoint.pt")
-        refused(ctx, path, parts, "'model' is of another model: it has no such tensor at 0.weight")
-
-    @pytest.mark.parametrize("place", [[], ["model", "0.bias"]])
-    def test_a_tensor_in_the_place_of_another(self, ctx, checkpoint, place):
-        path, parts = checkpoint
-        state = torch.load(path / "checkpoint.pt", weights_only=True)
-        state["tensors"]["model.0.weight"] = place
-        torch.save(state, path / "checkpoint.pt")
-        refused(ctx, path, parts, "has two values for one place")
+    def test_somebody_elses_checkpoint(self, ctx, checkpoint, tmp_path):
+        _, parts = checkpoint
+        save({"model": torch.ones(3)}, checkpoint_id=tmp_path / "theirs")
+        refused(ctx, tmp_path / "theirs", parts, "Missing key in checkpoint .* expected what save_sharded wrote")
 
     def test_of_other_parts(self, ctx, checkpoint):
         path, parts = checkpoint
@@ -1002,37 +853,47 @@ class TestBadFolders:
 
 
 class TestWriting:
-    def test_an_interrupted_write_leaves_the_earlier_one(self, ctx, checkpoint, monkeypatch):
-        from autosplit.ddp import sharded_checkpoint as folders
-
+    @pytest.mark.parametrize("place", ["write_data", "finish"])
+    def test_an_interrupted_write_leaves_the_earlier_one(self, ctx, checkpoint, monkeypatch, place):
         path, parts = checkpoint
         before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
         def interrupted(*arguments: Any, **options: Any) -> None:
             raise KeyboardInterrupt
 
-        for place in ("save", "read_metadata", "write_file"):
-            with monkeypatch.context() as patched:
-                patched.setattr(folders, place, interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    ctx.save_sharded(path, **parts)
-            assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+        with monkeypatch.context() as patched:
+            patched.setattr(FileSystemWriter, place, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ctx.save_sharded(path, **parts)
+        assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
         ctx.load_sharded(path, **parts)
 
-    def test_what_an_ended_process_left_is_removed_by_the_next(self, ctx, checkpoint):
+    def test_one_that_ended_between_two_renames_says_where_the_earlier_one_is(self, ctx, checkpoint):
         path, parts = checkpoint
-        left = path / "tensors-00000000"
+        path.rename(path.with_name(".last.old"))
+        refused(ctx, path, parts, r"it is missing, and the one before it is '\S+\.last\.old'; rename that")
+        path.with_name(".last.old").rename(path)
+        ctx.load_sharded(path, **parts)
+
+    def test_what_an_ended_process_left_is_removed_by_the_next(self, ctx, checkpoint, tmp_path):
+        path, parts = checkpoint
+        left = path.with_name(".last.part")
         left.mkdir()
-        (left / "__0_0.distcp").write_bytes(b"half of it")
-        (path / "notes.txt").write_text("mine")
+        (left / "__1_0.distcp").write_bytes(b"half of it")
         ctx.save_sharded(path, **parts)
-        assert not left.exists()
-        assert len(list(path.glob("tensors-*"))) == 1
+        assert [each.name for each in tmp_path.iterdir()] == ["last"]
+        assert not (path / "__1_0.distcp").exists()
+
+    def test_a_folder_with_other_files_is_left_alone(self, ctx, checkpoint):
+        path, parts = checkpoint
+        (path / "notes.txt").write_text("mine")
+        with pytest.raises(CheckpointError, match=r"was not written: it holds 'notes.txt', which would be lost"):
+            ctx.save_sharded(path, **parts)
         assert (path / "notes.txt").read_text() == "mine"
+        ctx.load_sharded(path, **parts)
 
     def test_it_may_be_moved(self, ctx, checkpoint, tmp_path):
         path, parts = checkpoint
-        assert str(tmp_path).encode() not in only(path, ".metadata").read_bytes()
         path.rename(tmp_path / "moved")
         assert ctx.load_sharded(tmp_path / "moved", **parts) == {"step": 1}
 
@@ -1040,15 +901,21 @@ class TestWriting:
         path, parts = checkpoint
         assert ctx.load_sharded(path, sampler=parts["sampler"]) == {"step": 1}
 
-    def test_what_can_not_be_read_again_replaces_nothing(self, ctx, checkpoint):
+    def test_what_can_not_be_kept_replaces_nothing(self, ctx, checkpoint):
         path, parts = checkpoint
-        with pytest.raises(CheckpointError, match=r"was not written.*: 'step' can't be kept"):
-            ctx.save_sharded(path, step=Executed())
+        with pytest.raises(CheckpointError, match=r"was not written: rank 0 can't write its part: \w+: .*pickle"):
+            ctx.save_sharded(path, step=lambda: 1)
+        with pytest.raises(CheckpointError, match=r"two tensors are called 'a.b.c'"):
+            ctx.save_sharded(path, a={"b": {"c": torch.ones(1)}, "b.c": torch.ones(1)})
         assert ctx.load_sharded(path, **parts) == {"step": 1}
+
+    def test_a_value_of_any_name_comes_back(self, ctx, tmp_path):
+        ctx.save_sharded(tmp_path / "last", values=torch.ones(2))
+        assert_same(ctx.load_sharded(tmp_path / "last"), {"values": torch.ones(2)})
 
     def test_a_path_that_is_a_file(self, ctx, tmp_path):
         (tmp_path / "file").write_text("mine")
-        with pytest.raises(CheckpointError, match=r"was not written: (FileExists|NotADirectory)Error"):
+        with pytest.raises(CheckpointError, match=r"was not written: NotADirectoryError"):
             ctx.save_sharded(tmp_path / "file", step=1)
         assert (tmp_path / "file").read_text() == "mine"
 

@@ -5,6 +5,9 @@ each     file, mapped into memory -> held against model and optimizer      | all
 
 What the ranks have shared out comes together tensor by tensor in rank 0's host memory, and each cuts its part out of
 the file: the file is that of a plain model.
+
+A sharded checkpoint is a folder of torch.distributed.checkpoint's: every rank writes its part into one beside, which
+then takes the old one's place, and any number of ranks reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import os
 import pickle
 import re
 import secrets
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +28,15 @@ from torch import distributed as dist
 
 from autosplit.ddp.checkpoint_state import fitting, is_shared_out, placed, state_of, tensors_in, with_tensors
 from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
-from autosplit.ddp.fsdp import is_shard, part_of, whole
+from autosplit.ddp.fsdp import is_shard, part_of, room_for, whole
 from autosplit.errors import AutosplitError, CheckpointError, one_line
 
-__all__ = [
-    "first_line",
-    "load_checkpoint",
-    "meet",
-    "raise_together",
-    "read_file",
-    "reason_of",
-    "save_checkpoint",
-    "told_by_all",
-    "told_by_rank_0",
-    "write_file",
-]
+__all__ = ["load_checkpoint", "load_sharded", "save_checkpoint", "save_sharded"]
 
 MODEL = "model"
 """What the state dict of a model is called in a file that holds more."""
+_VALUES = "(values)"
+"""What a sharded checkpoint calls all that is no tensor; no keyword argument has such a name."""
 
 
 def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> None:
@@ -61,23 +56,23 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
     states: dict[str, Any] = {}
     reason = None
     if shared:
-        meet(rank, "save_checkpoint, which keeps what the ranks share out")
+        _meet(rank, "save_checkpoint, which keeps what the ranks share out")
         states, reason = _brought_together(shared, rank)
     if rank == 0 and reason is None:
         try:
             state = {name: states[name] if name in states else _kept_of(name, part) for name, part in parts.items()}
             _refuse_shards(state)
-            write_file(Path(path), state)
+            _write_file(Path(path), state)
         except Exception as error:
             if not shared:
-                raise CheckpointError(_not_written(path, reason_of(error))) from error
-            reason = reason_of(error)  # the other ranks wait to hear of it, whatever it is
-    told = told_by_rank_0(reason) if shared else None
+                raise CheckpointError(_not_written(path, _reason_of(error))) from error
+            reason = _reason_of(error)  # the other ranks wait to hear of it, whatever it is
+    told = _told_by_rank_0(reason) if shared else None
     if told is not None:
         raise CheckpointError(_not_written(path, told))
 
 
-def meet(rank: int, what: str) -> None:
+def _meet(rank: int, what: str) -> None:
     """Wait until all ranks are here; say which call it is where that takes long.
 
     Args:
@@ -88,7 +83,7 @@ def meet(rank: int, what: str) -> None:
         f"rank {rank} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}; expected every rank to call it; "
         "call it outside of `if ctx.rank == 0`"
     ):
-        told_by_all(None)
+        _told_by_all(None)
 
 
 def _not_written(path: str | os.PathLike[str], reason: str) -> str:
@@ -102,7 +97,9 @@ def _kept_of(name: str, part: Any) -> Any:
     try:
         return state_of(part)
     except Exception as error:
-        raise CheckpointError(f"{name!r} has no state ({reason_of(error)}); expected one; leave {name}= out") from error
+        raise CheckpointError(
+            f"{name!r} has no state ({_reason_of(error)}); expected one; leave {name}= out"
+        ) from error
 
 
 def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
@@ -124,22 +121,22 @@ def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
         CheckpointError: It is missing, cut short, holds more than plain values, or does not fit; on all ranks, and
             nothing was loaded on any.
     """
-    meet(rank, "load_checkpoint")  # rank 0 may have been writing it
+    _meet(rank, "load_checkpoint")  # rank 0 may have been writing it
     found: dict[str, Any] = {}
     states: dict[str, Any] = {}
     reason = None
     try:
-        found = read_file(Path(path), only_model=set(parts) == {MODEL})
+        found = _read_file(Path(path), only_model=set(parts) == {MODEL})
         states = {name: placed(part, fitting(name, part, found), _own_part) for name, part in parts.items()}
     except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
-        reason = reason_of(error)
-    raise_together(path, reason, rank)
+        reason = _reason_of(error)
+    _raise_together(path, reason, rank)
     for name, part in parts.items():
         part.load_state_dict(states[name])
     return {name: value for name, value in found.items() if name not in parts}
 
 
-def told_by_rank_0(value: Any) -> Any:
+def _told_by_rank_0(value: Any) -> Any:
     """Return rank 0's value on every rank."""
     told = [value]
     if dist.get_world_size() > 1:
@@ -147,7 +144,7 @@ def told_by_rank_0(value: Any) -> Any:
     return told[0]
 
 
-def told_by_all(value: Any) -> list[Any]:
+def _told_by_all(value: Any) -> list[Any]:
     """Return every rank's value, in the order of the ranks."""
     values = [value] * dist.get_world_size()
     if len(values) > 1:
@@ -155,7 +152,7 @@ def told_by_all(value: Any) -> list[Any]:
     return values
 
 
-def raise_together(path: str | os.PathLike[str], reason: str | None, rank: int) -> None:
+def _raise_together(path: str | os.PathLike[str], reason: str | None, rank: int) -> None:
     """Raise on all ranks where one of them can't load.
 
     Args:
@@ -166,7 +163,7 @@ def raise_together(path: str | os.PathLike[str], reason: str | None, rank: int) 
     Raises:
         CheckpointError: A rank gave a reason.
     """
-    reasons = told_by_all(reason)
+    reasons = _told_by_all(reason)
     failed = {other: text for other, text in enumerate(reasons) if text is not None}
     if not failed:
         return
@@ -187,10 +184,10 @@ def _brought_together(parts: Mapping[str, Any], rank: int) -> tuple[dict[str, An
     try:
         states = {name: state_of(part) for name, part in parts.items()}
     except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
-        reason = reason_of(error)
+        reason = _reason_of(error)
     # In the order in which they will meet: a rank that has others would wait for them for ever.
     shards = [(place, tuple(tensor.shape)) for place, tensor in tensors_in(states) if is_shard(tensor)]
-    everyones = told_by_all((reason, shards))
+    everyones = _told_by_all((reason, shards))
     for other, (text, theirs) in enumerate(everyones):
         if text is not None:
             return {}, text
@@ -222,7 +219,7 @@ def _own_part(value: Tensor, own: Tensor | None) -> Tensor:
 # Writing
 
 
-def write_file(path: Path, state: dict[str, Any]) -> None:
+def _write_file(path: Path, state: dict[str, Any]) -> None:
     """Write a file beside the old one, read it back, and put it in its place."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -236,7 +233,7 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         try:
-            read_file(beside)
+            _read_file(beside)
         except CheckpointError as error:
             raise CheckpointError(_unkept(state, error)) from error
         beside.replace(path)
@@ -245,10 +242,8 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
 
 
 def _unkept(state: Mapping[str, Any], error: Exception) -> str:
-    """Say which part can't be kept, by trying each by itself; a sharded checkpoint has its parts among `values`."""
-    values = state.get("values")
-    parts = values if isinstance(values, dict) and "folder" in state else state
-    for name, value in parts.items():
+    """Say which part can't be kept, by trying each by itself."""
+    for name, value in state.items():
         alone = io.BytesIO()
         try:
             torch.save(value, alone)
@@ -256,16 +251,16 @@ def _unkept(state: Mapping[str, Any], error: Exception) -> str:
             torch.load(alone, weights_only=True)
         except Exception as found:  # noqa: BLE001  # whatever a part may raise
             return (
-                f"{name!r} can't be kept ({first_line(found)}); expected numbers, strings, tensors, lists and dicts of "
-                f"them, or something with a state_dict() of such; leave {name}= out"
+                f"{name!r} can't be kept ({_first_line(found)}); expected numbers, strings, tensors, lists and dicts "
+                f"of them, or something with a state_dict() of such; leave {name}= out"
             )
-    return reason_of(error)
+    return _reason_of(error)
 
 
 # Reading
 
 
-def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
+def _read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
     """Map a file into memory.
 
     Args:
@@ -284,12 +279,12 @@ def read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
         state = _mapped(path)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"it holds more than tensors and plain values ({first_line(error)}); expected numbers, strings, tensors, "
+            f"it holds more than tensors and plain values ({_first_line(error)}); expected numbers, strings, tensors, "
             "and lists and dicts of them; save what else there is in a file of its own"
         ) from error
     except Exception as error:  # a text file is a KeyError to torch, other bytes are other errors
         raise CheckpointError(
-            f"it is cut short or no checkpoint at all ({first_line(error)}); expected what save_checkpoint or "
+            f"it is cut short or no checkpoint at all ({_first_line(error)}); expected what save_checkpoint or "
             "torch.save wrote; take an earlier one"
         ) from error
     if not isinstance(state, Mapping):
@@ -307,12 +302,12 @@ def _mapped(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)  # from before torch 1.6, which can't be mapped
 
 
-def reason_of(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     """Say in a line what went wrong."""
     return str(error) if isinstance(error, AutosplitError) else one_line(error)
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """Return the first line of what an exception says; of torch's word on what is not plain, what it names."""
     refused = re.search(
         r"WeightsUnpickler error: (?:Unsupported global: GLOBAL )?([^\n]*?)(?: was not an allowed|\. |\n|$)", str(error)
@@ -320,3 +315,155 @@ def first_line(error: BaseException) -> str:
     if refused:  # before it stand twelve lines on how to load it all the same
         return refused[1]
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+# Sharded checkpoints
+
+
+def save_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> None:
+    """Write a sharded checkpoint; as `Context.save_sharded`."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    folder = Path(path).resolve()
+    beside = folder.with_name(f".{folder.name}.part")
+    _meet(rank, "save_sharded")
+    state: dict[str, Any] = {}
+    reason = None
+    try:
+        state = _taken_apart(parts)
+        if rank == 0:
+            _refuse_other_files(folder)
+            shutil.rmtree(beside, ignore_errors=True)  # of a process that was ended
+    except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
+        reason = _reason_of(error)
+    reason = next((text for text in _told_by_all(reason) if text is not None), None)
+    if reason is None:
+        # What every rank has whole is rank 0's, as in a checkpoint of one file: buffers may differ between ranks.
+        planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+        reason = _failure_of(lambda: save(state, storage_writer=FileSystemWriter(beside), planner=planner), "write")
+    if rank == 0:
+        reason = reason or _put_in_place(beside, folder)
+        shutil.rmtree(beside, ignore_errors=True)
+    told = _told_by_rank_0(reason)
+    if told is not None:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} was not written: {told}; expected a folder of its own that all ranks write to; "
+            "nothing was replaced"
+        )
+
+
+def load_sharded(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
+    """Load a sharded checkpoint; as `Context.load_sharded`."""
+    folder = Path(path).resolve()
+    _meet(rank, "load_sharded")
+    values: dict[str, Any] = {_VALUES: None}
+    _raise_together(path, _unreadable(folder), rank)
+    _raise_together(path, _failure_to_read(folder, values), rank)
+    held, stated = values[_VALUES]
+    names = {id(tensor): _name_of(place) for place, tensor in tensors_in(held)}
+    rest: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    room: dict[str, Tensor] = {}
+    reason = None
+
+    def make_room(value: Tensor, own: Tensor | None) -> Tensor:
+        made = torch.empty_like(value, device="cpu") if own is None else room_for(own, value.dtype)
+        return room.setdefault(names[id(value)], made)
+
+    try:
+        states = {name: placed(part, fitting(name, part, held), make_room) for name, part in parts.items()}
+        others = {name: value for name, value in held.items() if name not in parts and name not in stated}
+        rest = with_tensors(others, lambda _, value: make_room(value, None))
+    except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it, whatever it is
+        reason = _reason_of(error)
+    _raise_together(path, reason, rank)
+    _raise_together(path, _failure_to_read(folder, room), rank)
+    for name, part in parts.items():
+        part.load_state_dict(states[name])
+    return rest
+
+
+def _taken_apart(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each tensor under a name of its own, and beside them all that is none."""
+    apart: dict[str, Any] = {}
+
+    def take(place: tuple[Any, ...], tensor: Tensor) -> Tensor:
+        name = _name_of(place)
+        if name in apart:
+            raise CheckpointError(f"two tensors are called {name!r}; expected one; rename a key that leads to it")
+        apart[name] = tensor.detach()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    held = {name: with_tensors(_kept_of(name, part), take, (name,)) for name, part in parts.items()}
+    return {**apart, _VALUES: (held, [name for name, part in parts.items() if hasattr(part, "state_dict")])}
+
+
+def _name_of(place: tuple[Any, ...]) -> str:
+    return ".".join(map(str, place))
+
+
+def _refuse_other_files(folder: Path) -> None:
+    others = [each.name for each in folder.iterdir() if not _is_torchs(each)] if folder.exists() else []
+    if others:
+        raise CheckpointError(f"it holds {others[0]!r}, which would be lost")
+
+
+def _is_torchs(file: Path) -> bool:
+    return file.name == ".metadata" or file.suffix == ".distcp"
+
+
+def _put_in_place(new: Path, folder: Path) -> str | None:
+    """Let a folder take the place of another, and say why it can't."""
+    old = _earlier(folder)
+    try:
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        new.rename(folder)
+    except OSError as error:
+        return one_line(error)
+    shutil.rmtree(old, ignore_errors=True)
+    return None
+
+
+def _earlier(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _unreadable(folder: Path) -> str | None:
+    """Say why a folder is no sharded checkpoint."""
+    if (folder / ".metadata").is_file():
+        return None
+    if folder.is_file():
+        return "it is a file; expected a folder that save_sharded wrote; pass it to load_checkpoint"
+    if _earlier(folder).is_dir():
+        return f"it is missing, and the one before it is {str(_earlier(folder))!r}; rename that to load it"
+    return "it is no folder with a .metadata; expected one that save_sharded wrote, which every rank sees"
+
+
+def _failure_to_read(folder: Path, into: dict[str, Any]) -> str | None:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)  # either loads into a copy
+    failure = _failure_of(lambda: load(into, storage_reader=FileSystemReader(folder), planner=planner), "read")
+    return failure and f"{failure}; expected what save_sharded wrote; take an earlier one"
+
+
+def _failure_of(call: Callable[[], object], what: str) -> str | None:
+    """Run a call of torch.distributed.checkpoint's on all ranks, and say why any of them could not do it."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        call()
+    except CheckpointException as error:
+        rank, (first, _) = min(error.failures.items())
+        if isinstance(first, KeyboardInterrupt):
+            raise first from None
+        # Torch's advice, to load it with everything that a pickle may do, is none to pass on.
+        says = type(first).__name__ if isinstance(first, pickle.UnpicklingError) else one_line(first)
+        return f"rank {rank} can't {what} its part: {says}"
+    return None

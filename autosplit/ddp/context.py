@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.batchnorms import has_synchronised, silence, uncounted
-from autosplit.ddp.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
 from autosplit.ddp.fsdp import Layers, begin_step, let_meet, shard
 from autosplit.ddp.loader_steps import foreign_steps, gathered
 from autosplit.errors import InputError
@@ -345,18 +345,16 @@ class Context:
             ctx.save_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler, step=number)
 
         Nothing comes together in one place, and any number of ranks can load it, into models that are shared out,
-        wrapped or plain. An earlier checkpoint in the folder is replaced, all of it at once, when the new one is whole.
-        The tensors are in the format of torch.distributed.checkpoint.
+        wrapped or plain. An earlier checkpoint is replaced, all of it at once, when the new one is whole. The folder is
+        one of torch.distributed.checkpoint's.
 
         Args:
-            path: The folder, which all ranks see; it is made where it is not there.
+            path: The folder, which all ranks see and in which nothing else is; it is made where it is not there.
             **parts: As for `save_checkpoint`.
 
         Raises:
             CheckpointError: It was not written, on any rank; an earlier one is as it was.
         """
-        from autosplit.ddp.sharded_checkpoint import save_sharded
-
         save_sharded(path, parts, rank=self.rank)
 
     def load_sharded(self, path: str | os.PathLike[str], **parts: Any) -> dict[str, Any]:
@@ -364,10 +362,8 @@ class Context:
 
             rest = ctx.load_sharded("last", model=model, optimizer=optimizer, sampler=loader.batch_sampler)
 
-        Each rank reads its own part into host memory. In the format of torch.distributed.checkpoint the list of the
-        tensors, ``.metadata``, is a pickle, and torch's own `load` executes what is in it. Here, one that names
-        anything but the plain records of such a list is refused before it runs. Load only what you wrote, all the same,
-        and with torch's `load` nothing else.
+        Each rank reads its own part into host memory. Load only what you wrote: torch.distributed.checkpoint keeps the
+        list of the tensors as a pickle, and whatever is in it runs.
 
         Args:
             path: The folder.
@@ -379,8 +375,6 @@ class Context:
         Raises:
             CheckpointError: It is missing, cut short or does not fit, on any rank; nothing was changed.
         """
-        from autosplit.ddp.sharded_checkpoint import load_sharded
-
         return load_sharded(path, parts, rank=self.rank)
 
     def part_from_group(self) -> None:
