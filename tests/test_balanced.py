@@ -723,7 +723,7 @@ class TestReduce:
             wrap(Echo(), 2, 2, reduce="tokens")(x=torch.zeros(4, 1))
 
     def test_unknown(self):
-        with pytest.raises(InputError, match=r"reduce is 'mean'; expected 'samples', 'tokens', 'sum' or a callable"):
+        with pytest.raises(InputError, match=r"'mean'; expected 'samples', 'tokens', 'next tokens', 'sum' or a"):
             wrap(Echo(), 2, 2, reduce="mean")
 
 

@@ -298,15 +298,29 @@ def test_equal_padding_is_exact_all_the_same():
     only_gradient(check(Workload(TokenModel(), (inputs, targets), loss_fn=token_loss)))
 
 
-def test_a_loss_inside_the_model_is_split_as_well():
+def test_a_loss_inside_the_model_is_combined_by_what_it_averages_over():
+    """Also where the sample batch has no label left out: the next one may have some."""
     inputs, targets = padded(-100)
     workload = Workload(WithOwnLoss(), {"input_ids": inputs, "labels": targets})
     found = check(workload)
     loss = by_subject(found)["loss"]
-    assert min(loss.split_error, loss.accumulation_error) > 0.1
-    assert 'model.reduce = "tokens"' in loss.advice
+    assert loss.split_error < 1e-12
+    assert loss.accumulation_error > 0.1
+    assert found[0].reduce == "tokens"
     gradient, whole = accumulated(workload, counted_by(loss.advice))
     torch.testing.assert_close(gradient, whole)
+    whole_labels = Workload(WithOwnLoss(), {"input_ids": inputs, "labels": targets.clamp(min=0)})
+    assert only_gradient(check(whole_labels)).reduce == "tokens"
+
+
+def test_a_model_that_takes_no_label_of_minus_100_is_combined_by_samples():
+    class Embeds(WithOwnLoss):
+        def forward(self, input_ids, labels):
+            return super().forward(input_ids, F.embedding(labels, torch.arange(20).unsqueeze(1)).squeeze(-1))
+
+    inputs, targets = padded(-100)
+    found = check(Workload(Embeds(), {"input_ids": inputs, "labels": targets.clamp(min=0)}))
+    assert only_gradient(found).reduce is None
 
 
 def test_the_head_of_a_transformers_model():
@@ -318,7 +332,7 @@ def test_the_head_of_a_transformers_model():
         labels[row, row + 3 :] = -100
     workload = Workload(model, {"input_ids": inputs, "labels": labels, "use_cache": False})
     loss = by_subject(check(workload))["loss"]
-    assert loss.split_error < 1e-6  # the wrapper counts labels by itself, and the head takes its loss in float32
+    assert loss.split_error < 1e-6  # labels are counted, and the head takes its loss in float32
     assert "batch['labels'][:, 1:] != -100" in loss.advice
 
 

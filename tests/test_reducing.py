@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import autosplit
+from autosplit import Workload
 from autosplit.errors import InputError, WorkloadError
+from autosplit.measure.gradient_check import check
 from autosplit.parallel import loss_weights as reducing
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning, checked_reduce, weights_of
@@ -99,6 +102,18 @@ class TestExplicit:
         assert all(isinstance(weight, torch.Tensor) and weight.dim() == 0 for weight in weights)
         assert as_floats(weights) == pytest.approx([count / sum(counts) for count in counts])
 
+    def test_next_tokens(self):
+        """The first label of a sequence has nothing to predict it from, unless they were shifted before."""
+        weights = weights_of("next tokens", nn.Identity(), calls(2, 4), [1, 1])
+        assert as_floats(weights) == pytest.approx([1 / 4, 3 / 4])
+        shifted = [((), {**named, "shift_labels": named["labels"]}) for _, named in calls(2, 4)]
+        assert as_floats(weights_of("next tokens", nn.Identity(), shifted, [1, 1])) == pytest.approx([1 / 3, 2 / 3])
+
+    @pytest.mark.parametrize("reduce", [None, "samples", "tokens", "next tokens"])
+    def test_what_the_module_divides_itself_is_added_up(self, reduce):
+        divided = [((), {**named, "num_items_in_batch": torch.tensor(6)}) for _, named in calls(2, 4)]
+        assert weights_of(reduce, nn.Identity(), divided, [1, 1]) == [1.0, 1.0]
+
     def test_tokens_without_labels(self):
         with pytest.raises(
             WorkloadError, match=r"no tensor named labels among \['x'\]; pass labels= to the module, or"
@@ -112,12 +127,12 @@ class TestExplicit:
             weights = weights_of("tokens", nn.Identity(), chunks, [2, 2])
         assert [weight.shape for weight in weights] == [(), ()]
 
-    @pytest.mark.parametrize("value", [None, "samples", "tokens", "sum", len])
+    @pytest.mark.parametrize("value", [None, "samples", "tokens", "next tokens", "sum", len])
     def test_checked(self, value):
         assert checked_reduce(value) is value
 
     def test_unknown(self):
-        with pytest.raises(InputError, match=r"reduce is 'mean'; expected 'samples', 'tokens', 'sum' or a callable"):
+        with pytest.raises(InputError, match=r"'mean'; expected 'samples', 'tokens', 'next tokens', 'sum' or a"):
             checked_reduce("mean")
 
 
@@ -155,7 +170,7 @@ class TestTokens:
         torch.testing.assert_close(wrapped(**call), model(**call), equal_nan=True)
 
 
-class TestAnyModule:
+class TestWhereNobodySaysIt:
     def test_samples_by_default(self):
         weights = weights_of(None, SampleMean(), calls(6, 6), [1, 3])
         assert weights == [0.25, 0.75]
@@ -267,10 +282,7 @@ def tokens(batch_size=16, length=8):
 
 
 def spans():
-    # One of the positions lies behind the input: the head leaves it out.
-    starts, ends = torch.randint(0, 4, (16,)), torch.randint(4, 8, (16,))
-    starts[5] = ends[5] = 30
-    return {"start_positions": starts, "end_positions": ends}
+    return {"start_positions": torch.randint(0, 4, (16,)), "end_positions": torch.randint(4, 8, (16,))}
 
 
 HEADS = {
@@ -334,17 +346,39 @@ def model_and_call(transformers, name, dtype=torch.float64):
     return (model if dtype == torch.float32 else model.to(dtype)).train(), {**inputs, **labels()}
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("num_items", [None, 7])
+NEXT = {"gpt2", "llama"}
+BY_SAMPLES = {"many classes", "regression", "question answering", "question answering, generic"}
+
+
 @pytest.mark.parametrize("name", HEADS)
-def test_transformers_heads(transformers, name, num_items, split):
-    """With `num_items_in_batch`, some heads divide a sum by it, and others pass it by: both by themselves."""
+def test_the_check_finds_what_a_head_averages_over(transformers, name):
+    """Also from labels of which none is left out, as those of a sample batch may be: later ones may have some."""
     model, call = model_and_call(transformers, name)
-    if num_items is not None:
-        call["num_items_in_batch"] = torch.tensor(num_items)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ReduceWarning)
-        assert_as_the_whole(model, call, split)
+    sample = {key: part.clamp(min=0) if reducing.is_integer(part) else part for key, part in call.items()}
+    (gradient, *_) = check(Workload(model, sample))
+    assert gradient.reduce == ("next tokens" if name in NEXT else None if name in BY_SAMPLES else "tokens")
+    assert gradient.split_error < 1e-6
+    for split in SPLITS:
+        model.zero_grad()
+        assert_as_the_whole(model, call, split, reduce=gradient.reduce)
+
+
+def test_a_plan_passes_on_what_its_check_found(transformers, tmp_path):
+    model, call = model_and_call(transformers, "gpt2", torch.float32)
+    sample = {**call, "labels": call["labels"].clamp(min=0)}
+    options = {"effective_batch_size": 16, "n_trials": 1, "profile": "off"}
+    autosplit.tune(model, sample, devices="cpu:16MiB,cpu:16MiB", **options).save(tmp_path / "plan.json")
+    plan = autosplit.Plan.load(tmp_path / "plan.json")
+    wrapped = plan.wrap(model)
+    assert plan.reduce == wrapped.reduce == "next tokens"
+    wrapped.split, wrapped.ceilings = (3, 13), None
+    torch.testing.assert_close(wrapped(**call).loss, model(**call).loss, rtol=1e-6, atol=0)
+
+
+def test_a_head_that_divides_by_the_items_is_added_up(transformers):
+    """The Trainer tells models the labels of a whole optimizer step."""
+    model, call = model_and_call(transformers, "gpt2")
+    assert_as_the_whole(model, {**call, "num_items_in_batch": torch.tensor(7)}, (4, 12), reduce="next tokens")
 
 
 def test_by_samples_a_language_model_is_off(transformers):
@@ -358,7 +392,7 @@ def test_by_samples_a_language_model_is_off(transformers):
     call["labels"][:3] = tokens(3)  # ... and what it does not
     whole = model(**call).loss.detach()
     errors = []
-    for reduce in ("samples", None):
+    for reduce in ("samples", "next tokens"):
         wrapped = BalancedDataParallel(None, model, ["cpu"] * 3, split=(1, 2, 13), reduce=reduce)
         errors.append(float((wrapped(**call).loss.detach() - whole).abs() / whole))
     assert errors[0] > 0.1
@@ -371,7 +405,7 @@ def test_a_model_over_followed_devices(transformers, fake):
     with fake_mode() if fake else contextlib.nullcontext():
         model, call = model_and_call(transformers, "gpt2", torch.float32)
         expected = model(**call).loss
-        wrapped = BalancedDataParallel(None, model, ["cpu"] * 3, split=(1, 2, 13))
+        wrapped = BalancedDataParallel(None, model, ["cpu"] * 3, split=(1, 2, 13), reduce="next tokens")
         with Tracker(["first", "second", "third"], [None] * 3) as tracker:
             outputs = wrapped(**call)
             outputs.loss.backward()
@@ -382,54 +416,10 @@ def test_a_model_over_followed_devices(transformers, fake):
             torch.testing.assert_close(outputs.loss, expected, rtol=1e-6, atol=0)
 
 
-class TestWrappersOfModels:
-    def test_one_that_hands_the_call_on(self, transformers):
-        class Adapter(nn.Module):
-            def __init__(self, model):
-                super().__init__()
-                self.base_model = model
-
-            def forward(self, input_ids=None, labels=None, **kwargs):
-                return self.base_model(input_ids=input_ids, labels=labels, **kwargs)
-
-        model, call = model_and_call(transformers, "gpt2")
-        assert_as_the_whole(Adapter(model), call, (4, 6, 6))
-
-    def test_one_with_a_loss_of_its_own(self, transformers):
-        class Own(nn.Module):
-            def __init__(self, model):
-                super().__init__()
-                self.model = model
-
-            def forward(self, input_ids, labels, **kwargs):
-                return F.cross_entropy(self.model(input_ids, **kwargs).logits.transpose(1, 2), labels)
-
-        model, call = model_and_call(transformers, "masked")
-        wrapped = BalancedDataParallel(None, Own(model), ["cpu"] * 2, split=(4, 12))
-        with pytest.warns(ReduceWarning, match="whether Own leaves the labels of -100 out"):
-            wrapped(**call)
-
-
-def test_positional_labels_of_a_model_are_found(transformers):
-    model, call = model_and_call(transformers, "t5")
-    names = reducing.parameters_of(model)
-    args = [call.get(name) for name in names[: names.index("labels") + 1]]
+def test_a_bare_wrapper_says_once_that_it_does_not_know(transformers):
+    model, call = model_and_call(transformers, "gpt2")
     wrapped = BalancedDataParallel(None, model, ["cpu"] * 2, split=(4, 12))
-    torch.testing.assert_close(wrapped(*args).loss, model(**call).loss, rtol=1e-6, atol=0)
-
-
-def test_what_can_not_be_decided_is_said_once(transformers):
-    class Weighted(transformers.BertForTokenClassification):
-        def forward(self, input_ids, labels):
-            logits = self.classifier(self.bert(input_ids)[0])
-            return {
-                "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=logits.new_tensor([1, 2, 3]))
-            }
-
-    model = Weighted(transformers.BertConfig(**TEXT, num_labels=3))
-    wrapped = BalancedDataParallel(None, model, ["cpu"] * 2, split=(4, 12))
-    call = {"input_ids": tokens(), "labels": torch.randint(0, 3, (16, 8))}
-    with pytest.warns(ReduceWarning, match=r"what the loss of Weighted is a mean over.*by their samples; pass reduce="):
+    with pytest.warns(ReduceWarning, match="whether GPT2LMHeadModel leaves the labels of -100 out"):
         wrapped(**call)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -442,18 +432,3 @@ def test_nothing_is_said_of_a_model_without_a_loss(transformers):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert wrapped(input_ids=call["input_ids"]).logits.shape == (16, 8, VOCABULARY)
-
-
-def test_what_is_said_of_a_model_is_heard_only_without_reduce(transformers):
-    model, call = model_and_call(transformers, "gpt2")
-    model.loss_function = lambda logits, labels, **_: logits.square().mean()
-    assert isinstance(weights_of(None, model, [((), call)] * 2, [16, 16]), DoubtfulWeights)
-    assert weights_of("samples", model, [((), call)] * 2, [16, 16]) == [0.5, 0.5]
-
-
-def test_a_loss_of_the_routers_is_said(transformers):
-    config = transformers.MixtralConfig(**TEXT, num_local_experts=2, num_key_value_heads=1, output_router_logits=True)
-    model = transformers.MixtralForCausalLM(config)
-    wrapped = BalancedDataParallel(None, model, ["cpu"] * 2, split=(4, 12))
-    with pytest.warns(ReduceWarning, match="the loss of MixtralForCausalLM holds a loss of its routers"):
-        wrapped(input_ids=tokens(), labels=padded())

@@ -278,7 +278,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "accumulation_steps", f"{plan.accumulation_steps}"
     yield "effective_batch_size", f"{plan.effective_batch_size}"
     if several and plan.region is not None:
-        reduce = ', reduce="sum"' if plan.loss_reduction == "sum" else ""
+        reduce = f', reduce="{plan.reduce}"' if plan.reduce not in (None, "samples") else ""
         dim = f", dim={plan.batch_dim}" if plan.batch_dim else ""
         split = ", ".join(map(str, plan.split))
         yield (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["Check", "error_text"]
 
@@ -25,6 +26,10 @@ class Check:
         depends: Whether it changes with the split.
         advice: What to do; empty where there is nothing to do.
         remark: What else is to be known of the figures; empty for nothing.
+        reduce: Of ``"gradient"``: what a loss that the model takes itself is a mean over, found by leaving some of the
+            sample batch's `labels` out, and how `plan.wrap` combines the devices' losses: by ``"samples"``, by
+            ``"tokens"`` (labels that are not -100), or by ``"next tokens"`` (without the first of each sequence). None
+            where none of them makes it exact, or there are no labels: then by samples.
     """
 
     subject: str
@@ -33,6 +38,7 @@ class Check:
     depends: bool
     advice: str = ""
     remark: str = ""
+    reduce: Literal["samples", "tokens", "next tokens"] | None = None
 
     def __str__(self) -> str:
         """Say it in one line."""

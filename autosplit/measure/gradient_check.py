@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,10 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.devices.device import parse_devices
 from autosplit.devices.host_memory import available_host_bytes
-from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
+from autosplit.errors import AutosplitError, WorkloadError, from_user_code, one_line
 from autosplit.measure.check_result import Check
 from autosplit.measure.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, named_models, relative
-from autosplit.measure.loss_rule import Rule, mixed, rule_of
+from autosplit.measure.loss_rule import Rule, mixed, reduction_of, rule_of
 from autosplit.measure.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
 from autosplit.parallel.loss_weights import Reduce
 from autosplit.rng import kept_rng
@@ -280,6 +280,7 @@ class _Examination:
         self.workload, self.batch = workload, batch
         self.remarks = [remark] if remark else []
         self.tolerance = 0.0
+        self.reduce: Literal["samples", "tokens", "next tokens"] | None = None
 
     def checks(self) -> tuple[Check, ...]:
         """Compare, and look for the cause where there is a difference."""
@@ -293,6 +294,8 @@ class _Examination:
                 why = "step= is a whole optimizer step" if self.workload.step else "loss_scope='batch' forbids it"
                 self.remarks.append(f"accumulation was not looked at: {why}")
             _refuse_not_finite(begun.whole)
+            if self.workload.step is None and self.workload.loss_reduction == "mean":
+                self.reduce = reduction_of(self.copy, self.tolerance)
             try:
                 return self._compared(begun)
             except torch.OutOfMemoryError:
@@ -351,7 +354,7 @@ class _Examination:
             self.tolerance = max(self.tolerance, ROUNDINGS * rounding)
 
     def _differences(self, whole: Gradients) -> _Differences:
-        split = relative(self.copy.split(), whole)
+        split = relative(self.copy.split(self.reduce), whole)
         if not self._accumulates:
             return _Differences(split, None)
         parts = self.copy.parts()
@@ -372,7 +375,8 @@ class _Examination:
         for subject, split in differences.split.items():
             accumulation = differences.accumulation
             depends = not is_random and max(split, accumulation or 0.0) > self.tolerance
-            checks.append(Check(subject, _finite(split), _finite(accumulation), depends, remark=remark))
+            figures = _finite(split), _finite(accumulation)
+            checks.append(Check(subject, *figures, depends, remark=remark, reduce=self.reduce))
             remark = ""  # said once
         return tuple(checks)
 
@@ -443,7 +447,7 @@ class _Examination:
         with printing(copy.modules, models, (sum(copy.shares),)) as whole:
             copy.whole()
         with printing(copy.modules, models, copy.shares) as cut:
-            copy.split()
+            copy.split(self.reduce)
         found = first_difference(whole, cut, len(copy.shares), self.tolerance)
         if found is None:
             return None
@@ -488,16 +492,12 @@ class _Examination:
         outside = "let the model return its outputs, and take the loss of all of them by loss_fn= or compute_loss="
         if rule is None:
             return f"the model takes a loss over all samples that it sees, and each device sees its share: {outside}"
-        for reduce, how in (("tokens", 'model.reduce = "tokens"'), ("sum", 'model.reduce = "sum"')):
-            if self._split_error(whole, reduce) <= self.tolerance:  # type: ignore[arg-type]
-                return f"the model's loss is no mean over samples: after model = plan.wrap(model) set {how}"
+        if self._split_error(whole, "sum") <= self.tolerance:
+            return 'the model\'s loss is no mean over samples: after model = plan.wrap(model) set model.reduce = "sum"'
         return f"the model's loss is a mean over {rule.over}, not over samples: {outside}"
 
     def _split_error(self, whole: Gradients, reduce: Reduce) -> float:
-        try:
-            return relative(self.copy.split(reduce), whole)[GRADIENT]
-        except InputError:  # there are no labels to count
-            return math.inf
+        return relative(self.copy.split(reduce), whole)[GRADIENT]
 
     def _rule(self, whole: Gradients, parts: Sequence[Gradients]) -> Rule | None:
         copy = self.copy

@@ -11,7 +11,6 @@ import random
 import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from autosplit.accelerators import accelerator_in_use
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.parallel.loss_weights import Reduce, ReduceWarning
+from autosplit.parallel.loss_weights import Reduce
 from autosplit.parallel.replicate import BufferCopies, moving_buffers
-from autosplit.parallel.transformers_loss import head_of
 from autosplit.runtime.tracked_step import wrapper_for
 from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import Whole, chunk, map_leaves, map_tensors
@@ -198,10 +196,9 @@ class QuietCopy:
         """Return the gradient of the batch split over the shares, as `Plan.wrap` splits it.
 
         Args:
-            reduce: How scalar outputs are combined. Default: as the wrapper decides.
+            reduce: How scalar outputs are combined. Default: by samples, or of a sum added up.
         """
-        with self._alike(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ReduceWarning)  # a doubt that is about to be settled by numbers
+        with self._alike():
             return self._run(self.trainee.wrapped(self._wrapper(reduce)), self.batch)
 
     def parts(self, *, put_back: bool = False) -> list[Gradients]:
@@ -289,11 +286,7 @@ class QuietCopy:
         def wrapped(module: nn.Module) -> nn.Module:
             wrapper = wrap(module)
             assert isinstance(wrapper, BalancedDataParallel)
-            if reduce is not None:
-                wrapper.reduce = reduce
-            elif wrapper.reduce is None and head_of(module) is None:
-                # What the wrapper does of itself; but it says its doubts only once, which is for the user's training.
-                wrapper.reduce = "samples"
+            wrapper.reduce = reduce or wrapper.reduce
             return wrapper
 
         return wrapped

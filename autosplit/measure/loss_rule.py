@@ -6,16 +6,16 @@ import math
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from autosplit.measure.gradient_runs import GRADIENT, Gradients
-from autosplit.parallel.loss_weights import IGNORED_LABEL
+from autosplit.measure.gradient_runs import GRADIENT, Gradients, QuietCopy, relative
+from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
 from autosplit.workload.workload import Workload
 
-__all__ = ["Mixing", "Rule", "mixed", "rule_of"]
+__all__ = ["Mixing", "Rule", "mixed", "reduction_of", "rule_of"]
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,52 @@ def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients
 
     first, second = (part[GRADIENT] for part in parts)
     return {GRADIENT: tuple(added(a, b) for a, b in zip(first, second, strict=True))}
+
+
+def reduction_of(copy: QuietCopy, tolerance: float) -> Literal["samples", "tokens", "next tokens"] | None:
+    """Find how losses that the replicas take of their own labels are combined, by a batch of which some are left out.
+
+    Samples of equal lengths would tell samples and tokens not apart, and the next batch may have others.
+
+    Args:
+        copy: Its batch is replaced meanwhile.
+        tolerance: A relative difference up to this is none.
+
+    Returns:
+        What makes the gradient exact; None where nothing does, or the batch has no labels to leave out.
+    """
+    given = copy.batch
+    batch = _with_fewer_labels(given) if copy.workload.batch_dim == 0 else None
+    if batch is None:
+        return None
+    try:
+        copy.batch = batch
+        whole = copy.whole()
+        for reduce in ("samples", "tokens", "next tokens"):
+            if max(relative(copy.split(reduce), whole).values()) <= tolerance:
+                return reduce
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001  # a model that takes no label of -100, or none by name
+        return None
+    finally:
+        copy.batch = given
+    return None
+
+
+def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
+    """Leave out half of the labels of the sample that has the most, but not its first."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not is_integer(labels) or labels.dim() == 0:
+        return None
+    labels = labels.clone()
+    counts = (labels != IGNORED_LABEL).flatten(1).sum(1) if labels.dim() > 1 else labels != IGNORED_LABEL
+    fullest = labels[int(counts.int().argmax())]
+    if labels.dim() > 1 and len(fullest) > 2:
+        fullest[1 : 1 + len(fullest) // 2] = IGNORED_LABEL
+    else:
+        fullest.fill_(IGNORED_LABEL)
+    return {**batch, "labels": labels}
 
 
 # What can be counted in a batch

@@ -87,11 +87,12 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         dim: The batch dimension.
         split: Samples per device in one forward.
         ceilings: The most samples each device may get in one forward that keeps a graph for its backward.
-        reduce: How scalar outputs are combined. None, the default, lets the module decide: a transformers model by
-            what its head averages over, any other by samples, and what could not be decided is said once.
-            ``"samples"`` weights by samples, which is exact where each is a mean over them; ``"tokens"`` by the
-            labels that are not -100; ``"sum"`` adds them up; a callable returns from a replica's ``(args, kwargs)``
-            what it counts for beside the others: an amount, such as its tokens.
+        reduce: How scalar outputs are combined; `Plan.wrap` passes what the plan's checks found. ``"samples"`` weights
+            by samples, which is exact where each is a mean over them; ``"tokens"`` by the `labels` that are not -100,
+            ``"next tokens"`` by those without the first of each sequence, as causal language models average;
+            ``"sum"`` adds them up; a callable returns from a replica's ``(args, kwargs)`` what it counts for beside
+            the others: an amount, such as its tokens. None, the default, weights by samples, and says once where
+            labels hold -100.
 
     Raises:
         InputError: Numbers that disagree with each other, a compiled module, or an optimizer's parameters that

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autosplit.devices.transfer import active_placement, transfer, transfer_into
 from autosplit.errors import WorkloadError
 from autosplit.parallel.loss_weights import DoubtfulWeights
-from autosplit.parallel.transformers_loss import is_kind
 from autosplit.workload.batch import is_namedtuple, rebuilt
 
 __all__ = ["Gathering", "Link", "PlacedLink"]
@@ -137,7 +136,7 @@ class Gathering:
             names = [field.name for field in dataclasses.fields(first)]
             keyed = [{name: getattr(output, name) for name in names} for output in outputs]
             return self._join_keyed(first, keyed, place)
-        if is_kind(type(first), "transformers", "Cache"):
+        if _is_cache(type(first)):
             return self._join_caches(outputs)
         if isinstance(first, (tuple, list)):
             if len({len(output) for output in outputs}) != 1:
@@ -276,3 +275,8 @@ def _cannot_join(what: str, values: list[Any]) -> WorkloadError:
         f"the replicas' outputs have different {what}: {shown}; expected the same from each; "
         "return per-sample tensors of one shape, or combine them inside the module"
     )
+
+
+def _is_cache(kind: type) -> bool:
+    """Tell whether a class is one of transformers' caches, without importing it."""
+    return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in kind.__mro__)

@@ -1,21 +1,24 @@
 """What the scalar outputs of each replica count for when they are combined into one.
 
 A loss that is a mean over samples is right when it is weighted by samples; one that is a mean over tokens needs
-the tokens of each share, and one that is a sum needs nothing. Where nobody says which it is, the module decides.
+the tokens of each share, and one that is a sum needs nothing. Nothing of a module says which it is: a plan knows it
+from the gradient check, and whoever wraps without one says it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.errors import InputError, WorkloadError
-from autosplit.parallel.transformers_loss import HeadLoss, head_of, is_integer, loss_of, parameters_of
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 __all__ = [
     "IGNORED_LABEL",
@@ -23,15 +26,21 @@ __all__ = [
     "Reduce",
     "ReduceWarning",
     "checked_reduce",
+    "is_integer",
     "weights_of",
 ]
 
-Reduce = Literal["samples", "tokens", "sum"] | Callable[[Any], float]
+Reduce = Literal["samples", "tokens", "next tokens", "sum"] | Callable[[Any], float]
 """How scalar outputs are combined; a callable returns what a replica's counts for from its ``(args, kwargs)``: an
 amount, such as its tokens, of which all replicas' sum is the whole."""
 
+_NAMED = ("samples", "tokens", "next tokens", "sum")
+
 IGNORED_LABEL = -100
 """The label that torch's cross entropy leaves out by default."""
+
+_DIVISOR = "num_items_in_batch"
+"""What transformers passes to models that add their losses up and divide them by it."""
 
 
 class ReduceWarning(UserWarning):
@@ -68,7 +77,7 @@ def checked_reduce(reduce: Reduce | None) -> Reduce | None:
     """Check how scalar outputs are to be combined.
 
     Args:
-        reduce: ``"samples"``, ``"tokens"``, ``"sum"``, a callable, or None where the module decides.
+        reduce: ``"samples"``, ``"tokens"``, ``"next tokens"``, ``"sum"``, a callable, or None where nobody knows.
 
     Returns:
         The very same.
@@ -76,10 +85,9 @@ def checked_reduce(reduce: Reduce | None) -> Reduce | None:
     Raises:
         InputError: It is none of them.
     """
-    if reduce is not None and reduce not in ("samples", "tokens", "sum") and not callable(reduce):
-        raise InputError(
-            f"reduce is {reduce!r}; expected 'samples', 'tokens', 'sum' or a callable; pass one of them, or None"
-        )
+    if reduce is not None and reduce not in _NAMED and not callable(reduce):
+        named = ", ".join(map(repr, _NAMED))
+        raise InputError(f"reduce is {reduce!r}; expected {named} or a callable; pass one of them, or None")
     return reduce
 
 
@@ -92,8 +100,8 @@ def weights_of(
     """Return what the scalar outputs of each replica count for.
 
     Args:
-        reduce: As the user said it; None lets the module decide: a transformers model by the code of its head,
-            any other one by samples.
+        reduce: As the user or the plan says it; None weights by samples. But a call with `num_items_in_batch`, by
+            which the module divides a sum itself, is added up.
         module: The module whose replicas get the chunks.
         chunks: The call of each replica, ``(args, kwargs)``, before anything runs.
         sizes: Samples in each.
@@ -103,24 +111,17 @@ def weights_of(
         nothing waits for it; `DoubtfulWeights` where they were guessed.
 
     Raises:
-        WorkloadError: ``reduce="tokens"``, and a call without a tensor named `labels`.
+        WorkloadError: Tokens are to be counted, and a call has no tensor named `labels`.
     """
-    if reduce == "sum":
+    if callable(reduce):
+        return _normalised([float(reduce(call)) for call in chunks])
+    if reduce == "sum" or any(kwargs.get(_DIVISOR) is not None for _, kwargs in chunks):
         return [1.0] * len(chunks)
     if reduce == "samples":
         return [*_by_samples(sizes)]
-    if reduce == "tokens":
-        return _shares([_count(_labels_in(kwargs), IGNORED_LABEL) for _, kwargs in chunks], sizes)
-    if reduce is not None:
-        return _normalised([float(reduce(call)) for call in chunks])
-    if len(chunks) == 1:  # nothing to combine
-        return [1.0]
-    head = head_of(module)
-    if head is None:
-        return _by_any_module(module, chunks, sizes)
-    names = parameters_of(module)
-    calls = [{**dict(zip(names, args, strict=False)), **kwargs} for args, kwargs in chunks]
-    return _by_head(head, calls, sizes)
+    if reduce is None:
+        return [1.0] if len(chunks) == 1 else _by_samples_with_doubts(module, chunks, sizes)
+    return _shares([_count(_labels_in(kwargs, reduce)) for _, kwargs in chunks], sizes)
 
 
 def _normalised(amounts: list[float]) -> list[float | Tensor]:
@@ -144,80 +145,36 @@ def _shares(counts: list[Tensor], sizes: Sequence[int]) -> list[float | Tensor]:
     ]
 
 
-def _count(labels: Tensor, ignored: int) -> Tensor:
+def _count(labels: Tensor) -> Tensor:
     # Stays a tensor: a number would wait for the device, and a fake tensor has none. In double precision, since a
     # weight in single precision would be the least precise factor of a loss in double.
-    return (labels != ignored).sum().double()
+    return (labels != IGNORED_LABEL).sum().double()
 
 
-def _labels_in(kwargs: Mapping[str, Any]) -> Tensor:
+def _labels_in(kwargs: Mapping[str, Any], reduce: str) -> Tensor:
+    """Return the labels that the loss averages over: the first of a sequence has nothing to predict it from."""
+    if reduce == "next tokens" and isinstance(kwargs.get("shift_labels"), Tensor):
+        return cast("Tensor", kwargs["shift_labels"])
     labels = kwargs.get("labels")
     if not isinstance(labels, Tensor):
         raise WorkloadError(
-            f"reduce='tokens' and the call has no tensor named labels among {sorted(kwargs)}; "
+            f"reduce={reduce!r} and the call has no tensor named labels among {sorted(kwargs)}; "
             "pass labels= to the module, or a callable as reduce="
         )
-    return labels
+    return labels[..., 1:] if reduce == "next tokens" else labels
 
 
-# Models of transformers
+def is_integer(value: object) -> TypeIs[Tensor]:
+    """Tell whether a value is a tensor of whole numbers, as class labels are."""
+    return isinstance(value, Tensor) and not (
+        value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    )
 
 
-def _by_head(head: nn.Module, calls: list[dict[str, Any]], sizes: Sequence[int]) -> list[float | Tensor]:
-    loss = loss_of(head, calls[0])
-    name = type(head).__name__
-    if loss is None:
-        return DoubtfulWeights(
-            _by_samples(sizes),
-            type(head),
-            f"autosplit can't tell from its code what the loss of {name} is a mean over, so the replicas' losses "
-            "were weighted by their samples; pass reduce='samples', 'tokens', 'sum' or a callable to say what is right",
-        )
-    weights = _by_loss(loss, calls, sizes)
-    if loss.adds_router_loss:
-        return DoubtfulWeights(
-            weights,
-            type(head),
-            f"the loss of {name} holds a loss of its routers, which is no mean over anything, so the replicas' losses "
-            "were combined as the rest of it needs; pass reduce= to have it another way, or output_router_logits=False",
-        )
-    return weights
+# Where nobody says it
 
 
-def _by_loss(loss: HeadLoss, calls: list[dict[str, Any]], sizes: Sequence[int]) -> list[float | Tensor]:
-    if loss.over == "sum" or (loss.divides and calls[0].get("num_items_in_batch") is not None):
-        return [1.0] * len(calls)
-    if loss.over == "samples":
-        return [*_by_samples(sizes)]
-    if loss.over == "spans":
-        lengths = [_length_of(call) for call in calls]
-        if None in lengths:
-            return [*_by_samples(sizes)]
-        return _shares([_count_spans(call, length) for call, length in zip(calls, lengths, strict=True)], sizes)
-    if loss.over == "next labels" and not isinstance(calls[0].get("shift_labels"), Tensor):
-        return _shares([_count(call["labels"][..., 1:], loss.ignored) for call in calls], sizes)
-    name = "shift_labels" if loss.over == "next labels" else "labels"
-    return _shares([_count(call[name], loss.ignored) for call in calls], sizes)
-
-
-def _length_of(call: Mapping[str, Any]) -> int | None:
-    for name in ("input_ids", "inputs_embeds"):
-        value = call.get(name)
-        if isinstance(value, Tensor) and value.dim() > 1:
-            return value.size(1)
-    return None
-
-
-def _count_spans(call: Mapping[str, Any], length: int | None) -> Tensor:
-    # A position behind the end of the input is the one that the loss ignores.
-    assert length is not None
-    return torch.stack([(call[name] < length).sum().double() for name in ("start_positions", "end_positions")]).sum()
-
-
-# Any other module
-
-
-def _by_any_module(
+def _by_samples_with_doubts(
     module: nn.Module, chunks: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], sizes: Sequence[int]
 ) -> list[float | Tensor]:
     weights: list[float | Tensor] = [*_by_samples(sizes)]
@@ -225,7 +182,7 @@ def _by_any_module(
     if kind in _looked_at:
         return weights
     labels = [kwargs.get("labels") for _, kwargs in chunks]
-    found = [item for item in labels if isinstance(item, Tensor) and is_integer(item)]
+    found = [item for item in labels if is_integer(item)]
     if not found or not all(_can_be_looked_at(item) for item in found):
         return weights
     _looked_at.add(kind)  # this look waits for the labels' device, and is the only one
@@ -235,7 +192,8 @@ def _by_any_module(
         weights,
         kind,
         f"autosplit can't know whether {kind.__name__} leaves the labels of {IGNORED_LABEL} out of its loss, so the "
-        "replicas' losses were weighted by their samples; pass reduce='tokens' if it does, reduce='samples' if not",
+        "replicas' losses were weighted by their samples; pass reduce='tokens' if it does ('next tokens' if it shifts "
+        "labels by one, as causal language models do), reduce='samples' if not",
     )
 
 

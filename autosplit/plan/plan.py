@@ -157,8 +157,15 @@ class Plan(PlanRecord):
             dim=self.batch_dim,
             split=self.split,
             ceilings=self.ceilings,
-            reduce="sum" if self.loss_reduction == "sum" else None,
+            reduce=self.reduce,
         )
+
+    @property
+    def reduce(self) -> Literal["samples", "tokens", "next tokens", "sum"] | None:
+        """How `wrap` combines scalar outputs of the devices, as the checks found it; None where they did not."""
+        if self.loss_reduction == "sum":
+            return "sum"
+        return next((check.reduce for check in self.checks if check.reduce is not None), None)
 
     def batch_sampler(
         self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False

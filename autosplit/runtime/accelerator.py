@@ -374,7 +374,7 @@ class _Run:
 
     def _wrapped(self, module: nn.Module, split: tuple[int, ...]) -> nn.Module:
         workload = self._trainee.workload
-        reduce = "sum" if workload.loss_reduction == "sum" else None
+        reduce = "sum" if workload.loss_reduction == "sum" else "samples"
         return BalancedDataParallel(None, module, self._gpus, dim=workload.batch_dim, split=split, reduce=reduce)  # type: ignore[arg-type]
 
 

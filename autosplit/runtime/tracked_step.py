@@ -48,7 +48,7 @@ def wrapper_for(
         [device] * len(split),
         dim=workload.batch_dim,
         split=split,
-        reduce="sum" if workload.loss_reduction == "sum" else None,
+        reduce="sum" if workload.loss_reduction == "sum" else "samples",
     )
 
 
