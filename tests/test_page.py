@@ -20,6 +20,7 @@ from autosplit.cli.main import main
 from autosplit.cli.page import page_of, write_page
 from autosplit.errors import InputError
 from autosplit.measure.check_result import Check
+from autosplit.plan.redact import LEFT_OUT
 from autosplit.plan.record import DdpPlan
 from autosplit.profiles.store import store
 
@@ -63,7 +64,7 @@ class TestWords:
             "BatchNorm2d at 1",
             "50 % off",
             "freeze it",
-            "a note",
+            LEFT_OUT,
             "autosplit.BalancedDataParallel(100, model, split=(100, 156))",
             "128, 128",
             "cuda:1",

@@ -104,6 +104,8 @@ def _unsound_measurements(plan: Any, count: int) -> Iterator[str]:
             yield f"a trial's batch_size is {trial.batch_size}; expected its split's sum, {sum(trial.split)}"
         if (trial.samples_per_s is None) == (trial.failure is None) or trial.samples_per_s == 0:
             yield "a trial has neither a throughput nor a failure, or both; expected one of them"
+        if trial.failed_device is not None and not 0 <= trial.failed_device < count:
+            yield f"a trial failed on device {trial.failed_device}; expected one of {count}"
     if plan.fit is None:
         return
     times = plan.fit.step_time
