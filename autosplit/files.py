@@ -1,12 +1,7 @@
-"""Files that others may have had their hands on: read with a bound, written for the owner alone, moved out of the way.
-
-No link is followed where it could lead out of a folder of ours, nothing is waited for, and a file that is replaced is
-the old one or the new one, whole.
-"""
+"""Files: read with a bound, replaced whole or not at all, and moved out of the way."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import stat
@@ -17,11 +12,12 @@ from autosplit.text import size_text
 __all__ = [
     "OWNER_ONLY",
     "READ_BY_ALL",
-    "UnfitFileError",
+    "LargeFileError",
     "make_private_folder",
     "moved_aside",
     "read_bounded",
     "replace_file",
+    "what_stands_at",
 ]
 
 OWNER_ONLY = 0o600
@@ -30,50 +26,27 @@ OWNER_ONLY = 0o600
 READ_BY_ALL = 0o666
 """The mode of a file that is made to be handed on, less what the process's mask takes away."""
 
-_OWNER_ONLY_FOLDER = 0o700
+
+class LargeFileError(OSError):
+    """A file is larger than whatever we write."""
 
 
-class UnfitFileError(OSError):
-    """What is there is no file of a fit size: a folder, a pipe, a device, a link, or too much."""
-
-
-def read_bounded(path: str | os.PathLike[str], most_bytes: int, *, follow_links: bool) -> bytes:
-    """Read a regular file; a pipe is not waited for, and a device not read.
-
-    Args:
-        path: The file.
-        most_bytes: What is larger is not read.
-        follow_links: Whether a link may stand in its place, as where the user named it.
+def read_bounded(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """Read a file that may be anybody's.
 
     Raises:
-        UnfitFileError: It is none, or too large; the message says which.
+        LargeFileError: It has more than `most_bytes`.
         OSError: It can't be read, or is not there.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-    if not follow_links:
-        flags |= getattr(os, "O_NOFOLLOW", 0)
-        if os.path.islink(path):  # noqa: PTH114 - where a link may not be asked for, opening it says why
-            raise UnfitFileError("it is a link")
-    if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - opening a device may do something
-        raise UnfitFileError("it is no file")
-    with os.fdopen(os.open(path, flags), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UnfitFileError("it is no file")
+    with Path(path).open("rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise UnfitFileError(f"it is larger than {size_text(most_bytes)}")
+        raise LargeFileError(f"it is larger than {size_text(most_bytes)}")
     return content
 
 
 def what_stands_at(path: str | os.PathLike[str]) -> str | None:
-    """Say what is in the place of a file that is to be written, where that is not one that may be replaced.
-
-    Args:
-        path: The file.
-
-    Returns:
-        ``"a folder"``, ``"a link"`` or ``"no regular file"``; None where there is a regular file, or nothing.
-    """
+    """Name what is in the place of a file that is to be written, where that is not one that may be replaced."""
     try:
         mode = os.lstat(path).st_mode
     except (OSError, ValueError):  # writing it will say what is wrong with it
@@ -84,7 +57,7 @@ def what_stands_at(path: str | os.PathLike[str]) -> str | None:
 
 
 def replace_file(path: Path, text: str, *, mode: int) -> None:
-    """Write a file by atomic replacement: a reader sees the old one or the new one. A link there is replaced itself.
+    """Write a file by atomic replacement: a reader sees the old one or the new one.
 
     Args:
         path: Its folder has to be there.
@@ -95,17 +68,12 @@ def replace_file(path: Path, text: str, *, mode: int) -> None:
         OSError: It can't be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    # Never a file that is there: somebody may have put a link where it leads elsewhere.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-    descriptor = os.open(temporary, flags, mode)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)
         temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def make_private_folder(path: Path) -> None:
@@ -114,33 +82,15 @@ def make_private_folder(path: Path) -> None:
     Raises:
         OSError: It can't be made.
     """
-    missing = [path]
-    while not missing[-1].parent.exists():
-        missing.append(missing[-1].parent)
-    for folder in reversed(missing):
-        folder.mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
+    if not path.parent.exists():
+        make_private_folder(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
 
 
 def moved_aside(path: Path, suffix: str) -> Path:
-    """Give what is at a path another suffix, unread; a file of that name is replaced, and a link is itself moved.
-
-    Args:
-        path: A file, a link, a folder or anything else.
-        suffix: With its dot.
-
-    Returns:
-        The new path.
+    """Give a file another suffix; a file of that name is replaced.
 
     Raises:
-        OSError: It can't be moved: the folder may not be written, or a folder that is not empty has that name.
+        OSError: It can't be moved.
     """
-    aside = path.with_suffix(suffix)
-    try:
-        path.replace(aside)
-    except (IsADirectoryError, NotADirectoryError):  # a file and a folder don't replace each other
-        if aside.is_dir() and not aside.is_symlink():
-            aside.rmdir()
-        else:
-            aside.unlink()
-        path.replace(aside)
-    return aside
+    return path.replace(path.with_suffix(suffix))

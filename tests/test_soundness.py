@@ -69,7 +69,7 @@ def test_a_sound_plan():
         (replace(PLAN, trials=(Trial(0, 1, 2, 1, (1, 1), 0.0),)), "neither a throughput nor a failure"),
         (
             replace(PLAN, trials=(Trial(0, 1, 2, 1, (1, 1), failure="x", failed_device=2),)),
-            "a trial failed on device 2",
+            "failed on device 2",
         ),
         (with_times(copies_s=(0.0,)), r"fit has \[1, 2\] entries; expected 2"),
         (with_times(gather_s_per_sample=(0.0,) * 3), r"fit has \[2, 3\] entries; expected 2"),

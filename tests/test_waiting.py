@@ -172,22 +172,6 @@ def test_what_the_file_says_of_its_holder_is_not_believed(lock, content):
     assert "has been tuning the same" in told[0]
 
 
-def test_a_file_with_another_name_is_not_written_to(lock, tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("kept")
-    lock.parent.mkdir()
-    lock.hardlink_to(precious)
-    with turn(lock) as own:
-        own.wait()
-    assert precious.read_text() == "kept"
-    lock.unlink()
-    lock.symlink_to(precious)
-    with turn(lock) as own:
-        own.wait()
-        assert own.trouble is not None
-    assert precious.read_text() == "kept"
-
-
 def test_the_limit_follows_the_time_limit():
     assert wait_limit_s(None) == WAIT_LIMIT_S
     assert wait_limit_s(1.0) == LEAST_WAIT_S
@@ -199,15 +183,6 @@ def test_the_lock_is_the_owners_alone(lock):
         own.wait()
         assert lock.stat().st_mode & 0o077 == 0
     assert waiting._held == set()
-
-
-def test_no_lock_is_made_through_a_linked_folder(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "profiles").symlink_to(tmp_path / "elsewhere")
-    with Turn(tmp_path / "profiles" / "key.tuning.lock", limit_s=1, tell=print) as turn:
-        assert turn.wait()
-        assert "is a link" in (turn.trouble or "")
-    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_the_folder_is_its_owners_alone(tmp_path):

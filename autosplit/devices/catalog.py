@@ -109,7 +109,7 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
     if path is None:
         return _specs(table, table)
     try:
-        others = _specs(_table_of(read_bounded(path, _MOST_BYTES, follow_links=True).decode("utf-8")), table)
+        others = _specs(_table_of(read_bounded(path, _MOST_BYTES).decode("utf-8")), table)
     # Of what TOML may hold (dates, numbers of thousands of digits), some fails outside the parser's own error.
     except (OSError, ValueError, ArithmeticError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -363,7 +363,7 @@ class PlanRecord:
             PlanError: There is none, or it is not a plan that this version can read.
         """
         try:
-            text = read_bounded(path, MAX_FILE_BYTES, follow_links=True)
+            text = read_bounded(path, MAX_FILE_BYTES)
         except (OSError, ValueError) as error:  # a name with a null character is no OSError
             reason = getattr(error, "strerror", None) or error
             raise PlanError(

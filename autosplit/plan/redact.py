@@ -36,7 +36,7 @@ def shareable(plan: AnyPlan) -> AnyPlan:
     )
 
 
-def _told(plan: Plan, trial: Trial) -> str | None:
+def _told(plan: PlanRecord, trial: Trial) -> str | None:
     if trial.failure is None or trial.failed_device is None:
         return trial.failure and FAILED
     return f"{plan.devices[trial.failed_device].label} ran out of memory"

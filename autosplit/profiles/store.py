@@ -23,7 +23,7 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.errors import PlanError, PlanVersionError, ProfileError, shown
 from autosplit.files import (
     OWNER_ONLY,
-    UnfitFileError,
+    LargeFileError,
     make_private_folder,
     moved_aside,
     read_bounded,
@@ -50,7 +50,6 @@ __all__ = [
     "profiles",
     "profiles_folder",
     "read_profile",
-    "refuse_linked_folder",
     "remove_left_over",
     "remove_profile",
     "store",
@@ -293,7 +292,7 @@ def find(
     if isinstance(problem, _SpoiledError):
         plan, problem = _moved_if_still_spoiled(path, machine, workload, request, problem)
     if problem is not None:
-        by_system = isinstance(problem.__cause__, OSError) and not isinstance(problem.__cause__, UnfitFileError)
+        by_system = isinstance(problem.__cause__, OSError) and not isinstance(problem.__cause__, LargeFileError)
         return Found(None, path, (f"the profile {path} is ignored: {problem}",), unreadable=by_system)
     return Found(plan, path)
 
@@ -343,12 +342,11 @@ def _read(path: Path) -> Plan | None:
     Raises:
         ProfileError: It can't be read now, or by this version; a `_SpoiledError` if it never can.
     """
-    refuse_linked_folder(path.parent)
     try:
-        content = read_bounded(path, MAX_FILE_BYTES, follow_links=False)
+        content = read_bounded(path, MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):  # nothing is there, nor in a file at the folder's place
         return None
-    except UnfitFileError as error:
+    except LargeFileError as error:
         raise _SpoiledError(f"{error}; expected a file that autosplit wrote") from error
     except OSError as error:
         raise ProfileError(f"it can't be read ({error.strerror or error}); expected a file; remove it") from error
@@ -360,19 +358,6 @@ def _read(path: Path) -> Plan | None:
         raise ProfileError(str(error)) from error
     except PlanError as error:
         raise _SpoiledError(str(error)) from error
-
-
-def refuse_linked_folder(folder: Path) -> None:
-    """Refuse a link in the place of the profiles' folder: it would lead out of the cache.
-
-    Raises:
-        ProfileError: It is one.
-    """
-    if os.path.islink(folder):  # noqa: PTH114 - is_symlink raises where it may not look
-        raise ProfileError(
-            f"{folder} is a link; expected a folder, which does not lead out of the cache; remove it, or set "
-            "AUTOSPLIT_CACHE_DIR to where it leads"
-        )
 
 
 class _LockError(ProfileError):
@@ -459,7 +444,6 @@ def store(key: str, plan: Plan) -> Path:
     # No lock that is a file's mere presence: it would outlive a process that is killed.
     advice = "set AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'"
     try:
-        refuse_linked_folder(path.parent)
         make_private_folder(path.parent)
         with _locked(path):
             _sweep(path)
@@ -485,12 +469,9 @@ def _sweep(path: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a file, a link or an empty folder, where that can be."""
+    """Remove a file, where that can be."""
     with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            path.rmdir()
-        else:
-            path.unlink()
+        path.unlink()
 
 
 def _spare_newer(path: Path) -> None:
@@ -505,10 +486,7 @@ def _spare_newer(path: Path) -> None:
 
 def profile_paths() -> tuple[Path, ...]:
     """Return the files of the cache that are profiles, or are called so, the newest first."""
-    folder = profiles_folder()
-    if os.path.islink(folder):  # noqa: PTH114 - as above
-        return ()
-    named = (path for path in folder.glob("[!.]*.json") if _KEY_CHARACTERS.issuperset(path.stem))
+    named = (path for path in profiles_folder().glob("[!.]*.json") if _KEY_CHARACTERS.issuperset(path.stem))
     dated = sorted(((_written_ns(path), path) for path in named), reverse=True)
     return tuple(path for _, path in dated)
 
@@ -531,7 +509,7 @@ def read_profile(path: Path) -> Plan:
 
 
 def remove_profile(path: Path) -> None:
-    """Remove a file of the cache with what stands beside it: never anything else, and never what a link leads to.
+    """Remove a file of the cache with what stands beside it, and never anything else.
 
     Locks that somebody holds stay, and so does what a later version of autosplit wrote.
 
@@ -569,7 +547,7 @@ def _remove_beside(path: Path) -> None:
     A lock is removed by who holds it, so that it is nobody else's: who has opened the file by then sees that it is
     gone, and makes another.
     """
-    if os.path.islink(path.parent) or not path.parent.is_dir():  # noqa: PTH114 - as above
+    if not path.parent.is_dir():
         return
     for suffix in (LOCK_SUFFIX, TURN_SUFFIX):
         with (

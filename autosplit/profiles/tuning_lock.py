@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +25,6 @@ import msgspec
 
 from autosplit.errors import ProfileError
 from autosplit.files import make_private_folder
-from autosplit.profiles.store import refuse_linked_folder
 
 __all__ = ["WAIT_LIMIT_S", "Turn", "WaitingWarning", "wait_limit_s"]
 
@@ -166,7 +164,6 @@ class Turn:
             self.trouble = "this thread tunes the same already"
             return
         try:
-            refuse_linked_folder(self.path.parent)
             make_private_folder(self.path.parent)
             self._lock = filelock.FileLock(self.path, blocking=False, mode=0o600, fallback_to_soft=False)
             self._lock.__enter__()
@@ -183,28 +180,17 @@ class Turn:
 
 
 def _write(path: Path, text: bytes) -> None:
-    """Write into a lock's file, if it is one: a link to something else is left as it is."""
-    flags = os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, flags)
-        try:
-            status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, text)
-        finally:
-            os.close(descriptor)
+    """Write into a lock's file, if it is still there."""
+    with contextlib.suppress(OSError), path.open("r+b") as file:
+        file.truncate()
+        file.write(text)
 
 
 def _holder_text(path: Path) -> str:
     """Say who has a lock, and since when, as far as its file tells."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
-        descriptor = os.open(path, flags)
-        try:
-            holder = msgspec.json.decode(os.read(descriptor, _HOLDER_BYTES), type=_Holder)
-        finally:
-            os.close(descriptor)
+        with path.open("rb") as file:
+            holder = msgspec.json.decode(file.read(_HOLDER_BYTES), type=_Holder)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "another process has been tuning the same"
     who = "another thread of this process" if holder.pid == os.getpid() else f"process {holder.pid}"
