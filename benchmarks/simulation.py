@@ -1,7 +1,6 @@
 """How far the simulator is off a real card: predicted against measured step times, peaks and ceilings.
 
     python benchmarks/simulation.py [--quick] [--only NAME ...] [--card NAME] [--time-limit-s 420] [--output FILE]
-    python benchmarks/simulation.py --record [FILE]
 
 The same optimizer step (forward, loss, backward, update, the batch copied from the host) runs on `cuda:0` and on
 `sim:` with the row of that very card. A ratio is predicted / measured: above 1, the simulator promised samples/s that
@@ -10,9 +9,6 @@ counts against its ceiling; what it had handed out is beside it.
 
 What one card can't tell is how far transfers between cards are off. Without a GPU there is no time to compare: steps
 run on the processor, and only what they hold is held against its prediction.
-
-`--record` takes the summary of a file written earlier into `autosplit/tuning/prediction_errors.json`, which
-`autosplit.compare` quotes.
 """
 
 from __future__ import annotations
@@ -53,7 +49,6 @@ from autosplit.runtime.training_copy import training_copy
 from autosplit.solve.memory import largest_fitting
 from autosplit.workload.workload import Workload
 
-RECORDED = Path(__file__).parents[1] / "autosplit" / "tuning" / "prediction_errors.json"
 RESULTS = Path(__file__).parent / "results" / "simulation.json"
 
 BUDGET_S = 1.0
@@ -423,52 +418,15 @@ def line_of(case: dict[str, Any]) -> str:
 # What the package quotes
 
 
-def entries_of(figures: dict[str, Any], source: str) -> list[dict[str, Any]]:
-    """Return what the package is to say of a run: an entry for each figure that was compared."""
-    entries = []
-    for what in ("samples_per_s", "memory", "ceiling"):
-        found = figures["summary"].get(what, {"count": 0})
-        if found["count"]:
-            about = {"what": what, "kind": figures["kind"], "device": figures["device"], "card": figures["card"]}
-            entries.append({**about, "source": source, "date": figures["date"], **found})
-    return entries
-
-
-def record(path: Path, recorded: Path = RECORDED) -> list[dict[str, Any]]:
-    """Take the summary of a run into the package's file; an earlier one of the same device gives way.
-
-    Args:
-        path: What a run has written.
-        recorded: The package's file.
-
-    Returns:
-        The new entries.
-    """
-    figures = json.loads(path.read_text(encoding="utf-8"))
-    assert not figures["quick"], f"{path} is of a quick run, whose models are too small to go by; run it in full"
-    entries = entries_of(figures, f"benchmarks/results/{path.name}")
-    whole = json.loads(recorded.read_text(encoding="utf-8"))
-    new = {(entry["what"], entry["device"]) for entry in entries}
-    kept = [entry for entry in whole["measured"] if (entry["what"], entry["device"]) not in new]
-    whole["measured"] = [*kept, *entries]
-    recorded.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return entries
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Measure, write the figures, and print their summary; or record those of an earlier run."""
+    """Measure, write the figures, and print their summary."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[*KINDS, *QUICK_KINDS], metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="tiny models: tells that it runs")
     parser.add_argument("--card", help="the catalogue's name of cuda:0. Default: by what CUDA calls it")
     parser.add_argument("--time-limit-s", type=float, default=420.0, help="no case begins after this long")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--record", nargs="?", type=Path, const=RESULTS, metavar="FILE")
     arguments = parser.parse_args(argv)
-    if arguments.record is not None:
-        for entry in record(arguments.record):
-            print(json.dumps(entry))
-        return 0
     card = None
     if torch.cuda.is_available():
         card = card_of(arguments.card or torch.cuda.get_device_name(0))

@@ -21,10 +21,8 @@ from autosplit.errors import DeviceError, InputError
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.record import DdpPlan
 from autosplit.tuning import compare as comparing
-from autosplit.tuning import prediction_errors as measured_errors
 from autosplit.tuning import tune as tuning
 from autosplit.tuning.compare import Comparison, ComparisonInterrupted, asked_machines, compared
-from autosplit.tuning.prediction_errors import MeasuredError, error_sentences
 from autosplit.tuning.progress import Progress
 
 ROOT = Path(__file__).parents[1]
@@ -207,7 +205,6 @@ def test_what_runs_is_measured_and_what_is_computed_predicted():
 
 def test_measured_machines_alone_need_no_error_bar():
     found = comparison_of({"cpu": made_plan((8,), kind="cpu")})
-    assert found.errors == ()
     assert not any("simulated" in note for note in found.notes)
 
 
@@ -269,53 +266,11 @@ def test_what_makes_plans_unlike_is_said():
     )
 
 
-# Error bars
-
-
-def made_error(what: str, kind: str = "cuda", **changes) -> MeasuredError:
-    error = MeasuredError(what, kind, "NVIDIA H200", "H200", "x.json", "2026-11-21", 30, 1.25, 1.0, 2.0, 0.25, 1.0)
-    return replace(error, **changes)
-
-
-def test_where_nothing_was_measured_on_cards_the_table_says_so():
-    rates, memory = error_sentences((made_error("ceiling", "cpu", worst_error=0.0),), several_devices=True)
-    assert rates == "samples/s of simulated cards have not been compared with real ones yet"
-    assert memory == (
-        "memory of simulated cards has not been compared with real ones yet; on processors with a memory budget the "
-        "largest batch was predicted to the sample in 30 cases"
-    )
-    assert error_sentences((), several_devices=False)[1].endswith("real ones yet")
-
-
-def test_what_was_measured_is_told_with_its_basis():
-    errors = (made_error("samples_per_s"), made_error("memory", median_ratio=0.998, least_ratio=0.8, most_ratio=1.0))
-    assert error_sentences(errors, several_devices=True) == (
-        "samples/s: NVIDIA H200 gave 80 % of those predicted, 50 % to 100 % (median and range of 30 steps, 2026-11-21)",
-        "that is of one card: the time of copies between cards has not been compared with real ones yet",
-        (
-            "memory: NVIDIA H200 held 100.2 % of the peaks predicted, 100 % to 125 % (median and range of 30 steps, "
-            "2026-11-21)"
-        ),
-    )
-    assert len(error_sentences((*errors, made_error("ceiling")), several_devices=False)) == 3
-
-
-def test_the_packages_figures_are_sound_and_from_files_of_the_project():
-    for one in measured_errors.measured_errors():
-        assert one.what in ("samples_per_s", "memory", "ceiling")
-        assert one.kind in ("cuda", "cpu")
-        assert 0 < one.least_ratio <= one.median_ratio <= one.most_ratio
-        assert 0 <= one.median_error <= one.worst_error
-        assert one.worst_error == pytest.approx(max(1 - one.least_ratio, one.most_ratio - 1, 0), abs=1e-3)
-        figures = json.loads((ROOT / one.source).read_text(encoding="utf-8"))
-        assert figures["date"] == one.date
-
-
-def test_the_figures_of_the_processor_are_those_of_its_benchmark():
-    (one,) = [one for one in measured_errors.measured_errors() if one.kind == "cpu"]
-    found = json.loads((ROOT / one.source).read_text(encoding="utf-8"))["cpu"]
+def test_the_cases_that_were_compared_are_those_of_the_benchmark():
+    found = json.loads((ROOT / "benchmarks" / "results" / "ceilings.json").read_text(encoding="utf-8"))["cpu"]
     ratios = [case["prediction_alone"]["of_ceiling"] for case in found["cases"]]
-    assert (one.count, one.least_ratio, one.most_ratio) == (len(ratios), min(ratios), max(ratios))
+    assert set(ratios) == {1.0}
+    assert f"in {len(ratios)} cases" in comparing.UNCOMPARED[1]
 
 
 # The table
@@ -485,7 +440,7 @@ def test_json_is_alone_on_stdout(script, answers, capfd):
     assert main(["compare", script(noise + WORKLOAD), *BOTH, "--json", "--price", "T4=0.36"]) == 0
     out, err = capfd.readouterr()
     found = json.loads(out)
-    assert set(found) == {"schema_version", "sorted_by", "complete", "machines", "not_compared", "errors", "notes"}
+    assert set(found) == {"schema_version", "sorted_by", "complete", "machines", "not_compared", "notes"}
     first, second = found["machines"]
     assert (first["devices"], first["predicted"], first["cost_per_million_samples"]) == (
         "sim:T4",
@@ -493,7 +448,7 @@ def test_json_is_alone_on_stdout(script, answers, capfd):
         pytest.approx(20),
     )
     assert (second["plan"]["split"], second["price_per_hour"]) == ([100, 156], None)
-    assert found["errors"]
+    assert found["notes"][:2] == list(comparing.UNCOMPARED)
     assert err.count("noise") == 2
 
 

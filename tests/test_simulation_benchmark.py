@@ -82,36 +82,6 @@ def test_a_run_without_a_gpu_compares_memory_and_can_be_recorded_only_in_full(be
     assert figures["summary"]["samples_per_s"] == {"count": 0}
     assert "mlp, none: 2: bytes x" in capsys.readouterr().out
 
-    recorded = tmp_path / "measured_errors.json"
-    recorded.write_text(bench.RECORDED.read_text(encoding="utf-8"), encoding="utf-8")
-    with pytest.raises(AssertionError, match="quick run"):
-        bench.record(output, recorded)
-
-
-def a_run(device: str, rate_ratio: float) -> dict[str, object]:
-    found = {"count": 3, "median_ratio": rate_ratio, "least_ratio": 1.0, "most_ratio": 2.0}
-    spread = {**found, "median_error": rate_ratio - 1, "worst_error": 1.0}
-    summary = {"samples_per_s": spread, "memory": {"count": 0}, "ceiling": {"count": 0}, "failed": []}
-    about = {"kind": "cuda", "device": device, "card": "H200", "date": "2026-11-21", "quick": False}
-    return {**about, "summary": summary, "cases": {}}
-
-
-def test_what_is_recorded_replaces_an_earlier_run_of_the_same_device_alone(bench, tmp_path):
-    recorded, run = tmp_path / "measured_errors.json", tmp_path / "simulation.json"
-    recorded.write_text(bench.RECORDED.read_text(encoding="utf-8"), encoding="utf-8")
-    before = json.loads(recorded.read_text(encoding="utf-8"))["measured"]
-    for device, ratio in (("one card", 1.5), ("another card", 1.2), ("one card", 1.3)):
-        run.write_text(json.dumps(a_run(device, ratio)), encoding="utf-8")
-        (entry,) = bench.record(run, recorded)
-        assert (entry["what"], entry["device"], entry["median_ratio"]) == ("samples_per_s", device, ratio)
-        assert entry["source"] == "benchmarks/results/simulation.json"
-    after = json.loads(recorded.read_text(encoding="utf-8"))["measured"]
-    assert after[: len(before)] == before
-    assert [(e["device"], e["median_ratio"]) for e in after[len(before) :]] == [
-        ("another card", 1.2),
-        ("one card", 1.3),
-    ]
-
 
 def test_a_case_that_fails_is_a_line_and_not_the_end(bench, tmp_path, monkeypatch):
     def broken(_precision: str) -> object:

@@ -13,7 +13,6 @@ from autosplit.measure.check_result import Check
 from autosplit.plan.plan import Plan
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning.compare import Misfit
-from autosplit.tuning.prediction_errors import MeasuredError
 
 __all__ = [
     "ANSWERS",
@@ -203,7 +202,6 @@ class Compared:
         complete: False where Ctrl-C left machines out, or cut a search short.
         machines: The best first; those that the workload does not fit come last.
         not_compared: Machines that were left out because of Ctrl-C.
-        errors: How far predictions were off where the project measured it; empty where nothing here is simulated.
         notes: What there is to say of them, a sentence each.
     """
 
@@ -212,7 +210,6 @@ class Compared:
     complete: bool
     machines: tuple[ComparedMachine, ...]
     not_compared: tuple[str, ...]
-    errors: tuple[MeasuredError, ...]
     notes: tuple[str, ...]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 import numbers
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,8 +14,6 @@ from autosplit.devices.device import Device, parse_devices
 from autosplit.errors import DeviceError, InputError, one_line, shown
 from autosplit.measure.request import checked_request
 from autosplit.plan.plan import Plan
-from autosplit.text import rate_text
-from autosplit.tuning.prediction_errors import MeasuredError, error_sentences, measured_errors
 from autosplit.tuning.progress import Progress
 
 if TYPE_CHECKING:
@@ -35,24 +33,17 @@ __all__ = [
 SCHEMA_VERSION = 1
 """Of a comparison's JSON."""
 
+UNCOMPARED = (
+    "samples/s of simulated cards have not been compared with real ones yet",
+    (
+        "memory of simulated cards has not been compared with real ones yet; on processors with a memory budget the "
+        "largest batch was predicted to the sample in 39 cases"
+    ),
+)
+"""How far the figures of simulated cards may be trusted; the cases are those of benchmarks/results/ceilings.json."""
+
 LARGEST_PRICE = 1e15
 """Of an hour, in whatever money: more is a typing error."""
-
-_CHECKED = (
-    "strategy",
-    "effective_batch_size",
-    "max_batch_size",
-    "reserve",
-    "n_trials",
-    "time_limit_s",
-    "storage",
-    "sampler",
-    "profile",
-    "name",
-    "seed",
-)
-"""Keywords of `tune` that are refused before anything runs, where they can't be used."""
-
 
 # ------------------------------------------------------------------------------------------------------- values
 
@@ -121,18 +112,16 @@ class ComparedMachine:
         """Return it as plain values, for JSON."""
         plan = self.plan
         names = ("split", "gpu0_bsz", "batch_size", "accumulation_steps", "effective_batch_size", "precision")
+        figures = ("samples_per_s", "headroom_bytes", "headroom_device", "price_per_hour", "cost_per_million_samples")
+        whole = None if plan is None else plan.to_dict()
         return {
             "devices": self.devices,
-            "plan": None if plan is None else {name: _plain(getattr(plan, name)) for name in names},
+            "plan": None if whole is None else {name: whole[name] for name in names},
             "misfit": None if self.misfit is None else asdict(self.misfit),
             "predicted": self.predicted,
             "complete": plan is None or plan.complete,
-            "samples_per_s": self.samples_per_s,
             "ddp_samples_per_s": plan.ddp.samples_per_s if plan is not None and plan.ddp.ranks else None,
-            "headroom_bytes": self.headroom_bytes,
-            "headroom_device": self.headroom_device,
-            "price_per_hour": self.price_per_hour,
-            "cost_per_million_samples": self.cost_per_million_samples,
+            **{name: getattr(self, name) for name in figures},
         }
 
     def __str__(self) -> str:
@@ -153,10 +142,6 @@ def _headrooms(plan: Plan) -> list[int]:
     return [device.capacity_bytes - device.peak_bytes for device in plan.devices]
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Machines side by side.
@@ -164,13 +149,11 @@ class Comparison:
     Attributes:
         machines: The best first: by cost where there are prices, machines without one after those with one; otherwise
             by samples/s. Those that the workload does not fit come last.
-        errors: How far predictions were off where the project measured it; empty where nothing here is simulated.
         notes: What is to be said, a sentence each.
         not_compared: Machines that were left out because of Ctrl-C.
     """
 
     machines: tuple[ComparedMachine, ...]
-    errors: tuple[MeasuredError, ...] = ()
     notes: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
 
@@ -198,7 +181,6 @@ class Comparison:
             "complete": self.complete,
             "machines": [machine.to_dict() for machine in self.machines],
             "not_compared": list(self.not_compared),
-            "errors": [asdict(error) for error in self.errors],
             "notes": list(self.notes),
         }
 
@@ -253,12 +235,7 @@ def asked_machines(
     prices: Mapping[str, float] | Iterable[tuple[str, float]] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[AskedMachine, ...]:
-    """Check what is to be compared, before anything runs.
-
-    Args:
-        devices: A device spec for each machine.
-        prices: For an hour of a machine, by its spec, with or without ``sim:`` in front.
-        options: Keywords of `tune`.
+    """Check what is to be compared, its prices (with or without ``sim:``) and the options, before anything runs.
 
     Raises:
         DeviceError: A spec that can't be read.
@@ -270,7 +247,8 @@ def asked_machines(
             f"devices is {shown(devices)}; expected a list with a spec for each machine; write it as "
             "devices=['sim:2xL4', 'sim:A100-40GB'], or tune for one machine"
         )
-    checked = {name: value for name, value in (options or {}).items() if name in _CHECKED}
+    known = inspect.signature(checked_request).parameters.keys() - {"devices"}
+    checked = {name: value for name, value in (options or {}).items() if name in known}
     machines: list[AskedMachine] = []
     for spec in devices:
         found = checked_request(devices=spec, **checked).devices
@@ -302,11 +280,9 @@ def _identity(devices: Sequence[Device]) -> tuple[Any, ...]:
 def _with_prices(
     machines: Sequence[AskedMachine], prices: Mapping[str, float] | Iterable[tuple[str, float]] | None
 ) -> tuple[AskedMachine, ...]:
-    pairs = list(prices.items() if isinstance(prices, Mapping) else prices or ())
     found = list(machines)
-    for name, value in pairs:
-        place = _place_of(name, machines)
-        price = _price(name, value)
+    for name, value in prices.items() if isinstance(prices, Mapping) else prices or ():
+        place, price = _place_of(name, machines), _price(name, value)
         known = found[place].price_per_hour
         if known is not None:
             raise InputError(
@@ -336,12 +312,9 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
 
 def _price(name: str, value: object) -> float:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        try:
-            price = float(value)
-        except OverflowError:
-            price = math.inf
+        price: Any = value  # of Real, mypy knows no order
         if 0 <= price <= LARGEST_PRICE:
-            return price
+            return float(price)
     raise InputError(
         f"price {shown(value)} for {shown(name)}: expected money for an hour, a number from 0 to {LARGEST_PRICE:g} "
         "without a currency; correct it, or leave it out"
@@ -402,13 +375,7 @@ def compared(
     time_limit_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Comparison:
-    """Tune for one machine after the other.
-
-    Args:
-        machines: From `asked_machines`.
-        tune_one: Tunes for the devices of a spec, with `tune`'s keywords that concern its time and its progress.
-        time_limit_s: For all of them together; None for no limit.
-        progress: Told how far all of it is.
+    """Tune for one machine after the other: `tune_one(spec, timed)` does, `timed` being keywords of `tune`'s.
 
     Raises:
         ComparisonInterrupted: Ctrl-C; it carries the machines that were done.
@@ -461,11 +428,9 @@ def _unfit(machine: AskedMachine, error: DoesNotFitError) -> ComparedMachine:
 
 
 def _comparison(done: Sequence[ComparedMachine], asked: Sequence[AskedMachine], left: Sequence[str]) -> Comparison:
-    simulated = [one for one in asked if one.simulated and one.name not in left]
-    errors = measured_errors() if simulated else ()
-    several = any(len(one.devices) > 1 for one in simulated)
-    said = error_sentences(errors, several_devices=several) if simulated else ()
-    return Comparison(tuple(sorted(done, key=_rank)), errors, (*said, *_remarks(done)), tuple(left))
+    simulated = any(one.simulated and one.name not in left for one in asked)
+    notes = (*(UNCOMPARED if simulated else ()), *_remarks(done))
+    return Comparison(tuple(sorted(done, key=_rank)), notes, tuple(left))
 
 
 def _rank(machine: ComparedMachine) -> tuple[bool, bool, float, float]:
