@@ -27,8 +27,8 @@ from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.measure.check_result import Check
 from autosplit.plan.export import FORMATS, Export
 from autosplit.plan.plan import Plan
-from autosplit.plan.redact import shareable
 from autosplit.plan.record import DdpOptions, DdpPlan, RankSettings
+from autosplit.plan.redact import shareable
 from autosplit.profiles import store as profiles
 
 TOOLS = ("transformers", "accelerate", "lightning")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from autosplit.solve.memory import Ceiling, Fit, Region
 from autosplit.solve.search_space import Trial
@@ -69,7 +70,7 @@ class Change:
 
     what: Changed
     device: str | None
-    samples_per_s: float
+    samples_per_s: Annotated[float, Meta(gt=0)]
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class Explanation:
         simulated: What counts as measured was simulated.
     """
 
-    samples_per_s: float
+    samples_per_s: Annotated[float, Meta(gt=0)]
     predicted_samples_per_s: float | None
     bounds: tuple[Bound, ...]
     even: Alternative | None

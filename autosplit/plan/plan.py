@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.errors import DeviceError
@@ -161,7 +161,7 @@ class Plan(PlanRecord):
         )
 
     @property
-    def reduce(self) -> Literal["samples", "tokens", "next tokens", "sum"] | None:
+    def reduce(self) -> Literal[samples, tokens, "next tokens", sum] | None:
         """How `wrap` combines scalar outputs of the devices, as the checks found it; None where they did not."""
         if self.loss_reduction == "sum":
             return "sum"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from autosplit.errors import PlanError, PlanVersionError
 from autosplit.files import read_bounded, replace_file
@@ -29,6 +29,15 @@ __all__ = ["MAX_FILE_BYTES", "SCHEMA_VERSION", "DdpOptions", "DdpPlan", "PlanDev
 
 SCHEMA_VERSION = 1
 """Of the JSON; a file of another version is refused."""
+
+MOST_DEVICES = 4096
+"""Of a plan: over all machines of a job."""
+
+MOST_FORWARDS = 2**20
+"""Of an optimizer step."""
+
+LARGEST = 2**62
+"""No number of a plan is so large: it is 4 EiB, or as many samples."""
 
 MAX_FILE_BYTES = 16 * 2**20
 """A plan is some dozens of KiB: what is larger than this is none, and is not read."""
@@ -87,7 +96,7 @@ class RankSettings:
     rank: int
     device: str
     batch_size: int
-    accumulation_steps: int
+    accumulation_steps: Annotated[int, Meta(ge=1)]
     ceiling: Ceiling
     peak_bytes: int
 
@@ -183,12 +192,12 @@ class PlanRecord:
     split: tuple[int, ...]
     gpu0_bsz: int
     batch_size: int
-    accumulation_steps: int
+    accumulation_steps: Annotated[int, Meta(le=MOST_FORWARDS)]
     effective_batch_size: int
     samples_per_s: float
-    even_samples_per_s: float | None
+    even_samples_per_s: Annotated[float, Meta(gt=0)] | None
     ceilings: tuple[int, ...]
-    devices: tuple[PlanDevice, ...]
+    devices: Annotated[tuple[PlanDevice, ...], Meta(max_length=MOST_DEVICES)]
     trials: tuple[Trial, ...]
     ddp: DdpPlan
     precision: str
@@ -200,7 +209,7 @@ class PlanRecord:
     accumulates: bool = True
     sample_batch_size: int | None = None
     checks: tuple[Check, ...] = ()
-    batch_dim: int = 0
+    batch_dim: Annotated[int, Meta(lt=64)] = 0  # torch has no tensor of more dimensions
     loss_reduction: str = "mean"
     complete: bool = True
     machine: dict[str, Any] = field(default_factory=dict)
@@ -239,7 +248,7 @@ class PlanRecord:
         self._require(_fits_devices(self.fit, len(self.split)), "fit", f"{len(self.split)} curves of measured times")
         unfit = _unfit_number(self)
         if unfit is not None:
-            raise PlanError(f"{unfit}; expected a finite number of 0 or more; tune again")
+            raise PlanError(f"{unfit}; expected a number from 0 to less than 2^62; tune again")
         self._require(self.schema_version == SCHEMA_VERSION, "schema_version", str(SCHEMA_VERSION))
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
@@ -424,13 +433,14 @@ def _fits_devices(fit: Fit | None, count: int) -> bool:
 
 
 def _unfit_number(value: object, name: str = "the plan") -> str | None:
-    """Name the first number in a value of this module that is negative or not finite; None where all are right."""
+    """Name the first number in a value of this module that no plan has; None where all are right."""
     if is_dataclass(value):
-        # A line through two points may meet zero samples anywhere, so `fixed_bytes` may be below 0.
-        parts = [(getattr(value, part.name), part.name) for part in fields(value) if part.name != "fixed_bytes"]
+        parts = [(getattr(value, part.name), part.name) for part in fields(value)]
     elif isinstance(value, tuple):
         parts = [(item, f"{name}[{i}]") for i, item in enumerate(value)]
     else:
-        wrong = isinstance(value, (int, float)) and not 0 <= value < math.inf
-        return f"{name} is {value!r}" if wrong else None
+        # A line through two points may meet zero samples anywhere, so `fixed_bytes` may be below 0.
+        least = -LARGEST if name == "fixed_bytes" else 0
+        wrong = isinstance(value, (int, float)) and not least <= value < LARGEST
+        return f"{name} is {value!r:.40}" if wrong else None
     return next((said for said in (_unfit_number(item, called) for item, called in parts) if said is not None), None)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from autosplit.solve.memory import Region
 from autosplit.solve.split import accumulation_steps
@@ -56,7 +59,7 @@ class Trial:
     batch_size: int
     accumulation_steps: int
     split: tuple[int, ...]
-    samples_per_s: float | None = None
+    samples_per_s: Annotated[float, Meta(gt=0)] | None = None
     error_share: float = 0.0
     peak_bytes: tuple[int, ...] = ()
     failure: str | None = None

@@ -14,6 +14,7 @@ from autosplit.devices.device import Device, parse_devices
 from autosplit.errors import DeviceError, InputError, one_line, shown
 from autosplit.measure.request import checked_request
 from autosplit.plan.plan import Plan
+from autosplit.text import rate_text
 from autosplit.tuning.progress import Progress
 
 if TYPE_CHECKING:
