@@ -161,7 +161,7 @@ class Plan(PlanRecord):
         )
 
     @property
-    def reduce(self) -> Literal[samples, tokens, "next tokens", sum] | None:
+    def reduce(self) -> Literal["samples", "tokens", "next tokens", "sum"] | None:
         """How `wrap` combines scalar outputs of the devices, as the checks found it; None where they did not."""
         if self.loss_reduction == "sum":
             return "sum"
