@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["PROCESSORS", "accelerator_in_use", "accelerator_kind", "backend", "bounded", "is_accelerator", "moved"]
+__all__ = [
+    "PROCESSORS",
+    "accelerator_in_use",
+    "accelerator_kind",
+    "backend",
+    "bounded",
+    "is_accelerator",
+    "moved",
+    "own_limit_bytes",
+]
 
 PROCESSORS = frozenset({"cpu", "sim", "meta"})
 """The kinds of devices whose memory is this machine's own, or none."""
@@ -80,14 +89,28 @@ def bounded(module: Any, device: torch.device, most_bytes: int) -> Iterator[None
         device: The device.
         most_bytes: The limit.
     """
-    # CUDA's other allocator (cudaMallocAsync) has no limit until it is set one, and then tells a share far above all.
-    own = min(1.0, module.get_per_process_memory_fraction(device))
+    own = _own_share(module, device)
     share = most_bytes / module.get_device_properties(device).total_memory
     module.set_per_process_memory_fraction(min(own, share), device)
     try:
         yield
     finally:
         module.set_per_process_memory_fraction(own, device)
+
+
+def own_limit_bytes(module: Any, device: torch.device) -> int:
+    """Return what the user lets the allocator of a device hold; without a limit, all of it.
+
+    Args:
+        module: The device's back end.
+        device: The device.
+    """
+    return int(_own_share(module, device) * module.get_device_properties(device).total_memory)
+
+
+def _own_share(module: Any, device: torch.device) -> float:
+    # CUDA's other allocator (cudaMallocAsync) has no limit until it is set one, and then tells a share far above all.
+    return min(1.0, float(module.get_per_process_memory_fraction(device)))
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:

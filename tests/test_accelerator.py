@@ -302,9 +302,15 @@ class TestOneDevice:
         devices = parse_devices("emu:0", ask_memory=False)
         reserve_bytes = 2**20
         module = backend(KIND)
-        runtime = AcceleratorRuntime(devices, (devices[0].capacity_bytes - reserve_bytes,), mlp())
+        capacities = (devices[0].capacity_bytes - reserve_bytes,)
         held_bytes = module.memory_reserved(0)
-        assert runtime.capacities_bytes == (module.mem_get_info(0)[0] + held_bytes - reserve_bytes,)
+        there_bytes = AcceleratorRuntime(devices, capacities, mlp()).capacities_bytes
+        assert there_bytes == (module.mem_get_info(0)[0] + held_bytes - reserve_bytes,)
+        module.set_per_process_memory_fraction(0.25, 0)  # the user's own limit is no room either
+        try:
+            assert AcceleratorRuntime(devices, capacities, mlp()).capacities_bytes == (devices[0].capacity_bytes // 4,)
+        finally:
+            module.set_per_process_memory_fraction(1.0, 0)
 
     def test_the_full_device_is_named_and_the_next_step_runs(self):
         with running(f"{KIND}:0", mlp(), 32 * MIB) as runtime:

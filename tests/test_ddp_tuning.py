@@ -190,6 +190,24 @@ def without_memory() -> list[Any]:
     return found
 
 
+def batches_made() -> int:
+    """Time a step of two unlike micro-steps, and count the batches that are made for it."""
+    made = []
+
+    def make(n: int) -> Any:
+        made.append(n)
+        return torch.randn(n, 16), torch.randn(n, 1)
+
+    with jobs.joined(checked_request(devices=DEVICES, strategy="ddp")) as job:
+        given = workload(make_batch=make)
+        runtime = CpuRuntime(job.own.devices, job.own.capacities_bytes, training_copy(given, device=job.device))
+        steps = RankSteps(given, runtime, job.device, job.peers, backend="gloo", options=DdpOptions().keywords())
+        steps._dry = lambda _sizes: made.clear() or 0  # it makes its own
+        steps.measured([4, 3], budget_s=0.1)
+        steps.close()
+    return len(made)
+
+
 def without_memory_in_a_timed_step() -> list[Any]:
     """Lack memory only where gradients meet: the other rank waits for it, and is told; it need not give up."""
 
@@ -331,6 +349,7 @@ def with_unlike_cards() -> list[str]:
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "tuned": tuned,
     "without memory": without_memory,
+    "batches": batches_made,
     "spinning": spinning_for_one_without_memory,
     "raising": raising,
     "interrupted": interrupted,
@@ -471,6 +490,10 @@ class TestTwoRanks:
             assert all("rank 1: cpu:1 is out of memory" in failure for failure in failures if failure)
             assert ooms >= 1
             assert seconds < 60
+
+    def test_time_no_batch_being_made(self, ranks: Any) -> None:
+        """Each timed step made its batches anew, which took longer than the step where samples are images."""
+        assert found_by(ranks, "batches") == [2, 2]
 
     def test_one_that_spins_for_the_gradients_of_another_is_told(self, ranks: Any) -> None:
         """NCCL waits until its watchdog ends the process: one rank's lack of memory was the end of the job."""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from autosplit.accelerators import backend, bounded
+from autosplit.accelerators import backend, bounded, own_limit_bytes
 from autosplit.devices.device import Device, parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.balanced import BalancedDataParallel
@@ -35,7 +35,7 @@ from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import map_tensors, unmarked
 from autosplit.workload.workload import Workload, modules_of
 
-__all__ = ["AcceleratorRuntime"]
+__all__ = ["AcceleratorRuntime", "pinned", "twinned"]
 
 T = TypeVar("T")
 
@@ -86,13 +86,9 @@ class AcceleratorRuntime:
         """What each may hold now that this process has its contexts, which no step can do without."""
         self.wait()
         now = parse_devices([device.label for device in self.devices])
-        return _twinned(
-            self.devices,
-            tuple(
-                max(0, min(most, device.capacity_bytes - kept))
-                for device, most, kept in zip(now, self._most_bytes, self._reserved_bytes, strict=True)
-            ),
-        )
+        rooms = [device.capacity_bytes - kept for device, kept in zip(now, self._reserved_bytes, strict=True)]
+        own = [own_limit_bytes(self._backend, gpu) for gpu in self._gpus]
+        return twinned(self.devices, [max(0, min(limits)) for limits in zip(self._most_bytes, rooms, own, strict=True)])
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step, and return the most that it allocates on each device, in bytes; see `memory`."""
@@ -224,10 +220,7 @@ class AcceleratorRuntime:
         return _Run(trainee, shape, [made[size] for size in sizes], gpus, split, buckets, self.wait)
 
     def _pinned(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in memory that is copied from while kernels run, as a loader with pin_memory has it."""
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or self._gpus[0].type == "mps":
-            return tensor
-        return tensor.pin_memory()
+        return pinned(tensor, self._gpus[0].type)
 
     def _trainee_on(self, gpu: torch.device) -> Trainee:
         if self._trainee is None or self._home != gpu:
@@ -289,8 +282,24 @@ class AcceleratorRuntime:
             yield
 
 
-def _twinned(devices: Sequence[Device], capacities_bytes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return capacities in which twins have as much: a display on one would else have each of them probed alone."""
+def pinned(tensor: Tensor, kind: str) -> Tensor:
+    """Return a tensor in memory that is copied from while kernels run, as a loader with pin_memory has it.
+
+    Args:
+        tensor: One that is not on the host, or not dense, stays as it is.
+        kind: Of the device that it goes to.
+    """
+    stays = tensor.device.type != "cpu" or tensor.layout is not torch.strided or kind in {"cpu", "mps"}
+    return tensor if stays else tensor.pin_memory()
+
+
+def twinned(devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Return capacities in which twins have as much: a display on one would else have each of them probed alone.
+
+    Args:
+        devices: The devices.
+        capacities_bytes: What each may hold.
+    """
     found = list(capacities_bytes)
     for index in sorted(range(len(devices)), key=lambda index: capacities_bytes[index]):
         found[index] = min(

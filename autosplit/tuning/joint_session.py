@@ -22,6 +22,7 @@ from autosplit.measure.prober import Prober, does_not_fit
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions
+from autosplit.runtime.accelerator import twinned
 from autosplit.runtime.prepare import Followed, runtime_for
 from autosplit.runtime.protocol import Measurement
 from autosplit.runtime.tracked_step import bucket_bytes
@@ -377,9 +378,10 @@ class JointSession:
 
     def _step_time(self, reduce_s: float) -> RankStepTime:
         """Fit the time of a step: the ranks' own, and what the all-reduce adds where no backward hides it."""
+        capacities = twinned(self.request.devices, [rank.ceiling.capacity_bytes for rank in self.ranks])
         kinds = [
-            (device.name, rank.ceiling.capacity_bytes)
-            for device, rank in zip(self.request.devices, self.ranks, strict=True)
+            (device.name, capacity_bytes)
+            for device, capacity_bytes in zip(self.request.devices, capacities, strict=True)
         ]
         curves = tuple(map(curve_of, pooled([rank.timed for rank in self.ranks], kinds)))
         largest = max(curve(rank.ceiling.batch_size) for curve, rank in zip(curves, self.ranks, strict=True))

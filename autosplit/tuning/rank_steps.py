@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.failure import cut_off, end_process, group_sockets, open_sockets
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
+from autosplit.runtime.accelerator import pinned
 from autosplit.runtime.protocol import Measurement, Runtime, StepShape
 from autosplit.runtime.timing import is_enough, median_error
 from autosplit.runtime.trainee import Trainee
@@ -87,6 +89,7 @@ class RankSteps:
         self._last_resort: threading.Timer | None = None
         self._trainee: Trainee | None = None
         self._models: Any = None
+        self._batches: dict[int, Any] = {}
 
     def measured(self, sizes: Sequence[int], *, budget_s: float) -> tuple[list[int], Measurement] | Failure:
         """Run a step of all ranks repeatedly.
@@ -102,6 +105,7 @@ class RankSteps:
             RankFailedError: What else another rank raised.
         """
         run = tuple(max(1, size) for size in sizes)
+        self._batches.clear()
         with kept_rng():
             # On a processor, memory is what the tracker counts, in a step without the wrappers.
             unfit = None if self.device.type == "cpu" else self._prepared()
@@ -214,7 +218,7 @@ class RankSteps:
         meets: bool = True,
     ) -> None:
         # Here, because not every loss moves its batch: a `loss_fn` has the targets from where they are.
-        made = {size: map_tensors(self._here, trainee.batch(size)) for size in dict.fromkeys(sizes)}
+        there = {size: map_tensors(self._here, self._batch(trainee, size)) for size in dict.fromkeys(sizes)}
         position = 0
 
         def marked(phase: str) -> None:
@@ -225,7 +229,13 @@ class RankSteps:
                     wrapper.require_backward_grad_sync = meets and position == len(sizes)
             mark(phase)
 
-        trainee.step(models, [made[size] for size in sizes], sizes, marked)
+        trainee.step(models, [there[size] for size in sizes], sizes, marked)
+
+    def _batch(self, trainee: Trainee, size: int) -> Any:
+        """Return a batch as a loader has it ready: making it is no part of a step."""
+        if size not in self._batches:
+            self._batches[size] = map_tensors(partial(pinned, kind=self.device.type), trainee.batch(size))
+        return self._batches[size]
 
     def _prepared(self) -> Failure | None:
         """Make this rank's copy, the group, and the wrappers, which send rank 0's weights to all."""
