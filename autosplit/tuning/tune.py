@@ -178,11 +178,12 @@ def tune(
         "batch_dim": batch_dim or None,
     }
     with _job(request) as job:
+        wanted = precision_list(precision)
         if job is None:
-            lacking = without_bf16(request.devices)
+            lacking = without_bf16(wanted, request.devices)
         else:
-            lacking = [*itertools.chain(*job.peers.all_run(lambda: without_bf16(job.own.devices)))]
-        precisions, notes = native_ones(precision_list(precision), lacking)
+            lacking = [*itertools.chain(*job.peers.all_run(lambda: without_bf16(wanted, job.own.devices)))]
+        precisions, notes = native_ones(wanted, lacking)
 
         def make(one: str | None) -> Source:
             return workload_source(model_or_workload, sample_batch, {**described, "precision": one})

@@ -49,12 +49,15 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
     return tuple(dict.fromkeys(known))
 
 
-def without_bf16(devices: Sequence[Device]) -> list[str]:
-    """List the devices that have no units for bfloat16, by label and name.
+def without_bf16(precisions: Sequence[str | None], devices: Sequence[Device]) -> list[str]:
+    """List the devices that have no units for bfloat16 where it is one of several precisions, by label and name.
 
     Args:
+        precisions: Of `precision_list`. One alone is what the user wants, native or not.
         devices: This process's own: what another one calls ``cuda:0`` may be another card, or none here.
     """
+    if len(precisions) < 2 or "bf16" not in precisions:
+        return []
     return [f"{device.label} ({device.name})" for device in devices if not _has_bf16(device)]
 
 
@@ -64,13 +67,13 @@ def native_ones(
     """Leave out of several precisions those that some device has no units for.
 
     Args:
-        precisions: Of `precision_list`. One alone is what the user wants, native or not.
+        precisions: Of `precision_list`.
         lacking: By `without_bf16`, of all ranks.
 
     Returns:
         What is left, and a sentence for each that was left out.
     """
-    if len(precisions) < 2 or not lacking or "bf16" not in precisions:
+    if not lacking:
         return tuple(precisions), ()
     names = ", ".join(sorted(set(lacking)))
     said = (
