@@ -40,8 +40,6 @@ from autosplit.parallel.balanced import AmbiguousBatchWarning, BalancedDataParal
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.workload.batch import Whole
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 
 @pytest.fixture(params=RUNS)
 def run(request):

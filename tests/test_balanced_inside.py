@@ -27,9 +27,6 @@ from torch.autograd import gradcheck, gradgradcheck
 UNEVEN = [(2, 1, 3), (1, 5), (0, 4, 2), (6, 0)]
 
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
-
 @pytest.fixture(params=RUNS)
 def run(request):
     return RUNS[request.param]

@@ -20,8 +20,6 @@ from autosplit.errors import WorkloadError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.workload.batch import map_tensors
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 
 @pytest.fixture(params=RUNS)
 def run(request):

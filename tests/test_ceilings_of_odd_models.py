@@ -18,8 +18,6 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import Trainee
 from autosplit.runtime.training_copy import training_copy
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 MOST_STEPS = 8
 
 

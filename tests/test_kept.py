@@ -45,9 +45,6 @@ class Moves:
         self.counts[purpose] += 1
 
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
-
 def tracked(num_devices=3, capacities=None, observer=None):
     names = [f"device {index}" for index in range(num_devices)]
     return Tracker(names, capacities or [None] * num_devices, observer=observer)

@@ -55,7 +55,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True, scope="module")
 def _loaded():
-    """Load what torch and Optuna load late, which changes the process once, and let the collector skip it."""
+    """Load what torch and Optuna load late, which changes the process once."""
     fake_mode()
     importlib.import_module("optuna")
     before = torch_as_it_is()
@@ -66,8 +66,6 @@ def _loaded():
     assert {name for name in before if before[name] != after[name]} <= {"optimizers' global hooks"}
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -830,6 +828,7 @@ def tune_again(case: Case, number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("whole_collections")
 @pytest.mark.parametrize("kind", ["copied", "borrowed"])
 def test_fifty_tunings_leave_no_more_than_ten(kind, monkeypatch):
     monkeypatch.setattr(cpu, "Tracker", Tracker)

@@ -23,8 +23,6 @@ from autosplit.parallel.balanced import BalancedDataParallel, data_parallel
 from autosplit.solve.split import micro_batch_sizes
 from autosplit.workload.batch import Whole
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 
 @pytest.fixture(params=RUNS)
 def run(request):

@@ -18,8 +18,6 @@ from autosplit.plan.explanation import Change
 from autosplit.plan.plan import Plan
 from autosplit.runtime import simulated
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 GIB = 2**30
 NEAR = 0.05
 """A figure of the explanation may be off by so much of the rate that a changed machine has."""

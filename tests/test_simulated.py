@@ -27,9 +27,6 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 UNLIMITED = 2**60
 
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
-
 def char_gpt() -> Workload:
     spec = importlib.util.spec_from_file_location("char_gpt", EXAMPLES / "char_gpt.py")
     module = importlib.util.module_from_spec(spec)

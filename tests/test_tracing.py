@@ -17,8 +17,6 @@ from autosplit.workload.workload import Workload
 SAMPLES = 4
 SHAPE = StepShape(((SAMPLES,),))
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 
 def regression(model: nn.Module, loss_fn=F.mse_loss, **options) -> Workload:
     return Workload(model, (torch.randn(SAMPLES, 8), torch.randn(SAMPLES, 8)), loss_fn=loss_fn, **options)

@@ -29,9 +29,6 @@ from autosplit.workload.workload import Workload
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
-
 def follow(num_devices: int = 1, capacity: int | None = None, **kwargs) -> Tracker:
     return Tracker([f"cpu:{i}" for i in range(num_devices)], [capacity] * num_devices, **kwargs)
 

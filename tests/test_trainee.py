@@ -24,8 +24,6 @@ from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import Whole, tensors_of
 from autosplit.workload.workload import Workload, modules_of, optimizers_of
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
-
 
 @pytest.fixture(params=["real", "fake"])
 def mode(request):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
-import importlib
 import random
 import types
 from contextlib import ExitStack
@@ -40,16 +38,6 @@ from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload
 
 KIB, MIB = 2**10, 2**20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection():
-    """A tracked step collects garbage before it begins: let it skip the modules, also those that torch loads late."""
-    fake_mode()
-    importlib.import_module("optuna")
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
