@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 from torch.nn import functional as F
 from workloads import ALL
@@ -26,7 +27,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", ["cnn", "gru", "char_gpt"])
+@pytest.mark.parametrize("name", ["cnn", slow("gru"), slow("char_gpt")])
 def test_equal_to_the_byte(name):
     """Up to 24 traces were made for each size that was run, of seconds each where a step takes a third of one."""
     workload = ALL[name]()

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -53,6 +54,7 @@ def in_part():
     return module
 
 
+SIM, CPU = "sim:2xRTX3090", "cpu:4MiB,cpu:2MiB"
 COMPILED = {"whole": compiled, "in_place": in_place, "stateful": in_place_and_stateful, "in_part": in_part}
 
 
@@ -85,8 +87,14 @@ def test_are_compiled_again_as_they_were(name, monkeypatch):
     assert torch.equal(again(BATCH[0]), module(BATCH[0]))
 
 
-@pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:4MiB,cpu:2MiB"])
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        (name, devices) if (name, devices) in {("whole", SIM), ("in_part", CPU)} else slow(name, devices)
+        for name in COMPILED
+        for devices in (SIM, CPU)
+    ],
+)
 def test_are_tuned_in_their_eager_form_and_it_is_said(name, devices):
     """A compiled model was refused, with the advice to wrap the eager one: nobody had wrapped anything yet."""
     model = COMPILED[name]()
@@ -132,7 +140,7 @@ def test_the_plan_of_one_is_found_again(name):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("compile_it", [torch.jit.script, lambda module: torch.jit.trace(module, BATCH[0])])
+@pytest.mark.parametrize("compile_it", [torch.jit.script, slow(lambda module: torch.jit.trace(module, BATCH[0]))])
 def test_one_of_torchscript_is_refused_by_name(compile_it):
     """It ended in what a container of TorchScript's lacks: 'OrderedModuleDict' object has no attribute 'get'."""
     whole, part = compile_it(net()), nn.Sequential(net(), compile_it(nn.Linear(8, 8)))

@@ -21,6 +21,7 @@ import pytest
 import spinning
 import torch
 from fake_gpus import FakeCuda, cards
+from marks import slow
 from ranks import found_by, run_ranks, starting
 from test_ddp import make_plan
 from torch import distributed as dist
@@ -575,7 +576,7 @@ def die_while_tuning(rank: int, port: int, victim: int, folder: str) -> None:
     (Path(folder) / str(rank)).write_text(json.dumps([time.time(), *said]))
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [slow(0), 2])
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, victim: int) -> None:
     context = starting()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -624,6 +625,7 @@ def run_cli(folder: Path, *arguments: str, spring: str = "pass", **environment: 
     return subprocess.run(command, cwd=folder, env=everything, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_starts_the_ranks_itself(tmp_path: Path) -> None:
     done = run_cli(tmp_path, "autosplit", "tune", "work.py", *OPTIONS, "--json", "--output", "plan.json")
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import pytest
 from handmade import GIB, made_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workloads import char_gpt
+from workloads import char_gpt, small
 
 from autosplit import tune
 from autosplit.errors import PlanError
@@ -429,7 +429,7 @@ class TestAnExplanationThatIsKept:
         assert str(again.explain()) == str(explanation)
 
     def test_one_that_is_remembered_has_it(self):
-        tune(char_gpt(), devices="sim:2xRTX3090", n_trials=1)
+        tune(small(), devices="sim:2xRTX3090", n_trials=1)
         (path,) = profile_paths()
         assert read_profile(path).explained is not None
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 from workloads import ALL, branching, cnn, mlp, net, small
 
@@ -61,11 +62,13 @@ def runs(workload, role: str, n: int, capacity_bytes: int) -> bool:
 
 
 ROLES = ("primary", "replica", "rank", "eval")
+KINDS = ["mlp", *(slow(name) for name in ALL if name != "mlp")]
+"""Of workloads: what depends on these is the trace, and its own tests follow each of them."""
 
 
 class TestAgainstBruteForce:
     @pytest.mark.parametrize("role", ROLES)
-    @pytest.mark.parametrize("name", ALL)
+    @pytest.mark.parametrize("name", KINDS)
     def test_simulated(self, name, role):
         workload = ALL[name]()
         tracer, _ = make_tracer(workload, like_gpu=True)
@@ -79,7 +82,7 @@ class TestAgainstBruteForce:
         assert found.role == role
 
     @pytest.mark.parametrize("role", ROLES)
-    @pytest.mark.parametrize("name", ALL)
+    @pytest.mark.parametrize("name", KINDS)
     def test_a_budget(self, name, role):
         workload = ALL[name]()
         capacity = traced(workload, role, 24, like_gpu=False) + 256
@@ -92,7 +95,7 @@ class TestAgainstBruteForce:
         assert found.ooms == 0
 
     def test_exact_also_refutes_one_more(self):
-        workload = ALL["char_gpt"]()
+        workload = ALL["mlp"]()
         capacity = traced(workload, "rank", 24, like_gpu=False) + 256
         found = find_ceiling(workload, f"cpu:{capacity}B", exact=True, max_batch_size=MOST)
         assert found.ooms >= 1

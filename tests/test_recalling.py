@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpus import GIB, FakeCuda, cards
+from marks import slow
 from torch import nn
 from workloads import with_loss
 
@@ -262,10 +263,10 @@ def request_for(spec: str, effective: int | None, **options: Any) -> request.Req
 @pytest.mark.parametrize(
     ("make", "cards_", "effective", "strategy", "share"),
     [
-        (wide, "1xRTX3090", 300, "auto", 0.6),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            slow(*case)
             for case in (
+                (wide, "1xRTX3090", 300, "auto", 0.6),
                 (wide, "2xRTX3090", 512, "auto", 0.6),
                 (wide, "2xRTX3090", None, "auto", 0.6),
                 (wide, "2xRTX3090", 512, "ddp", 0.6),

@@ -11,6 +11,7 @@ from unittest import mock
 import optuna
 import pytest
 from handmade import made_ceiling
+from marks import slow
 
 from autosplit.errors import InputError
 from autosplit.solve import optuna_search as search_module
@@ -186,8 +187,8 @@ def test_what_somebody_enqueued_that_is_not_in_the_space_is_pruned_and_says_why(
     assert "not in the search space" in study.get_trials()[0].user_attrs["failure"]
 
 
-@pytest.mark.parametrize("odd", [0, -3, 3.7, "abc", None, [1, 2], math.nan, math.inf, 10**400])
-@pytest.mark.parametrize("name", ["accumulation_steps", "batch_size", "gpu0_bsz"])
+@pytest.mark.parametrize("odd", [0, "abc", math.nan, 10**400, *map(slow, [-3, 3.7, None, [1, 2], math.inf])])
+@pytest.mark.parametrize("name", [slow("accumulation_steps"), "batch_size", slow("gpu0_bsz")])
 @pytest.mark.filterwarnings("ignore:Fixed parameter")  # Optuna's own word for it
 def test_what_somebody_enqueued_that_is_no_number_for_it_costs_that_trial_only(tmp_path, name, odd):
     """The study was given up for it, with a note that its storage can't be used; inf made it unreadable."""
@@ -290,7 +291,7 @@ class TestStorage:
         study = optuna.load_study(study_name="autosplit", storage=url_of(tmp_path))
         assert len([t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]) >= 12
 
-    @pytest.mark.parametrize("after", [0, 1, 3, 7, 11])
+    @pytest.mark.parametrize("after", [slow(0), slow(1), 3, slow(7), slow(11)])
     def test_a_killed_search_goes_on_where_it_was(self, tmp_path, after):
         (tmp_path / "whole").mkdir()
         failing = {"failing": lambda c: c.gpu0_bsz > 25}
@@ -303,6 +304,7 @@ class TestStorage:
         assert trials == uninterrupted
         assert len(set(ended.asked)) == len(ended.asked) == 12, "nothing is run twice"
 
+    @pytest.mark.slow
     def test_killed_again_and_again_it_still_ends_at_the_same(self, tmp_path):
         (tmp_path / "whole").mkdir()
         (tmp_path / "parts").mkdir()

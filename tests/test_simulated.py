@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -90,7 +91,7 @@ MACHINES = {
 
 
 class TestComposition:
-    @pytest.mark.parametrize("name", WORKLOADS)
+    @pytest.mark.parametrize("name", ["cnn", slow("char_gpt"), slow("with_loss")])
     @pytest.mark.parametrize("machine", MACHINES)
     def test_is_the_whole_step(self, name, machine, tracers):
         tracer = tracers(name)
@@ -118,7 +119,7 @@ class TestComposition:
 class TestKeptReplicas:
     """A step of several micro-steps is put together from one of them; here it is followed whole."""
 
-    @pytest.mark.parametrize("name", WORKLOADS)
+    @pytest.mark.parametrize("name", ["cnn", slow("char_gpt"), slow("with_loss")])
     @pytest.mark.parametrize("split", [(400, 600, 600), (0, 800, 800)], ids=str)
     def test_is_the_whole_step(self, name, split, tracers):
         tracer = tracers(name)

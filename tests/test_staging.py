@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
@@ -81,6 +82,7 @@ def test_it_is_the_same_workload_to_a_profile_however_it_is_built(made, monkeypa
     assert workload_of(for_real.workload) == workload_of(without_memory.workload)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_plan_however_it_is_built(monkeypatch):
     plan = tune(small, devices="sim:2xRTX3090", n_trials=2, profile="off")
     monkeypatch.setattr(staging, "SMALL_BYTES", 0)
@@ -214,10 +216,11 @@ KINDS = {
     "sum": lambda: small(loss_fn=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum"),
     "frozen": lambda: small(nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 3))),
 }
+QUICK_KINDS = ("UserDict", "make_batch", "batch_dim 1", "bf16")
 
 
-@pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090", slow("cpu:1MiB,cpu:1MiB")])
+@pytest.mark.parametrize("kind", [kind if kind in QUICK_KINDS else slow(kind) for kind in KINDS])
 def test_batches_of_every_kind_are_tuned(kind, devices, monkeypatch):
     from autosplit.tuning import session
 

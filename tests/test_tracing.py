@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from architectures import ARCHITECTURES, OPTIMIZERS
+from marks import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,7 +26,7 @@ def regression(model: nn.Module, loss_fn=F.mse_loss, **options) -> Workload:
 class TestTheFirstStep:
     @pytest.mark.parametrize("like_gpu", [False, True])
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    @pytest.mark.parametrize("name", ["cnn", "lstm", "gpt", "checkpointed"])
+    @pytest.mark.parametrize("name", ["cnn", slow("lstm"), "gpt", "checkpointed"])
     def test_tells_what_the_second_shows(self, name, optimizer, like_gpu):
         workload = ARCHITECTURES[name](OPTIMIZERS[optimizer])
         tracer, why_real = make_tracer(workload, like_gpu=like_gpu)

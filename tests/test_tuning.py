@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from marks import slow
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -82,17 +83,19 @@ def one_alone(split: tuple[int, ...], index: int) -> StepShape:
 
 class TestSimulated:
     def test_the_micro_steps_add_up_and_the_same_seed_gives_the_same_plan(self):
-        plans = [quick(one_block(), "sim:3xRTX3090", effective_batch_size=512, n_trials=24) for _ in range(2)]
+        plans = [quick(mlp(), "sim:3xRTX3090", effective_batch_size=512, n_trials=24) for _ in range(2)]
         check_sums(plans[0], 512)
         assert plans[0].simulated
         assert plans[0].real_steps == 0
         assert plans[0].to_dict() == plans[1].to_dict()
 
+    @pytest.mark.slow
     def test_the_faster_card_takes_the_greater_share(self):
         plan = quick(one_block(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, n_trials=24)
         check_sums(plan, 512)
         assert plan.split[0] > plan.split[1]
 
+    @pytest.mark.slow
     def test_lowered_memory_takes_two_micro_steps_with_fewer_samples_on_device_0(self):
         tracer, _ = make_tracer(one_block(), like_gpu=True)
 
@@ -108,6 +111,7 @@ class TestSimulated:
         assert plan.accumulation_steps == 2
         assert plan.split[0] < 86
 
+    @pytest.mark.slow
     def test_among_many_cards_slow_ones_get_what_they_can_do(self):
         """Times ended at a sixteenth of a ceiling: cards that should have 53 samples got 2, and a fifth was lost."""
         workload = Workload(net(), net_batch(8), loss_fn=F.cross_entropy, optimizer=torch.optim.SGD)
@@ -157,6 +161,7 @@ class TestGradientsThatWait:
         primary = traced_peaks(tracer, StepShape(((first,),)))[0]
         return self.MACHINE.format(primary + KIB, traced_peaks(tracer, StepShape(((0, second),)))[1] + KIB)
 
+    @pytest.mark.slow
     def test_bound_device_0_when_it_is_alone(self):
         """What it runs alone in one micro-step was taken for what it runs in each of several, and nothing ran."""
         plan = quick(wide(), self.machine(8192, 1024), effective_batch_size=16_000)
@@ -164,6 +169,7 @@ class TestGradientsThatWait:
         assert plan.split == (5334, 0)
         assert not [trial for trial in plan.trials if trial.failure]
 
+    @pytest.mark.slow
     def test_bound_steps_that_need_not_take_several(self):
         """All samples fit one forward, and several are faster: the slow card need not help then."""
         plan = quick(wide(), self.machine(8192, 12_288), effective_batch_size=16_000, n_trials=8)
@@ -202,7 +208,7 @@ class TestOneMicroStepAndSeveral:
         assert (plan.batch_size, plan.accumulation_steps) == (64, 1)
         assert not [trial for trial in plan.trials if trial.failure]
 
-    @pytest.mark.parametrize("effective", [10**7, (5, 10**6)])
+    @pytest.mark.parametrize("effective", [slow(10**7), (5, 10**6)])
     def test_a_vast_step_takes_no_longer(self, effective):
         """Each of its thousands of micro-steps was looked at by itself, for each candidate: minutes."""
         plan = quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=effective)
@@ -456,7 +462,7 @@ DEVICES = ("cpu", "cpu:1MiB,cpu:1MiB", "sim:2xRTX3090")
 MODELS = {"copied": net, "borrowed": Uncopyable}
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=["copied", slow("borrowed")])
 def live(request) -> Live:
     return Live(Trapped(MODELS[request.param]()))
 
@@ -678,6 +684,7 @@ class TestPrecision:
 class TestSeveralPrecisions:
     """RTX 3090s have bfloat16 units, RTX 2080 Ti have none."""
 
+    @pytest.mark.slow
     def test_the_faster_is_the_plan_and_both_are_told_of(self):
         alone = {name: quick(one_block(), "sim:2xRTX3090", precision=name) for name in ("none", "bf16")}
         plan = quick(one_block(), "sim:2xRTX3090", precision=("none", "bf16"))
@@ -767,6 +774,7 @@ class TestPrecisionsThatDoNotFit:
 
 
 class TestRangeOfEffectiveBatches:
+    @pytest.mark.slow
     def test_the_plan_is_within_it_and_as_fast_as_any_number_of_it(self):
         devices = "sim:2xRTX3090@70MiB"
         plan = quick(one_block(), devices, effective_batch_size=(200, 300), n_trials=12)
@@ -808,6 +816,7 @@ class TestDdpStrategy:
         assert plan.split[0] > plan.split[1]
         assert any("predicted" in note for note in plan.notes)
 
+    @pytest.mark.slow
     def test_it_agrees_with_the_answer_beside_a_searched_plan(self):
         options = {"effective_batch_size": 512}
         alone = quick(one_block(), "sim:3xRTX3090", strategy="ddp", **options)
@@ -966,6 +975,7 @@ class TestErrors:
         plan = quick(small(), SIM, effective_batch_size=64, n_trials=500, time_limit_s=0.001)
         assert len(plan.trials) == 1
 
+    @pytest.mark.slow
     def test_a_time_limit_bounds_the_ceilings_too(self, monkeypatch):
         """They took 96 s at a limit of a millisecond: the limit was one for trials only."""
         looks, look = [], cost.largest_fitting
@@ -981,6 +991,7 @@ class TestErrors:
         assert len(plan.trials) == 1
         assert any("the time limit was over before the search began" in note for note in plan.notes)
 
+    @pytest.mark.slow
     def test_a_search_that_was_killed_does_not_measure_its_ceilings_again(self, tmp_path, monkeypatch):
         def stop(progress):
             if progress.message.startswith("1 of "):

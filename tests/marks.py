@@ -1,0 +1,12 @@
+"""Marks of single parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any) -> Any:
+    """Leave a test with these values to the slow ones, where another parameter shows the same quickly."""
+    return pytest.param(*values, marks=pytest.mark.slow)
