@@ -189,31 +189,34 @@ class TestGradientsThatWait:
 class TestOneMicroStepAndSeveral:
     """Each has bounds of its own: one holds no gradients that wait, and several need not hold all samples."""
 
-    @pytest.mark.parametrize("effective", [(16, 200), (16, 134), 134])
+    @pytest.mark.parametrize("effective", [slow((16, 200)), slow((16, 134)), 134])
     def test_a_wider_range_is_no_slower(self, effective):
         """134 samples fit one forward; a range to 200 was answered with three of 58, at less than half the rate."""
         plan = quick(mlp(), "sim:1xP100@1837KiB", effective_batch_size=effective)
         assert (plan.batch_size, plan.accumulation_steps) == (134, 1)
         assert not [trial for trial in plan.trials if trial.failure]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("effective", [(16, 400), (16, 250)])
     def test_single_steps_are_not_bounded_by_several(self, effective):
         plan = quick(mlp(), "sim:1xP100@1837KiB+1xP100@1500KiB", effective_batch_size=effective, n_trials=24)
         assert plan.split[0] == 134
         assert not [trial for trial in plan.trials if trial.failure]
 
-    @pytest.mark.parametrize("capacity", ["1800KiB", "1700KiB"])
+    @pytest.mark.parametrize("capacity", ["1800KiB", slow("1700KiB")])
     def test_several_are_not_tried_where_only_one_fits(self, capacity):
         plan = quick(mlp(), f"sim:1xRTX3090@{capacity}", effective_batch_size=64, n_trials=24)
         assert (plan.batch_size, plan.accumulation_steps) == (64, 1)
         assert not [trial for trial in plan.trials if trial.failure]
 
-    @pytest.mark.parametrize("effective", [slow(10**7), (5, 10**6)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("effective", [10**7, (5, 10**6)])
     def test_a_vast_step_takes_no_longer(self, effective):
         """Each of its thousands of micro-steps was looked at by itself, for each candidate: minutes."""
         plan = quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=effective)
         assert plan.accumulation_steps > 500
 
+    @pytest.mark.slow
     def test_a_step_of_too_many_is_refused(self):
         with pytest.raises(InputError, match=r"takes 17123[0-9][0-9] forwards of what fits; expected at most 65536"):
             quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=10**9)
@@ -221,7 +224,7 @@ class TestOneMicroStepAndSeveral:
 
 @pytest.mark.parametrize(
     ("make", "devices"),
-    [(mlp, "sim:1xRTX3090@3MiB+1xRTX3060@664KiB"), (small, "sim:1xRTX3090+1xRTX3060@10KiB")],
+    [slow(mlp, "sim:1xRTX3090@3MiB+1xRTX3060@664KiB"), (small, "sim:1xRTX3090+1xRTX3060@10KiB")],
 )
 def test_a_card_that_runs_only_its_part_of_a_step_ends_no_tuning(make, devices):
     """By itself a forward and backward held more than its part of a step, and the tuning died of it."""
@@ -233,7 +236,7 @@ def test_a_card_that_runs_only_its_part_of_a_step_ends_no_tuning(make, devices):
 class TestBatchNorms:
     """Two samples at least, or none, on every device, in the last forward as well."""
 
-    @pytest.mark.parametrize("effective", [2, 3, 5, 7])
+    @pytest.mark.parametrize("effective", [slow(2), 3, slow(5), slow(7)])
     def test_no_share_of_one_is_tried(self, effective):
         plan = quick(small(), "sim:2xRTX3090", effective_batch_size=effective, n_trials=1)
         assert plan.split == (effective, 0)
@@ -595,6 +598,7 @@ class TestProfiles:
         with pytest.raises(AssertionError, match="no search"):
             tune(workload, **self.options, profile="refresh")
 
+    @pytest.mark.slow
     def test_says_that_a_storage_was_not_opened_and_a_sampler_of_ones_own_tunes_anew(self, tmp_path, monkeypatch):
         """Both were passed over without a word."""
         import optuna
@@ -609,6 +613,7 @@ class TestProfiles:
         with pytest.raises(AssertionError, match="no search"):
             tune(workload, **self.options, sampler=optuna.samplers.RandomSampler())
 
+    @pytest.mark.slow
     def test_refresh_replaces_the_plan(self):
         workload = small()
         tune(workload, **self.options, name="mine")
@@ -1028,6 +1033,7 @@ class TestErrors:
         assert names[0].startswith("kept-")
         assert len(optuna.load_study(study_name=names[0], storage=url).trials) >= len(plan.trials)
 
+    @pytest.mark.slow
     def test_two_searches_of_one_study_both_end(self, tmp_path, monkeypatch):
         """The second took the first one's trial for one that was cut off, and the first died of Optuna's error."""
         options = {"effective_batch_size": 300, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
@@ -1062,6 +1068,7 @@ class TestErrors:
         with pytest.raises(InputError, match=r"storage is 'nosuch://me:\*\*\*@host/db'"):
             quick(small(), SIM, effective_batch_size=64, storage="nosuch://me:secret@host/db")
 
+    @pytest.mark.slow
     def test_trials_that_come_from_a_storage_are_told_of(self, tmp_path):
         """The plan said that it was found with so many trials, and had run but some of them."""
 

@@ -27,10 +27,10 @@ def built_library() -> Path:
     """
     import torch
 
-    headers = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.h")))
-    same = " ".join([torch.__version__, torch.__file__, *FLAGS]).encode() + headers
-    objects = {source: KEPT / f"{source.stem}-{_key(same, source.read_bytes())}.o" for source in HERE.glob("*.cpp")}
-    library = KEPT / f"emulated-{_key(*sorted(path.name.encode() for path in objects.values()))}.so"
+    contents = [path.read_bytes() for path in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])]
+    same = " ".join([torch.__version__, torch.__file__, *FLAGS]).encode()
+    key = hashlib.sha256(b"\0".join([same, *contents])).hexdigest()[:16]
+    library = KEPT / f"emulated-{key}.so"
     if library.exists():
         return library
     compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -39,28 +39,22 @@ def built_library() -> Path:
     KEPT.mkdir(parents=True, exist_ok=True)
     with FileLock(KEPT / "lock"):
         if not library.exists():
-            _build(compiler, Path(torch.__file__).parent, objects, library)
+            _build(compiler, Path(torch.__file__).parent, library)
     return library
 
 
-def _key(*contents: bytes) -> str:
-    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16]
-
-
-def _build(compiler: str, torch_folder: Path, objects: dict[Path, Path], library: Path) -> None:
+def _build(compiler: str, torch_folder: Path, library: Path) -> None:
+    """Compile all sources as one: four fifths of the time of each is spent on torch's headers."""
     include, libraries = torch_folder / "include", torch_folder / "lib"
-    compiling = [compiler, *FLAGS, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", "-c"]
-    missing = {source: made for source, made in objects.items() if not made.exists()}
-    running = [
-        subprocess.Popen([*compiling, str(source), "-o", f"{made}.part"], stderr=subprocess.PIPE, text=True)
-        for source, made in missing.items()
-    ]
-    said = [process.communicate()[1] for process in running]
-    for process, made in zip(running, missing.values(), strict=True):
-        if process.returncode == 0:
-            Path(f"{made}.part").rename(made)
-    if any(process.returncode for process in running):
-        raise RuntimeError("the emulated devices can't be built:\n" + "".join(said)[-4000:])
+    headers = [f"-I{path}" for path in (HERE, include, include / "torch/csrc/api/include")]
     link = [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}"]
-    subprocess.run([compiler, "-shared", *map(str, objects.values()), *link, "-o", f"{library}.part"], check=True)
+    made = subprocess.run(
+        [compiler, *FLAGS, *headers, "-shared", "-x", "c++", "-", "-x", "none", *link, "-o", f"{library}.part"],
+        input="".join(f'#include "{path.name}"\n' for path in sorted(HERE.glob("*.cpp"))),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        raise RuntimeError("the emulated devices can't be built:\n" + made.stderr[-4000:])
     Path(f"{library}.part").rename(library)

@@ -13,25 +13,25 @@ using Tensors = std::vector<at::Tensor>;
 using Lists = std::vector<Tensors>;
 using WorkPointer = c10::intrusive_ptr<c10d::Work>;
 
-at::Tensor on_host(const at::Tensor& tensor) { // keeps the device's tensor alive: gloo works on in the background
+at::Tensor held_on_host(const at::Tensor& tensor) { // keeps the device's tensor alive: gloo works on in the background
   TORCH_CHECK(tensor.device().type() == kType, "expected a tensor of an emulated device, not of ", tensor.device());
   launch(tensor.device().index());
   return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {},
                        at::TensorOptions().device(at::kCPU).dtype(tensor.dtype()));
 }
 
-Tensors on_host(const Tensors& tensors) {
+Tensors held_on_host(const Tensors& tensors) {
   Tensors found;
   for (const auto& tensor : tensors) {
-    found.push_back(on_host(tensor));
+    found.push_back(held_on_host(tensor));
   }
   return found;
 }
 
-Lists on_host(const Lists& lists) {
+Lists held_on_host(const Lists& lists) {
   Lists found;
   for (const auto& tensors : lists) {
-    found.push_back(on_host(tensors));
+    found.push_back(held_on_host(tensors));
   }
   return found;
 }
@@ -123,84 +123,84 @@ struct Backend final : c10d::Backend {
   }
 
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    auto ours = on_host(tensors);
+    auto ours = held_on_host(tensors);
     return made(host->broadcast(ours, options), tensors);
   }
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    auto ours = on_host(tensors);
+    auto ours = held_on_host(tensors);
     return made(host->allreduce(ours, options), tensors);
   }
   WorkPointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    auto ours = on_host(tensors);
+    auto ours = held_on_host(tensors);
     return made(host->allreduce_coalesced(ours, options), tensors);
   }
   WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    auto ours = on_host(tensors);
+    auto ours = held_on_host(tensors);
     return made(host->reduce(ours, options), tensors);
   }
   WorkPointer allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
+    auto out = held_on_host(outputs);
+    auto in = held_on_host(inputs);
     return made(host->allgather(out, in, options), all_of(outputs));
   }
   WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    auto out = on_host(output), in = on_host(input);
+    auto out = held_on_host(output), in = held_on_host(input);
     return made(host->_allgather_base(out, in, options), {output});
   }
   WorkPointer allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
+    auto out = held_on_host(outputs);
+    auto in = held_on_host(inputs);
     return made(host->allgather_coalesced(out, in, options), all_of(outputs));
   }
   WorkPointer allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                               const c10d::AllgatherOptions& options) override {
-    auto out = on_host(outputs), in = on_host(inputs);
+    auto out = held_on_host(outputs), in = held_on_host(inputs);
     return made(host->allgather_into_tensor_coalesced(out, in, options), outputs);
   }
   WorkPointer gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
+    auto out = held_on_host(outputs);
+    auto in = held_on_host(inputs);
     return made(host->gather(out, in, options), all_of(outputs));
   }
   WorkPointer scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
+    auto out = held_on_host(outputs);
+    auto in = held_on_host(inputs);
     return made(host->scatter(out, in, options), outputs);
   }
   WorkPointer reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& options) override {
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
+    auto out = held_on_host(outputs);
+    auto in = held_on_host(inputs);
     return made(host->reduce_scatter(out, in, options), outputs);
   }
   WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                    const c10d::ReduceScatterOptions& options) override {
-    auto out = on_host(output), in = on_host(input);
+    auto out = held_on_host(output), in = held_on_host(input);
     return made(host->_reduce_scatter_base(out, in, options), {output});
   }
   WorkPointer reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                               const c10d::ReduceScatterOptions& options) override {
-    auto out = on_host(outputs), in = on_host(inputs);
+    auto out = held_on_host(outputs), in = held_on_host(inputs);
     return made(host->reduce_scatter_tensor_coalesced(out, in, options), outputs);
   }
   WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                             std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override {
-    auto out = on_host(output), in = on_host(input);
+    auto out = held_on_host(output), in = held_on_host(input);
     return made(host->alltoall_base(out, in, output_sizes, input_sizes, options), {output});
   }
   WorkPointer alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    auto out = on_host(outputs), in = on_host(inputs);
+    auto out = held_on_host(outputs), in = held_on_host(inputs);
     return made(host->alltoall(out, in, options), outputs);
   }
   WorkPointer send(Tensors& tensors, int rank, int tag) override {
-    auto ours = on_host(tensors);
+    auto ours = held_on_host(tensors);
     return made(host->send(ours, rank, tag), tensors);
   }
   WorkPointer recv(Tensors& tensors, int rank, int tag) override {
-    auto ours = on_host(tensors);
+    auto ours = held_on_host(tensors);
     return made(host->recv(ours, rank, tag), tensors);
   }
   WorkPointer recvAnysource(Tensors& tensors, int tag) override {
-    auto ours = on_host(tensors);
+    auto ours = held_on_host(tensors);
     return made(host->recvAnysource(ours, tag), tensors);
   }
   WorkPointer barrier(const c10d::BarrierOptions& options) override {
@@ -212,9 +212,9 @@ struct Backend final : c10d::Backend {
 };
 
 // Boxed on both ways, which needs no Python header: a group with gloo for the host, and one with it for the devices.
-c10::intrusive_ptr<c10d::ProcessGroup> group(const c10::intrusive_ptr<c10d::ProcessGroup>& on_host) {
-  auto made = c10::make_intrusive<c10d::ProcessGroup>(on_host->getRank(), on_host->getSize());
-  c10::intrusive_ptr<c10d::Backend> ours = c10::make_intrusive<Backend>(on_host->getBackend(c10::kCPU));
+c10::intrusive_ptr<c10d::ProcessGroup> group(const c10::intrusive_ptr<c10d::ProcessGroup>& held_on_host) {
+  auto made = c10::make_intrusive<c10d::ProcessGroup>(held_on_host->getRank(), held_on_host->getSize());
+  c10::intrusive_ptr<c10d::Backend> ours = c10::make_intrusive<Backend>(held_on_host->getBackend(c10::kCPU));
   made->setBackend(kType, c10d::ProcessGroup::BackendType::CUSTOM, ours);
   return made;
 }
