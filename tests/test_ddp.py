@@ -34,7 +34,7 @@ from autosplit.solve.split import accumulation_steps, short_split
 NUM_SAMPLES = 45
 INPUTS = torch.randn(NUM_SAMPLES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randn(NUM_SAMPLES, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-LIMIT_S = 30
+LIMIT_S = 90
 
 
 def make_plan(

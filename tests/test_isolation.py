@@ -145,7 +145,7 @@ def test_a_call_that_hangs_is_ended(child, errand):
     with pytest.raises(ChildLostError, match=r"did not answer within 0\.3 s and was ended") as caught:
         child.call(errand, limit_s=0.3)
     assert caught.value.hung
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 50, "it was not waited for: that takes 100 s"
     assert not is_there(pid)
 
 
@@ -156,10 +156,9 @@ def test_a_call_that_hangs_is_ended(child, errand):
 )
 def test_a_spoiled_pipe_is_a_death(child, errand, cause):
     child.call("pids")
-    began = time.monotonic()
-    with pytest.raises(ChildLostError, match=cause):
+    with pytest.raises(ChildLostError, match=cause) as caught:
         child.call(errand, limit_s=30)
-    assert time.monotonic() - began < 10
+    assert not caught.value.hung, "it was seen at once, not by the limit"
     assert child.call("add", 1, 1) == 2
 
 

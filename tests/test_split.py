@@ -273,14 +273,14 @@ class TestFastestSplit:
 
     def test_ten_thousand_devices(self) -> None:
         times = [linear(0.001 + i % 97 / 10_000, 0.0001 + i % 89 / 100_000) for i in range(10_000)]
-        start_s = time.perf_counter()
+        start_s = time.process_time()
         got = splits.fastest_split(2_500_000, times, [3_000_000] * len(times))
-        elapsed_s = time.perf_counter() - start_s
+        elapsed_s = time.process_time() - start_s
         assert sum(got) == 2_500_000
         slowest_s = max(f(n) for f, n in zip(times, got, strict=True))
         # Optimal: no device could end one more sample sooner than the slowest ends.
         assert all(f(n + 1) >= slowest_s for f, n in zip(times, got, strict=True))
-        assert elapsed_s < 10  # about 1 s; the margin is for a busy machine
+        assert elapsed_s < 10  # about 1 s of this process, however busy the machine is
 
 
 class TestShortSplits:
