@@ -23,8 +23,6 @@ from autosplit import ddp
 from autosplit.errors import InputError
 from autosplit.solve.split import micro_batch_sizes
 
-pytestmark = pytest.mark.alone
-
 INPUTS = torch.randn(60, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 + 1
 EXACT = 1e-10
 

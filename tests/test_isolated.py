@@ -467,7 +467,6 @@ ARGUMENTS = {"devices": "cpu:80KiB", "effective_batch_size": 256, "n_trials": 1,
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_tuning_apart_finds_what_tuning_here_finds():
     source = partial(deadly, "nothing")
     apart, here = tune(source, **ARGUMENTS), tune(source, **{**ARGUMENTS, "isolate": False})
