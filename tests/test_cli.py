@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from handmade import made_ceiling, made_plan
+from marks import slow
 
 import autosplit.devices.inventory
 from autosplit.__main__ import main as start
@@ -512,7 +513,7 @@ def test_bad_workloads(script, fails, arguments):
     assert "expected" in line
 
 
-@pytest.mark.parametrize("devices", ["cpu:1MiB", "sim:RTX3090@1MiB"])
+@pytest.mark.parametrize("devices", [slow("cpu:1MiB"), "sim:RTX3090@1MiB"])
 def test_a_model_that_does_not_fit_at_batch_1(script, fails, devices):
     path = script(f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(1000, 1000), torch.randn(4, 1000))")
     line, _ = fails("tune", path, "--devices", devices, code=3)

@@ -136,6 +136,7 @@ def test_figures_are_those_of_a_machine_that_is_really_changed(make, kinds, effe
         assert_told(plan, what, None, really)
 
 
+@pytest.mark.slow
 def test_a_gather_of_one_number_bounds_nothing_and_copies_do(tuned):
     plan = tuned(mlp, [cards()[0]] * 2, 4096)
     found = {bound.what: bound.gain for bound in plan.explain().bounds}
