@@ -254,7 +254,7 @@ class TestBatchNorms:
         with pytest.raises(DoesNotFitError, match="in the shorter last forward"):
             quick(small(), "sim:2xRTX3090", strategy="ddp", effective_batch_size=5, max_batch_size=4)
 
-    @pytest.mark.parametrize("second", ["17KiB", "20KiB"])
+    @pytest.mark.parametrize("second", ["17KiB", slow("20KiB")])
     def test_the_last_ceilings_are_found_beside_one_another(self, second):
         """They were looked for at a share of one, after the search, and all of it was lost."""
         plan = quick(small(), f"sim:1xRTX3090@17KiB+1xRTX3060@{second}")
@@ -317,20 +317,20 @@ OPTIMIZERS = {"sgd": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9), 
 
 
 class TestBudgets:
-    @pytest.mark.parametrize("name", OPTIMIZERS)
-    @pytest.mark.parametrize("steps_before", [0, 1])
+    @pytest.mark.parametrize("name", [slow("sgd"), "adamw"])
+    @pytest.mark.parametrize("steps_before", [slow(0), 1])
     def test_ceilings_are_the_edge_with_the_loss_outside(self, name, steps_before):
         workload = char_gpt(width=32, depth=1, heads=2, optimizer=OPTIMIZERS[name])
         plan = quick(workload, "cpu:3MiB,cpu:2MiB")
         check_edges(plan, workload, outside, OPTIMIZERS[name], steps_before=steps_before)
 
-    @pytest.mark.parametrize("name", OPTIMIZERS)
+    @pytest.mark.parametrize("name", [slow("sgd"), "adamw"])
     def test_ceilings_are_the_edge_with_the_loss_inside(self, name):
         workload = with_loss(optimizer=OPTIMIZERS[name])
         plan = quick(workload, "cpu:3MiB,cpu:2MiB")
         check_edges(plan, workload, inside, OPTIMIZERS[name])
 
-    @pytest.mark.parametrize("effective", [150, 331])
+    @pytest.mark.parametrize("effective", [150, slow(331)])
     def test_accumulated_training_stays_within(self, effective):
         workload = char_gpt(width=32, depth=1, heads=2)
         plan = quick(workload, "cpu:3MiB,cpu:2MiB", effective_batch_size=effective)
@@ -634,13 +634,13 @@ class TestProfiles:
         "other",
         [
             {"effective_batch_size": 65},
-            {"devices": "sim:2xRTX4090"},
-            {"devices": "sim:3xRTX3090"},
-            {"precision": "bf16"},
-            {"strategy": "ddp"},
-            {"reserve": "1GiB"},
-            {"max_batch_size": 32},
-            {"name": "another"},
+            slow({"devices": "sim:2xRTX4090"}),
+            slow({"devices": "sim:3xRTX3090"}),
+            slow({"precision": "bf16"}),
+            slow({"strategy": "ddp"}),
+            slow({"reserve": "1GiB"}),
+            slow({"max_batch_size": 32}),
+            slow({"name": "another"}),
             {"model": "wider"},
         ],
         ids=str,
@@ -727,6 +727,7 @@ class TestSeveralPrecisions:
         with pytest.raises(WorkloadError, match=r"precision is .*expected one of 'none', 'bf16', 'fp16'"):
             quick(one_block(), "sim:1xRTX3090", precision=precision)
 
+    @pytest.mark.slow
     def test_interrupted_in_the_second_the_first_is_kept(self):
         def interrupt(progress):
             if progress.message.startswith("bf16") and progress.stage == "search":
