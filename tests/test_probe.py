@@ -95,7 +95,7 @@ class TestAgainstBruteForce:
         assert found.ooms == 0
 
     def test_exact_also_refutes_one_more(self):
-        workload = ALL["mlp"]()
+        workload = ALL["char_gpt"]()
         capacity = traced(workload, "rank", 24, like_gpu=False) + 256
         found = find_ceiling(workload, f"cpu:{capacity}B", exact=True, max_batch_size=MOST)
         assert found.ooms >= 1
