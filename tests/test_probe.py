@@ -16,7 +16,6 @@ from autosplit.measure import prober as probe
 from autosplit.measure.prober import Prober, find_ceiling
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import make_tracer

@@ -26,7 +26,6 @@ from autosplit.oom import DoesNotFitError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles
-from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.prepare import build, follow, runtime_for, workload_source
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
