@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autosplit.devices.device import list_devices as list_devices
-    from autosplit.devices.device import parse_devices as parse_devices
+    from autosplit.devices.spec import list_devices as list_devices
+    from autosplit.devices.spec import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
     from autosplit.integrations.executable_batch_size import find_executable_batch_size as find_executable_batch_size
     from autosplit.measure.gradient_check import check as check
@@ -36,9 +36,9 @@ _HOMES = {
     "data_parallel": "parallel.balanced",
     "find_ceiling": "measure.prober",
     "find_executable_batch_size": "integrations.executable_batch_size",
-    "list_devices": "devices.device",
+    "list_devices": "devices.spec",
     "matching_state_dict": "parallel.state_dict",
-    "parse_devices": "devices.device",
+    "parse_devices": "devices.spec",
     "tune": "tuning.tune",
 }
 

@@ -20,6 +20,7 @@ __all__ = [
     "UserCodeError",
     "WorkloadError",
     "advise",
+    "first_line",
     "from_user_code",
     "one_line",
     "shown",
@@ -143,11 +144,16 @@ def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
     return tuple(frames)
 
 
+def first_line(error: BaseException) -> str:
+    """Cut an error's message to its first line; without one, its class has to do."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def one_line(error: BaseException) -> str:
     """Return an exception's type and the first line of its message; that of its cause, if it wraps the user's code."""
     told = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
-    lines = str(told).strip().splitlines()
-    return f"{type(told).__name__}: {lines[0]}" if lines else type(told).__name__
+    return f"{type(told).__name__}: {first_line(told)}" if str(told).strip() else type(told).__name__
 
 
 def advise(error: BaseException, advice: str) -> None:

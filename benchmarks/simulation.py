@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.devices.catalog import find_card
-from autosplit.devices.device import Device, parse_devices
+from autosplit.devices.device import Device
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError
 from autosplit.measure.prober import find_ceiling
 from autosplit.oom import OutOfMemoryError

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autosplit.devices import accelerator, inventory, spec
 
 GIB = 2**30
 NEW_ARCHES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -67,3 +72,11 @@ class FakeCuda:
 
 def cards(*names: str) -> list[FakeCard]:
     return [FakeCard(name=name, uuid=f"{i:08x}-0000-0000-0000-000000000000", bus=i + 1) for i, name in enumerate(names)]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, *, accelerators: Any = None, nvml: Any = None) -> None:
+    """Put a fake back end in place of torch's, and a fake NVML in place of NVIDIA's, wherever they are asked."""
+    for module in (accelerator, inventory, spec):
+        for name, fake in (("accelerator_at", accelerators), ("started_nvml", nvml)):
+            if fake is not None and hasattr(module, name):
+                monkeypatch.setattr(module, name, fake)

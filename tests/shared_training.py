@@ -25,7 +25,7 @@ from plans import make_plan, plan_device
 from torch import nn
 from torch.nn import functional as F
 
-from autosplit.devices.device import visible_devices
+from autosplit.devices.accelerator import visible_devices
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, RankSettings
 from autosplit.solve.memory import MemoryFit, Region

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from workloads import char_gpt, mlp, small
 
 from autosplit.accelerators import accelerator_kind, backend
-from autosplit.devices.device import Device, parse_devices
+from autosplit.devices.device import Device
+from autosplit.devices.spec import parse_devices
 from autosplit.measure.prober import Prober, find_ceiling
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.parallel.balanced import BalancedDataParallel

@@ -689,7 +689,7 @@ def test_a_dead_process_is_one_line(script, probed, fails):
 def test_real_gpus_are_isolated_by_default(script, probed, monkeypatch, capsys):
     gpu = Device("cuda", 0, "NVIDIA H100", 80 * 2**30)
     monkeypatch.setattr(
-        "autosplit.devices.device.parse_devices", lambda spec=None, **_: spec if isinstance(spec, tuple) else (gpu,)
+        "autosplit.devices.spec.parse_devices", lambda spec=None, **_: spec if isinstance(spec, tuple) else (gpu,)
     )
     assert main(["probe", script()]) == 0
     assert main(["probe", script(), "--no-isolate"]) == 0

@@ -123,7 +123,7 @@ def test_a_ceiling_of_one():
 
 
 def test_the_runtime_says_nothing_of_a_compiled_steps_memory():
-    from autosplit.devices.device import parse_devices
+    from autosplit.devices.spec import parse_devices
     from autosplit.runtime.protocol import StepShape
 
     trainee = training_copy(Workload(compiled(), BATCH, loss_fn=F.cross_entropy), device=torch.device("cpu"))

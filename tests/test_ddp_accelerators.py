@@ -24,7 +24,7 @@ from torch import nn
 import autosplit
 from autosplit import ddp
 from autosplit.accelerators import backend
-from autosplit.devices.device import visible_devices
+from autosplit.devices.accelerator import visible_devices
 from autosplit.plan.plan import Plan
 from autosplit.tuning import rank_steps
 

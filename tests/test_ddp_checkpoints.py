@@ -23,7 +23,7 @@ from torch import nn
 from autosplit import BalancedDataParallel, ddp
 from autosplit.accelerators import backend
 from autosplit.ddp import checkpoint as checkpoints
-from autosplit.devices.device import visible_devices
+from autosplit.devices.accelerator import visible_devices
 from autosplit.errors import CheckpointError
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from autosplit import ddp
 from autosplit.accelerators import backend
-from autosplit.devices.device import visible_devices
+from autosplit.devices.accelerator import visible_devices
 
 MIB = 2**20
 SPARE_BYTES = 24 * MIB

@@ -18,7 +18,8 @@ from torch import distributed as dist
 from autosplit import ddp
 from autosplit.ddp.device import agreed_backend, backend_for, card_of, device_for
 from autosplit.ddp.rendezvous import Place, _agreed_round, explain_loopback, place_here
-from autosplit.devices.device import Visible, parse_devices
+from autosplit.devices.accelerator import Visible
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import spinning
 import torch
-from fake_gpus import FakeCuda, cards
+from fake_gpus import FakeCuda, cards, stand_in
 from marks import slow
 from ranks import found_by, run_ranks, starting
 from test_ddp import make_plan
@@ -32,8 +32,9 @@ from autosplit import ddp
 from autosplit.cli.commands import tune as starts
 from autosplit.cli.workload_arguments import check_before_running, isolates
 from autosplit.ddp.rendezvous import Place, meeting_place
-from autosplit.devices import device as devices
-from autosplit.devices.device import parse_devices
+from autosplit.devices import spec as specs
+from autosplit.devices.accelerator import Found
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, UserCodeError, WorkloadError
 from autosplit.measure.request import checked_request
 from autosplit.oom import DoesNotFitError
@@ -327,13 +328,13 @@ def with_less_memory() -> dict[str, Any]:
     model, options = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 1)), {"name": "short", "n_trials": 1}
     with on_a_machine_of_its_own():
         first = tune(workload(model, optimizer=torch.optim.SGD), "cpu", max_batch_size=64, **options)
-        real = devices.available_host_bytes
+        real = specs.available_host_bytes
         # Of which 80 % may be held: a little less than the fuller one needs, so that the line tells what fits well.
-        devices.available_host_bytes = lambda: int(1.2 * max(device.peak_bytes for device in first.devices))
+        specs.available_host_bytes = lambda: int(1.2 * max(device.peak_bytes for device in first.devices))
         try:
             second = tune(workload(model, optimizer=torch.optim.SGD), "cpu", max_batch_size=64, **options)
         finally:
-            devices.available_host_bytes = real
+            specs.available_host_bytes = real
     return {"first": first.to_json(), "second": second.to_json()}
 
 
@@ -811,8 +812,11 @@ class TestOwnPart:
     @pytest.fixture(autouse=True)
     def fake(self, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         fake = FakeCuda(cards("A100", "A100", "A100", "A100"))
-        monkeypatch.setattr(devices, "_accelerator", lambda kind=None: devices.Found(fake, kind or "cuda"))
-        monkeypatch.setattr(devices, "_nvml", lambda: (None, "it is not here"))
+        stand_in(
+            monkeypatch,
+            accelerators=lambda kind=None: Found(fake, kind or "cuda"),
+            nvml=lambda: (None, "it is not here"),
+        )
         return fake
 
     @pytest.mark.parametrize(

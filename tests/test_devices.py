@@ -14,28 +14,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fake_gpus import GIB, NEW_ARCHES, FakeCard, FakeCuda, cards
+from fake_gpus import GIB, NEW_ARCHES, FakeCard, FakeCuda, cards, stand_in
 from gpus import COUNT, KIND
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit.accelerators import backend
-from autosplit.devices import device as devices
+from autosplit.devices import accelerator, host_memory
+from autosplit.devices import spec as specs
+from autosplit.devices.accelerator import DeviceWarning, Found, Visible, indices_here
 from autosplit.devices.catalog import gpu_catalog
-from autosplit.devices.device import (
-    MAX_DEVICES,
-    Device,
-    DeviceWarning,
-    Found,
-    Visible,
-    indices_here,
-    list_devices,
-    parse_bytes,
-    parse_devices,
-    parse_reserve,
-    reserve_bytes,
-    size_text,
-)
+from autosplit.devices.device import MAX_DEVICES, Device, parse_bytes, parse_reserve, reserve_bytes, size_text
+from autosplit.devices.spec import list_devices, parse_devices
 from autosplit.errors import DeviceError, InputError
 
 if TYPE_CHECKING:
@@ -52,8 +42,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
     def install(cuda: FakeCuda | str, nvml: SimpleNamespace | str = "no NVML") -> None:
         found = Found(None, "cuda", cuda) if isinstance(cuda, str) else Found(cuda, "cuda")
-        monkeypatch.setattr(devices, "_accelerator", lambda kind=None: found)
-        monkeypatch.setattr(devices, "_nvml", lambda: (None, nvml) if isinstance(nvml, str) else (nvml, ""))
+        told = (None, nvml) if isinstance(nvml, str) else (nvml, "")
+        stand_in(monkeypatch, accelerators=lambda kind=None: found, nvml=lambda: told)
 
     return install
 
@@ -219,7 +209,7 @@ def test_budgets():
 
 
 def test_plain_cpu(monkeypatch):
-    monkeypatch.setattr(devices, "available_host_bytes", lambda: 1001)
+    monkeypatch.setattr(specs, "available_host_bytes", lambda: 1001)
     for spec in ("cpu", " CPU ", torch.device("cpu"), [torch.device("cpu")], ["cpu"]):
         assert parse_devices(spec) == (Device("cpu", 0, "cpu", 800),)
     assert parse_devices("cpu")[0].label == "cpu"
@@ -343,7 +333,7 @@ def test_cuda_capacity_is_what_others_leave(machine):
 
 def test_memory_that_is_the_hosts_has_what_the_host_could_free(machine, monkeypatch):
     """A driver sees what is free, and not the page cache that the system would give up."""
-    monkeypatch.setattr(devices, "available_host_bytes", lambda: 90 * GIB)
+    monkeypatch.setattr(accelerator, "available_host_bytes", lambda: 90 * GIB)
     machine(FakeCuda([FakeCard(total=120 * GIB, others=80 * GIB, own=1 * GIB, integrated=True)]))
     (device,) = parse_devices("cuda")
     assert device.capacity_bytes == 91 * GIB
@@ -382,9 +372,9 @@ def test_without_a_gpu(machine):
 
 def test_the_real_seams_never_raise(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = devices._accelerator()
+    found = accelerator.accelerator_at()
     assert (found.module is None) == bool(found.why_not)
-    nvml, why = devices._nvml()
+    nvml, why = accelerator.started_nvml()
     assert (nvml is None) == bool(why)
 
 
@@ -418,7 +408,7 @@ def test_a_gpu_that_does_not_answer(machine):
     ],
 )
 def test_architectures(capability, arches, build):
-    problem = devices._missing_arch(capability, arches)
+    problem = accelerator._missing_arch(capability, arches)
     if build is None:
         assert problem is None
     else:
@@ -458,14 +448,14 @@ def test_an_nvml_that_does_not_start(monkeypatch, name, words):
         raise type(name, (Exception,), {})("Unknown Error")
 
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(nvmlInit=fail))
-    nvml, why = devices._nvml()
+    nvml, why = accelerator.started_nvml()
     assert nvml is None
     assert words in why
 
 
 def test_nvml_is_optional(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    nvml, why = devices._nvml()
+    nvml, why = accelerator.started_nvml()
     assert nvml is None
     assert "pip install nvidia-ml-py" in why
 
@@ -485,7 +475,7 @@ MEMINFO = {"proc/meminfo": "MemTotal:  2000 kB\nMemFree: 100 kB\nMemAvailable:  
 
 
 def test_memory_without_a_cgroup(tmp_path):
-    assert devices.available_host_bytes(write(tmp_path, MEMINFO)) == 1000 * 1024
+    assert host_memory.available_host_bytes(write(tmp_path, MEMINFO)) == 1000 * 1024
 
 
 def test_memory_in_cgroups_of_version_2(tmp_path):
@@ -501,7 +491,7 @@ def test_memory_in_cgroups_of_version_2(tmp_path):
             "sys/fs/cgroup/a/memory.stat": "anon 1\nactive_file 3\ninactive_file 50000\n",
         },
     )
-    assert devices.available_host_bytes(root) == 500000 - 150000
+    assert host_memory.available_host_bytes(root) == 500000 - 150000
 
 
 def test_memory_in_cgroups_of_version_1(tmp_path):
@@ -517,20 +507,20 @@ def test_memory_in_cgroups_of_version_1(tmp_path):
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "100000\n",
         },
     )
-    assert devices.available_host_bytes(root) == 300000 - 60000
+    assert host_memory.available_host_bytes(root) == 300000 - 60000
 
 
 def test_memory_in_a_container_that_sees_only_its_own_cgroup(tmp_path):
     files = {"sys/fs/cgroup/memory.max": "700000", "sys/fs/cgroup/memory.current": "800000"}
     root = write(tmp_path, {**MEMINFO, "proc/self/cgroup": "0::/elsewhere/x\n", **files})
-    assert devices.available_host_bytes(root) == 0
+    assert host_memory.available_host_bytes(root) == 0
 
 
 def test_memory_without_proc(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": -1}.__getitem__)
-    assert devices.available_host_bytes(tmp_path) == 500 * 4096
+    assert host_memory.available_host_bytes(tmp_path) == 500 * 4096
     monkeypatch.delattr(os, "sysconf")
-    assert devices.available_host_bytes(tmp_path) == 4 * GIB
+    assert host_memory.available_host_bytes(tmp_path) == 4 * GIB
 
 
 # -------------------------------------------------------------------------------------------------------- the rest
@@ -538,7 +528,7 @@ def test_memory_without_proc(tmp_path, monkeypatch):
 
 def test_neither_torch_nor_nvml_is_loaded_for_simulated_and_processor_devices():
     code = (
-        "import sys; from autosplit.devices.device import parse_devices\n"
+        "import sys; from autosplit.devices.spec import parse_devices\n"
         "parse_devices('sim:2xRTX3090'); parse_devices('cpu:1GiB'); parse_devices('cpu')\n"
         "print([name for name in ('torch', 'pynvml', 'optuna') if name in sys.modules])"
     )
@@ -582,10 +572,8 @@ def test_one_card_that_does_not_answer_is_left_out_where_all_are_meant(machine):
 
 
 def test_an_accelerator_that_is_no_gpu_of_cudas(monkeypatch):
-    monkeypatch.setattr(
-        devices, "_accelerator", lambda kind=None: Found(FakeCuda(cards("Intel Max", "Intel Max")), "xpu")
-    )
-    monkeypatch.setattr(devices, "_nvml", lambda: pytest.fail("NVML is CUDA's"))
+    found = Found(FakeCuda(cards("Intel Max", "Intel Max")), "xpu")
+    stand_in(monkeypatch, accelerators=lambda kind=None: found, nvml=lambda: pytest.fail("NVML is CUDA's"))
     for spec in (None, "auto", "xpu", "xpu:0,1", ["xpu:0", torch.device("xpu", 1)]):
         assert [device.label for device in parse_devices(spec)] == ["xpu:0", "xpu:1"]
     assert reserve_bytes(None, parse_devices("xpu:0")[0]) == math.ceil(0.05 * 24 * GIB)

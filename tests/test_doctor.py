@@ -16,9 +16,9 @@ from autosplit.ddp import rank_meeting as meeting
 from autosplit.devices import measured_rates as rates
 from autosplit.devices import peer_copy_check as links
 from autosplit.devices.catalog import GPUS_VARIABLE, find_card
-from autosplit.devices.device import list_devices
 from autosplit.devices.examination import Card, Copy, Examination, Meeting, cards_toml
 from autosplit.devices.inventory import DeviceReport
+from autosplit.devices.spec import list_devices
 from autosplit.errors import DeviceError
 from autosplit.tuning import doctor
 from autosplit.tuning.doctor import examine

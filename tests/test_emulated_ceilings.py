@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autosplit import Workload
-from autosplit.devices.device import parse_devices
+from autosplit.devices.spec import parse_devices
 from autosplit.measure.prober import find_ceiling
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.accelerator import AcceleratorRuntime

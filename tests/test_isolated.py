@@ -15,7 +15,7 @@ from deadly import dead_on_arrival, deadly
 from workloads import small
 
 from autosplit.accelerators import accelerator_kind
-from autosplit.devices.device import parse_devices
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, InputError, UserCodeError
 from autosplit.measure.prober import find_ceiling
 from autosplit.oom import OutOfMemoryError

@@ -16,7 +16,7 @@ from plans import MIB, make_plan, plan_device, simulated_plan
 from torch import nn
 
 from autosplit import OutOfMemoryError
-from autosplit.devices import device as devices
+from autosplit.devices import accelerator
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import SCHEMA_VERSION, DdpPlan
@@ -261,10 +261,10 @@ class TestDownToTheWrappers:
         large = plan_device(0, 2, kind="cuda", label="cuda:0", name="RTX 3090", uuid="GPU-a")
         small = plan_device(1, 4, kind="cuda", label="cuda:1", name="RTX 2080 Ti", uuid="GPU-b")
         plan = make_plan(devices=(large, small))
-        seen = [devices.Visible("RTX 2080 Ti", "GPU-b"), devices.Visible("RTX 3090", "GPU-a")]
-        monkeypatch.setattr(devices, "visible_devices", lambda kind: seen)
+        seen = [accelerator.Visible("RTX 2080 Ti", "GPU-b"), accelerator.Visible("RTX 3090", "GPU-a")]
+        monkeypatch.setattr(accelerator, "visible_devices", lambda kind: seen)
         assert plan.devices_here() == (torch.device("cuda:1"), torch.device("cuda:0"))
-        seen[0] = devices.Visible("T4", "GPU-c")
+        seen[0] = accelerator.Visible("T4", "GPU-c")
         with pytest.raises(
             DeviceError, match=r"are cuda:0 RTX 3090, cuda:1 RTX 2080 Ti, and .*: cuda:0 T4, cuda:1 RTX"
         ):

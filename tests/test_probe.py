@@ -10,7 +10,7 @@ from marks import slow
 from torch import nn
 from workloads import ALL, branching, cnn, mlp, net, small
 
-from autosplit.devices.device import parse_devices
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError
 from autosplit.measure import prober as probe
 from autosplit.measure.prober import Prober, find_ceiling

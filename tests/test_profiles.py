@@ -19,7 +19,8 @@ from plans import MIB, make_plan, simulated_plan
 from torch import nn
 
 from autosplit import Workload
-from autosplit.devices.device import Device, parse_devices
+from autosplit.devices.device import Device
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import ProfileError
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles

@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpus import GIB, FakeCuda, cards
+from fake_gpus import GIB, FakeCuda, cards, stand_in
 from marks import slow
 from torch import nn
 from workloads import with_loss
 
 from autosplit.cli.main import main
 from autosplit.devices import device as devices
+from autosplit.devices import spec as specs
+from autosplit.devices.accelerator import Found
 from autosplit.errors import InputError
 from autosplit.measure import prober as probe
 from autosplit.measure import request
@@ -132,8 +134,7 @@ def twins(monkeypatch) -> Callable[..., list[Any]]:
         for card in two:
             card.uuid, card.others = f"{serial}-{card.uuid}", others
         nvml = SimpleNamespace(nvmlSystemGetDriverVersion=lambda: driver)
-        monkeypatch.setattr(devices, "_accelerator", lambda kind=None: devices.Found(FakeCuda(two), "cuda"))
-        monkeypatch.setattr(devices, "_nvml", lambda: (nvml, ""))
+        stand_in(monkeypatch, accelerators=lambda kind=None: Found(FakeCuda(two), "cuda"), nvml=lambda: (nvml, ""))
         ran.clear()
         return ran
 
@@ -227,7 +228,7 @@ def test_less_free_memory_of_a_processor_is_solved_again(monkeypatch, no_search)
     path = profiles.profiles()[0][0]
     before, peak = path.read_bytes(), first.devices[0].peak_bytes
     no_search()
-    monkeypatch.setattr(devices, "available_host_bytes", lambda: peak)
+    monkeypatch.setattr(specs, "available_host_bytes", lambda: peak)
     second = tune(wide(), **options)
     assert "cpu may hold" in second.notes[0]
     assert "solved again from its fits" in second.notes[0]
@@ -240,7 +241,7 @@ def test_less_free_memory_of_a_processor_is_solved_again(monkeypatch, no_search)
 
 
 def tune_with_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int, **options: Any) -> Plan:
-    monkeypatch.setattr(devices, "available_host_bytes", lambda: nbytes)
+    monkeypatch.setattr(specs, "available_host_bytes", lambda: nbytes)
     return tune(wide(), **options)
 
 

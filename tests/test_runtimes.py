@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workloads import small
 
-from autosplit.devices.device import parse_devices
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime

@@ -14,7 +14,7 @@ from marks import slow
 from torch import nn
 from torch.nn import functional as F
 
-from autosplit.devices.device import parse_devices
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.memory_tracker import rounded

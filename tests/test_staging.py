@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from workloads import Uncopyable, branching, net, net_batch, small
 
-from autosplit.devices.device import Device, parse_devices
+from autosplit.devices.device import Device
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.profiles.store import workload_of
 from autosplit.runtime import accelerator

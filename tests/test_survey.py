@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_gpus import GIB, FakeCard, FakeCuda, cards
+from fake_gpus import GIB, FakeCard, FakeCuda, cards, stand_in
 
 from autosplit.devices import inventory as survey
-from autosplit.devices.device import Found, list_devices
+from autosplit.devices.accelerator import Found
 from autosplit.devices.inventory import survey_devices
+from autosplit.devices.spec import list_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,8 +86,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
     def install(cuda: FakeCuda | str, nvml: FakeNvml | str = "no NVML") -> None:
         found = Found(None, "cuda", cuda) if isinstance(cuda, str) else Found(cuda, "cuda")
-        monkeypatch.setattr(survey, "_accelerator", lambda: found)
-        monkeypatch.setattr(survey, "_nvml", lambda: (None, nvml) if isinstance(nvml, str) else (nvml, ""))
+        told = (None, nvml) if isinstance(nvml, str) else (nvml, "")
+        stand_in(monkeypatch, accelerators=lambda kind=None: found, nvml=lambda: told)
         monkeypatch.setattr(survey, "_pynvml_distribution_note", lambda: None)
 
     return install

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autosplit import find_ceiling
-from autosplit.devices.device import parse_devices
+from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime import fused_rnn_memory as workspaces
 from autosplit.runtime.cpu import CpuRuntime

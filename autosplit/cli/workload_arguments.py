@@ -20,7 +20,8 @@ __all__ = ["check_before_running", "isolates", "one_of_several", "quoted", "send
 
 def check_before_running(keywords: Mapping[str, Any], output: str | None) -> None:
     """Refuse bad flags before the user's file runs, which may take long."""
-    from autosplit.devices.device import parse_devices, parse_reserve
+    from autosplit.devices.device import parse_reserve
+    from autosplit.devices.spec import parse_devices
 
     if "devices" in keywords:
         parse_devices(keywords["devices"], ask_memory=False)
@@ -65,7 +66,7 @@ def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, toge
     if asked is not None:
         return asked
     from autosplit.accelerators import is_accelerator
-    from autosplit.devices.device import parse_devices
+    from autosplit.devices.spec import parse_devices
 
     first = parse_devices(devices, ask_memory=False)[0]
     return is_accelerator(first.kind) or (first.kind == "cpu" and first.budgeted and not together)

@@ -29,7 +29,7 @@ from torch import distributed as dist
 from autosplit.ddp.checkpoint_state import fitting, is_shared_out, placed, state_of, tensors_in, with_tensors
 from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
 from autosplit.ddp.fsdp import is_shard, part_of, room_for, whole
-from autosplit.errors import AutosplitError, CheckpointError, one_line
+from autosplit.errors import AutosplitError, CheckpointError, first_line, one_line
 
 __all__ = ["load_checkpoint", "load_sharded", "save_checkpoint", "save_sharded"]
 
@@ -314,7 +314,7 @@ def _first_line(error: BaseException) -> str:
     )
     if refused:  # before it stand twelve lines on how to load it all the same
         return refused[1]
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return first_line(error).rstrip(".")
 
 
 # Sharded checkpoints

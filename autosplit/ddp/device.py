@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.rendezvous import Place
-from autosplit.devices.device import Visible, device_uuid, indices_here, visible_devices
+from autosplit.devices.accelerator import Visible, device_uuid, indices_here, visible_devices
 from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice

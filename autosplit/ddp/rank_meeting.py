@@ -13,8 +13,8 @@ import torch
 from torch import distributed as dist
 
 from autosplit.accelerators import backend, is_accelerator
-from autosplit.devices.device import first_line
 from autosplit.devices.examination import Meeting
+from autosplit.errors import first_line
 
 __all__ = ["met"]
 

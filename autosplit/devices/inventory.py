@@ -13,18 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from autosplit.devices.device import (
-    Found,
-    _accelerator,
-    _nvml,
-    device_uuid,
-    first_line,
-    is_mig,
-    memory_by_nvml,
-    mig_count,
-    nvml_text,
-    why_unsupported,
-)
+from autosplit.devices.accelerator import Found, accelerator_at, device_uuid, why_unsupported
+from autosplit.devices.nvml import is_mig, memory_by_nvml, mig_count, nvml_text, started_nvml
+from autosplit.errors import first_line
 
 __all__ = ["DeviceReport", "survey_devices"]
 
@@ -98,8 +89,8 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
         how ``CUDA_VISIBLE_DEVICES`` maps). Neither CUDA's nor NVML's failures raise: they are among the notes.
     """
     notes: list[str] = []
-    found = _accelerator()
-    nvml, why_no_nvml = _nvml() if found.kind == "cuda" else (None, "")
+    found = accelerator_at()
+    nvml, why_no_nvml = started_nvml() if found.kind == "cuda" else (None, "")
     notes.extend(note for note in (found.why_not, why_no_nvml, _pynvml_distribution_note()) if note)
     logical = [] if found.module is None else _logical_gpus(found, notes)
     physical = [] if nvml is None else _physical_gpus(nvml, notes)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autosplit.devices.device import parse_devices
 from autosplit.devices.host_memory import available_host_bytes
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, WorkloadError, from_user_code, one_line
 from autosplit.measure.check_result import Check
 from autosplit.measure.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, named_models, relative

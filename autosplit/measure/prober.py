@@ -19,8 +19,9 @@ from typing import Any, get_args
 import torch
 
 from autosplit.accelerators import is_accelerator
-from autosplit.devices.device import Device, list_devices
+from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
+from autosplit.devices.spec import list_devices
 from autosplit.errors import (
     AutosplitError,
     DeviceError,

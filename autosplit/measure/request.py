@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autosplit.devices.device import Device, parse_devices, reserve_bytes
+from autosplit.devices.device import Device, reserve_bytes
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError, shown
 from autosplit.solve.split import whole_number
 

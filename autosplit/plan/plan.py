@@ -115,7 +115,7 @@ class Plan(PlanRecord):
         """
         import torch
 
-        from autosplit.devices.device import Visible, indices_here, visible_devices
+        from autosplit.devices.accelerator import Visible, indices_here, visible_devices
 
         kind = self.devices[0].kind
         if not is_accelerator(kind):

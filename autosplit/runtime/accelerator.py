@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.accelerators import backend, bounded, own_limit_bytes
-from autosplit.devices.device import Device, parse_devices
+from autosplit.devices.device import Device
+from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.rng import kept_rng

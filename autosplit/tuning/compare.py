@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autosplit.devices.device import Device, parse_devices
+from autosplit.devices.device import Device
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError, InputError, one_line, shown
 from autosplit.measure.request import checked_request
 from autosplit.plan.plan import Plan

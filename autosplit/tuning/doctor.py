@@ -21,11 +21,13 @@ from torch import nn
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.rank_meeting import met
 from autosplit.devices import measured_rates as rates
-from autosplit.devices.device import Device, _nvml, first_line, parse_devices
+from autosplit.devices.device import Device
 from autosplit.devices.examination import Card, Copy, Examination, Problem, Training, row_of
 from autosplit.devices.inventory import DeviceReport, survey_devices
+from autosplit.devices.nvml import started_nvml
 from autosplit.devices.peer_copy_check import check_links
-from autosplit.errors import AutosplitError, DeviceError
+from autosplit.devices.spec import parse_devices
+from autosplit.errors import AutosplitError, DeviceError, first_line
 from autosplit.text import size_text
 from autosplit.tuning.tune import tune
 
@@ -67,7 +69,7 @@ def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda 
     for report in reports:
         problems += _problems_of(report)
     found = _devices_for(devices, problems)
-    nvml, why_no_nvml = _nvml() if found[0].kind == "cuda" else (None, "")
+    nvml, why_no_nvml = started_nvml() if found[0].kind == "cuda" else (None, "")
     if why_no_nvml:
         problems.append(Problem(*_halves(why_no_nvml, "install nvidia-ml-py, and the cards' driver")))
     places = [torch.device(one.kind, one.index) if is_accelerator(one.kind) else torch.device("cpu") for one in found]

@@ -18,7 +18,8 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.device import backend_for, card_of
 from autosplit.ddp.failure import Watch, group_sockets, open_sockets
 from autosplit.ddp.rendezvous import Place, explain_loopback, import_without_group, meeting_place, place_here
-from autosplit.devices.device import Device, parse_devices
+from autosplit.devices.device import Device
+from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
 from autosplit.measure.request import Request
 from autosplit.profiles.store import machine_of

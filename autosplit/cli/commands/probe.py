@@ -91,7 +91,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _find_ceilings(probing: Probing, tell: Callable[[Progress], None] | None) -> None:
     """Find the ceiling of each device in each role, one after the other, into `probing`."""
-    from autosplit.devices.device import parse_devices
+    from autosplit.devices.spec import parse_devices
     from autosplit.tuning.tune import NO_GPU_NOTE
     from autosplit.workload.from_file import load_workload
 

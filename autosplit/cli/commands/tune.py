@@ -87,7 +87,7 @@ def _in_a_job(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
 
 def _ranks_to_start(devices: str | None) -> int:
     """Return how many processes a DDP tuning needs: one for each device that is there; simulated ones need none."""
-    from autosplit.devices.device import parse_devices
+    from autosplit.devices.spec import parse_devices
 
     found = parse_devices(devices, ask_memory=False)  # the processes will, each of its own
     return 1 if found[0].kind == "sim" else len(found)

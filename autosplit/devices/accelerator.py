@@ -1,0 +1,229 @@
+"""Find the accelerators that are here: their memory, their UUIDs, and whether torch has code for them."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from autosplit.accelerators import accelerator_kind, backend
+from autosplit.devices.device import Device
+from autosplit.devices.host_memory import available_host_bytes
+from autosplit.devices.nvml import driver_version, free_bytes_by_nvml, is_mig, mig_count, started_nvml
+from autosplit.errors import DeviceError, first_line
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = [
+    "DeviceWarning",
+    "Found",
+    "Visible",
+    "accelerator_at",
+    "device_uuid",
+    "devices_of",
+    "indices_here",
+    "visible_devices",
+    "why_unsupported",
+]
+
+
+class DeviceWarning(UserWarning):
+    """A device that is there is not used."""
+
+
+class Found(NamedTuple):
+    """What torch says of a kind of accelerator.
+
+    Attributes:
+        module: The back end's; None where there is no device of it.
+        kind: ``"cuda"`` and the like.
+        why_not: Why there is none.
+        ask_memory: Ask how much of a device's memory is free.
+    """
+
+    module: Any
+    kind: str
+    why_not: str = ""
+    ask_memory: bool = True
+
+
+def accelerator_at(kind: str | None = None) -> Found:
+    """A kind of accelerator, None for the one that torch sees. Tests put fakes in its place."""
+    try:
+        import torch  # here, for accelerators alone: `sim:` and `cpu` specs must not wait for it
+    except ImportError as error:
+        return Found(None, kind or "cuda", f"torch cannot be imported: {error}")
+    with warnings.catch_warnings():
+        # torch warns where a driver is too old or broken; what it then answers says enough.
+        warnings.simplefilter("ignore")
+        here = accelerator_kind()
+    if here is not None and kind in {None, here}:
+        return Found(backend(here), here)
+    wanted = kind or "cuda"
+    if wanted == "cuda" and torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
+        return Found(None, wanted, f"the installed torch {torch.__version__} is a build without CUDA")
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES") if wanted == "cuda" else None
+    under = f" under CUDA_VISIBLE_DEVICES={mask!r}" if mask is not None else ""
+    return Found(None, wanted, f"torch sees no {'GPU' if wanted == 'cuda' else wanted + ' device'}{under}")
+
+
+def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) -> tuple[Device, ...]:
+    """The devices of some indices.
+
+    Where all are meant, one that does not answer (another process has it for itself, it has failed) is left out.
+    """
+    if found.kind == "cuda":
+        _refuse_several_mig(found.module, indices)
+        _refuse_unsupported(found.module, indices, range(found.module.device_count()))
+    nvml = started_nvml()[0] if found.kind == "cuda" else None
+    devices, problems = [], []
+    for index in indices:
+        try:
+            devices.append(_device_at(found, index, nvml))
+        except RuntimeError as error:
+            problems.append(f"device '{found.kind}:{index}' cannot be asked for its memory ({first_line(error)})")
+    if problems and not (all_of and devices):
+        raise DeviceError(f"{problems[0]}: expected a working GPU; look at `autosplit devices`, or choose another")
+    for problem in problems:
+        warnings.warn(f"{problem}, and is left out; look at `autosplit devices`", DeviceWarning, stacklevel=4)
+    return tuple(devices)
+
+
+def _device_at(found: Found, index: int, nvml: Any) -> Device:
+    """The device of one index, with what is free now or already held by this process's allocator."""
+    properties = found.module.get_device_properties(index)
+    total_bytes, uuid = int(properties.total_memory), device_uuid(properties)
+    free_bytes: int | None
+    if not found.ask_memory:
+        free_bytes = total_bytes
+    elif getattr(properties, "is_integrated", 0):
+        # Its memory is the host's: what the system could free for it counts, and the driver does not see that.
+        free_bytes = available_host_bytes()
+    else:
+        free_bytes = None if is_mig(str(properties.name)) else free_bytes_by_nvml(nvml, uuid)
+        if free_bytes is None:  # this makes a context, which takes some of what it tells
+            free_bytes = int(found.module.mem_get_info(index)[0])
+    return Device(
+        kind=found.kind,
+        index=index,
+        name=str(properties.name),
+        capacity_bytes=min(total_bytes, free_bytes + int(found.module.memory_reserved(index))),
+        uuid=uuid,
+        driver=driver_version(nvml),
+    )
+
+
+def device_uuid(properties: Any) -> str | None:
+    """Tell an accelerator's UUID, CUDA's in NVML's spelling (torch leaves the prefix out); None where torch doesn't.
+
+    Args:
+        properties: By ``get_device_properties``.
+    """
+    uuid = getattr(properties, "uuid", None)
+    if uuid is None:
+        return None
+    return str(uuid) if re.match("[A-Z]{3}-", str(uuid)) else f"GPU-{uuid}"
+
+
+class Visible(NamedTuple):
+    """An accelerator that this process sees, at its place in torch's order."""
+
+    name: str
+    uuid: str | None
+
+
+def visible_devices(kind: str) -> tuple[Visible, ...]:
+    """List the accelerators of a kind that this process sees, without a context on any.
+
+    Args:
+        kind: ``"cuda"`` and the like.
+    """
+    module = accelerator_at(kind).module
+    found = [] if module is None else [module.get_device_properties(index) for index in range(module.device_count())]
+    return tuple(Visible(str(properties.name), device_uuid(properties)) for properties in found)
+
+
+def indices_here(wanted: Sequence[Visible], here: Sequence[Visible]) -> list[int | None]:
+    """Find where the devices of a plan stand now.
+
+    One is known by its UUID, so that another CUDA_VISIBLE_DEVICES moves no share to another card. Where none of theirs
+    is here, on a twin of the machine, they are those of the same names in the same order.
+
+    Args:
+        wanted: The plan's.
+        here: By `visible_devices`.
+
+    Returns:
+        The index of each; None where it is not here.
+    """
+    by_uuid: dict[str | None, int] = {device.uuid: index for index, device in enumerate(here)}
+    by_uuid.pop(None, None)
+    if any(device.uuid in by_uuid for device in wanted):
+        return [by_uuid.get(device.uuid) for device in wanted]
+    alike = {name: iter([i for i, device in enumerate(here) if device.name == name]) for name, _ in wanted}
+    return [next(alike[name], None) for name, _ in wanted]
+
+
+def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
+    count = mig_count(str(cuda.get_device_properties(index).name) for index in indices)
+    if count > 1:
+        raise DeviceError(
+            f"{count} MIG instances are visible: expected one, CUDA lets a process use no more; "
+            "set CUDA_VISIBLE_DEVICES to one of them"
+        )
+
+
+def _refuse_unsupported(cuda: Any, indices: Iterable[int], visible: Iterable[int]) -> None:
+    """A card without kernels in this torch fails at its first operation; say so before, with what would do."""
+    problems = {index: why_unsupported(cuda, index) for index in visible}
+    bad = [index for index in indices if problems[index] is not None]
+    if bad:
+        name = str(cuda.get_device_properties(bad[0]).name)
+        good = ",".join(str(index) for index, problem in problems.items() if problem is None)
+        other = f", or use 'cuda:{good}'" if good else ", or use 'cpu' or 'sim:' with a card"
+        raise DeviceError(f"device 'cuda:{bad[0]}' ({name}): {problems[bad[0]]}{other}")
+
+
+def why_unsupported(cuda: Any, index: int) -> str | None:
+    """Say why the installed torch has no kernels for a card, with the build to use; None where it has them."""
+    major, minor = cuda.get_device_capability(index)
+    return _missing_arch((int(major), int(minor)), cuda.get_arch_list())
+
+
+def _missing_arch(capability: tuple[int, int], built_for: Sequence[str]) -> str | None:
+    """Compare a compute capability with the architectures that torch was built for.
+
+    Machine code (``sm_86``) runs on its own major version from its minor version up, with the suffix ``a`` on that very
+    one; PTX (``compute_90``) is compiled for anything newer. An empty or foreign list (``gfx90a``) tells nothing.
+    """
+    arches = [match for arch in built_for if (match := re.fullmatch(r"(sm|compute)_([0-9]+)([0-9])([af]?)", arch))]
+    if not arches or any(_arch_runs(match, capability) for match in arches):
+        return None
+    listed = " ".join(match[0] for match in arches)
+    return (
+        f"compute capability {capability[0]}.{capability[1]} is not among what this torch was built for ({listed}); "
+        f"install {_build_for(capability)}"
+    )
+
+
+def _arch_runs(arch: re.Match[str], capability: tuple[int, int]) -> bool:
+    built = (int(arch[2]), int(arch[3]))
+    if arch[4] == "a":
+        return built == capability
+    if arch[1] == "compute" and not arch[4]:
+        return built <= capability
+    return built[0] == capability[0] and built[1] <= capability[1]
+
+
+def _build_for(capability: tuple[int, int]) -> str:
+    """Which build of torch has kernels for a card, after pytorch's CUDA support matrix (pytorch#172352, #190385)."""
+    if capability < (5, 0):
+        return f"a torch built from source for sm_{capability[0]}{capability[1]}, no current wheel has it"
+    if capability < (7, 5):
+        return "a torch of at most 2.14 built for CUDA 12.6 (cu126), whose wheels still have Maxwell, Pascal and Volta"
+    if capability >= (10, 0):
+        return "a torch built for CUDA 12.8 or newer (cu128, cu130)"
+    return "a torch built for CUDA 12.6 or newer (cu126, cu128, cu130)"

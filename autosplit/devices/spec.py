@@ -1,0 +1,254 @@
+"""Read the devices that a spec names: ``cuda:0,2``, ``cpu:2GiB``, ``sim:2xA100-40GB``."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from autosplit.accelerators import is_accelerator
+from autosplit.devices.accelerator import Found, accelerator_at, devices_of
+from autosplit.devices.catalog import find_card, mentions_card
+from autosplit.devices.device import MAX_DEVICES, Device
+from autosplit.devices.host_memory import available_host_bytes
+from autosplit.errors import DeviceError, InputError, shown
+from autosplit.text import parse_bytes, size_text
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["list_devices", "parse_devices"]
+
+
+_CPU_SHARE = Fraction(80, 100)
+
+_EXPECTED = "expected 'auto', 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 'sim:2xA100-40GB+1xRTX3090'"
+
+
+def list_devices() -> tuple[Device, ...]:
+    """List what there is to run on.
+
+    Returns:
+        Every accelerator that this process sees, in torch's order; without any, the processor.
+
+    Raises:
+        DeviceError: If none of them can be asked for its memory.
+
+    Warns:
+        DeviceWarning: One can't be asked for its memory, and is left out.
+    """
+    found = accelerator_at()
+    return (
+        (_plain_cpu(),) if found.module is None else devices_of(found, range(found.module.device_count()), all_of=True)
+    )
+
+
+def parse_devices(
+    spec: str | Device | torch.device | Sequence[str | Device | torch.device] | None = None,
+    *,
+    ask_memory: bool = True,
+) -> tuple[Device, ...]:
+    """Read a device spec.
+
+    Args:
+        spec: ``"cuda"`` (every visible GPU), ``"cuda:0,2"``, ``"xpu:0,1"`` and the like for any accelerator of torch's,
+            ``"cpu"``, ``"cpu:2GiB,cpu:1GiB"`` (budgets that are enforced), ``"sim:2xA100-40GB+1xRTX3090"``,
+            ``"sim:3xRTX3090@10GiB"`` (lowered memory), a `Device`, a ``torch.device``, or a sequence of these; all of
+            one kind. None and ``"auto"`` are every visible accelerator, without any the processor.
+        ask_memory: False takes all of an accelerator's memory for its capacity: to ask how much of it is free makes a
+            context there, where NVML does not tell, which a process that does not compute there should not have.
+
+    Returns:
+        The devices in the order of the spec. Those of ``cpu`` and ``sim`` are numbered by position.
+
+    Raises:
+        DeviceError: If the spec can't be read, or names an unknown card, an absent GPU, one GPU twice, a GPU that the
+            installed torch was not built for, a count or a budget of 0, devices of several kinds, or over 1024 devices.
+
+    Warns:
+        DeviceWarning: Every GPU is meant, and one can't be asked for its memory: it is left out.
+    """
+    if spec is None or (isinstance(spec, str) and spec.strip().lower() == "auto"):
+        found = accelerator_at()._replace(ask_memory=ask_memory)
+        return (_plain_cpu(),) if found.module is None else _accelerator_piece(found, None)
+    parts = [spec] if isinstance(spec, (str, Device)) or not isinstance(spec, Iterable) else list(spec)
+    devices: list[Device] = []
+    for part in parts:
+        devices.extend([part] if isinstance(part, Device) else _parse_text(_spec_text(part), ask_memory))
+    return _joined(devices, spec)
+
+
+def _spec_text(part: object) -> str:
+    """A part of a spec as text; a ``torch.device`` prints itself in these very words."""
+    if isinstance(part, str):
+        return part
+    if type(part).__module__ == "torch" and type(part).__name__ == "device":
+        return str(part)
+    raise DeviceError(
+        f"device {shown(part)} is of type {type(part).__name__}: {_EXPECTED}; pass a string or a torch.device"
+    )
+
+
+def _parse_text(text: str, ask_memory: bool) -> list[Device]:
+    """The devices of one string, whose items are parted by commas."""
+    devices: list[Device] = []
+    kind = ""
+    for piece in (piece.strip() for piece in text.split(",")):
+        # In "cuda:0,2" the second item goes on with the first one's kind.
+        goes_on = kind not in {"", "cpu", "sim"} and re.fullmatch(r"[+-]?[0-9]+", piece)
+        head, colon, tail = (kind, ":", piece) if goes_on else piece.partition(":")
+        kind = head.strip().lower()
+        if kind in {"cpu", "sim"}:
+            read = _cpu_piece if kind == "cpu" else _sim_piece
+            devices.extend(read(tail.strip() if colon else None))
+        elif kind in _ACCELERATORS or (kind.isidentifier() and kind == accelerator_at().kind):
+            found = accelerator_at(kind)._replace(ask_memory=ask_memory)
+            devices.extend(_accelerator_piece(found, tail.strip() if colon else None))
+        else:
+            raise DeviceError(_unknown_device(text, piece, kind_before=devices[-1].kind if devices else ""))
+        if len(devices) > MAX_DEVICES:
+            break
+    return devices
+
+
+def _unknown_device(text: str, piece: str, kind_before: str) -> str:
+    """The message for an item that starts with no kind of device."""
+    if not piece:
+        return f"device spec {shown(text)} has an empty item: {_EXPECTED}; name at least one device"
+    hint = "correct the name"
+    word = piece.partition(":")[0].strip().lower()
+    # Spelled like "cpu", meant as "cuda".
+    near = ["cuda"] if word.startswith("gpu") else difflib.get_close_matches(word, ("cuda", "cpu", "sim"), 1, 0.5)
+    if kind_before == "cpu":
+        hint = f"every budget carries its own 'cpu:', so write 'cpu:{piece}'"
+    elif kind_before == "sim":
+        hint = f"cards are joined by '+', so write '+{piece}'"
+    elif near:
+        hint = f"did you mean {near[0]!r}?"
+    elif mentions_card(piece):
+        hint = f"for a simulated card write 'sim:{piece}'"
+    elif re.fullmatch(r"[0-9]+", piece):
+        hint = f"for a GPU write 'cuda:{piece}'"
+    return f"device {shown(piece)} is unknown: {_EXPECTED}; {hint}"
+
+
+def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
+    """The whole spec's devices, checked against each other and numbered."""
+    if not devices:
+        raise DeviceError(f"device spec {shown(spec)} names no device: {_EXPECTED}; name at least one")
+    _check_count(len(devices), spec)
+    kinds = sorted({device.kind for device in devices})
+    if len(kinds) > 1:
+        raise DeviceError(
+            f"device spec {shown(spec)} mixes {' and '.join(kinds)}: expected one kind; make a plan for each"
+        )
+    if is_accelerator(kinds[0]):
+        labels = [device.label for device in devices]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        if twice is not None:
+            raise DeviceError(f"device spec {shown(spec)} names {twice} twice: expected each GPU once; remove one")
+        return tuple(devices)
+    if len(devices) > 1 and any(device.label == "cpu" for device in devices):
+        raise DeviceError(
+            f"device spec {shown(spec)} names 'cpu' beside others: expected it alone, or a budget for each; "
+            "write 'cpu:2GiB,cpu:1GiB'"
+        )
+    return tuple(replace(device, index=position) for position, device in enumerate(devices))
+
+
+def _check_count(count: int, spec: object) -> None:
+    if count > MAX_DEVICES:
+        raise DeviceError(
+            f"device spec {shown(spec)} is over {MAX_DEVICES} devices: expected at most that; lower the count"
+        )
+
+
+def _plain_cpu() -> Device:
+    return Device("cpu", 0, "cpu", int(available_host_bytes() * _CPU_SHARE))
+
+
+def _cpu_piece(tail: str | None) -> tuple[Device, ...]:
+    """``cpu`` or ``cpu:2GiB``."""
+    return (_plain_cpu(),) if tail is None else (Device("cpu", 0, "cpu", _budget(f"cpu:{tail}", tail), budgeted=True),)
+
+
+def _budget(item: str, text: str) -> int:
+    """A budget's bytes. A bare number is refused: ``cpu:1`` looks like torch's second processor, not like one byte."""
+    try:
+        n_bytes = parse_bytes(text)
+    except InputError as error:
+        raise DeviceError(
+            f"budget {shown(text)} in {shown(item)}: expected a size such as 2GiB or 600MiB; correct it"
+        ) from error
+    if n_bytes and re.fullmatch(r"[0-9.]+", text):
+        raise DeviceError(
+            f"budget {shown(text)} in {shown(item)} has no unit: expected a size such as 2GiB; add the unit"
+        )
+    if n_bytes < 1:
+        raise DeviceError(
+            f"budget {shown(text)} in {shown(item)}: expected at least one byte; write a size such as 2GiB"
+        )
+    return n_bytes
+
+
+def _sim_piece(tail: str | None) -> tuple[Device, ...]:
+    """``sim:2xA100-40GB+1xRTX3090@10GiB``."""
+    if not tail:
+        raise DeviceError(f"device 'sim' names no card: {_EXPECTED}; write 'sim:RTX3090', or 'sim:2xRTX3090' for two")
+    devices: list[Device] = []
+    for item in tail.split("+"):
+        count, device = _sim_item(item.strip(), f"sim:{tail}")
+        _check_count(len(devices) + count, f"sim:{tail}")
+        devices.extend([device] * count)
+    return tuple(devices)
+
+
+def _sim_item(item: str, spec: str) -> tuple[int, Device]:
+    """``2xA100-40GB`` as its count and its device."""
+    card, at, memory = (text.strip() for text in item.partition("@"))
+    # "0x..." and "-1x..." are counts too, and are refused as such.
+    match = re.fullmatch(r"(?:([+-]?[0-9.]+)\s*[xX*]\s*)?(.*)", card)
+    assert match is not None
+    count_text, name = match[1] or "1", match[2]
+    if not name:
+        raise DeviceError(f"device spec {shown(spec)} has an item without a card: {_EXPECTED}; name a card")
+    if not re.fullmatch(r"[0-9]+", count_text) or not count_text.strip("0"):
+        raise DeviceError(
+            f"count {shown(count_text)} in {shown(spec)}: expected a whole number of 1 or more; correct it"
+        )
+    gpu = find_card(name)
+    capacity_bytes = _budget(item, memory) if at else gpu.memory_bytes
+    if capacity_bytes > gpu.memory_bytes:
+        raise DeviceError(
+            f"memory {shown(memory)} in {shown(item)}: expected at most the {size_text(gpu.memory_bytes)} of a "
+            f"{gpu.name}; '@' only lowers it, so write less, or choose a larger card"
+        )
+    # Longer texts than the bound's own are over it, and int() refuses very long ones.
+    count = int(count_text) if len(count_text.lstrip("0")) <= len(str(MAX_DEVICES)) else MAX_DEVICES + 1
+    return count, Device("sim", 0, gpu.name, capacity_bytes, budgeted=True, spec=gpu)
+
+
+def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
+    """``cuda`` or one index of it."""
+    spec = found.kind if tail is None else f"{found.kind}:{tail}"
+    if found.module is None:
+        raise DeviceError(
+            f"device {shown(spec)} is not here ({found.why_not}): expected a visible GPU; use 'cpu', or 'sim:' with a "
+            "card"
+        )
+    visible = range(found.module.device_count())
+    if tail is None:
+        return devices_of(found, visible, all_of=True)
+    if not re.fullmatch(r"[0-9]{1,9}", tail) or int(tail) not in visible:
+        known = f"{found.kind}:0 to {found.kind}:{len(visible) - 1}" if len(visible) > 1 else f"{found.kind}:0 alone"
+        raise DeviceError(
+            f"device {shown(spec)} is not here: expected one that this process sees, {known}; choose again"
+        )
+    return devices_of(found, [int(tail)])
+
+
+_ACCELERATORS = ("cuda", "xpu", "npu", "mps", "hpu", "mtia")
+"""Kinds that a spec may name where they are not, to be told so."""
