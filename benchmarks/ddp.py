@@ -45,8 +45,9 @@ from autosplit import ddp
 from autosplit.accelerators import accelerator_kind, backend, is_accelerator
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
-from autosplit.solve.memory import Ceiling, TimeCurve, overlapped_seconds
+from autosplit.solve.memory import Ceiling
 from autosplit.solve.solver import BACKWARD_SHARE, RankSolver
+from autosplit.solve.step_time import TimeCurve, overlapped_seconds
 
 RANKS = 2
 COST_LIMIT = 0.01

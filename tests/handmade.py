@@ -8,9 +8,10 @@ from typing import Any
 from autosplit.measure.check_result import Check
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
-from autosplit.solve.memory import Ceiling, Fit, MemoryFit, MemoryParts, Region, Residual, StepTime, TimeCurve
+from autosplit.solve.memory import Ceiling, MemoryFit, MemoryParts, Region
 from autosplit.solve.search_space import Trial
 from autosplit.solve.split import accumulation_steps
+from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 
 GIB = 2**30
 

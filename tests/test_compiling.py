@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autosplit import BalancedDataParallel, find_ceiling, tune
 from autosplit.errors import InputError, WorkloadError
-from autosplit.profiles.store import workload_of
+from autosplit.profiles.key import workload_of
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.compiled import compiled_like, eager_of, has_compiled_parts, is_compiled, with_eager_parts

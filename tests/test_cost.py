@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosplit.solve.memory import (
-    Ceiling,
-    MemoryFit,
-    MemoryParts,
-    Region,
-    StepTime,
-    TimeCurve,
-    largest_fitting,
-    overlapped_seconds,
-)
+from autosplit.solve.memory import Ceiling, MemoryFit, MemoryParts, Region, largest_fitting
+from autosplit.solve.step_time import StepTime, TimeCurve, overlapped_seconds
 
 MAX_CALLS = 24
 

@@ -23,6 +23,8 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles
+from autosplit.profiles.key import machine_of
+from autosplit.profiles.validity import usable_here
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "AUTOSPLIT_PROFILE")
 SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77"}
@@ -343,7 +345,7 @@ class TestBackends:
 
 def remembered(key: str, spec: str = "cpu:1GiB", **changes: Any) -> Plan:
     devices = parse_devices(spec)
-    plan = make_plan((4,) * len(devices), machine=profiles.machine_of(devices), workload={"model": "Net"}, **changes)
+    plan = make_plan((4,) * len(devices), machine=machine_of(devices), workload={"model": "Net"}, **changes)
     profiles.store(key, plan)
     return plan
 
@@ -372,8 +374,8 @@ class TestRememberedPlans:
     def test_a_card_that_is_not_here_is_none(self):
         remembered("a1", "sim:RTX3090", device="sim:{}")
         card = {"kind": "cuda", "name": "H100", "memory_gib": 80, "count": 1}
-        profiles.store("a2", make_plan((4,), machine={**profiles.machine_of(parse_devices("cpu")), "devices": [card]}))
-        profiles.store("a3", make_plan((4,), machine={**profiles.machine_of(parse_devices("cpu")), "devices": "odd"}))
-        assert profiles.usable_here() == ()
+        profiles.store("a2", make_plan((4,), machine={**machine_of(parse_devices("cpu")), "devices": [card]}))
+        profiles.store("a3", make_plan((4,), machine={**machine_of(parse_devices("cpu")), "devices": "odd"}))
+        assert usable_here() == ()
         with pytest.raises(PlanError, match="none that is remembered is for this machine and 1 process"):
             ddp.setup().__enter__()

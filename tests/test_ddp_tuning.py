@@ -41,13 +41,16 @@ from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions
 from autosplit.profiles import store as profiles
+from autosplit.profiles.key import key_of, machine_of, workload_of
 from autosplit.profiles.tuning_lock import Turn
+from autosplit.profiles.validity import usable_here
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.training_copy import training_copy
-from autosplit.solve.memory import MemoryFit, RankStepTime, Region, StepTime, TimeCurve
+from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.proposals import Proposer
 from autosplit.solve.search_space import Space, Trial
 from autosplit.solve.solver import Solver
+from autosplit.solve.step_time import RankStepTime, StepTime, TimeCurve
 from autosplit.tuning import job as jobs
 from autosplit.tuning import rank_steps
 from autosplit.tuning.peers import Failure, Interrupts, Peers
@@ -547,7 +550,7 @@ class TestTwoRanks:
 
 def test_a_loss_that_holds_its_ranks_own_is_the_same_workload() -> None:
     """Its rank's number, or its part of the data: other ranks have others, and one profile serves the job."""
-    every = [profiles.workload_of(workload(compute_loss=HeldLoss(rank))) for rank in (0, 1)]
+    every = [workload_of(workload(compute_loss=HeldLoss(rank))) for rank in (0, 1)]
     assert every[0] != every[1]
     said = []
     for mine in every:
@@ -787,7 +790,7 @@ def test_it_is_refitted_to_steps_that_all_ranks_ran() -> None:
     [([0, 1, 2, 3], None), ([0, 1, 0, 1], [2, 2]), ([0, 0, 1, 2], [1, 3]), ([None, None], None)],
 )
 def test_machines_are_told_apart_by_their_first_ranks(locals_: list[int | None], expected: list[int] | None) -> None:
-    machine = profiles.machine_of(parse_devices("cpu:1MiB"))
+    machine = machine_of(parse_devices("cpu:1MiB"))
     whole = jobs._machine_of_all([machine] * len(locals_), locals_)
     assert whole.get("ranks_per_machine") == expected
     assert whole["devices"] == [{**machine["devices"][0], "count": len(locals_)}]
@@ -848,7 +851,7 @@ class TestOwnPart:
         assert starts._ranks_to_start("cuda") == 4
         check_before_running({"devices": "cuda:0,1"}, None)
         assert isolates(None, "cuda")
-        assert profiles.usable_here() == ()
+        assert usable_here() == ()
 
 
 def test_two_signals_of_one_keypress_are_one() -> None:
@@ -867,18 +870,18 @@ class TestUsableHere:
 
     @staticmethod
     def kept(plan: Plan) -> int:
-        profiles.store(profiles.key_of(plan.machine, {}, {}, None), plan)
-        return len(profiles.usable_here())
+        profiles.store(key_of(plan.machine, {}, {}, None), plan)
+        return len(usable_here())
 
     def test_the_second_machines_part_is_enough(self) -> None:
-        here = profiles.machine_of(parse_devices("cpu:1MiB"))
+        here = machine_of(parse_devices("cpu:1MiB"))
         gpus = {"kind": "cuda", "name": "a GPU that is elsewhere", "memory_gib": 24, "count": 2}
         both = {**here, "devices": [gpus, *here["devices"]], "ranks_per_machine": [2, 1]}
         assert self.kept(make_plan((4, 4, 4), machine=both)) == 1
 
     @pytest.mark.parametrize("counts", [None, [3], [2, 0], ["2", 1], 7, []])
     def test_without_it_or_with_nonsense_none_is(self, counts: Any) -> None:
-        here = profiles.machine_of(parse_devices("cpu:1MiB"))
+        here = machine_of(parse_devices("cpu:1MiB"))
         gpus = {"kind": "cuda", "name": "a GPU that is elsewhere", "memory_gib": 24, "count": 2}
         machine = {**here, "devices": [gpus, *here["devices"]]}
         machine |= {} if counts is None else {"ranks_per_machine": counts}

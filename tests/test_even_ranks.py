@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit.solve.even_ranks import EvenProblem, EvenRanks
-from autosplit.solve.memory import Ceiling, Fit, StepTime, TimeCurve
+from autosplit.solve.memory import Ceiling
 from autosplit.solve.solver import MOST_STEPS, WITHIN_REACH
+from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.solve.what_if import Problem
 
 

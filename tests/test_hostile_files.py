@@ -26,7 +26,8 @@ from autosplit.errors import PlanError
 from autosplit.measure.check_result import Check
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles
-from autosplit.solve.memory import Fit, MemoryFit, Region, Residual, StepTime, TimeCurve
+from autosplit.solve.memory import MemoryFit, Region
+from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 
 KEY = "0123456789abcdef"
 MACHINE = {"devices": [{"kind": "sim", "name": "RTX3090", "count": 2}], "torch": "2.13", "cuda": None}

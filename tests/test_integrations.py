@@ -151,7 +151,9 @@ class TestFindShare:
         )
         larger = replace(alone, workload={"parameters": 13}, effective_batch_size=41, accumulation_steps=6)
         remembered = [alone, ranks, replace(alone, notes=("again",)), larger]
-        monkeypatch.setattr("autosplit.profiles.store.usable_here", lambda: tuple((None, plan) for plan in remembered))
+        monkeypatch.setattr(
+            "autosplit.integrations.process_share.usable_here", lambda: tuple((None, plan) for plan in remembered)
+        )
         assert find_share(None, parameters=12).plan.bare() == alone.bare()
         assert find_share(None, parameters=13).plan == larger
         assert find_share(None, parameters=14) is None
@@ -166,7 +168,9 @@ class TestFindShare:
     def test_of_an_unknown_model_nothing_is_remembered(self, monkeypatch):
         """Once the plan of another model, the only one there, set the batch size of whatever Lightning trained next."""
         plans = [shared.shares_plan((8,), 40), replace(shared.shares_plan((8,), 40), workload={"parameters": 12})]
-        monkeypatch.setattr("autosplit.profiles.store.usable_here", lambda: tuple((None, plan) for plan in plans))
+        monkeypatch.setattr(
+            "autosplit.integrations.process_share.usable_here", lambda: tuple((None, plan) for plan in plans)
+        )
         assert find_share(None, parameters=None) is None
 
 

@@ -287,7 +287,9 @@ class TestOneProcess:
         module = Module("gpt")
         own = sum(parameter.numel() for parameter in module.parameters())
         plans = [replace(shared.shares_plan((8,), 40), workload={"model": "Other", "parameters": own + 1})]
-        monkeypatch.setattr("autosplit.profiles.store.usable_here", lambda: tuple((None, plan) for plan in plans))
+        monkeypatch.setattr(
+            "autosplit.integrations.process_share.usable_here", lambda: tuple((None, plan) for plan in plans)
+        )
         for given in ({}, {"model": module}):
             with pytest.warns(NoPlanWarning):
                 assert Shares(**given).share is None

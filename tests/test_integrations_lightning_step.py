@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from autosplit import tune
 from autosplit.errors import InputError, UserCodeError, WorkloadError
 from autosplit.integrations.lightning import workload
-from autosplit.profiles.store import workload_of
+from autosplit.profiles.key import workload_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch 2.13 at Lightning's use of it
 

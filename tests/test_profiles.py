@@ -24,7 +24,9 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import ProfileError
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles
-from autosplit.profiles.store import differing_facts, find, key_of, machine_of, memory_shortfall, store, workload_of
+from autosplit.profiles.key import key_of, machine_of, workload_of
+from autosplit.profiles.store import find, store
+from autosplit.profiles.validity import differing_facts, memory_shortfall
 
 GIB = 2**30
 KEY = "0123456789abcdef"

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosplit.solve.memory import MemoryFit, Region, StepTime, TimeCurve
+from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.proposals import PATIENCE, Proposer, error_of, steadied
 from autosplit.solve.search_space import Configuration, Space, Trial, best_trial, configuration_of
 from autosplit.solve.solver import Solver
+from autosplit.solve.step_time import StepTime, TimeCurve
 
 
 def line(fixed: float, per_sample: float) -> TimeCurve:

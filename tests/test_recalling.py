@@ -31,7 +31,9 @@ from autosplit.measure import request
 from autosplit.measure.gradient_check import not_checked
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
+from autosplit.profiles import key
 from autosplit.profiles import store as profiles
+from autosplit.profiles.key import machine_of
 from autosplit.profiles.resolve import Lack, solved_again
 from autosplit.profiles.tuning_lock import Turn, WaitingWarning
 from autosplit.runtime import prepare as staging
@@ -139,7 +141,7 @@ def twins(monkeypatch) -> Callable[..., list[Any]]:
         return ran
 
     monkeypatch.setattr(staging, "_real_runtime", real_runtime)
-    monkeypatch.setattr(profiles, "_total_bytes", lambda _device: 24 * GIB)
+    monkeypatch.setattr(key, "_total_bytes", lambda _device: 24 * GIB)
     return be
 
 
@@ -331,8 +333,8 @@ def test_a_miss_names_the_nearest_plan_and_is_not_remembered(monkeypatch):
     again = tune(bias(), **{**SIM, "effective_batch_size": 8})
     assert "from the profile" in again.notes[0]
     assert not any("in the nearest" in note for note in again.notes)
-    real = profiles.machine_of
-    monkeypatch.setattr(profiles, "machine_of", lambda found: {**real(found), "torch": "99.0"})
+    real = machine_of
+    monkeypatch.setattr(tuning, "machine_of", lambda found: {**real(found), "torch": "99.0"})
     newer = tune(bias(), **SIM)
     assert newer.notes[0].endswith(f"tuned with torch {torch.__version__}, now 99.0")
     assert not any("in the nearest" in note for note in tune(bias(), **SIM, profile="refresh").notes)

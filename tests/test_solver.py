@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from autosplit.solve.memory import MemoryFit, Region, StepTime, TimeCurve
+from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.search_space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space
 from autosplit.solve.solver import RankSolver, Solver, geometric
+from autosplit.solve.step_time import StepTime, TimeCurve
 
 RATES = st.tuples(st.floats(0.0, 2.0), st.floats(0.05, 3.0))
 

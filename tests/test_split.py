@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autosplit.errors import InputError
 from autosplit.solve import split as splits
-from autosplit.solve.memory import TimeCurve
+from autosplit.solve.step_time import TimeCurve
 
 batch_sizes = st.integers(0, 200)
 device_counts = st.integers(1, 9)

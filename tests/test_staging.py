@@ -17,7 +17,7 @@ from workloads import Uncopyable, branching, net, net_batch, small
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError, WorkloadError
-from autosplit.profiles.store import workload_of
+from autosplit.profiles.key import workload_of
 from autosplit.runtime import accelerator
 from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuRuntime

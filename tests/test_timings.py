@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosplit.solve.step_time import TimedSize, curve_of, pooled
+from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
 
 SIZES = (2, 4, 8, 16, 32)
 

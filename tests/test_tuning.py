@@ -31,8 +31,9 @@ from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import make_tracer
 from autosplit.solve import memory as cost
-from autosplit.solve.memory import HURRIED_LOOKS, StepTime, TimeCurve
+from autosplit.solve.memory import HURRIED_LOOKS
 from autosplit.solve.split import micro_batch_sizes
+from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.tuning import session
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload

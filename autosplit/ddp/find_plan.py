@@ -8,7 +8,7 @@ from pathlib import Path
 from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
-from autosplit.profiles import store as profiles
+from autosplit.profiles.validity import usable_here
 from autosplit.text import listed, printable
 
 __all__ = ["PLAN_VARIABLE", "described", "plan_for_job"]
@@ -46,7 +46,7 @@ def plan_for_job(
 
 def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Path]:
     """Return the only plan in the cache that this machine and this job can use."""
-    ranked = [(plan, path) for path, plan in profiles.usable_here() if plan.ddp.ranks]
+    ranked = [(plan, path) for path, plan in usable_here() if plan.ddp.ranks]
     usable = [(plan, path) for plan, path in ranked if world_size in (None, len(plan.ddp.ranks))]
     if len(usable) == 1:
         return usable[0]

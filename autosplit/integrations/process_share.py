@@ -23,7 +23,7 @@ from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.plan.plan import Plan
-from autosplit.profiles import store as profiles
+from autosplit.profiles.validity import usable_here
 from autosplit.solve.split import micro_batch_sizes, short_split
 from autosplit.text import printable
 
@@ -280,7 +280,7 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
         )
     fitting = [
         plan
-        for _, plan in profiles.usable_here()
+        for _, plan in usable_here()
         if parameters is not None and parameters == plan.workload.get("parameters") and _is_for(plan, place)
     ]
     unlike = {plan.bare().to_json(): plan for plan in fitting}

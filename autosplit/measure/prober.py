@@ -43,18 +43,10 @@ from autosplit.runtime.subprocess_runtime import IsolatedRuntime, StepLostError
 from autosplit.runtime.tracer import Tracer, Traces
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.runtime.training_copy import bytes_on_accelerators
-from autosplit.solve.memory import (
-    LONGEST_LEAP,
-    Ceiling,
-    Limit,
-    MemoryFit,
-    MemoryParts,
-    Role,
-    TimeCurve,
-    largest_fitting,
-)
+from autosplit.solve.memory import LONGEST_LEAP, Ceiling, Limit, MemoryFit, MemoryParts, Role, largest_fitting
 from autosplit.solve.split import proportional_split
-from autosplit.solve.step_time import TimedSize
+from autosplit.solve.step_time import TimeCurve
+from autosplit.solve.timed_sizes import TimedSize
 from autosplit.text import ms_text, size_text
 from autosplit.workload.workload import optimizers_of
 

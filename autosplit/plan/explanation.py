@@ -13,8 +13,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from autosplit.solve.memory import Ceiling, Fit, Region
+from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.search_space import Trial
+from autosplit.solve.step_time import Fit
 from autosplit.text import rate_text
 
 __all__ = [

@@ -17,9 +17,10 @@ from autosplit.files import read_bounded, replace_file
 from autosplit.measure.check_result import Check
 from autosplit.plan.explanation import Change, Explained, Solved, SolvedDevice
 from autosplit.plan.validation import unsound_part
-from autosplit.solve.memory import Ceiling, Fit, MemoryParts, Region
+from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.search_space import Trial
 from autosplit.solve.split import accumulation_steps
+from autosplit.solve.step_time import Fit
 from autosplit.text import printable
 
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, RankSettings
-from autosplit.solve.memory import Ceiling, Fit, MemoryFit, Region
+from autosplit.solve.memory import Ceiling, MemoryFit, Region
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import RankAnswer, RankSolver, Solver
 from autosplit.solve.split import accumulation_steps
+from autosplit.solve.step_time import Fit
 
 __all__ = ["Lack", "solved_again"]
 

@@ -9,42 +9,21 @@ machine, or of another version of autosplit, stays where it is.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import platform
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autosplit.accelerators import backend, is_accelerator
-from autosplit.errors import PlanError, PlanVersionError, ProfileError, shown
-from autosplit.files import (
-    OWNER_ONLY,
-    LargeFileError,
-    make_private_folder,
-    moved_aside,
-    read_bounded,
-    replace_file,
-)
+from autosplit.errors import PlanError, PlanVersionError, ProfileError
+from autosplit.files import OWNER_ONLY, LargeFileError, make_private_folder, moved_aside, read_bounded, replace_file
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import MAX_FILE_BYTES, SCHEMA_VERSION
-from autosplit.text import size_text
-from autosplit.workload.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
-
-if TYPE_CHECKING:
-    from autosplit.devices.device import Device
-    from autosplit.workload.workload import Workload
 
 __all__ = [
     "Found",
-    "differing_facts",
     "find",
-    "key_of",
-    "machine_of",
-    "memory_shortfall",
     "newest",
     "profile_paths",
     "profiles",
@@ -54,12 +33,8 @@ __all__ = [
     "remove_profile",
     "store",
     "turn_path",
-    "usable_here",
-    "workload_of",
 ]
 
-MOST_DEVICES = 2**16
-"""Of a plan; a file that says more is not believed."""
 
 LOCK_TIMEOUT_S = 10.0
 """Writing takes milliseconds: whoever holds the lock for longer than this hangs."""
@@ -76,7 +51,6 @@ BAD_SUFFIX = ".bad"
 NEWER_SUFFIX = ".newer"
 """Of a profile that a later version of autosplit wrote, once this one needs its place."""
 
-_GIB = 2**30
 _KEY_CHARACTERS = frozenset("0123456789abcdef")
 
 
@@ -95,137 +69,6 @@ class Found:
     path: Path
     notes: tuple[str, ...] = ()
     unreadable: bool = False
-
-
-# ---------------------------------------------------------------------------------------------------------- keys
-
-
-def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
-    """Describe the kind of machine that a plan holds for: the same for a machine and its twins, at any time.
-
-    Memory that others use at the moment, UUIDs and drivers are not in it: they are compared when a plan is found.
-
-    Args:
-        devices: What is tuned for, in order.
-
-    Returns:
-        Plain JSON values: ``devices`` (runs of equal ones, with ``count``), ``torch``, ``cuda``, ``autosplit``.
-    """
-    from importlib.metadata import PackageNotFoundError, version
-
-    import torch
-
-    kinds = [_kind_of(device) for device in devices]
-    runs = [{**kind, "count": len(list(group))} for kind, group in itertools.groupby(kinds)]
-    try:
-        own = version("autosplit")
-    except PackageNotFoundError:  # run from a checkout
-        own = "not installed"
-    return {"devices": runs, "torch": str(torch.__version__), "cuda": torch.version.cuda, "autosplit": own}
-
-
-def _kind_of(device: Device) -> dict[str, Any]:
-    kind: dict[str, Any] = {"kind": device.kind, "name": device.name}
-    if is_accelerator(device.kind):
-        # Drivers differ by some MiB in what they say, so whole GiB.
-        return {**kind, "memory_gib": round((_total_bytes(device) or device.capacity_bytes) / _GIB)}
-    if device.budgeted:
-        kind["capacity_bytes"] = device.capacity_bytes
-    if device.kind == "cpu":
-        kind |= {"processors": os.cpu_count(), "architecture": platform.machine()}
-    if device.spec is not None:
-        kind["card"] = digest_of(astuple(device.spec))
-    return kind
-
-
-def _total_bytes(device: Device) -> int | None:
-    """Return all the memory of a GPU; None where torch does not tell."""
-    try:
-        return int(backend(device.kind).get_device_properties(device.index).total_memory)
-    except (RuntimeError, AssertionError):  # torch asserts that it was built for CUDA, and that the index exists
-        return None
-
-
-def workload_of(workload: Workload) -> dict[str, Any]:
-    """Describe a workload for its plan: what it is called and how large it is, and digests of what it is made of.
-
-    A function that makes the model is not called: its code and what that refers to count.
-
-    Args:
-        workload: It is read, and neither run nor changed.
-
-    Returns:
-        Plain JSON values, equal for equal workloads in every process.
-    """
-    models: Any = workload.model
-    parts = [models] if callable(models) else list(models.values() if isinstance(models, Mapping) else models)
-    modules = [part for part in parts if hasattr(part, "named_modules") and not isinstance(part, type)]
-    described = {
-        "model": ", ".join(qualified_name(_kind(part) if part in modules else part) for part in parts),
-        "parameters": _count(modules) if modules else None,
-        "model_tree": digest_of([Describer().tree(module) for module in modules]),
-        "model_tensors": digest_of([tensors_in(module) for module in modules]),
-        "model_text": digest_of([text_of(module) for module in modules]),
-        "model_factory": None if modules else digest_of(Describer().of(models)),
-        "sample_batch": digest_of(Describer().of(workload.sample_batch)),
-        "sample_batch_size": workload.sample_batch_size,
-        "optimizer": digest_of(_optimizer(workload.optimizer)),
-    }
-    for name in ("loss_fn", "compute_loss", "step", "make_batch"):
-        value = getattr(workload, name)
-        described[name] = None if value is None else digest_of(Describer().of(value))
-    plain = ("precision", "loss_reduction", "loss_scope", "batch_dim")
-    return {**described, **{name: getattr(workload, name) for name in plain}}
-
-
-def _kind(module: Any) -> type:
-    """Return the class that a model goes by: that of the user's own, where one of ours is around it."""
-    return type(getattr(module, "named_by", module))
-
-
-def _count(modules: Sequence[Any]) -> int | None:
-    """Return the number of parameters; None where some have no shape yet."""
-    try:
-        return sum(int(parameter.numel()) for module in modules for parameter in module.parameters())
-    except (RuntimeError, ValueError):  # torch's lazy parameters
-        return None
-
-
-def _optimizer(optimizer: Any) -> Any:
-    """Describe an optimizer; a live one by its options, less the learning rate, which schedulers move at no cost."""
-    if isinstance(optimizer, (tuple, list)):
-        return [_optimizer(one) for one in optimizer]
-    if isinstance(optimizer, Mapping):
-        return {str(name): _optimizer(one) for name, one in optimizer.items()}
-    groups = None if isinstance(optimizer, type) else getattr(optimizer, "param_groups", None)
-    if groups is None:
-        return Describer().of(optimizer)
-    rates = {"lr", "initial_lr", "params", "param_names"}
-    options = [{name: value for name, value in group.items() if name not in rates} for group in groups]
-    sizes = [[str(tuple(parameter.shape)) for parameter in group["params"]] for group in groups]
-    return [Describer().of(type(optimizer)), Describer().of(options), sizes]
-
-
-def key_of(
-    machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any], name: str | None
-) -> str:
-    """Return the key of a plan.
-
-    Args:
-        machine: By `machine_of`.
-        workload: By `workload_of`.
-        request: What was asked for, as plain JSON values.
-        name: Keeps plans apart that are equal in all that.
-
-    Returns:
-        32 hexadecimal digits.
-    """
-    return digest_of(
-        {"schema": SCHEMA_VERSION, "machine": machine, "workload": workload, "request": request, "name": name}
-    )
-
-
-# --------------------------------------------------------------------------------------------------------- files
 
 
 def profiles_folder() -> Path:
@@ -579,53 +422,6 @@ def profiles() -> tuple[tuple[Path, Plan | None], ...]:
     return tuple((path, _read_or_none(path)) for path in profile_paths())
 
 
-def usable_here() -> tuple[tuple[Path, Plan], ...]:
-    """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""
-    from autosplit.devices.spec import parse_devices
-
-    gpus = [device for device in parse_devices("auto", ask_memory=False) if is_accelerator(device.kind)]
-    return tuple((path, plan) for path, plan in profiles() if plan is not None and _is_usable(plan, gpus))
-
-
-def _is_usable(plan: Plan, gpus: Sequence[Device]) -> bool:
-    if plan.simulated or not plan.complete or not isinstance(plan.machine.get("devices"), list):
-        return False
-    from autosplit.devices.spec import parse_devices
-
-    here = machine_of((*gpus, *parse_devices("cpu")))
-    if any(plan.machine.get(name) != here[name] for name in ("torch", "cuda", "autosplit")):
-        return False
-    present: Counter[tuple[str, ...]] = Counter()
-    for run in here["devices"]:
-        present[_model_of(run)] += run["count"]
-    return any(all(present[model] >= count for model, count in one.items()) for one in _wanted(plan.machine))
-
-
-def _wanted(machine: Mapping[str, Any]) -> list[Counter[tuple[str, ...]]]:
-    """Return what each machine of a plan's job has to have; none where the description is none."""
-    if not all(isinstance(run, dict) and isinstance(run.get("count"), int) for run in machine["devices"]):
-        return []
-    devices = [run for run in machine["devices"] for _ in range(min(run["count"], MOST_DEVICES))]
-    counts = machine.get("ranks_per_machine", [len(devices)])
-    if not isinstance(counts, list) or not all(
-        isinstance(count, int) and 0 < count <= MOST_DEVICES for count in counts
-    ):
-        return []
-    wanted, rest = [], iter(devices)
-    for count in counts[:MOST_DEVICES]:
-        here: Counter[tuple[str, ...]] = Counter()
-        for run in itertools.islice(rest, count):
-            # Of a processor there are as many devices as a spec says.
-            here[_model_of(run)] = 1 if run.get("kind") == "cpu" else here[_model_of(run)] + 1
-        wanted.append(here)
-    return [one for one in wanted if one]
-
-
-def _model_of(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what has to be here for a run of devices: a budget is the user's to give to any processor."""
-    return tuple(str(run.get(name)) for name in ("kind", "name", "memory_gib", "processors", "architecture"))
-
-
 def _written_ns(path: Path) -> int:
     try:
         return path.lstat().st_mtime_ns
@@ -638,57 +434,3 @@ def _read_or_none(path: Path) -> Plan | None:
         return _read(path)
     except PlanError:
         return None
-
-
-# ------------------------------------------------------------------------------------------------ what has changed
-
-
-SLACK = 0.01
-"""Of a plan's peak on a card: with so much less (a display, another's context), it still runs.
-
-It is out of the reserve, by default five times that; a plan at its bound was solved again at any MiB less.
-"""
-
-
-def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> str | None:
-    """Compare the memory that is free now with the plan's peaks.
-
-    Args:
-        plan: One that was found.
-        devices: The devices that are here, in the plan's order.
-        capacities_bytes: What each may hold now, the reserve taken off.
-
-    Returns:
-        A sentence that names the devices that are short; None where the plan fits.
-    """
-    assert len(plan.devices) == len(devices) == len(capacities_bytes), (plan.devices, devices, capacities_bytes)
-    short = [
-        f"{device.label} may hold {size_text(capacity)}, its share of {planned.share} needs "
-        f"{size_text(planned.peak_bytes)}"
-        for planned, device, capacity in zip(plan.devices, devices, capacities_bytes, strict=True)
-        if (1 - SLACK * is_accelerator(device.kind)) * planned.peak_bytes > capacity
-    ]
-    return f"the remembered plan does not fit now ({'; '.join(short)})" if short else None
-
-
-def differing_facts(plan: Plan, devices: Sequence[Device]) -> tuple[str, ...]:
-    """Compare the GPUs that are here with those that the plan was made on.
-
-    Args:
-        plan: One that was found.
-        devices: The devices that are here, in the plan's order.
-
-    Returns:
-        A clause for each difference, without what names a card; none where the machine is the very one.
-    """
-    assert len(plan.devices) == len(devices), (plan.devices, devices)
-    pairs = list(zip(plan.devices, devices, strict=True))
-    others = [device.label for planned, device in pairs if planned.uuid != device.uuid]
-    said = [f"tuned on other cards of this kind ({', '.join(others)})"] if others else []
-    drivers = {(planned.driver, device.driver) for planned, device in pairs if planned.driver != device.driver}
-    said += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
-    return tuple(said)
-
-
-def _driver_text(driver: str | None) -> str:
-    return "unknown" if driver is None else driver if driver.isprintable() and len(driver) <= 40 else shown(driver)

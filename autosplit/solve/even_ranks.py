@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autosplit.solve.memory import Fit, TimeCurve, overlapped_seconds
 from autosplit.solve.solver import BACKWARD_SHARE, MOST_STEPS, WITHIN_REACH
+from autosplit.solve.step_time import Fit, TimeCurve, overlapped_seconds
 
 __all__ = ["EvenProblem", "EvenRanks"]
 

@@ -1,116 +1,318 @@
-"""From sizes that were timed to a curve: what is noise, by its own measure, is averaged out. Pure arithmetic.
-
-    each size's median and its error | alike devices averaged | drawn towards the line through all sizes | TimeCurve
-
-What is exact stays what it is.
-"""
+"""Model the time of a step from what was measured: a curve for each device, transfers, waits, and the fit of them."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Hashable, Sequence
+import bisect
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from autosplit.solve.memory import TimeCurve
-
-__all__ = ["TimedSize", "curve_of", "pooled"]
-
-LEAST_LINE_ERROR = 0.01
-"""No line through the sizes is believed to be nearer to the truth, as a share of it."""
-
-MOST_ERRORS_APART = 3.0
-"""Alike devices that differ by more of their errors are not alike: one may be hot, or on a slower slot."""
+__all__ = ["PRIOR_WEIGHT", "Fit", "RankStepTime", "Residual", "StepTime", "TimeCurve", "overlapped_seconds"]
 
 
 @dataclass(frozen=True)
-class TimedSize:
-    """A batch size that was timed on one device.
+class TimeCurve:
+    """Seconds of one micro-step on one device against its samples: the measured points, and lines between them.
 
     Attributes:
-        samples: The size.
-        seconds: The median.
-        error_s: Its standard error; 0 where it is exact.
+        points: ``(samples, seconds)``, samples ascending, at least one.
     """
 
-    samples: int
-    seconds: float
-    error_s: float = 0.0
+    points: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, measured: Sequence[tuple[int, float]]) -> TimeCurve:
+        """Make a curve of measured points; one that is faster than a smaller batch is noise, and raised to it."""
+        points: list[tuple[int, float]] = []
+        for samples, seconds in sorted(measured):
+            points.append((samples, max(seconds, points[-1][1]) if points else seconds))
+        assert points, "a curve has at least one point"
+        return cls(tuple(points))
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """The slope at the far end."""
+        if len(self.points) < 2:
+            return self.points[0][1] / self.points[0][0]
+        (n0, t0), (n1, t1) = self.points[-2:]
+        return (t1 - t0) / (n1 - n0)
+
+    def __call__(self, samples: int) -> float:
+        """Return the seconds of a micro-step; none for no samples."""
+        if samples == 0:
+            return 0.0
+        points = self.points
+        after = bisect.bisect_left(points, (samples,))  # what is shorter comes first, so before the point of that size
+        if after == len(points):
+            return points[-1][1] + self.seconds_per_sample * (samples - points[-1][0])
+        if points[after][0] == samples or after == 0:
+            # Below the smallest measured size a step is bound by what does not shrink with the batch.
+            return points[after][1]
+        (n0, t0), (n1, t1) = points[after - 1], points[after]
+        return t0 + (t1 - t0) * (samples - n0) / (n1 - n0)
+
+    def most_within(self, seconds: float, least: int, most: int) -> int:
+        """Return the most samples of a range that take no longer; `least` where no more of them do."""
+        after = bisect.bisect_right(self.points, seconds, key=operator.itemgetter(1))
+        if after == len(self.points):
+            slope = self.seconds_per_sample
+            guess = self.points[-1][0] + (seconds - self.points[-1][1]) / slope if slope > 0 else most
+        elif after == 0:
+            guess = 0
+        else:
+            (n0, t0), (n1, t1) = self.points[after - 1], self.points[after]
+            guess = n0 + (seconds - t0) * (n1 - n0) / (t1 - t0)
+        found = int(min(max(guess, least), most))
+        # What is rounded may be one off.
+        while found < most and self(found + 1) <= seconds:
+            found += 1
+        while found > least and self(found) > seconds:
+            found -= 1
+        return found
 
 
-def pooled(timed: Sequence[Sequence[TimedSize]], kinds: Sequence[Hashable]) -> list[list[TimedSize]]:
-    """Average what alike devices took, where they differ by no more than noise.
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a BalancedDataParallel step.
+
+    A device without samples costs nothing, so that what each costs by taking part is kept apart: leaving a slow link
+    alone may be the fastest.
+
+    Attributes:
+        curves: For each device, its time on its share, alone.
+        copies_s: For each device, its parameters' broadcast and its gradients' way home: once a step, or in every
+            micro-step without `keeps`. The first device's is 0.
+        gather_s_per_sample: For each device, what each of its samples adds to a micro-step where several take part:
+            scatter, gather, the loss over gathered outputs. The first device's is 0.
+        update_s: The optimizer, once a step.
+        adds_up: The devices share one processor, so that their times add.
+        contention: Devices that work at once take so many times what the slowest takes alone: more than 1 where they
+            share a bus, a processor or a power supply; less where copies hide behind work.
+        keeps: Replicas are kept from the first micro-step of a step to its last.
+        leaves_out: A device without samples costs nothing, so that some may be better left out.
+    """
+
+    leaves_out: ClassVar[bool] = True
+
+    curves: tuple[TimeCurve, ...]
+    copies_s: tuple[float, ...]
+    gather_s_per_sample: tuple[float, ...]
+    update_s: float
+    adds_up: bool
+    contention: float = 1.0
+    keeps: bool = True
+
+    def __post_init__(self) -> None:
+        """Let devices that are alike share their curve, so that what is known of one is known of all."""
+        known: dict[TimeCurve, TimeCurve] = {}
+        object.__setattr__(self, "curves", tuple(known.setdefault(curve, curve) for curve in self.curves))
+
+    @classmethod
+    def bare(cls, curves: tuple[TimeCurve, ...], update_s: float, *, adds_up: bool) -> StepTime:
+        """Return the time of devices that have nothing to do with each other."""
+        return cls(curves, (0.0,) * len(curves), (0.0,) * len(curves), update_s, adds_up)
+
+    def micro_seconds(self, split: Sequence[int]) -> float:
+        """Return ``contention * max_i t_i(n_i) + sum_i gather_i * n_i``, without copies.
+
+        The sum of the times where they add; nothing is gathered, and nobody in the way, where device 0 works alone.
+        """
+        busy_s, gather_s, alone_s = self._amounts(split)
+        return alone_s + self.contention * busy_s + gather_s
+
+    def seconds(self, splits: Sequence[Sequence[int]]) -> float:
+        """Return the time of an optimizer step of these micro-steps."""
+        return self.counted_seconds(Counter(tuple(split) for split in splits))
+
+    def counted_seconds(self, counted: Mapping[tuple[int, ...], int]) -> float:
+        """Return the time of an optimizer step of these splits, each with how many micro-steps have it."""
+        micro_s = sum(self.micro_seconds(split) * count for split, count in counted.items())
+        return self._counted_copying_s(counted) + micro_s + self.update_s
+
+    def copying_s(self, splits: Sequence[Sequence[int]]) -> float:
+        """Return what an optimizer step spends on copying parameters and gradients."""
+        return self._counted_copying_s(Counter(tuple(split) for split in splits))
+
+    def _counted_copying_s(self, counted: Mapping[tuple[int, ...], int]) -> float:
+        if self.keeps:
+            return sum(s for i, s in enumerate(self.copies_s) if i and any(split[i] for split in counted))
+        return sum(
+            count * s
+            for split, count in counted.items()
+            for s, samples in zip(self.copies_s[1:], split[1:], strict=True)
+            if samples
+        )
+
+    def with_overhead(self, index: int, measured: Sequence[tuple[Sequence[int], float]]) -> StepTime:
+        """Fit the copies and the gather of one device to steps that it makes with the first device alone.
+
+        Args:
+            index: The device's position, not the first.
+            measured: One or two ``(split, seconds without the optimizer)`` of one micro-step, with other shares where
+                there are two.
+        """
+        bare = self.with_costs_of(index, 0.0, 0.0)
+        left = [(split[index], max(0.0, seconds - bare.micro_seconds(split))) for split, seconds in measured]
+        (n0, t0), (n1, t1) = min(left), max(left)
+        slope = max(0.0, (t1 - t0) / (n1 - n0)) if n1 > n0 else 0.0
+        return self.with_costs_of(index, max(0.0, t0 - slope * n0), slope)
+
+    def with_costs_of(self, index: int, copies_s: float, gather_s_per_sample: float) -> StepTime:
+        """Return the same with what it costs that one device takes part."""
+        return replace(
+            self,
+            copies_s=_with(self.copies_s, index, copies_s),
+            gather_s_per_sample=_with(self.gather_s_per_sample, index, gather_s_per_sample),
+        )
+
+    def with_copies(self, split: Sequence[int], seconds: float) -> StepTime:
+        """Charge what a step of one micro-step took beyond its slowest device to the copies of all others, evenly.
+
+        Args:
+            split: Samples per device.
+            seconds: Without the optimizer.
+        """
+        count = len(self.curves)
+        left_s = max(0.0, seconds - replace(self, copies_s=(0.0,) * count).micro_seconds(split))
+        return replace(self, copies_s=(0.0, *(left_s / (count - 1),) * (count - 1)))
+
+    def refitted(self, measured: Sequence[tuple[Sequence[Sequence[int]], float]]) -> StepTime:
+        """Fit copies, gather and contention, each by one factor, to whole optimizer steps: non-negative least squares.
+
+        Errors count as shares of the measured time. What few steps can't tell apart stays near what it is now.
+
+        Args:
+            measured: ``(split of each micro-step, seconds)``.
+        """
+        rows = []
+        for splits, seconds in measured:
+            counted = Counter(tuple(split) for split in splits)
+            amounts = [(count, *self._amounts(split)) for split, count in counted.items()]
+            busy_s, gather_s, alone_s = (sum(a[0] * a[part] for a in amounts) for part in (1, 2, 3))
+            known_s = alone_s + self.update_s
+            columns = (self._counted_copying_s(counted), gather_s, self.contention * busy_s)
+            if any(columns):
+                rows.append(([column / seconds for column in columns], (seconds - known_s) / seconds))
+        if not rows:
+            return self
+        copies, gather, contention = _non_negative_fit(rows, (1.0, 1.0, 1.0), PRIOR_WEIGHT)
+        return replace(
+            self,
+            copies_s=tuple(copies * seconds for seconds in self.copies_s),
+            gather_s_per_sample=tuple(gather * seconds for seconds in self.gather_s_per_sample),
+            contention=contention * self.contention,
+        )
+
+    def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
+        """Return what contention multiplies, the gathers, and the time of device 0 alone, in seconds."""
+        times = [curve(samples) for curve, samples in zip(self.curves, split, strict=True)]
+        if not any(split[1:]):
+            return 0.0, 0.0, times[0]
+        gather_s = sum(seconds * samples for seconds, samples in zip(self.gather_s_per_sample, split, strict=True))
+        return (sum(times) if self.adds_up else max(times)), gather_s, 0.0
+
+
+@dataclass(frozen=True)
+class RankStepTime(StepTime):
+    """The time of a DDP step, in the same terms.
+
+    `copies_s` is what the all-reduce adds to a step, shared out over the ranks above 0: all take part in it, whoever
+    has samples. `contention` is what ranks of one machine take from each other, and nothing is gathered. A rank
+    without samples runs one that counts for nothing.
+    """
+
+    leaves_out: ClassVar[bool] = False
+
+    def _counted_copying_s(self, _counted: Mapping[tuple[int, ...], int]) -> float:
+        return sum(self.copies_s)
+
+    def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
+        return max(curve(max(1, samples)) for curve, samples in zip(self.curves, split, strict=True)), 0.0, 0.0
+
+
+def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+PRIOR_WEIGHT = 0.03
+"""In a fit, what each parameter was before counts as so many measured steps."""
+
+
+def _non_negative_fit(
+    rows: Sequence[tuple[Sequence[float], float]], now: Sequence[float], weight: float
+) -> list[float]:
+    """Minimise ``sum (row . x - y)^2`` over x >= 0, held near `now`: coordinate descent, which is exact in the limit.
 
     Args:
-        timed: The sizes of each device.
-        kinds: Of each device; alike ones have equal kinds.
-
-    Returns:
-        The same for each device; averages are alike to the bit.
+        rows: Coefficients, and what they should add up to.
+        now: Where x is.
+        weight: Of staying there: that of so many rows.
     """
-    found = [list(sizes) for sizes in timed]
-    for kind in dict.fromkeys(kinds):
-        places = [place for place, other in enumerate(kinds) if other == kind]
-        averages = _averages([timed[place] for place in places])
-        for place in places if averages is not None else ():
-            found[place] = list(averages or ())
-    return found
+    x = list(now)
+    width = range(len(x))
+    sizes = [sum(row[j] for row, _ in rows) / len(rows) for j in width]
+    weights = [weight * size**2 for size in sizes]
+    for _ in range(200):
+        moved = 0.0
+        for j in width:
+            curvature = sum(row[j] ** 2 for row, _ in rows) + weights[j]
+            if curvature <= 0:
+                continue
+            left = sum(row[j] * (y - sum(row[i] * x[i] for i in width if i != j)) for row, y in rows)
+            value = max(0.0, (left + weights[j] * now[j]) / curvature)
+            moved = max(moved, abs(value - x[j]) * sizes[j])
+            x[j] = value
+        if moved < 1e-9:
+            break
+    return x
 
 
-def _averages(timed: Sequence[Sequence[TimedSize]]) -> list[TimedSize] | None:
-    """Return the averages of devices timed at the same sizes; None where they are not alike."""
-    if len(timed) < 2 or len({tuple(size.samples for size in sizes) for sizes in timed}) > 1:
-        return None
-    averages = []
-    for sizes in zip(*timed, strict=True):
-        mean_s = statistics.fmean(size.seconds for size in sizes)
-        if any(abs(size.seconds - mean_s) > MOST_ERRORS_APART * size.error_s for size in sizes):
-            return None
-        error_s = math.sqrt(sum(size.error_s**2 for size in sizes)) / len(sizes)
-        averages.append(TimedSize(sizes[0].samples, mean_s, error_s))
-    return averages
+@dataclass(frozen=True)
+class Residual:
+    """A measured optimizer step beside what the fit says of it.
+
+    Attributes:
+        split: Samples per device in a full forward.
+        accumulation_steps: Forwards of the step.
+        measured_s: What it took.
+        predicted_s: What the fit says that it takes.
+    """
+
+    split: tuple[int, ...]
+    accumulation_steps: int
+    measured_s: float
+    predicted_s: float
 
 
-def curve_of(timed: Sequence[TimedSize]) -> TimeCurve:
-    """Make a curve; each size that has an error is averaged with the line through all, by inverse variances.
+@dataclass(frozen=True)
+class Fit:
+    """The cost of a step as it was fitted: what a plan is solved from, and can be solved from again.
 
-    The line's own variance is what the sizes lie beside it beyond their errors, so that a curve which is none stays.
+    Attributes:
+        step_time: The time of a BalancedDataParallel step; its curves are DDP's, too.
+        all_reduce_s: DDP's all-reduce of the gradients alone.
+        residuals: Every trial that ran, in order, beside the fit that was made of all of them.
+    """
+
+    step_time: StepTime
+    all_reduce_s: float = 0.0
+    residuals: tuple[Residual, ...] = ()
+
+
+def overlapped_seconds(
+    compute_s: Sequence[float], all_reduce_s: float, update_s: float, last_backward_s: float
+) -> float:
+    """Return the time of a DDP step: the slowest rank, what its backward does not hide of the all-reduce, the update.
+
+    DDP reduces a bucket as soon as its gradients are there, so all but the first bucket's wait lies behind the
+    backward (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
 
     Args:
-        timed: At least one size.
+        compute_s: For each rank, the time of all its micro-steps.
+        all_reduce_s: The all-reduce alone.
+        update_s: The optimizer.
+        last_backward_s: The backward of the last micro-step, behind which the all-reduce hides.
     """
-    return TimeCurve.of([(size.samples, size.seconds) for size in _steadied(timed)])
-
-
-def _steadied(timed: Sequence[TimedSize]) -> Sequence[TimedSize]:
-    if len(timed) < 3 or not any(size.error_s for size in timed):
-        return timed
-    line = _line(timed)
-    if line is None:
-        return timed
-    fixed_s, sample_s = line
-    misses = [(fixed_s + sample_s * size.samples) / size.seconds - 1 for size in timed]
-    noise = statistics.fmean((size.error_s / size.seconds) ** 2 for size in timed)
-    variance = max(LEAST_LINE_ERROR**2, sum(miss**2 for miss in misses) / (len(timed) - 2) - noise)
-    return [
-        replace(size, seconds=_average(size, fixed_s + sample_s * size.samples, variance)) if size.error_s else size
-        for size in timed
-    ]
-
-
-def _average(size: TimedSize, on_line_s: float, variance: float) -> float:
-    own, other = (size.seconds / size.error_s) ** 2, 1 / variance
-    return (own * size.seconds + other * on_line_s) / (own + other)
-
-
-def _line(timed: Sequence[TimedSize]) -> tuple[float, float] | None:
-    """Return fixed seconds and seconds per sample by least squares of relative errors; None where it falls."""
-    # Of ``fixed / t + per_sample * n / t = 1``, a row for each size.
-    rows = [(1 / size.seconds, size.samples / size.seconds) for size in timed]
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(row[i] for row in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    if determinant <= 0:
-        return None
-    fixed_s, sample_s = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-    return None if sample_s < 0 else (fixed_s, sample_s)
+    return max(compute_s) + max(0.0, all_reduce_s - last_backward_s) + update_s

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autosplit.solve.memory import Ceiling, Fit, MemoryFit, Region, StepTime, TimeCurve, overlapped_seconds
+from autosplit.solve.memory import Ceiling, MemoryFit, Region
 from autosplit.solve.search_space import Space
 from autosplit.solve.solver import BACKWARD_SHARE, RankSolver, Solver, geometric
 from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes, proportional_split
+from autosplit.solve.step_time import Fit, StepTime, TimeCurve, overlapped_seconds
 
 __all__ = ["MOST_WORK", "NO_LIMIT_BYTES", "Found", "Overhead", "Problem"]
 

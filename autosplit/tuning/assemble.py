@@ -10,9 +10,10 @@ from autosplit.measure.check_result import Check
 from autosplit.measure.request import Request
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan, PlanDevice, RankSettings
-from autosplit.solve.memory import Ceiling, Fit, MemoryParts, Region, Residual, StepTime, TimeCurve
+from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.search_space import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
 from autosplit.solve.solver import RankSolver, Solver
+from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 from autosplit.workload.workload import Workload
 
 __all__ = [
@@ -40,8 +41,8 @@ class Subject:
     Attributes:
         request: What was asked for.
         workload: What is trained.
-        machine: The kind of machine, by `profiles.machine_of`.
-        described: The workload, by `profiles.workload_of`.
+        machine: The kind of machine, by `key.machine_of`.
+        described: The workload, by `key.workload_of`.
         asked: What of the request is part of the profile's key, with its name.
     """
 

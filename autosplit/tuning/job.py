@@ -22,7 +22,7 @@ from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
 from autosplit.measure.request import Request
-from autosplit.profiles.store import machine_of
+from autosplit.profiles.key import machine_of
 from autosplit.tuning.peers import Interrupts, Peers, has_waited
 from autosplit.workload.fingerprint import digest_of
 
@@ -43,7 +43,7 @@ class Job:
         peers: All of them.
         own: What was asked for, with this rank's device alone.
         whole: The same, with every rank's device, in their order.
-        machine: Of the whole job, as `profiles.machine_of` describes one; with ``ranks_per_machine`` where there are
+        machine: Of the whole job, as `key.machine_of` describes one; with ``ranks_per_machine`` where there are
             several.
         backend: Of the group in which gradients meet.
     """

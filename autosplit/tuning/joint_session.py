@@ -26,7 +26,7 @@ from autosplit.runtime.accelerator import twinned
 from autosplit.runtime.prepare import Followed, runtime_for
 from autosplit.runtime.protocol import Measurement
 from autosplit.runtime.tracked_step import bucket_bytes
-from autosplit.solve.memory import Ceiling, Fit, MemoryFit, RankStepTime, Region, StepTime, TimeCurve
+from autosplit.solve.memory import Ceiling, MemoryFit, Region
 from autosplit.solve.optuna_search import CeilingStore, search
 from autosplit.solve.proposals import Proposer, steadied
 from autosplit.solve.search_space import (
@@ -39,7 +39,8 @@ from autosplit.solve.search_space import (
 )
 from autosplit.solve.solver import BACKWARD_SHARE, Solver
 from autosplit.solve.split import even_split
-from autosplit.solve.step_time import TimedSize, curve_of, pooled
+from autosplit.solve.step_time import Fit, RankStepTime, StepTime, TimeCurve
+from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
 from autosplit.tuning.assemble import Subject, assembled, measured_ranks, rank_answer, residuals_of, why_no_ranks
 from autosplit.tuning.job import Job
 from autosplit.tuning.peers import Failure

@@ -12,7 +12,9 @@ from autosplit.measure.request import Request
 from autosplit.plan.plan import Plan
 from autosplit.profiles import store as profiles
 from autosplit.profiles.differences import nearest_told
+from autosplit.profiles.key import key_of
 from autosplit.profiles.tuning_lock import Turn, wait_limit_s
+from autosplit.profiles.validity import differing_facts, memory_shortfall
 
 __all__ = ["NOT_REMEMBERED", "Recalled", "Wanted"]
 
@@ -69,8 +71,8 @@ class Wanted:
 
     Attributes:
         request: What was asked for.
-        machine: By `profiles.machine_of`.
-        described: By `profiles.workload_of`.
+        machine: By `key.machine_of`.
+        described: By `key.workload_of`.
         facts: By `Request.facts`.
         measured: A plan whose DDP answer is predicted does not do.
     """
@@ -84,7 +86,7 @@ class Wanted:
     @property
     def key(self) -> str:
         """The profile's key."""
-        return profiles.key_of(self.machine, self.described, self.facts, self.request.name)
+        return key_of(self.machine, self.described, self.facts, self.request.name)
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -107,8 +109,8 @@ class Wanted:
             found.plan,
             found.path,
             found.notes,
-            profiles.memory_shortfall(found.plan, request.devices, request.capacities_bytes),
-            profiles.differing_facts(found.plan, request.devices),
+            memory_shortfall(found.plan, request.devices, request.capacities_bytes),
+            differing_facts(found.plan, request.devices),
         )
 
     def turn(self, tell: Callable[[str], None]) -> Turn:

@@ -21,7 +21,7 @@ from autosplit.runtime.prepare import Followed, runtime_for
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracked_step import bucket_bytes
-from autosplit.solve.memory import Ceiling, Fit, MemoryFit, MemoryParts, Region, Role, StepTime, TimeCurve
+from autosplit.solve.memory import Ceiling, MemoryFit, MemoryParts, Region, Role
 from autosplit.solve.optuna_search import CeilingStore, search
 from autosplit.solve.proposals import PATIENCE, Proposer, error_of, steadied
 from autosplit.solve.search_space import (
@@ -35,7 +35,8 @@ from autosplit.solve.search_space import (
 )
 from autosplit.solve.solver import WITHIN_REACH, Solver
 from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes, proportional_split
-from autosplit.solve.step_time import TimedSize, curve_of, pooled
+from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
 from autosplit.tuning.assemble import (
     DDP_NOTE,
     Answer,

@@ -17,7 +17,7 @@ from autosplit.errors import AutosplitError, from_user_code, one_line
 from autosplit.measure.request import Request, checked_request
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
-from autosplit.profiles import store as profiles
+from autosplit.profiles.key import machine_of, workload_of
 from autosplit.profiles.resolve import solved_again
 from autosplit.profiles.tuning_lock import Turn, WaitingWarning
 from autosplit.rng import kept_rng
@@ -324,7 +324,7 @@ def _tune_source(asked: _Asked, source: Source) -> Plan:
 def _tuned(asked: _Asked, source: Source) -> Plan:
     with kept_rng(), ExitStack() as closing:
         built = build(source, asked.request.devices)
-        machine, described = profiles.machine_of(asked.request.devices), profiles.workload_of(built.workload)
+        machine, described = machine_of(asked.request.devices), workload_of(built.workload)
         wanted = Wanted(asked.request, machine, described, asked.request.facts(asked.reserve))
         turn = closing.enter_context(wanted.turn(_waiting_told(asked)))
         found, waited = _recalled(wanted, turn, lambda run: run())
@@ -361,7 +361,7 @@ def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
     whole = replace(job.whole, deadline_s=asked.request.deadline_s)
     with kept_rng(), ExitStack() as closing:
         built = job.peers.each_run(lambda: build(source, own.devices))
-        described = job.agreed("the workload", profiles.workload_of(built.workload))
+        described = job.agreed("the workload", workload_of(built.workload))
         wanted = Wanted(whole, job.machine, described, whole.facts(asked.reserve), measured=True)
         first = job.place.rank == 0
         turn = closing.enter_context(wanted.turn(_waiting_told(asked))) if first else None

@@ -1,0 +1,151 @@
+"""Describe a machine, a workload and a request, and hash them: the key that a plan is remembered by."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+from autosplit.accelerators import backend, is_accelerator
+from autosplit.plan.record import SCHEMA_VERSION
+from autosplit.workload.fingerprint import Describer, digest_of, qualified_name, tensors_in, text_of
+
+if TYPE_CHECKING:
+    from autosplit.devices.device import Device
+    from autosplit.workload.workload import Workload
+
+__all__ = ["MOST_DEVICES", "key_of", "machine_of", "workload_of"]
+
+
+MOST_DEVICES = 2**16
+"""Of a plan; a file that says more is not believed."""
+
+_GIB = 2**30
+
+
+def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
+    """Describe the kind of machine that a plan holds for: the same for a machine and its twins, at any time.
+
+    Memory that others use at the moment, UUIDs and drivers are not in it: they are compared when a plan is found.
+
+    Args:
+        devices: What is tuned for, in order.
+
+    Returns:
+        Plain JSON values: ``devices`` (runs of equal ones, with ``count``), ``torch``, ``cuda``, ``autosplit``.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    kinds = [_kind_of(device) for device in devices]
+    runs = [{**kind, "count": len(list(group))} for kind, group in itertools.groupby(kinds)]
+    try:
+        own = version("autosplit")
+    except PackageNotFoundError:  # run from a checkout
+        own = "not installed"
+    return {"devices": runs, "torch": str(torch.__version__), "cuda": torch.version.cuda, "autosplit": own}
+
+
+def _kind_of(device: Device) -> dict[str, Any]:
+    kind: dict[str, Any] = {"kind": device.kind, "name": device.name}
+    if is_accelerator(device.kind):
+        # Drivers differ by some MiB in what they say, so whole GiB.
+        return {**kind, "memory_gib": round((_total_bytes(device) or device.capacity_bytes) / _GIB)}
+    if device.budgeted:
+        kind["capacity_bytes"] = device.capacity_bytes
+    if device.kind == "cpu":
+        kind |= {"processors": os.cpu_count(), "architecture": platform.machine()}
+    if device.spec is not None:
+        kind["card"] = digest_of(astuple(device.spec))
+    return kind
+
+
+def _total_bytes(device: Device) -> int | None:
+    """Return all the memory of a GPU; None where torch does not tell."""
+    try:
+        return int(backend(device.kind).get_device_properties(device.index).total_memory)
+    except (RuntimeError, AssertionError):  # torch asserts that it was built for CUDA, and that the index exists
+        return None
+
+
+def workload_of(workload: Workload) -> dict[str, Any]:
+    """Describe a workload for its plan: what it is called and how large it is, and digests of what it is made of.
+
+    A function that makes the model is not called: its code and what that refers to count.
+
+    Args:
+        workload: It is read, and neither run nor changed.
+
+    Returns:
+        Plain JSON values, equal for equal workloads in every process.
+    """
+    models: Any = workload.model
+    parts = [models] if callable(models) else list(models.values() if isinstance(models, Mapping) else models)
+    modules = [part for part in parts if hasattr(part, "named_modules") and not isinstance(part, type)]
+    described = {
+        "model": ", ".join(qualified_name(_kind(part) if part in modules else part) for part in parts),
+        "parameters": _count(modules) if modules else None,
+        "model_tree": digest_of([Describer().tree(module) for module in modules]),
+        "model_tensors": digest_of([tensors_in(module) for module in modules]),
+        "model_text": digest_of([text_of(module) for module in modules]),
+        "model_factory": None if modules else digest_of(Describer().of(models)),
+        "sample_batch": digest_of(Describer().of(workload.sample_batch)),
+        "sample_batch_size": workload.sample_batch_size,
+        "optimizer": digest_of(_optimizer(workload.optimizer)),
+    }
+    for name in ("loss_fn", "compute_loss", "step", "make_batch"):
+        value = getattr(workload, name)
+        described[name] = None if value is None else digest_of(Describer().of(value))
+    plain = ("precision", "loss_reduction", "loss_scope", "batch_dim")
+    return {**described, **{name: getattr(workload, name) for name in plain}}
+
+
+def _kind(module: Any) -> type:
+    """Return the class that a model goes by: that of the user's own, where one of ours is around it."""
+    return type(getattr(module, "named_by", module))
+
+
+def _count(modules: Sequence[Any]) -> int | None:
+    """Return the number of parameters; None where some have no shape yet."""
+    try:
+        return sum(int(parameter.numel()) for module in modules for parameter in module.parameters())
+    except (RuntimeError, ValueError):  # torch's lazy parameters
+        return None
+
+
+def _optimizer(optimizer: Any) -> Any:
+    """Describe an optimizer; a live one by its options, less the learning rate, which schedulers move at no cost."""
+    if isinstance(optimizer, (tuple, list)):
+        return [_optimizer(one) for one in optimizer]
+    if isinstance(optimizer, Mapping):
+        return {str(name): _optimizer(one) for name, one in optimizer.items()}
+    groups = None if isinstance(optimizer, type) else getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return Describer().of(optimizer)
+    rates = {"lr", "initial_lr", "params", "param_names"}
+    options = [{name: value for name, value in group.items() if name not in rates} for group in groups]
+    sizes = [[str(tuple(parameter.shape)) for parameter in group["params"]] for group in groups]
+    return [Describer().of(type(optimizer)), Describer().of(options), sizes]
+
+
+def key_of(
+    machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any], name: str | None
+) -> str:
+    """Return the key of a plan.
+
+    Args:
+        machine: By `machine_of`.
+        workload: By `workload_of`.
+        request: What was asked for, as plain JSON values.
+        name: Keeps plans apart that are equal in all that.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    return digest_of(
+        {"schema": SCHEMA_VERSION, "machine": machine, "workload": workload, "request": request, "name": name}
+    )

@@ -1,0 +1,119 @@
+"""Tell whether a remembered plan holds here: its devices, the memory that is free, the facts that may differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autosplit.accelerators import is_accelerator
+from autosplit.errors import shown
+from autosplit.plan.plan import Plan
+from autosplit.profiles.key import MOST_DEVICES, machine_of
+from autosplit.profiles.store import profiles
+from autosplit.text import size_text
+
+if TYPE_CHECKING:
+    from autosplit.devices.device import Device
+
+__all__ = ["SLACK", "differing_facts", "memory_shortfall", "usable_here"]
+
+
+def usable_here() -> tuple[tuple[Path, Plan], ...]:
+    """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""
+    from autosplit.devices.spec import parse_devices
+
+    gpus = [device for device in parse_devices("auto", ask_memory=False) if is_accelerator(device.kind)]
+    return tuple((path, plan) for path, plan in profiles() if plan is not None and _is_usable(plan, gpus))
+
+
+def _is_usable(plan: Plan, gpus: Sequence[Device]) -> bool:
+    if plan.simulated or not plan.complete or not isinstance(plan.machine.get("devices"), list):
+        return False
+    from autosplit.devices.spec import parse_devices
+
+    here = machine_of((*gpus, *parse_devices("cpu")))
+    if any(plan.machine.get(name) != here[name] for name in ("torch", "cuda", "autosplit")):
+        return False
+    present: Counter[tuple[str, ...]] = Counter()
+    for run in here["devices"]:
+        present[_model_of(run)] += run["count"]
+    return any(all(present[model] >= count for model, count in one.items()) for one in _wanted(plan.machine))
+
+
+def _wanted(machine: Mapping[str, Any]) -> list[Counter[tuple[str, ...]]]:
+    """Return what each machine of a plan's job has to have; none where the description is none."""
+    if not all(isinstance(run, dict) and isinstance(run.get("count"), int) for run in machine["devices"]):
+        return []
+    devices = [run for run in machine["devices"] for _ in range(min(run["count"], MOST_DEVICES))]
+    counts = machine.get("ranks_per_machine", [len(devices)])
+    if not isinstance(counts, list) or not all(
+        isinstance(count, int) and 0 < count <= MOST_DEVICES for count in counts
+    ):
+        return []
+    wanted, rest = [], iter(devices)
+    for count in counts[:MOST_DEVICES]:
+        here: Counter[tuple[str, ...]] = Counter()
+        for run in itertools.islice(rest, count):
+            # Of a processor there are as many devices as a spec says.
+            here[_model_of(run)] = 1 if run.get("kind") == "cpu" else here[_model_of(run)] + 1
+        wanted.append(here)
+    return [one for one in wanted if one]
+
+
+def _model_of(run: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what has to be here for a run of devices: a budget is the user's to give to any processor."""
+    return tuple(str(run.get(name)) for name in ("kind", "name", "memory_gib", "processors", "architecture"))
+
+
+SLACK = 0.01
+"""Of a plan's peak on a card: with so much less (a display, another's context), it still runs.
+
+It is out of the reserve, by default five times that; a plan at its bound was solved again at any MiB less.
+"""
+
+
+def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> str | None:
+    """Compare the memory that is free now with the plan's peaks.
+
+    Args:
+        plan: One that was found.
+        devices: The devices that are here, in the plan's order.
+        capacities_bytes: What each may hold now, the reserve taken off.
+
+    Returns:
+        A sentence that names the devices that are short; None where the plan fits.
+    """
+    assert len(plan.devices) == len(devices) == len(capacities_bytes), (plan.devices, devices, capacities_bytes)
+    short = [
+        f"{device.label} may hold {size_text(capacity)}, its share of {planned.share} needs "
+        f"{size_text(planned.peak_bytes)}"
+        for planned, device, capacity in zip(plan.devices, devices, capacities_bytes, strict=True)
+        if (1 - SLACK * is_accelerator(device.kind)) * planned.peak_bytes > capacity
+    ]
+    return f"the remembered plan does not fit now ({'; '.join(short)})" if short else None
+
+
+def differing_facts(plan: Plan, devices: Sequence[Device]) -> tuple[str, ...]:
+    """Compare the GPUs that are here with those that the plan was made on.
+
+    Args:
+        plan: One that was found.
+        devices: The devices that are here, in the plan's order.
+
+    Returns:
+        A clause for each difference, without what names a card; none where the machine is the very one.
+    """
+    assert len(plan.devices) == len(devices), (plan.devices, devices)
+    pairs = list(zip(plan.devices, devices, strict=True))
+    others = [device.label for planned, device in pairs if planned.uuid != device.uuid]
+    said = [f"tuned on other cards of this kind ({', '.join(others)})"] if others else []
+    drivers = {(planned.driver, device.driver) for planned, device in pairs if planned.driver != device.driver}
+    said += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
+    return tuple(said)
+
+
+def _driver_text(driver: str | None) -> str:
+    return "unknown" if driver is None else driver if driver.isprintable() and len(driver) <= 40 else shown(driver)
