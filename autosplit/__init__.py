@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from autosplit.devices.spec import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
     from autosplit.integrations.executable_batch_size import find_executable_batch_size as find_executable_batch_size
+    from autosplit.measure.find_ceiling import find_ceiling as find_ceiling
     from autosplit.measure.gradient_check import check as check
-    from autosplit.measure.prober import find_ceiling as find_ceiling
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.parallel.balanced import data_parallel as data_parallel
@@ -34,7 +34,7 @@ _HOMES = {
     "check": "measure.gradient_check",
     "compare": "tuning.compare",
     "data_parallel": "parallel.balanced",
-    "find_ceiling": "measure.prober",
+    "find_ceiling": "measure.find_ceiling",
     "find_executable_batch_size": "integrations.executable_batch_size",
     "list_devices": "devices.spec",
     "matching_state_dict": "parallel.state_dict",

@@ -39,7 +39,7 @@ from autosplit.devices.catalog import find_card
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError
-from autosplit.measure.prober import find_ceiling
+from autosplit.measure.find_ceiling import find_ceiling
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.cpu import CpuRuntime

@@ -22,7 +22,7 @@ from autosplit.cli.main import app, main
 from autosplit.devices.device import Device
 from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import AutosplitError
-from autosplit.measure import prober as probe
+from autosplit.measure import find_ceiling as probe
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
 from autosplit.profiles.store import store

@@ -17,7 +17,7 @@ from workloads import small
 from autosplit.accelerators import accelerator_kind
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, InputError, UserCodeError
-from autosplit.measure.prober import find_ceiling
+from autosplit.measure.find_ceiling import find_ceiling
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime import subprocess_runtime as isolated
 from autosplit.runtime.child_process import ChildLostError, LostCauseError

@@ -37,7 +37,7 @@ from workloads import net, net_batch
 from autosplit.devices.transfer import active_placement
 from autosplit.errors import UserCodeError
 from autosplit.measure import prober as probe
-from autosplit.measure.prober import find_ceiling
+from autosplit.measure.find_ceiling import find_ceiling
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.accumulation import current_accumulation
 from autosplit.plan.plan import Plan

@@ -13,7 +13,8 @@ from workloads import ALL, branching, cnn, mlp, net, small
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError
 from autosplit.measure import prober as probe
-from autosplit.measure.prober import Prober, find_ceiling
+from autosplit.measure.find_ceiling import find_ceiling
+from autosplit.measure.prober import Prober
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import StepShape

@@ -12,31 +12,18 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
 
 import torch
 
 from autosplit.accelerators import is_accelerator
-from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
-from autosplit.devices.spec import list_devices
-from autosplit.errors import (
-    AutosplitError,
-    DeviceError,
-    InputError,
-    UserCodeError,
-    WorkloadError,
-    from_user_code,
-    one_line,
-)
-from autosplit.measure.request import Request, checked_request
+from autosplit.errors import AutosplitError, UserCodeError, WorkloadError, from_user_code, one_line
+from autosplit.measure.observations import SLOPE_TOLERANCE, Observations, alike_slopes, step_kind, traced_near
 from autosplit.measure.wall_search import WallSearch
 from autosplit.oom import DoesNotFitError, OutOfMemoryError, is_kernel_limit
-from autosplit.rng import kept_rng
 from autosplit.runtime.affine_traces import AffineTraces
-from autosplit.runtime.prepare import Source, build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.runtime.protocol import Measurement, Runtime, SeesMemory, StepMemory, StepShape
 from autosplit.runtime.simulated import traced_parts, traced_peaks
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime, StepLostError
@@ -50,12 +37,10 @@ from autosplit.solve.timed_sizes import TimedSize
 from autosplit.text import ms_text, size_text
 from autosplit.workload.workload import optimizers_of
 
-__all__ = ["Prober", "does_not_fit", "find_ceiling"]
+__all__ = ["Prober", "does_not_fit"]
+
 
 _log = logging.getLogger(__name__)
-
-SLOPE_TOLERANCE = 0.01
-"""A traced slope that is off the real one by more is not trusted."""
 
 STRAIGHT_ENOUGH = 0.1
 """A line of so much the same slope may be followed beyond what was traced: real steps correct it."""
@@ -68,9 +53,6 @@ MAX_CONFIRMATIONS = 8
 
 MOST_TRACED = 5
 """Sizes, where a trace is a real step."""
-
-_UNBOUNDED_BYTES = 2**62
-"""More than any device has."""
 
 KNEE_GAIN = 0.03
 """On a plain CPU no larger batch is tried once two doublings in a row gained less throughput."""
@@ -180,7 +162,7 @@ class Prober:
         capacity_bytes = self.runtime.capacities_bytes[index]
         before = Counts(self.counts.steps, self.counts.ooms)
         least = self.least_batch()
-        seen = _Seen()
+        seen = Observations()
 
         def traced(n: int) -> float:
             n = max(n, least)  # fewer can't be run to see
@@ -264,13 +246,13 @@ class Prober:
             start=min(max(begin, least), max(least, self.max_batch_size)),
             known=self._alike(index, role, shape_of) or 0,
         )
-        seen = _Seen()
+        seen = Observations()
         n = search.next() if self.max_batch_size >= least else None
         while n is not None:
             self._run_for(search, index, shape_of, n, seen)
             n = None if self.out_of_time and search.found else self._following(search, capacity_bytes)
         found = search.found
-        self._equals[_kind_of(self.runtime, index, role, shape_of)] = index, found
+        self._equals[step_kind(self.runtime, index, role, shape_of)] = index, found
         limit: Limit = seen.limit or ("max_batch_size" if found >= self.max_batch_size else "memory")
         if limit == "memory" and self.out_of_time and found + 1 not in seen.failed:
             limit = "time"
@@ -302,7 +284,7 @@ class Prober:
         return n
 
     def _run_for(
-        self, search: WallSearch, index: int, shape_of: Callable[[int], StepShape], n: int, seen: _Seen
+        self, search: WallSearch, index: int, shape_of: Callable[[int], StepShape], n: int, seen: Observations
     ) -> None:
         """Run a size, and tell the search what came of it."""
         if self._ran(index, shape_of, n, seen):
@@ -351,7 +333,7 @@ class Prober:
         shape_of: Callable[[int], StepShape],
         start: int,
         predicted: Callable[[int], float],
-        seen: _Seen,
+        seen: Observations,
     ) -> float:
         """Run two small steps before anything but one of them is traced, where a step costs less than a trace.
 
@@ -363,7 +345,7 @@ class Prober:
         """
         device, least = self.runtime.devices[index], self.least_batch()
         counts_bytes = device.kind == "cpu" and device.budgeted and self.tracer.fake and not self.runtime.simulated
-        alike = _kind_of(self.runtime, index, role, shape_of)
+        alike = step_kind(self.runtime, index, role, shape_of)
         other, slope = self._slopes.get(alike, (index, 0.0))
         if other != index:
             return slope
@@ -849,7 +831,7 @@ class Prober:
         elif below:
             others = [slope_from(n, below[-1]) for n in below[-2:-1]]
             others += [slope_from(batch_size, n) for n in known if batch_size < n <= batch_size + max(1, margin)]
-            if any(_alike_slopes(slope_from(below[-1]), other) for other in others):
+            if any(alike_slopes(slope_from(below[-1]), other) for other in others):
                 half = below[-1]
         slope = slope_from(half)
         return int(bytes_at(batch_size) - slope * batch_size), int(slope)
@@ -861,7 +843,7 @@ class Prober:
         shape_of: Callable[[int], StepShape],
         predicted: Callable[[int], float],
         guess: int,
-        seen: _Seen,
+        seen: Observations,
     ) -> int:
         """Run the predicted ceiling for real; step up while there is room, shrink by the refitted model if not.
 
@@ -898,12 +880,12 @@ class Prober:
             _log.info("%s as %s: next %d (%s)", self.runtime.devices[index].label, role, following, between)
             n = following
         found = low if low in seen.ran else 0
-        self._equals[_kind_of(self.runtime, index, role, shape_of)] = index, found
+        self._equals[step_kind(self.runtime, index, role, shape_of)] = index, found
         return found
 
     def _alike(self, index: int, role: Role, shape_of: Callable[[int], StepShape]) -> int | None:
         """Return the ceiling of an equal device in the same role, found before: same card, and as much memory."""
-        other, found = self._equals.get(_kind_of(self.runtime, index, role, shape_of), (index, 0))
+        other, found = self._equals.get(step_kind(self.runtime, index, role, shape_of), (index, 0))
         return found if other != index and found else None
 
     @property
@@ -916,7 +898,7 @@ class Prober:
         index: int,
         shape_of: Callable[[int], StepShape],
         guess: int,
-        seen: _Seen,
+        seen: Observations,
     ) -> None:
         """Hold the traced line against two small real steps; what they show corrects it.
 
@@ -927,14 +909,20 @@ class Prober:
             return
         if not self.tracer.fake and self.runtime.devices[index].kind == "cpu":
             return  # its traces were such steps
-        first = _traced_near(seen, small, most=max(2 * small, guess // 3))
-        second = _traced_near(seen, 2 * first, most=max(4 * small, 2 * guess // 3), least=first + 1)
+        first = traced_near(seen, small, most=max(2 * small, guess // 3))
+        second = traced_near(seen, 2 * first, most=max(4 * small, 2 * guess // 3), least=first + 1)
         for n in (first, second):
             if n < guess and not self._ran(index, shape_of, n, seen):
                 return
 
     def _next_size(
-        self, predicted: Callable[[int], float], seen: _Seen, capacity_bytes: int, low: int, high: int, start: int
+        self,
+        predicted: Callable[[int], float],
+        seen: Observations,
+        capacity_bytes: int,
+        low: int,
+        high: int,
+        start: int,
     ) -> int:
         """Return the largest size, between what ran and what did not, that fits by the corrected trace."""
         if high - low <= 1:
@@ -956,7 +944,7 @@ class Prober:
         index: int,
         shape_of: Callable[[int], StepShape],
         n: int,
-        seen: _Seen,
+        seen: Observations,
     ) -> bool:
         """Run a step for its memory, and keep what it shows."""
         shape = shape_of(n)
@@ -1015,203 +1003,6 @@ def _naming(shape: StepShape) -> Iterator[None]:
         cut = f", cut {tuple(shares)}" if len(shares) > 1 else ""
         what = f"the workload, with a batch of {samples}{cut} (max_batch_size bounds what is run),"
         raise from_user_code(error, what) from error
-
-
-@dataclass
-class _Seen:
-    """What was seen of one device in one role.
-
-    Attributes:
-        traced: Bytes by samples, of traces.
-        on_line: Bytes by samples that need no trace: they lie on a straight line between traces and real steps.
-        ran: Bytes by samples, of real steps.
-        failed: Sizes that ran out of memory, each with what it would at least have needed.
-        limit: Set where something else than memory ended the search.
-        lost: The process of a step died of it, which says nothing of bytes.
-    """
-
-    traced: dict[int, int] = field(default_factory=dict)
-    on_line: dict[int, int] = field(default_factory=dict)
-    ran: dict[int, int] = field(default_factory=dict)
-    failed: dict[int, int] = field(default_factory=dict)
-    limit: Limit | None = None
-    lost: bool = False
-
-    def points(self) -> tuple[tuple[int, int, bool], ...]:
-        """Return all sizes that were looked at, in order."""
-        known = {**{n: (n, nbytes, False) for n, nbytes in self.traced.items()}}
-        known.update({n: (n, nbytes, True) for n, nbytes in self.ran.items()})
-        return tuple(known[n] for n in sorted(known))
-
-    def ends_at(self, n: int) -> bool:
-        """Tell whether one sample more was looked at."""
-        return any(n + 1 in sizes for sizes in (self.traced, self.on_line, self.failed))
-
-    @property
-    def exact_size(self) -> int:
-        """The largest real step that held to the byte what its trace says; 0 where there is none.
-
-        A trace that knows this one knows others.
-        """
-        return max((n for n, nbytes in self.ran.items() if self.traced.get(n) == nbytes), default=0)
-
-    def known(self) -> dict[int, int]:
-        """Return bytes by samples that need no further trace."""
-        return {**(self.ran if self.exact_size else {}), **self.on_line, **self.traced}
-
-    def draw_line(self, start: int, found: int, real_slope: float) -> None:
-        """Keep what lies on the line from the first trace to the last, and next after it, if real steps have its slope.
-
-        Args:
-            start: The first trace.
-            found: What fits; it, or one sample more, was the last that was traced.
-            real_slope: Bytes per sample of real steps.
-        """
-        end = next((n for n in (found + 1, found) if n in self.traced), start)
-        if end <= start or start not in self.traced:
-            return
-        slope = (self.traced[end] - self.traced[start]) / (end - start)
-        if not _alike_slopes(slope, real_slope):
-            return
-        for n in {*self.ran, found, found + 1} - set(self.traced):
-            self.on_line[n] = int(self.traced[start] + slope * (n - start))
-
-    def slope_near(self, n: int) -> float:
-        """Return the bytes that a sample adds, by the two traced sizes nearest to one; 0 where there are not two."""
-        nearest = sorted(self.traced, key=lambda size: abs(size - n))[:2]
-        if len(nearest) < 2:
-            return 0.0
-        n0, n1 = sorted(nearest)
-        return max(0.0, (self.traced[n1] - self.traced[n0]) / (n1 - n0))
-
-    def residual(self, n: int, predicted: Callable[[int], float]) -> float:
-        """Return what real steps hold beyond their traces, at a size that was not run.
-
-        It is that of the nearest real step, and, where two of them show that it grows (the slope of the trace is off
-        by more than `SLOPE_TOLERANCE`), the line through the two nearest. A size that failed needs more than there is.
-        """
-        # Beside a small step of which the trace is exact, another one tells nothing that would be worth its trace.
-        sizes = [n for n in self.ran if n in self.traced or n in self.on_line or n > 2 * self.exact_size]
-        known = {size: self.ran[size] - predicted(size) for size in sizes}
-        for size, nbytes in self.failed.items():
-            known[size] = max(0.0, nbytes - predicted(size), max(known.values(), default=0.0))
-        if not known:
-            return 0.0
-        nearest = sorted(known, key=lambda size: abs(size - n))[:2]
-        if len(nearest) == 1:
-            return known[nearest[0]]
-        n0, n1 = sorted(nearest)
-        slope = (known[n1] - known[n0]) / (n1 - n0)
-        traced_slope = (predicted(n1) - predicted(n0)) / (n1 - n0)
-        if abs(slope) <= SLOPE_TOLERANCE * abs(traced_slope):
-            return known[nearest[0]]
-        return known[n0] + slope * (n - n0)
-
-
-def _traced_near(seen: _Seen, wanted: int, *, most: int, least: int = 1) -> int:
-    """Return the traced size nearest to one that is wanted; that one, where there is none between the bounds."""
-    near = [n for n in seen.traced if max(least, wanted / 2) <= n <= most]
-    return min(near, key=lambda n: abs(n - wanted), default=wanted)
-
-
-def _alike_slopes(slope: float, other: float) -> bool:
-    return abs(slope - other) <= SLOPE_TOLERANCE * abs(other)
-
-
-def _kind_of(
-    runtime: Runtime, index: int, role: Role, shape_of: Callable[[int], StepShape]
-) -> tuple[str, int, Role, int]:
-    """Tell equal devices in equal steps: the same card with as much memory, in a step of as many micro-steps."""
-    return runtime.devices[index].name, runtime.capacities_bytes[index], role, len(shape_of(2).splits)
-
-
-def find_ceiling(
-    workload: Any,
-    device: Any,
-    *,
-    role: Role = "rank",
-    max_batch_size: int | None = None,
-    exact: bool = False,
-    reserve: str | float | None = None,
-    time_limit_s: float | None = None,
-    isolate: bool = False,
-) -> Ceiling:
-    """Find the largest number of samples that a device runs in one training step.
-
-    It is predicted from traces, checked with two small real steps and confirmed by running that very size; for
-    simulated cards the trace is the answer. The workload is left as it was.
-
-    Args:
-        workload: A `Workload`, or a function that returns one.
-        device: One device: ``"cuda:0"``, ``"cpu:2GiB"``, ``"sim:RTX3090"``.
-        role: ``"rank"``, a DDP process; ``"primary"``, device 0 of BalancedDataParallel with a batch of its own;
-            ``"replica"``, another device of it; ``"eval"``, a forward without gradients.
-        max_batch_size: Look no further.
-        exact: Also run one sample more, which must run out of memory.
-        reserve: Kept free: bytes, or a share. Default: 5 % on GPUs.
-        time_limit_s: No further step confirms after this long.
-        isolate: Probe in a process of its own, which a crash ends instead of this one.
-
-    Returns:
-        The ceiling.
-
-    Raises:
-        InputError: An argument that can't be used.
-        DoesNotFitError: Not even one sample fits.
-        UserCodeError: The workload's own code raised on its own sample.
-    """
-    request = checked_request(devices=device, reserve=reserve, max_batch_size=max_batch_size, time_limit_s=time_limit_s)
-    if role not in get_args(Role):
-        raise InputError(f"role is {role!r}; expected one of {', '.join(get_args(Role))}; choose one of them")
-    if len(request.devices) != 1:
-        raise InputError(f"{len(request.devices)} devices are given; expected one; call find_ceiling for each")
-    source = workload_source(workload, None, {})
-    return _ceiling_of(source, request, role, exact=exact, isolate=isolate)
-
-
-def _ceiling_of(source: Source, request: Request, role: Role, *, exact: bool, isolate: bool) -> Ceiling:
-    devices, capacities_bytes, index = request.devices, request.capacities_bytes, 0
-    if role == "replica":
-        # Somebody has to be device 0: one like it, that may hold anything.
-        devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
-    with kept_rng(), ExitStack() as closing:
-        deadline_s = request.deadline_s
-        isolated = (
-            isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=deadline_s) if isolate else None
-        )
-        followed = follow(build(source, devices), devices, closing, isolated)
-        runtime = runtime_for(devices, capacities_bytes, followed, closing)
-        prober = Prober(
-            runtime,
-            followed.tracer,
-            request.largest_batch,
-            num_ranks=2 if role == "rank" else 1,
-            exact=exact,
-            deadline_s=request.deadline_s,
-        )
-        if devices[index].kind == "cpu" and not devices[index].budgeted:
-            ceiling = prober.until_it_stops_paying(role=role)[1]
-        else:
-            ceiling = prober.ceiling(index, role)
-        if ceiling.batch_size == 0:
-            raise does_not_fit(prober, index)
-        lost = () if isolated is None else isolated.notes
-        return replace(ceiling, device=request.devices[0].label, notes=(*followed.notes, *lost))
-
-
-def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device, ...], tuple[int, ...], int]:
-    if is_accelerator(device.kind):
-        others = [other for other in list_devices() if other.kind == device.kind and other.index != device.index]
-        if not others:
-            raise DeviceError(
-                f"{device.label} is the only GPU; expected another one to be device 0 beside a replica; "
-                "probe it as role='rank' or role='primary'"
-            )
-        return (others[0], device), (others[0].capacity_bytes, capacity_bytes), 1
-    if device.kind == "cpu" and not device.budgeted:
-        return (device,), (capacity_bytes,), 0  # its memory is never filled, so there is nothing to tell apart
-    companion = replace(device, budgeted=False, capacity_bytes=_UNBOUNDED_BYTES)
-    return (companion, replace(device, index=device.index + 1)), (_UNBOUNDED_BYTES, capacity_bytes), 1
 
 
 def does_not_fit(prober: Prober, index: int) -> DoesNotFitError:

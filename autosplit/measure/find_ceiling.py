@@ -1,0 +1,112 @@
+"""Find the largest batch of one device in one role."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, get_args
+
+from autosplit.accelerators import is_accelerator
+from autosplit.devices.device import Device
+from autosplit.devices.spec import list_devices
+from autosplit.errors import DeviceError, InputError
+from autosplit.measure.prober import Prober, does_not_fit
+from autosplit.measure.request import Request, checked_request
+from autosplit.rng import kept_rng
+from autosplit.runtime.prepare import Source, build, follow, isolated_runtime, runtime_for, workload_source
+from autosplit.solve.memory import Ceiling, Role
+
+__all__ = ["find_ceiling"]
+
+
+_UNBOUNDED_BYTES = 2**62
+"""More than any device has."""
+
+
+def find_ceiling(
+    workload: Any,
+    device: Any,
+    *,
+    role: Role = "rank",
+    max_batch_size: int | None = None,
+    exact: bool = False,
+    reserve: str | float | None = None,
+    time_limit_s: float | None = None,
+    isolate: bool = False,
+) -> Ceiling:
+    """Find the largest number of samples that a device runs in one training step.
+
+    It is predicted from traces, checked with two small real steps and confirmed by running that very size; for
+    simulated cards the trace is the answer. The workload is left as it was.
+
+    Args:
+        workload: A `Workload`, or a function that returns one.
+        device: One device: ``"cuda:0"``, ``"cpu:2GiB"``, ``"sim:RTX3090"``.
+        role: ``"rank"``, a DDP process; ``"primary"``, device 0 of BalancedDataParallel with a batch of its own;
+            ``"replica"``, another device of it; ``"eval"``, a forward without gradients.
+        max_batch_size: Look no further.
+        exact: Also run one sample more, which must run out of memory.
+        reserve: Kept free: bytes, or a share. Default: 5 % on GPUs.
+        time_limit_s: No further step confirms after this long.
+        isolate: Probe in a process of its own, which a crash ends instead of this one.
+
+    Returns:
+        The ceiling.
+
+    Raises:
+        InputError: An argument that can't be used.
+        DoesNotFitError: Not even one sample fits.
+        UserCodeError: The workload's own code raised on its own sample.
+    """
+    request = checked_request(devices=device, reserve=reserve, max_batch_size=max_batch_size, time_limit_s=time_limit_s)
+    if role not in get_args(Role):
+        raise InputError(f"role is {role!r}; expected one of {', '.join(get_args(Role))}; choose one of them")
+    if len(request.devices) != 1:
+        raise InputError(f"{len(request.devices)} devices are given; expected one; call find_ceiling for each")
+    source = workload_source(workload, None, {})
+    return _ceiling_of(source, request, role, exact=exact, isolate=isolate)
+
+
+def _ceiling_of(source: Source, request: Request, role: Role, *, exact: bool, isolate: bool) -> Ceiling:
+    devices, capacities_bytes, index = request.devices, request.capacities_bytes, 0
+    if role == "replica":
+        # Somebody has to be device 0: one like it, that may hold anything.
+        devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
+    with kept_rng(), ExitStack() as closing:
+        deadline_s = request.deadline_s
+        isolated = (
+            isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=deadline_s) if isolate else None
+        )
+        followed = follow(build(source, devices), devices, closing, isolated)
+        runtime = runtime_for(devices, capacities_bytes, followed, closing)
+        prober = Prober(
+            runtime,
+            followed.tracer,
+            request.largest_batch,
+            num_ranks=2 if role == "rank" else 1,
+            exact=exact,
+            deadline_s=request.deadline_s,
+        )
+        if devices[index].kind == "cpu" and not devices[index].budgeted:
+            ceiling = prober.until_it_stops_paying(role=role)[1]
+        else:
+            ceiling = prober.ceiling(index, role)
+        if ceiling.batch_size == 0:
+            raise does_not_fit(prober, index)
+        lost = () if isolated is None else isolated.notes
+        return replace(ceiling, device=request.devices[0].label, notes=(*followed.notes, *lost))
+
+
+def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device, ...], tuple[int, ...], int]:
+    if is_accelerator(device.kind):
+        others = [other for other in list_devices() if other.kind == device.kind and other.index != device.index]
+        if not others:
+            raise DeviceError(
+                f"{device.label} is the only GPU; expected another one to be device 0 beside a replica; "
+                "probe it as role='rank' or role='primary'"
+            )
+        return (others[0], device), (others[0].capacity_bytes, capacity_bytes), 1
+    if device.kind == "cpu" and not device.budgeted:
+        return (device,), (capacity_bytes,), 0  # its memory is never filled, so there is nothing to tell apart
+    companion = replace(device, budgeted=False, capacity_bytes=_UNBOUNDED_BYTES)
+    return (companion, replace(device, index=device.index + 1)), (_UNBOUNDED_BYTES, capacity_bytes), 1
