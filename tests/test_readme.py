@@ -106,6 +106,15 @@ def test_the_files_it_names_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_the_map_names_modules_that_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+\.(?:py|toml|html\.j2))`", text)) - {"tests/test_layers.py"}
+    assert len(named) > 40
+    assert [name for name in sorted(named) if not (ROOT / "autosplit" / name).exists()] == []
+    packages = {path.parent.name for path in (ROOT / "autosplit").glob("*/__init__.py")}
+    assert packages == set(re.findall(r"^\| `(\w+)` \| [^|]+ \| `\w+/", text, re.MULTILINE))
+
+
 def test_the_places_that_run_on_a_card_alone_are_there() -> None:
     """docs/gpus.md names them one by one."""
     rows = re.findall(r"^\| `([a-z_/]+\.py):([^|]*)\|[^|]*\|([^|]*)\|$", GPUS, re.MULTILINE)
