@@ -168,7 +168,7 @@ class TestCommands:
         assert main(["show", "--json", str(tmp_path / "plan.json")]) == 0
         out = capsys.readouterr().out
         assert_harmless(out)
-        assert json.loads(out)["notes"] == [text]
+        assert json.loads(out)["workload"] == {"model": text}
 
     def test_an_error_that_names_a_file(self, tmp_path, capsys):
         assert main(["show", str(tmp_path / "a\x1b[2Jb\u202e.json")]) == 2

@@ -508,7 +508,7 @@ def test_a_mask_is_not_split_where_the_batch_is_as_large_as_it(mark, mode):
 
 
 def test_wrapper_for_follows_the_reduction():
-    assert wrapper_for(workload(), (1, 2))(net()).reduce is None
+    assert wrapper_for(workload(), (1, 2))(net()).reduce == "samples"
     assert wrapper_for(workload(loss_reduction="sum"), (1, 2))(net()).reduce == "sum"
 
 

@@ -55,12 +55,14 @@ class TuningInterrupted(KeyboardInterrupt):
     """Ctrl-C while tuning.
 
     Attributes:
-        plan: The best so far, with the profile it was saved as in its `path`; None where no trial had succeeded.
+        plan: The best so far; None where no trial had succeeded.
+        path: The profile it was saved as; None where it was not.
     """
 
     def __init__(self, plan: Plan | None) -> None:
         super().__init__(plan)
         self.plan = plan
+        self.path = None if plan is None else plan.path
 
     def __str__(self) -> str:
         """Say what happened."""
