@@ -1,4 +1,4 @@
-"""What autosplit raises: each message says the value, what was expected, and what to do next."""
+"""Errors that autosplit raises: each message says the value, what was expected, and what to do next."""
 
 from __future__ import annotations
 

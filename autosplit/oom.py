@@ -1,4 +1,4 @@
-"""What "out of memory" is: one error class, and one predicate for everybody else's.
+"""Tell out-of-memory errors: one class of our own, and one predicate for everybody else's.
 
 A kernel that can't take so large a tensor is no lack of memory: that has a predicate of its own. Stands above the
 wrapper and the runtimes, because both raise the error and the prober catches it.

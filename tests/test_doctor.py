@@ -12,7 +12,7 @@ from gpus import COUNT, KIND, card
 
 from autosplit.accelerators import accelerator_kind
 from autosplit.cli.main import main
-from autosplit.ddp import rank_meeting as meeting
+from autosplit.ddp import collective_check as meeting
 from autosplit.devices import measured_rates as rates
 from autosplit.devices import peer_copy_check as links
 from autosplit.devices.catalog import GPUS_VARIABLE, find_card

@@ -217,6 +217,25 @@ def test_tools_are_imported_by_their_integrations_only() -> None:
     }
 
 
+GERUNDS = {"find_ceiling", "lightning", "timing"}
+"""The names of modules that end in -ing, all of them the field's own words."""
+
+
+def test_names_and_sentences_begin_as_the_field_does() -> None:
+    """A module is called by a noun, and no docstring opens with a question's word."""
+    named = {name.rpartition(".")[2] for name in modules_in(ROOT)}
+    assert {name for name in named if name.endswith("ing")} == GERUNDS
+    opened = [
+        (name, documented.splitlines()[0])
+        for name, path in modules_in(ROOT).items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (documented := ast.get_docstring(node))
+        and documented.split()[0].strip(",.:") in {"What", "Of", "So", "Who", "It"}
+    ]
+    assert not opened
+
+
 def test_no_import_cycles() -> None:
     try:
         list(graphlib.TopologicalSorter(graph_of(ROOT)).static_order())

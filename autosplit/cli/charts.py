@@ -383,7 +383,7 @@ def _memory_charts(plan: Plan) -> list[Chart]:
 
 @dataclass(frozen=True)
 class _Line:
-    """What a device holds against its samples: the fitted line, and the points that were looked at."""
+    """A device's bytes against its samples: the fitted line, and the points that were looked at."""
 
     fixed_bytes: float
     bytes_per_sample: float
@@ -578,7 +578,7 @@ def _landscape_chart(plan: Plan) -> Chart:
 
 @dataclass(frozen=True)
 class _Field:
-    """What the model predicts on a grid: a row for each batch; None where it does not fit."""
+    """Predictions of the model on a grid: a row for each batch; None where it does not fit."""
 
     shares: tuple[int, ...]
     batches: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What ``--json`` prints: a type for each command, from which docs/json.md is made, and against which it is tested."""
+"""Types of ``--json``, one for each command: docs/json.md is made of them, and answers are tested against them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Checks:
-    """What changes when the batch is cut.
+    """The checks of a workload: how its training depends on the cut of its batch.
 
     Attributes:
         checks: One for each thing that was looked at.
@@ -114,7 +114,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Removed:
-    """What is no longer remembered.
+    """The profiles that were removed.
 
     Attributes:
         folder: Where profiles are kept.
@@ -127,7 +127,7 @@ class Removed:
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """What `launch` would run.
+    """The command that `launch` would run.
 
     Attributes:
         command: The program and its arguments.

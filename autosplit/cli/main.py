@@ -145,7 +145,7 @@ def _left() -> int:
 
 
 class _AsTyped:
-    """What typer is to do with an argument: nothing. It would import pydantic, to make texts of our texts."""
+    """A parameter that typer leaves as it is: to make texts of our texts, it would import pydantic."""
 
     @staticmethod
     def coerce(value: Any, param: Any, ctx: Any) -> Any:  # noqa: ARG004  # as typer calls it

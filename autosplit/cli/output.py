@@ -1,4 +1,4 @@
-"""What a command says, and where: its answer on stdout, alone; errors, notes, progress and the log on stderr.
+"""Write a command's answer to stdout, alone; errors, notes, progress and the log to stderr.
 
 ``--quiet`` leaves errors of the latter, ``--verbose`` adds the log of every step tried (see `commands.log`).
 """

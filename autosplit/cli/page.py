@@ -146,7 +146,7 @@ def _shown(value: object) -> object:
 
 @dataclass(frozen=True)
 class _Page:
-    """What the template is filled with.
+    """The values that the template is filled with.
 
     Attributes:
         title: The page's.
@@ -207,7 +207,7 @@ class _Page:
 
     @property
     def other_numbers(self) -> tuple[tuple[str, str], ...]:
-        """What is said of the plan besides the headline."""
+        """Return the plan's numbers besides the headline."""
         names = {name for name, _ in self.headline}
         return (*((name, text) for name, text in self.told.numbers if name not in names), *self.made)
 

@@ -73,7 +73,7 @@ def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None) ->
 
 @dataclass(frozen=True)
 class Told:
-    """What the report says of a plan, as texts, for whoever sets them otherwise than a terminal.
+    """The texts of a plan's report, for whoever sets them otherwise than a terminal.
 
     Attributes:
         numbers: The numbers to set and what they make, by name.
@@ -255,7 +255,7 @@ def _device_text(device: PlanDevice) -> str:
 
 
 def _limit_text(device: PlanDevice, *, simulated: bool) -> str:
-    """What the ceiling was limited by, and whether it is only a prediction where it could have been run."""
+    """Say by what a ceiling was limited, and whether it is only a prediction where it could have been run."""
     return _LIMITS[device.ceiling.limited_by] + ("" if simulated or device.ceiling.confirmed else ", not run")
 
 

@@ -1,4 +1,4 @@
-"""What the commands that run a workload have in common: flags refused early, whose error it is, where steps run."""
+"""Check the arguments of commands that run a workload: flags refused early, whose error it is, where steps run."""
 
 from __future__ import annotations
 

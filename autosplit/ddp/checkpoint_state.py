@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of models, optimizers and the like, and whether what it holds is theirs."""
+"""The state of models, optimizers and the like in a checkpoint, and whether a state is theirs."""
 
 from __future__ import annotations
 

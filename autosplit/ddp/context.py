@@ -1,4 +1,4 @@
-"""What one rank trains with: its device, the wrapped model, its slice of the epoch, and the optimizer steps."""
+"""The context of one rank: its device, the wrapped model, its slice of the epoch, and the optimizer steps."""
 
 from __future__ import annotations
 

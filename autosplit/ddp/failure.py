@@ -1,4 +1,4 @@
-"""What becomes of a job when one of its ranks fails: the others hear of it, and none waits for it in vain.
+"""End a job of which a rank fails: the others hear of it, and none waits for it in vain.
 
 rank 1   raises: says so on the line, then leaves the group  |  is killed: its system closes the line
 rank 0   hears it -> says it on -> its own collective is cut off -> RankFailedError leaves `setup`

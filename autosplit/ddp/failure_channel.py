@@ -59,7 +59,7 @@ _BACK_OFF_S = 0.2
 
 @dataclass(frozen=True)
 class Word:
-    """What was heard.
+    """A message from another rank.
 
     Attributes:
         kind: "joined", which only rank 0 hears; "failed" and "left", as the rank said; "lost", where it said nothing;
@@ -306,7 +306,7 @@ class Line:
 
 
 class _Peer:
-    """Who is at the other end, and what of its next word has arrived."""
+    """The other end of a connection, and the part of its next message that has arrived."""
 
     def __init__(self, rank: int, end: socket.socket) -> None:
         self.rank = rank

@@ -35,7 +35,7 @@ class DeviceWarning(UserWarning):
 
 
 class Found(NamedTuple):
-    """What torch says of a kind of accelerator.
+    """A kind of accelerator as torch has it: its module, or why there is none.
 
     Attributes:
         module: The back end's; None where there is no device of it.

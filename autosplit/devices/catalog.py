@@ -56,7 +56,7 @@ class _Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file of cards holds."""
+    """The rows of a file of cards."""
 
     cards: dict[_Name, _Row] = {}
     links: dict[str, _Positive] = {}

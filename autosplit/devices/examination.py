@@ -1,4 +1,4 @@
-"""What an examination of a machine finds, and its cards in the form of the catalogue.
+"""The findings of a machine's examination, and its cards in the form of the catalogue.
 
 Nothing in it tells whose machine it is: no UUIDs, addresses, paths or processes.
 """

@@ -25,7 +25,7 @@ def _meminfo_bytes(root: Path) -> int | None:
 
 
 def _cgroup_bytes(root: Path) -> list[int]:
-    """What every memory cgroup from the process's own up to the root has left, of either version."""
+    """Return the bytes that each memory cgroup from the process's own up to the root has left, of either version."""
     left: list[int] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

@@ -160,7 +160,7 @@ def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
 
 
 def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
-    """What NVML says that this process holds; None where it lists no such process, or no figures."""
+    """Return the bytes that this process holds by NVML; None where it lists no such process, or no figures."""
     processes = _ask(notes, "processes", lambda: list(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
     if processes is None:
         return None

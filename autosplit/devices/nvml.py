@@ -71,7 +71,7 @@ def nvml_text(value: str | bytes) -> str:
 
 
 def free_bytes_by_nvml(nvml: Any, uuid: str | None) -> int | None:
-    """What of a card nobody holds; None where NVML doesn't tell."""
+    """Return the bytes of a card that nobody holds; None where NVML doesn't tell."""
     if nvml is None or uuid is None:
         return None
     try:

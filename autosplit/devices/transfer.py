@@ -23,7 +23,7 @@ HOST = -1
 
 
 class Placement(Protocol):
-    """Who knows which device of the step a tensor is on."""
+    """The knowledge of which device of the step a tensor is on."""
 
     @property
     def num_devices(self) -> int:

@@ -52,7 +52,7 @@ class TrainingStep(nn.Module):
 
     @property
     def named_by(self) -> nn.Module:
-        """What a profile calls the model by."""
+        """The module whose name a profile calls the model by."""
         return self.module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingStep:

@@ -1,4 +1,4 @@
-"""What the loss that a model returns by itself is a mean over, asked when it is trained with for the first time."""
+"""Ask what the loss that a model returns by itself is a mean over, when it is trained with for the first time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process of a tool's training does of a plan: its samples of every micro-batch, and the steps they add up to.
+"""The share of a plan of one process in a tool's training: its samples of every micro-batch, and the optimizer steps.
 
                       processes   samples of each        who splits a process's samples
 torchrun, N ranks     N           the ranks' shares      nobody: one device each
@@ -66,7 +66,7 @@ class MarkingBatchSampler(ScheduledBatchSampler):
 
 @dataclass(frozen=True)
 class Share:
-    """What this process does of a plan.
+    """The share of a plan of this process.
 
     Attributes:
         plan: The plan.

@@ -1,4 +1,4 @@
-"""What each micro-batch counts for, and its backward by that weight."""
+"""Weigh each micro-batch's backward by its share of the optimizer step."""
 
 from __future__ import annotations
 

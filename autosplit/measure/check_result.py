@@ -1,4 +1,4 @@
-"""What was found about how a training depends on the split: plain values, each with its figures and what to do."""
+"""The results of the gradient check: plain values, each with its figures and what to do."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def _shares_of(workload: Workload, size: int) -> tuple[int, int]:
 
 
 class _Examination:
-    """Of one workload on one batch.
+    """The check of one workload on one batch.
 
     Args:
         workload: With its model made.
@@ -362,7 +362,7 @@ class _Examination:
 
     @property
     def _weights(self) -> tuple[float, float]:
-        """What `plan.steps` counts each micro-batch for."""
+        """Return the weights that `plan.steps` gives the micro-batches."""
         if self.workload.loss_reduction == "sum":
             return 1.0, 1.0
         first, second = self.copy.micro_sizes
@@ -506,7 +506,7 @@ class _Examination:
 
 @dataclass(frozen=True)
 class _Differences:
-    """Of gradients to that of the whole batch.
+    """The differences of gradients to that of the whole batch.
 
     Attributes:
         split: For each optimizer's step, of the batch split over devices.

@@ -1,4 +1,4 @@
-"""What a model's loss is a mean or a sum over, found by asking the loss itself.
+"""Ask a loss what it is a mean or a sum over.
 
 Two samples a and b of one batch, and what each counts for by a rule: where the loss is a mean over those counts,
 

@@ -1,4 +1,4 @@
-"""What a loss is a mean or a sum over, found by numbers: which weights of two parts' gradients make up the whole's."""
+"""Find what a loss is a mean or a sum over, by numbers: which weights of two parts' gradients make up the whole's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Mixing", "Rule", "mixed", "reduction_of", "rule_of"]
 
 @dataclass(frozen=True)
 class Rule:
-    """What a loss is a mean over.
+    """The rule by which a loss averages.
 
     Attributes:
         over: In words.

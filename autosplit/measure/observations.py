@@ -17,7 +17,7 @@ SLOPE_TOLERANCE = 0.01
 
 @dataclass
 class Observations:
-    """What was seen of one device in one role.
+    """The observations of one device in one role.
 
     Attributes:
         traced: Bytes by samples, of traces.

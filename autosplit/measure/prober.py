@@ -225,7 +225,7 @@ class Prober:
 
     @functools.cached_property
     def _traces(self) -> Traces:
-        """What foretells steps: where a real one costs less than a trace, what few traces tell of all."""
+        """Return the traces that foretell steps: where a real step costs less than a trace, few that tell of all."""
         if not self.decides_by_steps:
             return self.tracer
         samples = max(self.least_batch(), self.tracer.workload.sample_batch_size)

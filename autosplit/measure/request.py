@@ -1,4 +1,4 @@
-"""What a tuning is asked for, checked once, before anything is measured."""
+"""Check the arguments of a tuning, once, before anything is measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROFILES = ("auto", "refresh", "off")
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for.
+    """The checked arguments of a tuning.
 
     Attributes:
         devices: What to tune for, all of one kind.
@@ -87,7 +87,7 @@ class Request:
 
     @property
     def remaining_s(self) -> float | None:
-        """What is left of the time limit; None for no limit."""
+        """The seconds that are left of the time limit; None for no limit."""
         return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
 
     def with_more_time(self, seconds: float) -> Request:

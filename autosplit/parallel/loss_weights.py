@@ -1,4 +1,4 @@
-"""What the scalar outputs of each replica count for when they are combined into one.
+"""Weigh the scalar outputs of the replicas when they are combined into one.
 
 A loss that is a mean over samples is right when it is weighted by samples; one that is a mean over tokens needs
 the tokens of each share, and one that is a sum needs nothing. Nothing of a module says which it is: a plan knows it

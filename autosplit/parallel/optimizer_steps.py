@@ -1,4 +1,4 @@
-"""What an epoch is cut into: optimizer steps of exactly E samples, and their micro-batches.
+"""Walk an epoch by optimizer steps of exactly E samples, and their micro-batches.
 
 `ScheduledBatchSampler` cuts the epoch and publishes how; `steps` walks a loader by that schedule (or by counting, for
 any other loader) and weights each micro-batch's mean loss by its share of its optimizer step, so that the gradient is
@@ -98,7 +98,7 @@ class OptimizerStep:
 
     @property
     def weight(self) -> float:
-        """What `backward` multiplies the current micro-batch's mean loss by; 0 where the step counts nothing.
+        """The factor of the current micro-batch's mean loss in `backward`; 0 where the step counts nothing.
 
         It is the micro-batch's samples over the whole step's, times the number of ranks.
 

@@ -61,7 +61,7 @@ LIMITS = ("memory", "max_batch_size", "effective_batch_size")
 
 @dataclass(frozen=True)
 class Change:
-    """What a plan's workload was simulated to do on a machine that differs in one thing.
+    """The simulated throughput of a plan's workload on a machine that differs in one thing.
 
     Attributes:
         what: In what: as `Bound` has it, or ``"one_gib_more"`` on a device, or a device ``"alone"``.
@@ -148,7 +148,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Alternative:
-    """What the user could do instead.
+    """Another way to train, and its throughput.
 
     Attributes:
         devices: Who takes part.
@@ -169,7 +169,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class MoreMemory:
-    """What one GiB more on the fullest device would buy.
+    """The throughput that one GiB more on the fullest device would buy.
 
     Attributes:
         device: The device with the least of its capacity free at the plan's split.

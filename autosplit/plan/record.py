@@ -83,7 +83,7 @@ class PlanDevice:
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What one DDP rank loads for itself.
+    """The settings that one DDP rank loads for itself.
 
     Attributes:
         rank: Its number.
@@ -104,7 +104,7 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class DdpOptions:
-    """What DistributedDataParallel is given; `autosplit.ddp` passes it on.
+    """The options of DistributedDataParallel; `autosplit.ddp` passes them on.
 
     Attributes:
         gradient_as_bucket_view: Gradients live in the buckets that are sent, which saves as much memory as they take.

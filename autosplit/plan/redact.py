@@ -1,4 +1,4 @@
-"""What of a plan is made to be shared: its numbers, and nothing that tells whose they are.
+"""Redact a plan to be shared: its numbers stay, and nothing tells whose they are.
 
 A report and `show --json` end in chats and issues. UUIDs of cards, and the sentences that may name paths, processes,
 hosts or URLs (notes, and what a failed trial raised), are left out there; the saved plan keeps them.

@@ -30,7 +30,7 @@ MORE_FORWARDS = 3
 
 @dataclass(frozen=True)
 class Lack:
-    """What there is now.
+    """The memory that there is now, where it is less than a plan takes.
 
     Attributes:
         capacities_bytes: What each device may hold.

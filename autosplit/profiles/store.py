@@ -56,7 +56,7 @@ _KEY_CHARACTERS = frozenset("0123456789abcdef")
 
 @dataclass(frozen=True)
 class Found:
-    """What the cache holds under a key.
+    """The plan that the cache holds under a key.
 
     Attributes:
         plan: The plan; None where there is none that can be used.
@@ -141,7 +141,7 @@ def find(
 
 
 class _SpoiledError(ProfileError):
-    """What is in a profile's place is no plan, so that nobody loses anything if it is moved out of the way."""
+    """No plan is in a profile's place, so that nobody loses anything if it is moved out of the way."""
 
 
 def _judged(
@@ -204,7 +204,7 @@ def _read(path: Path) -> Plan | None:
 
 
 class _LockError(ProfileError):
-    """What stands in the place of a lock can't be locked; where nothing stands there, the folder is to blame."""
+    """A file in the place of a lock can't be locked; where there is none, the folder is to blame."""
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def wait_limit_s(remaining_s: float | None) -> float:
 
 @dataclass(frozen=True)
 class _Holder:
-    """What a holder writes into its lock's file."""
+    """The process that holds a lock, as it writes itself into the lock's file."""
 
     pid: int
     host: str
@@ -117,7 +117,7 @@ class Turn:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be said of the wait in a plan."""
+        """The notes on the wait that a plan gets."""
         waited = f"waited {self.waited_s:.0f} s for another that tuned the same" if self._told else None
         return tuple(said for said in (self.gave_up or waited,) if said is not None)
 

@@ -84,7 +84,7 @@ class AcceleratorRuntime:
 
     @cached_property
     def capacities_bytes(self) -> tuple[int, ...]:
-        """What each may hold now that this process has its contexts, which no step can do without."""
+        """The bytes that each device may hold now that this process has its contexts, which no step can do without."""
         self.wait()
         now = parse_devices([device.label for device in self.devices])
         rooms = [device.capacity_bytes - kept for device, kept in zip(now, self._reserved_bytes, strict=True)]

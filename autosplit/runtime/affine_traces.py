@@ -1,4 +1,4 @@
-"""What traces at any batch would say, from a few: what comes and goes in a step is the same at every batch.
+"""Foretell traces at any batch from a few: what comes and goes in a step is the same at every batch.
 
 Each storage takes ``c + s * samples`` bytes. So two traces of different sizes, laid beside each other, tell what each
 storage of a third takes; these are rounded to blocks and added up in their order, which gives the peak to the byte. A
@@ -108,7 +108,7 @@ class _Followed:
 
 
 class _Law:
-    """What a kind of step holds, by the samples of each device.
+    """The bytes of a kind of step, by the samples of each device.
 
     Args:
         base: The step that others are compared with.

@@ -34,7 +34,7 @@ COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, to
 
 
 class TooLarge(BaseException):  # no error: a signal, which code that catches every Exception lets through
-    """What is built grows past its bound, or beyond this machine's own memory."""
+    """A model that is built grows past its bound, or beyond this machine's own memory."""
 
 
 def built_within(build: Callable[[], T], most_bytes: int) -> T:

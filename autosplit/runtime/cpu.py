@@ -43,7 +43,7 @@ class CpuRuntime:
 
     @property
     def workload(self) -> Workload:
-        """What is run."""
+        """The workload that runs."""
         return self.trainee.workload
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a real op returns where a fake one returns less: oneDNN's fused LSTM layer.
+"""The memory of oneDNN's fused LSTM layer, which a fake op returns less of.
 
 It returns a workspace for its backward, whose size only the library knows: torch's fake op returns an empty one, and a
 traced LSTM's memory would be several times too small. So the real op is asked once for each shape. In its backward

@@ -86,7 +86,7 @@ Left = Sequence[weakref.ref[torch.UntypedStorage]]
 
 
 class Observer(Protocol):
-    """Who wants to know the ops of a tracked step, in order: the simulator's clock."""
+    """A listener to the ops of a tracked step, in order: the simulator's clock."""
 
     def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         """An op ran on a device."""

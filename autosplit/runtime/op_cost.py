@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OpCost:
-    """What an op costs on any card.
+    """The cost of an op on any card.
 
     Attributes:
         flops: Floating-point operations, counted where torch has a formula for them; 0 for what only moves memory.

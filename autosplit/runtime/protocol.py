@@ -1,4 +1,4 @@
-"""What a runtime is asked and what it answers: plain numbers, and the one small protocol of the three runtimes."""
+"""The protocol of the three runtimes: what they are asked and what they answer, in plain numbers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one optimizer step took.
+    """The time and the memory of one optimizer step.
 
     Attributes:
         seconds: Wall time of the step, the median where it was repeated.
@@ -71,7 +71,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What an optimizer step holds on accelerators.
+    """The memory of an optimizer step on accelerators.
 
     Attributes:
         allocated_bytes: The most that tensors took of each device.
@@ -111,7 +111,7 @@ class Runtime(Protocol):
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
-        """What each may hold, the reserve taken off."""
+        """The bytes that each device may hold, the reserve taken off."""
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step for its memory and return each device's peak, in bytes.

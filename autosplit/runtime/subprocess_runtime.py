@@ -96,7 +96,7 @@ class IsolatedRuntime:
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
-        """What each may hold by the process that runs the steps, whose own contexts take some of what was free."""
+        """The bytes that each device may hold by the process of the steps, whose contexts take some of it."""
         if self._capacities_bytes is None:
             self._get_ready()
         assert self._capacities_bytes is not None, "it was asked for"
@@ -104,7 +104,7 @@ class IsolatedRuntime:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What became of the processes that were lost, a sentence for each cause."""
+        """The notes on processes that were lost, a sentence for each cause."""
         by_cause: dict[str, list[StepShape]] = {}
         for (_, shape), cause in self._deadly.items():
             by_cause.setdefault(cause, []).append(shape)
@@ -254,7 +254,7 @@ def _samples_text(shape: StepShape) -> str:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What a process may have set of torch that changes what a step takes."""
+    """Settings of torch in a process that change what a step takes."""
 
     num_threads: int
     matmul_precision: str | None

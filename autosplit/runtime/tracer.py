@@ -140,7 +140,7 @@ def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
 
 
 class Traces(Protocol):
-    """What tells of a step what it holds and what it does."""
+    """A source of traces: the memory and the work of steps."""
 
     @property
     def trainee(self) -> Trainee:

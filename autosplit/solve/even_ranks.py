@@ -49,7 +49,7 @@ class EvenRanks:
 
 @dataclass(frozen=True)
 class EvenProblem:
-    """What even ranks are wanted for.
+    """The problem of one batch size for all ranks.
 
     Attributes:
         ceilings: The most samples that each rank runs, one or more.

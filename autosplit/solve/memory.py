@@ -1,4 +1,4 @@
-"""What a step costs, as a function of the split: memory and time models, fitted to measurements. Pure arithmetic.
+"""Model the memory of a step as a function of the split, fitted to measurements. Pure arithmetic.
 
 Peak bytes of device 0::
 
@@ -78,13 +78,13 @@ class Ceiling:
 
     @property
     def headroom_bytes(self) -> int:
-        """What is left of the capacity at the ceiling."""
+        """The bytes that are left of the capacity at the ceiling."""
         return self.capacity_bytes - self.peak_bytes
 
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """What a device holds at the moment of a step at which it holds the most; together that is its peak.
+    """The parts of a device's peak: its memory at the moment of a step at which it holds the most.
 
     Attributes:
         parameters_bytes: Parameters, buffers, a replica's copies of them, and whatever else outlives a step.

@@ -104,7 +104,7 @@ def search(
 
 
 class _Search:
-    """What Optuna's loop calls.
+    """The objective that Optuna's loop calls.
 
     Args:
         space: What may be searched.

@@ -1,4 +1,4 @@
-"""What to try next: the solver's answer and what is beside it, then what the model promises after more trials.
+"""Propose trials: the solver's answer and its neighbours, then what the model promises after more trials.
 
     answer, neighbours, even split, torch's split | the model's best untried | next to the best, then a sampler's
                                                   ^ while it promises more   ^ while the model is off
@@ -38,7 +38,7 @@ FITTED = 3
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to do next.
+    """The next trial, or the end.
 
     Attributes:
         configuration: To be tried; None where the model has nothing to say, and a sampler may choose.

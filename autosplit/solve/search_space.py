@@ -1,4 +1,4 @@
-"""What is searched and what comes of it: configurations, the space they are in, trials, and the best of them. Pure."""
+"""The search space and its trials: configurations, their bounds, and the best of them. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a configuration.
+    """The outcome of a configuration.
 
     Attributes:
         number: Its place in the search, from 0.
@@ -73,7 +73,7 @@ def configuration_of(trial: Trial) -> Configuration:
 
 @dataclass(frozen=True)
 class Space:
-    """What may be searched.
+    """The configurations that may be searched.
 
     Attributes:
         region: Which splits fit.

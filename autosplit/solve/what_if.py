@@ -52,7 +52,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan is the answer to.
+    """The problem that a plan solves.
 
     Attributes:
         fit: The cost of a step.

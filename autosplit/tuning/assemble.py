@@ -36,7 +36,7 @@ DDP_NOTE = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What a plan is for.
+    """The subject of a plan: request, workload and machine.
 
     Attributes:
         request: What was asked for.
@@ -65,7 +65,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found.
+    """The solution that a plan is made of.
 
     Attributes:
         split: Samples per device in one forward.

@@ -92,14 +92,14 @@ class ComparedMachine:
 
     @property
     def cost_per_million_samples(self) -> float | None:
-        """What training on a million samples costs; None without a price or a plan."""
+        """The price of training on a million samples; None without a price or a plan."""
         if self.plan is None or self.price_per_hour is None:
             return None
         return _cost_per_million(self.price_per_hour, self.plan.samples_per_s)
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What the plan leaves free on the device on which it leaves the least; None where there is no plan."""
+        """The bytes that the plan leaves free on the device where it leaves the least; None where there is no plan."""
         return None if self.plan is None else min(_headrooms(self.plan))
 
     @property

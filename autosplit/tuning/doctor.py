@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autosplit.accelerators import backend, is_accelerator
-from autosplit.ddp.rank_meeting import met
+from autosplit.ddp.collective_check import met
 from autosplit.devices import measured_rates as rates
 from autosplit.devices.device import Device
 from autosplit.devices.examination import Card, Copy, Examination, Problem, Training, row_of
@@ -127,7 +127,7 @@ def _halves(text: str, cure: str) -> tuple[str, str]:
 
 
 def _problems_of(report: DeviceReport) -> list[Problem]:
-    """What the survey says of a card, as far as it has a cure."""
+    """Return the problems that the inventory tells of a card, with their cures."""
     if not report.visible:
         return []
     name = f"{report.kind}:{report.logical_index}"

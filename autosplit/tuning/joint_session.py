@@ -69,7 +69,7 @@ _Order = Sequence[Sequence[int]] | Failure | None
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank found out about its own device.
+    """The measurements of one rank on its own device.
 
     Attributes:
         ceiling: As a rank.

@@ -68,7 +68,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Told(Generic[T]):
-    """What a rank tells the others."""
+    """A rank's message to the others."""
 
     value: T | None
     failure: Failure | None
@@ -108,7 +108,7 @@ class Interrupts:
 
 
 class _Attempts:
-    """What the ranks run together, one after the other; a rank that can't go on breaks it off for all.
+    """The attempts of ranks together, one after the other; a rank that can't go on breaks them off for all.
 
     Whoever waits in a collective of NCCL's hears of nothing, and spins until a watchdog ends its process.
 

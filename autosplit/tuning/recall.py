@@ -1,4 +1,4 @@
-"""What is remembered of a tuning: the plan that still holds, one that a step has to confirm, or why there is none."""
+"""Recall a remembered plan: one that still holds, one that a step has to confirm, or why there is none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_LOOKED_AT = 200
 
 @dataclass(frozen=True)
 class Recalled:
-    """What is remembered.
+    """A remembered plan, or why there is none.
 
     Attributes:
         plan: The plan; None where there is none that could be used.
@@ -67,7 +67,7 @@ class Recalled:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a plan is wanted for.
+    """The request, machine and workload that a plan is wanted for.
 
     Attributes:
         request: What was asked for.
@@ -90,7 +90,7 @@ class Wanted:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What of the request is part of the key, as a plan keeps it."""
+        """The part of the request that is in the key, as a plan keeps it."""
         return {**self.facts, "name": self.request.name}
 
     def recalled(self) -> Recalled:

@@ -197,7 +197,7 @@ def tune(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What `tune` was asked for, less the workload.
+    """The arguments of `tune`, less the workload.
 
     Attributes:
         request: Checked.
@@ -407,7 +407,7 @@ def _nothing_run(found: Recalled, request: Request) -> str:
 
 @dataclass(frozen=True)
 class _Waited:
-    """What came of waiting for another process that tunes the same thing.
+    """The outcome of waiting for another process that tunes the same thing.
 
     Attributes:
         seconds: How long it took.

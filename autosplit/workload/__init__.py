@@ -1,4 +1,4 @@
-"""What is trained, described and never run: model, batch, loss, optimizer, precision, and its fingerprint.
+"""Workloads, described and never run: model, batch, loss, optimizer, precision, and their fingerprint.
 
 May import the root and devices. Begin with `workload`.
 """

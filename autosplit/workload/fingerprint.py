@@ -1,4 +1,4 @@
-"""What a Python value is, as plain JSON that is the same in every process: for telling workloads apart.
+"""Describe a Python value as plain JSON that is the same in every process: for telling workloads apart.
 
 Tensors count by shape and dtype, never by their numbers; functions and classes by their compiled code and by what that
 code refers to; objects by their classes and attributes, modules by their parameters and hooks, too. A description that

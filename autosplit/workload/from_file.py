@@ -29,7 +29,7 @@ _EXPECTED = "expected a Python file that has a workload, FILE[:NAME], or package
 
 
 class Loaded:
-    """What a spec names, to be called for the workload; it travels to another process as its spec, and is loaded there.
+    """The object that a spec names, called for the workload; it travels as its spec, and is loaded where it arrives.
 
     Attributes:
         spec: With the whole path, so that it holds in any folder.

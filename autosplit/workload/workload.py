@@ -1,4 +1,4 @@
-"""What is trained: a model, a sample batch, a loss, an optimizer, a precision, and how a batch of n is made.
+"""The workload: a model, a sample batch, a loss, an optimizer, a precision, and how a batch of n is made.
 
 A `Workload` only describes; `autosplit.runtime.trainee` makes a copy of it that runs.
 """

@@ -24,7 +24,7 @@ __all__ = ["Probing", "probe"]
 
 @dataclass
 class Probing:
-    """What is probed, and what has come of it."""
+    """The devices to probe, and the ceilings found so far."""
 
     spec: str
     devices_spec: str | None
