@@ -67,7 +67,8 @@ from autosplit.runtime.op_cost import Move, Work
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime, _Composed
 from autosplit.runtime.tracer import Event, Trace, Tracer, make_tracer
-from autosplit.solve.split import even_split, fastest_split, micro_batch_sizes, proportional_split
+from autosplit.solve.fastest_split import fastest_split
+from autosplit.solve.split import even_split, micro_batch_sizes, proportional_split
 from autosplit.solve.step_time import TimeCurve, overlapped_seconds
 
 FIRST_REGRET = 0.01

@@ -875,7 +875,7 @@ def test_a_second_interrupt_on_the_way_out_changes_no_exit_code():
     """It killed the process, which then told its caller of a signal and not of the best plan that it had saved."""
     script = (
         "import atexit, os, signal\n"
-        "from autosplit import cli\n"
+        "from autosplit.cli import main as cli\n"
         "def main():\n"
         "    atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
         "    raise KeyboardInterrupt\n"

@@ -10,15 +10,14 @@ import functools
 import json
 import os
 import shlex
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autosplit.errors import InputError, PlanError, shown
-from autosplit.files import READ_BY_ALL, replace_file
 from autosplit.plan.explanation import BINDING_SHARE
+from autosplit.plan.exported import Code, Export, assignment_lines, call_text, comment_lines
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.redact import shareable
 from autosplit.plan.torchrun import PLAN_VARIABLE, command_for, refuse_without_ranks
@@ -27,68 +26,14 @@ from autosplit.solve.memory import Ceiling
 from autosplit.solve.what_if import MOST_WORK, Problem
 from autosplit.text import printable, rate_text
 
-__all__ = ["FORMATS", "Export", "export"]
+__all__ = ["FORMATS", "export"]
+
 
 SCRIPT = "train.py"
 """Stands in command lines for the user's own script."""
 
 UNSAVED = "plan.json"
 """Stands for the file of a plan that is in none."""
-
-
-@dataclass(frozen=True)
-class Export:
-    """A plan as the settings of a tool. `str()` is the text to paste.
-
-    Attributes:
-        to: The format: one of `FORMATS`.
-        settings: Of `transformers`, `accelerate` and `lightning`: by the name of what takes them, keyword arguments,
-            and under ``"command"`` the line that starts the script. Of `torchrun` ``"command"``, a list, and
-            ``"variables"``; of `env` the variables; of `json` the plan.
-        text: To paste: Python, a command line, ``export`` lines, or JSON.
-        exact: The tool does what the plan says. Otherwise the settings are the nearest even plan.
-        notes: What the tool can't express, and what else is to be known, a sentence each.
-        even: What the tool gives to every rank; None of `torchrun`, `env` and `json`, which have the plan's numbers.
-        lost_share: What of the plan's samples/s is lost (0.25 for a quarter), as predicted; None where nobody knows.
-    """
-
-    to: str
-    settings: Mapping[str, Any]
-    text: str
-    exact: bool = True
-    notes: tuple[str, ...] = ()
-    even: EvenRanks | None = None
-    lost_share: float | None = None
-
-    def __str__(self) -> str:
-        """Return the text to paste."""
-        return self.text
-
-    @property
-    def tells_notes(self) -> bool:
-        """Whether the text has the notes in it, as comments; a line for a shell and JSON have no place for them."""
-        return self.to not in ("torchrun", "json")
-
-    def save(self, path: str | os.PathLike[str], text: str | None = None) -> None:
-        """Write the text to a file, by atomic replacement.
-
-        Args:
-            path: The file, in a folder that is there.
-            text: What to write in its place.
-
-        Raises:
-            InputError: It is a folder, or can't be written.
-        """
-        target = Path(path)
-        if target.is_dir():
-            raise InputError(f"{target} is a folder; expected a file; write it as {target / 'settings'}")
-        try:
-            replace_file(target, (self.text if text is None else text) + "\n", mode=READ_BY_ALL)
-        except (OSError, ValueError) as error:  # a name with a null character is no OSError
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(
-                f"{target} can't be written ({reason}); expected a file in a folder that is there; choose another path"
-            ) from error
 
 
 def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
@@ -108,9 +53,6 @@ def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = N
     if make is None:
         raise InputError(f"to is {shown(to)}; expected one of {', '.join(FORMATS)}; choose one of them")
     return make(plan, path)
-
-
-# --------------------------------------------------------------------------------------------------------- even ranks
 
 
 @dataclass(frozen=True)
@@ -136,7 +78,9 @@ _TRANSFORMERS = _Tool(
     "it weighs them by labels that are not -100, over all ranks, if the model takes num_items_in_batch or a "
     f"compute_loss_func is given, and otherwise alike: then {_SCALE}",
 )
+
 _ACCELERATE = _Tool("accelerate", "accelerate", f"it weighs them alike: {_SCALE}")
+
 _LIGHTNING = _Tool("lightning", "Lightning's Trainer", f"it weighs them alike: {_SCALE}")
 
 
@@ -171,7 +115,7 @@ class _Evened:
 
     def export(self, settings: Mapping[str, Any], code: str) -> Export:
         """Put the settings together; the code gets the notes above it."""
-        text = "\n".join((*_comments(self.notes), code))
+        text = "\n".join((*comment_lines(self.notes), code))
         return Export(self.tool.to, settings, text, self.exact, self.notes, self.even, self.lost_share)
 
 
@@ -265,9 +209,6 @@ def _lost(plan: PlanRecord, ranks: _Ranks, even: EvenRanks) -> tuple[float | Non
         rates.append((own.rate(plan.split, plan.effective_batch_size), name))
     rate, name = max(rates, key=lambda pair: float(f"{pair[0]:.6g}"))  # of equal ones DDP, which the tools run
     return 1 - even.samples_per_s / rate, name
-
-
-# -------------------------------------------------------------------------------------------------------------- notes
 
 
 def _first_notes(plan: PlanRecord) -> list[str]:
@@ -383,14 +324,6 @@ def _tuple_text(numbers: Sequence[int]) -> str:
     return f"({', '.join(listed)}{', ...' if len(numbers) > 16 else ''})"
 
 
-def _comments(notes: Sequence[str]) -> list[str]:
-    """Write notes as comments, which Python and shells have in common."""
-    return [line for note in notes for line in textwrap.wrap(note, 100, initial_indent="# ", subsequent_indent="#   ")]
-
-
-# -------------------------------------------------------------------------------------------------- starting a script
-
-
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """By which a process is shown some of the machine's devices alone, by their kind."""
 
@@ -463,9 +396,6 @@ def _precision(plan: PlanRecord) -> tuple[str, str]:
     return _PRECISIONS[plan.precision]
 
 
-# --------------------------------------------------------------------------------------------------------- the tools
-
-
 def _to_transformers(plan: PlanRecord, _path: object) -> Export:
     """`TrainingArguments`; what is left out has the right default, or nothing to do with it."""
     _precision(plan)
@@ -493,7 +423,7 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
     code = [
         "from transformers import TrainingArguments",
         "",
-        _assignment("arguments", "TrainingArguments", arguments),
+        assignment_lines("arguments", "TrainingArguments", arguments),
         *_started_by(command, start),
     ]
     return found.export({"TrainingArguments": arguments, "command": command}, "\n".join(code))
@@ -520,19 +450,19 @@ def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
     command = start.by_torchrun() if by_torchrun else _accelerate_launch(plan, start, precision)
     settings["command"] = command
     imported = [name for name in ("DataLoaderConfiguration", "DistributedDataParallelKwargs") if name in settings]
-    config = _Code(_call("DataLoaderConfiguration", settings["DataLoaderConfiguration"]))
+    config = Code(call_text("DataLoaderConfiguration", settings["DataLoaderConfiguration"]))
     arguments = {**settings["Accelerator"], "dataloader_config": config}
     before = []
     if several:
-        before.append(_assignment("ddp", imported[-1], settings[imported[-1]]))
-        arguments["kwargs_handlers"] = _Code("[ddp]")
+        before.append(assignment_lines("ddp", imported[-1], settings[imported[-1]]))
+        arguments["kwargs_handlers"] = Code("[ddp]")
     code = [
         "from accelerate import Accelerator",
         f"from accelerate.utils import {', '.join(imported)}",
         "from torch.utils.data import DataLoader",
         "",
         *before,
-        _assignment("accelerator", "Accelerator", arguments),
+        assignment_lines("accelerator", "Accelerator", arguments),
         *_loader_lines(found.even),
         *_started_by(command, start if by_torchrun else None),
     ]
@@ -580,14 +510,14 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
     imports, before, arguments = ["from lightning.pytorch import Trainer"], [], dict(trainer)
     if several:
         imports.append("from lightning.pytorch.strategies import DDPStrategy")
-        before.append(_assignment("ddp", "DDPStrategy", settings["DDPStrategy"]))
-        arguments["strategy"] = _Code("ddp")
+        before.append(assignment_lines("ddp", "DDPStrategy", settings["DDPStrategy"]))
+        arguments["strategy"] = Code("ddp")
     code = [
         *imports,
         "from torch.utils.data import DataLoader",
         "",
         *before,
-        _assignment("trainer", "Trainer", arguments),
+        assignment_lines("trainer", "Trainer", arguments),
         *_loader_lines(found.even),
         *_started_by(command, start if start.several else None),
     ]
@@ -639,7 +569,7 @@ def _to_env(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:
         if not _Start.of(plan).several:
             variables["PET_NPROC_PER_NODE"] = str(len(ranks))
     notes = [printable(note) for note in notes]
-    lines = [*_comments(notes), *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
+    lines = [*comment_lines(notes), *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
     return Export("env", variables, "\n".join(lines), notes=tuple(notes))
 
 
@@ -673,34 +603,10 @@ FORMATS = tuple(_MAKERS)
 """What a plan can be exported to."""
 
 
-# ------------------------------------------------------------------------------------------------------- Python code
-
-
-class _Code(str):
-    """Python that stands in an argument as it is."""
-
-    __slots__ = ()
-
-
-def _assignment(name: str, function: str, arguments: Mapping[str, Any]) -> str:
-    lines = "".join(f"    {keyword}={_literal(value)},\n" for keyword, value in arguments.items())
-    return f"{name} = {function}(\n{lines})"
-
-
-def _call(function: str, arguments: Mapping[str, Any]) -> str:
-    return f"{function}({', '.join(f'{keyword}={_literal(value)}' for keyword, value in arguments.items())})"
-
-
-def _literal(value: object) -> str:
-    if isinstance(value, _Code):
-        return str(value)
-    return json.dumps(value) if isinstance(value, str) else repr(value)
-
-
 def _loader_lines(even: EvenRanks) -> list[str]:
     of_each = "  # of each process" if even.num_ranks > 1 else ""
     return [f"loader = DataLoader(dataset, batch_size={even.batch_size}, shuffle=True){of_each}"]
 
 
 def _started_by(command: str, start: _Start | None) -> list[str]:
-    return [f"# start it by: {command}", *_comments([] if start is None else start.remark())]
+    return [f"# start it by: {command}", *comment_lines([] if start is None else start.remark())]

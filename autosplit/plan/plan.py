@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autosplit.parallel.balanced import BalancedDataParallel
     from autosplit.parallel.batch_sampler import ScheduledBatchSampler
     from autosplit.parallel.optimizer_steps import OptimizerStep
-    from autosplit.plan.export import Export
+    from autosplit.plan.exported import Export
     from autosplit.runtime.memory_tracker import Tracker
 
 __all__ = ["Plan"]

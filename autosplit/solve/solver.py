@@ -8,15 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from autosplit.errors import InputError
+from autosplit.solve.fastest_split import fastest_split
 from autosplit.solve.search_space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space, Trial, configuration_of
-from autosplit.solve.split import (
-    accumulation_steps,
-    even_split,
-    fastest_split,
-    micro_batch_sizes,
-    proportional_split,
-    short_split,
-)
+from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes, proportional_split, short_split
 from autosplit.solve.step_time import StepTime, TimeCurve, overlapped_seconds
 
 __all__ = ["BACKWARD_SHARE", "MOST_STEPS", "WITHIN_REACH", "RankAnswer", "RankSolver", "Solver", "geometric", "spread"]

@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autosplit.errors import AutosplitError, from_user_code, one_line
+from autosplit.errors import AutosplitError, from_user_code
 from autosplit.measure.request import Request, checked_request
-from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
 from autosplit.profiles.key import machine_of, workload_of
-from autosplit.profiles.resolve import solved_again
 from autosplit.profiles.tuning_lock import Turn, WaitingWarning
 from autosplit.rng import kept_rng
-from autosplit.runtime.prepare import Followed, Source, build, follow, isolated_runtime, workload_source
+from autosplit.runtime.prepare import Source, build, follow, isolated_runtime, workload_source
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.tuning.assemble import Subject
-from autosplit.tuning.confirm import Confirmer
 from autosplit.tuning.notebook import notebook_bar
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.recall import Recalled, Wanted
 from autosplit.tuning.session import Session
+from autosplit.tuning.try_again import REFRESH_HINT, tried_again, tried_again_together
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
 
 if TYPE_CHECKING:
@@ -37,15 +36,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "TuningInterrupted", "tune"]
 
-_log = logging.getLogger(__name__)
 
+_log = logging.getLogger(__name__)
 
 NO_GPU_NOTE = (
     "no GPU is visible, so this is for the processor; devices='sim:2xRTX3090' (--devices) plans for GPUs elsewhere"
 )
 """Said where no devices were named and there is no GPU."""
-
-REFRESH_HINT = "--profile refresh (profile='refresh') tunes anew"
 
 JOB_SLICE_S = 0.5
 """So often the ranks of a job that waits hear of each other: Ctrl-C reaches all, and no collective times out."""
@@ -339,7 +336,7 @@ def _tuned(asked: _Asked, source: Source) -> Plan:
         isolated = _isolated(request, source, closing) if asked.isolate else None
         followed = follow(built, request.devices, closing, isolated)
         if found.plan is not None:
-            plan, found = _tried_again(replace(wanted, request=request), found, followed)
+            plan, found = tried_again(replace(wanted, request=request), found, followed)
             if plan is not None:
                 return _with_losses(plan.with_notes(last=defaulted), isolated)
         said = (*waited.notes, *found.notes, *(() if found.notes else wanted.nearest(asked.ignoring)))
@@ -377,7 +374,7 @@ def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
         isolated = _isolated(own, source, probing) if asked.isolate else None
         followed = job.peers.each_run(lambda: follow(built, own.devices, closing, isolated))
         if found.plan is not None:
-            plan, found = _tried_again_together(replace(wanted, request=whole), found, own, followed, job)
+            plan, found = tried_again_together(replace(wanted, request=whole), found, own, followed, job)
             if plan is not None:
                 return plan
         nearest = job.told(lambda: () if found.notes else wanted.nearest(asked.ignoring))
@@ -395,9 +392,6 @@ def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
             job.peers.part()
             raise TuningInterrupted(plan)
         return plan
-
-
-# ------------------------------------------------------------------------------------------------ what is remembered
 
 
 def _nothing_run(found: Recalled, request: Request) -> str:
@@ -461,79 +455,6 @@ def _waiting_told(asked: _Asked) -> Callable[[str], None]:
         asked.progress(Progress("waiting", message, 0.0))
 
     return tell
-
-
-def _tried_again(wanted: Wanted, found: Recalled, followed: Followed) -> tuple[Plan | None, Recalled]:
-    """Hold a remembered plan against this machine by one step; solve it again where memory is short.
-
-    Returns:
-        The plan; or None, and what is to be said of what is tuned anew.
-    """
-    assert found.plan is not None
-    try:
-        with ExitStack() as closing:
-            confirmer = Confirmer(wanted.request, followed, closing)
-            if found.short is None:
-                confirmer.run(found.plan)
-                return _confirmed(wanted, found), found
-            again = confirmer.solved_again(found.plan)
-    except OutOfMemoryError as error:
-        return None, _given_up(found, f"one step of it ran out of memory ({one_line(error)})")
-    if again is None:
-        return None, _given_up(found, "its fits have no answer to that")
-    return _makeshift(wanted, found, again), found
-
-
-def _tried_again_together(
-    wanted: Wanted, found: Recalled, own: Request, followed: Followed, job: Job
-) -> tuple[Plan | None, Recalled]:
-    """Do as `_tried_again` with all ranks of a job: each runs its part of a step on its own device, by itself."""
-    from autosplit.tuning.peers import Failure
-
-    with ExitStack() as closing:
-        confirmer = job.peers.each_run(lambda: Confirmer(own, followed, closing))
-        plan = found.plan
-        assert plan is not None
-        if found.short is not None:
-            lacks = job.peers.all_run(lambda: confirmer.lack(wanted.request))
-            plan = solved_again(plan, lacks[0])
-            if plan is None:
-                return None, _given_up(found, "its fits have no answer to that")
-        failed = job.peers.all_try(lambda: confirmer.run_rank(plan, job.place.rank))
-    if isinstance(failed, Failure):
-        return None, _given_up(found, f"one step of it ran out of memory (rank {failed.rank}: {failed.message})")
-    if found.short is not None:
-        return _makeshift(wanted, found, plan), found
-    return _confirmed(wanted, found, stores=job.is_first_of_machine), found
-
-
-def _given_up(found: Recalled, why: str) -> Recalled:
-    """Return what is left of a remembered plan that does not do: what to say of it."""
-    changed = found.short or "; ".join(found.differing)
-    return Recalled(notes=(*found.notes, f"{changed}, and {why}: tuned anew"))
-
-
-def _confirmed(wanted: Wanted, found: Recalled, *, stores: bool = True) -> Plan:
-    """Return a remembered plan that ran here, and keep it with the facts of these devices: once for each twin."""
-    assert found.plan is not None
-    plan = wanted.with_facts(found.plan).kept_at(found.path)
-    if stores:
-        wanted.stored(plan)  # where that fails, the next run makes the step once more
-    said = f"{'; '.join(found.differing)}: confirmed by one step"
-    return replace(found, plan=plan).told(said, f"{found.origin}; {REFRESH_HINT}")
-
-
-def _makeshift(wanted: Wanted, found: Recalled, again: Plan) -> Plan:
-    """Return a plan for as long as memory is short; the remembered one stays for when it is not."""
-    said = f"{found.short}: solved again from its fits, confirmed by one step, and not remembered"
-    if again.region is None:
-        said += "; its samples/s are predicted"
-    memories = [device.capacity_bytes for device in wanted.request.devices]
-    devices = tuple(
-        replace(device, memory_bytes=memory) for device, memory in zip(again.devices, memories, strict=True)
-    )
-    again = wanted.with_facts(replace(again, devices=devices))
-    return replace(found, plan=again).told(said, f"{found.origin}; {REFRESH_HINT}")
 
 
 def _kept(

@@ -1,0 +1,234 @@
+"""Find the fastest split of a batch: shares whose slowest device takes the least time."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from autosplit.errors import InputError
+from autosplit.solve.split import as_text, even_split, limits_of, require_room, whole_number
+
+__all__ = ["fastest_split"]
+
+
+# Below this many samples per device a heap is quicker than another bisection over all the devices.
+_HEAP_SAMPLES_PER_DEVICE = 4
+
+
+def fastest_split(
+    batch_size: int,
+    times: Sequence[Callable[[int], float]],
+    caps: Sequence[int],
+    floors: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Find the split whose slowest device finishes first, under caps.
+
+    Each next sample goes to the device that would finish it first, which is optimal when no time falls as the batch
+    grows. Where two would finish at the same moment, the one with fewer samples gets it, then the lower index, so that
+    a flat stretch of a curve doesn't pile samples on one device. Large batches bisect the finish time first and hand
+    out only the last few samples one by one; the answer is the same.
+
+    Args:
+        batch_size: Samples to split, 0 or more.
+        times: Per device, seconds for n samples: 0 at n = 0, finite, never falling as n grows up to its cap.
+        caps: The most samples that each device may get.
+        floors: The fewest samples that each device must get; None for 0 everywhere.
+
+    Returns:
+        One share per device, which minimises the largest ``times[i](share[i])``.
+
+    Raises:
+        InputError: A number is negative or not whole, the lengths differ, a floor is above its cap, the caps add up to
+            less than `batch_size` or the floors to more, or a time is not finite.
+    """
+    batch_size = whole_number("batch_size", batch_size, minimum=0)
+    if not times:
+        raise InputError("times is empty; expected one function per device; pass at least one")
+    limits = [min(cap, batch_size) for cap in limits_of("caps", caps, len(times))]
+    least = [0] * len(times) if floors is None else limits_of("floors", floors, len(times))
+    require_room(batch_size, limits, "caps")
+    _check_floors(batch_size, least, limits)
+    free = [i for i, (floor, limit) in enumerate(zip(least, limits, strict=True)) if floor < limit]
+    if not free:
+        return tuple(least)
+    open_samples = batch_size - sum(least) + sum(least[i] for i in free)
+    try:
+        chosen = _fastest_shares(
+            open_samples, [times[i] for i in free], [least[i] for i in free], [limits[i] for i in free]
+        )
+    except _NotFiniteError as error:
+        index = free[error.position]
+        raise InputError(
+            f"times[{index}]({error.samples}) is {error.seconds}; expected finite seconds up to the cap; lower "
+            f"caps[{index}] to the largest size with a known time"
+        ) from None
+    for index, share in zip(free, chosen, strict=True):
+        least[index] = share
+    assert sum(least) == batch_size
+    return tuple(least)
+
+
+class _NotFiniteError(Exception):
+    """A time that no split can be chosen by."""
+
+    def __init__(self, position: int, samples: int, seconds: float) -> None:
+        super().__init__(position, samples, seconds)
+        self.position, self.samples, self.seconds = position, samples, seconds
+
+
+def _fastest_shares(
+    batch_size: int, times: Sequence[Callable[[int], float]], floors: Sequence[int], caps: Sequence[int]
+) -> Sequence[int]:
+    """Split over devices of which each may have more than its floor."""
+    if len(times) == 1:
+        _seconds(times, 0, min(1, batch_size) if batch_size <= _HEAP_SAMPLES_PER_DEVICE else batch_size)
+        return [batch_size]
+    if len(set(map(id, times))) == 1:  # who has fewer samples never ends later
+        shares = _level(batch_size, floors, caps)
+        _seconds(times, 0, max(shares))
+        return shares
+    low, high, tied = _bracket(batch_size, times, floors, caps)
+    return _level(batch_size, low, high) if tied else _hand_out(batch_size, times, low, caps)
+
+
+def _bracket(
+    batch_size: int, times: Sequence[Callable[[int], float]], floors: Sequence[int], caps: Sequence[int]
+) -> tuple[list[int], list[int], bool]:
+    """Bisect the finish time until few samples are open.
+
+    Returns:
+        Shares that fit the batch, shares that reach it, and whether every sample between the two ends at one moment.
+    """
+    few = _HEAP_SAMPLES_PER_DEVICE * len(times)
+    low = list(floors)
+    if batch_size - sum(low) <= few:
+        return low, list(caps), False
+    # Some split's finish time is enough for the whole batch: one above the floors, even but for the caps.
+    high = _level(batch_size, floors, caps)
+    high_s = max(_seconds(times, i, n) for i, n in enumerate(high))
+    low_s = -high_s  # no sample ends before 0, so that only the floors are in by then
+    high = _counts(times, high_s, high, caps)
+    for by_line in itertools.cycle((True, False)):
+        open_samples = batch_size - sum(low)
+        if open_samples <= few:
+            break
+        # Times are about straight, so that the line between the ends comes near; halving does where they are not.
+        share = (open_samples - few / 2) / max(1, sum(high) - sum(low)) if by_line and low_s >= 0 else 0.5
+        middle_s = low_s + share * (high_s - low_s)
+        if not low_s < middle_s < high_s:
+            middle_s = (low_s + high_s) / 2
+        if not low_s < middle_s < high_s:
+            return low, high, True
+        middle = _counts(times, middle_s, low, high)
+        if sum(middle) > batch_size:
+            # The last of them end no later than this, and where they all do, none is left to tell apart.
+            high, high_s = middle, min(middle_s, _last_s(times, floors, middle))
+        else:
+            low, low_s = middle, middle_s
+        if _next_s(times, low, high) >= high_s:
+            return low, high, True
+    return low, high, False
+
+
+def _last_s(times: Sequence[Callable[[int], float]], floors: Sequence[int], shares: Sequence[int]) -> float:
+    """Return when the last device ends that has more than its floor."""
+    return max(time(n) for time, floor, n in zip(times, floors, shares, strict=True) if n > floor)
+
+
+def _next_s(times: Sequence[Callable[[int], float]], low: Sequence[int], high: Sequence[int]) -> float:
+    """Return when the first sample beyond `low` would end."""
+    open_ones = (time(least + 1) for time, least, most in zip(times, low, high, strict=True) if least < most)
+    return min(open_ones, default=math.inf)
+
+
+def _counts(
+    times: Sequence[Callable[[int], float]], finish_s: float, low: Sequence[int], high: Sequence[int]
+) -> list[int]:
+    """Per device, the most samples from `low` to `high` that end by `finish_s`; `low` where none above does."""
+    known: dict[tuple[int, int, int], int] = {}  # of devices that are alike, one is asked
+    counts = []
+    for time, least, most in zip(times, low, high, strict=True):
+        asked = (id(time), least, most)
+        if asked not in known:
+            known[asked] = _count(time, finish_s, least, most)
+        counts.append(known[asked])
+    return counts
+
+
+def _count(time: Callable[[int], float], finish_s: float, least: int, most: int) -> int:
+    within: Callable[[float, int, int], int] | None = getattr(time, "most_within", None)
+    if within is not None:  # a curve knows by itself
+        return within(finish_s, least, most)
+    while least < most:
+        middle = (least + most + 1) // 2
+        if time(middle) <= finish_s:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _level(batch_size: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
+    """Raise `low` towards `high` until the sum is `batch_size`, the smallest shares first, then the lower index."""
+    even = even_split(batch_size, len(low))
+    if max(low) <= even[-1] and even[0] <= min(high):  # nothing is in the way
+        return list(even)
+    floor, ceiling = 0, max(high)
+    while floor < ceiling:
+        middle = (floor + ceiling + 1) // 2
+        if sum(_clamped(middle, low, high)) <= batch_size:
+            floor = middle
+        else:
+            ceiling = middle - 1
+    shares = _clamped(floor, low, high)
+    left = batch_size - sum(shares)
+    for index, share in enumerate(shares):
+        if left and share == floor and share < high[index]:
+            shares[index] += 1
+            left -= 1
+    assert left == 0, (batch_size, low, high)
+    return shares
+
+
+def _clamped(level: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
+    return [min(max(level, least), most) for least, most in zip(low, high, strict=True)]
+
+
+def _hand_out(
+    batch_size: int, times: Sequence[Callable[[int], float]], shares: Sequence[int], caps: Sequence[int]
+) -> list[int]:
+    """Give each open sample to the device that would finish it first."""
+    shares = list(shares)
+    # (when the next sample would end, samples so far, device): tuples compare in just the order wanted.
+    queue = [(_seconds(times, i, n + 1), n, i) for i, n in enumerate(shares) if n < caps[i]]
+    heapq.heapify(queue)
+    for _ in range(batch_size - sum(shares)):
+        _, share, index = queue[0]
+        shares[index] = share + 1
+        if share + 1 < caps[index]:
+            heapq.heapreplace(queue, (_seconds(times, index, share + 2), share + 1, index))
+        else:
+            heapq.heappop(queue)
+    return shares
+
+
+def _seconds(times: Sequence[Callable[[int], float]], index: int, samples: int) -> float:
+    seconds = times[index](samples)
+    if not math.isfinite(seconds):
+        raise _NotFiniteError(index, samples, seconds)
+    return seconds
+
+
+def _check_floors(batch_size: int, floors: Sequence[int], caps: Sequence[int]) -> None:
+    if sum(floors) > batch_size:
+        raise InputError(
+            f"batch_size is {batch_size}, but the floors {as_text(floors)} need {sum(floors)}; expected a batch of at "
+            "least that; raise the batch or lower the floors"
+        )
+    for index, (least, most) in enumerate(zip(floors, caps, strict=True)):
+        if least > most:
+            raise InputError(
+                f"floors[{index}] is {least}, above the cap of {most}; expected a floor within the cap; lower the floor"
+            )
