@@ -368,6 +368,7 @@ class TestWorkload:
         kept = [Addressed(), object(), Addressed()]
         assert workload_of(workload(kept[0])) == workload_of(workload(kept[2]))
 
+    @pytest.mark.slow
     def test_is_the_same_in_every_process(self):
         code = (
             "import sys; sys.path.insert(0, sys.argv[1]); import test_profiles as t, json\n"

@@ -231,6 +231,7 @@ def test_a_sampler_of_ones_own_draws_every_trial_in_the_models_place(tmp_path):
     assert {trial.user_attrs["why"] for trial in study.trials} == {"drawn by RandomSampler"}
 
 
+@pytest.mark.slow
 def test_the_study_says_the_accumulation_steps_that_ran(tmp_path):
     """Where no batch makes the effective batch in so many micro-steps, another number of them ran than was told."""
     space = Space(Region(MemoryFit(0.0, 1.0), 10, 10, (), 10), (10, 10), 10)

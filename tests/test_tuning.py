@@ -699,6 +699,7 @@ class TestSeveralPrecisions:
         assert f"{fastest} is the plan's" in plan.notes[0]
         assert all(f"{name} {alone[name].samples_per_s:,.0f} samples/s" in plan.notes[0] for name in alone)
 
+    @pytest.mark.slow
     def test_bf16_counts_only_where_every_device_has_it(self):
         plan = quick(one_block(), "sim:1xRTX3090+1xRTX2080Ti", precision="none,bf16")
         assert plan.precision == "none"
@@ -708,6 +709,7 @@ class TestSeveralPrecisions:
     def test_bf16_alone_is_what_the_user_wants(self):
         assert quick(one_block(), "sim:1xRTX2080Ti", precision=("bf16",)).precision == "bf16"
 
+    @pytest.mark.slow
     def test_progress_goes_through_all_of_them_once(self):
         told = []
         quick(one_block(), "sim:1xRTX3090", precision=("none", "bf16"), progress=told.append)
@@ -716,6 +718,7 @@ class TestSeveralPrecisions:
         assert fractions[-1] == 1.0
         assert {progress.message.split(":")[0] for progress in told} == {"none", "bf16"}
 
+    @pytest.mark.slow
     def test_each_is_remembered(self, cache_dir):
         for _ in range(2):
             plan = tune(one_block(), devices="sim:1xRTX3090", precision=("none", "bf16"), n_trials=3)
