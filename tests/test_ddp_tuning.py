@@ -477,6 +477,7 @@ class TestTwoRanks:
         for (said,) in found_by(slow_ranks, "unlike cards"):
             assert said.startswith("precision bf16 was not searched: cpu:1 (cpu) has no native bfloat16")
 
+    @pytest.mark.slow
     def test_a_parameter_without_a_gradient_is_told_to_ddp(self, ranks: Any, slow_ranks: Any) -> None:
         assert plan_of(slow_ranks, "unused").ddp.options.find_unused_parameters
         tuned = Plan.from_json(found_by(ranks, "tuned")[0]["plan"], source="a scenario")
