@@ -646,7 +646,7 @@ def test_the_command_starts_the_ranks_itself(tmp_path: Path) -> None:
     ("spring", "code", "said"),
     [
         ("raise ValueError('mine')", 5, "error: rank 1 failed: the workload raised ValueError: mine; mend it"),
-        ("os.kill(os.getpid(), 9)", 1, "error: rank 1 of 2 was ended by SIGKILL without a word, and the others"),
+        ("os.kill(os.getpid(), 9)", 1, "error: rank 1 "),  # by torchrun or by rank 0: whoever sees it first
         ("os._exit(0)", 1, "error: rank "),
     ],
 )
@@ -656,7 +656,7 @@ def test_what_happens_to_a_rank_is_said_once_with_its_exit_code(
     done = run_cli(tmp_path, "autosplit", "tune", "work.py", *OPTIONS, spring=spring, SPRING="1")
     assert done.returncode == code, done.stderr
     assert done.stderr.count("error: ") == 1, done.stderr
-    assert said in done.stderr
+    assert said in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_ddp import make_plan
 
+from autosplit.cli import torchrun_job
 from autosplit.cli.main import main
 from autosplit.cli.torchrun_job import launch_of
 from autosplit.errors import InputError, PlanError
@@ -120,3 +123,18 @@ def test_real_ranks_find_the_plan(plan_file, tmp_path, code):
     assert f"rank 0 takes 2, ['{code}']" in done.stdout
     assert f"rank 1 takes 6, ['{code}']" in done.stdout
     assert (done.returncode == 0) == (code == 0), "the exit code is torchrun's"
+
+
+@pytest.mark.parametrize(
+    ("ended", "first"),
+    [
+        ({0: (1, 7), 1: (-signal.SIGKILL, 7)}, 1),  # rank 0 heard of it and stopped, before torchrun looked
+        ({0: (-signal.SIGTERM, 7), 1: (3, 7)}, 1),  # by torchrun
+        ({0: (1, 8), 1: (-signal.SIGSEGV, 7), 2: (1, 7)}, 1),
+        ({0: (-signal.SIGKILL, 40), 1: (3, 7)}, 1),  # it hung, and torchrun ended it
+    ],
+)
+def test_the_rank_that_was_killed_is_the_one_that_failed_first(ended, first):
+    """torchrun knows whole seconds: the others, which stop at once, were blamed now and then."""
+    failures = {rank: SimpleNamespace(exitcode=code, timestamp=at_s) for rank, (code, at_s) in ended.items()}
+    assert torchrun_job._first_failure(failures)[0] == first

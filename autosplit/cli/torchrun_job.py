@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autosplit.cli.exit_code import OUTCOME_VARIABLE
 from autosplit.ddp.find_plan import described, plan_for_job
 from autosplit.errors import RankFailedError
 from autosplit.plan.torchrun import Command, command_for
 from autosplit.text import printable
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 __all__ = ["Launch", "launch_of", "run_together"]
 
@@ -101,9 +106,21 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
             f"rank 0 of {num_processes} ended without a word; expected its plan; see what stands above, or whether the "
             "workload's code ends the process"
         )
-    rank, failure = lost.get_first_failure()
+    rank, failure = _first_failure(lost.failures)
     how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
     raise RankFailedError(
         f"rank {rank} of {num_processes} {how} without a word, and the others with it; expected all of them until the "
         "end; see what stands above, or whether the system ran out of memory (dmesg)"
     )
+
+
+def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Return the rank that failed first, and how.
+
+    torchrun tells the time in whole seconds, and the others stop within two tenths of one: of those that ended
+    together it is one that was killed, then one that left by itself, then one that torchrun ended by SIGTERM.
+    """
+    first_s = min(failure.timestamp for failure in failures.values())
+    together = [(rank, failure) for rank, failure in failures.items() if failure.timestamp <= first_s + 1]
+    order = {-signal.SIGTERM: 2}
+    return min(together, key=lambda one: (order.get(one[1].exitcode, int(one[1].exitcode >= 0)), one[0]))
