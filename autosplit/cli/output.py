@@ -1,6 +1,6 @@
 """Write a command's answer to stdout, alone; errors, notes, progress and the log to stderr.
 
-``--quiet`` leaves errors of the latter, ``--verbose`` adds the log of every step tried (see `commands.log`).
+``--quiet`` leaves errors of the latter, ``--verbose`` adds the log of every step tried (see `cli.log`).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
 
 
 def print_json(answer: Any) -> None:
-    """Print an answer, one of `commands.answers` or a plan, as JSON with its attributes' names as keys."""
+    """Print an answer, one of `cli.json_types` or a plan, as JSON with its attributes' names as keys."""
     write_json(json_text(answer))
 
 

@@ -99,7 +99,7 @@ class SolvedDevice:
 
 @dataclass(frozen=True)
 class Solved:
-    """A plan, as far as its explanation needs it; `plan.Plan` says what each number is."""
+    """A plan, as far as its explanation needs it; `record.PlanRecord` says what each number is."""
 
     split: tuple[int, ...]
     effective_batch_size: int

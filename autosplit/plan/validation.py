@@ -22,7 +22,7 @@ def unsound_part(plan: Any) -> str | None:
     """Say what of a plan contradicts the rest of it, or can't be.
 
     Args:
-        plan: A `plan.Plan`, whose fields are of the right types.
+        plan: A `record.PlanRecord`, whose fields are of the right types.
 
     Returns:
         What it is and what was expected; None where all is sound.

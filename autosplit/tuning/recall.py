@@ -129,7 +129,7 @@ class Wanted:
         """Say which remembered plan is the nearest, and why it does not hold; nothing where there is none.
 
         Args:
-            ignoring: See `mismatches.nearest_told`.
+            ignoring: See `differences.nearest_told`.
         """
         if self.request.profile != "auto":
             return ()
