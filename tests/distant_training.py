@@ -1,4 +1,4 @@
-"""What the machines of tests/test_machines.py train, started by torchrun on each; the same on one device is beside it.
+"""What the machines of test_ddp_machines.py train, started by torchrun on each; the same on one device is beside it.
 
 A machine's folder gets `steps.jsonl`, a line for each optimizer step with the samples of this rank, and at the end
 `weights.pt`. What is to die at a step does so once: the next process that starts in that folder goes on.

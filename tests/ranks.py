@@ -31,7 +31,7 @@ def starting(*preload: str) -> Any:
     """
     context = torch.multiprocessing.get_context("forkserver")
     # DDP loads the first, and what shares a model out the second.
-    ours = ["torch._dynamo", "torch.distributed.fsdp", "autosplit.tuning.tune", "ranks", "test_ddp"]
+    ours = ["torch._dynamo", "torch.distributed.fsdp", "autosplit.tuning.tune", "ranks", "ddp_jobs"]
     context.set_forkserver_preload([*ours, *preload])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # python 3.11 and before hand it no path of their own

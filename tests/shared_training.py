@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from folders import EXAMPLES
 from handmade import made_ceiling
 from plans import make_plan, plan_device
 from torch import nn
@@ -188,7 +189,7 @@ def run_example(name: str) -> tuple[str, bool]:
     """Run an example as a script; return what it printed, and whether it said that it has no plan."""
     from autosplit.integrations.process_share import NoPlanWarning
 
-    path = Path(__file__).parents[1] / "examples" / name
+    path = EXAMPLES / name
     with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runpy.run_path(str(path), run_name="__main__")

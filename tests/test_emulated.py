@@ -11,10 +11,12 @@ from pathlib import Path
 
 import emulated
 import pytest
+from folders import TESTS
 
-HERE = Path(__file__).parent
 MARKED = re.compile(r"\bpytest\.mark\.gpu\b")
-FILES = sorted(path.name for path in HERE.glob("test_*.py") if MARKED.search(path.read_text(encoding="utf-8")))
+FILES = sorted(
+    str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py") if MARKED.search(path.read_text(encoding="utf-8"))
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,11 +33,11 @@ pytestmark = pytest.mark.skipif(emulated.wanted(), reason="runs on the emulated 
 
 CORE = (
     "test_emulated_devices.py::TestAllocator",  # first: nothing is cached yet
-    "test_accelerator.py::TestOneDevice::test_the_full_device_is_named_and_the_next_step_runs",
-    "test_accelerator.py::TestOneDevice::test_a_measured_step",
-    "test_balanced_gpus.py",
-    "test_kept.py",
-    "test_links.py",
+    "runtime/test_accelerator.py::TestOneDevice::test_the_full_device_is_named_and_the_next_step_runs",
+    "runtime/test_accelerator.py::TestOneDevice::test_a_measured_step",
+    "parallel/test_balanced_gpus.py",
+    "parallel/test_persistent_replicas.py",
+    "devices/test_peer_copy_check.py",
 )
 """What is used of two devices in every training: a process that loads torch for each file would take a minute."""
 
@@ -55,7 +57,7 @@ def test_on_two_emulated_devices(name, tmp_path):
 def run_on_two(names: Sequence[str], marks: str, tmp_path: Path) -> None:
     child = subprocess.run(
         [sys.executable, "-m", "pytest", *names, "-m", marks, "-n", "0", "-q", "--no-header", "--tb=short"],
-        cwd=HERE,
+        cwd=TESTS,
         env={**os.environ, "EMULATED_DEVICES": "2", "EMULATED_MEMORY": str(tmp_path / "memory")},
         capture_output=True,
         text=True,

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import folders
 import pytest
 
 import autosplit
 
-ROOT = Path(__file__).parents[1] / "autosplit"
+ROOT = folders.ROOT / "autosplit"
 
 # What each package may import, at any level: inside functions and under TYPE_CHECKING, too. All of them may import the
 # root: words that everyone uses. A module stands for itself alone.

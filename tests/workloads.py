@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from folders import EXAMPLES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.workload.workload import Workload
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def example(name: str) -> ModuleType:

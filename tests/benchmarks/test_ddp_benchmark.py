@@ -1,0 +1,96 @@
+"""The benchmark of DDP runs in its quick form and writes what it is to write; its figures are nothing to go by then."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+from folders import BENCHMARKS
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    """The benchmark, as a module of another name: `ddp` is the package's own."""
+    spec = importlib.util.spec_from_file_location("ddp_benchmark", BENCHMARKS / "ddp.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    sys.path.insert(0, str(BENCHMARKS))
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path[:] = path
+        del sys.modules[spec.name]
+
+
+def rounds_with(ours: float, control: float) -> list[list[float]]:
+    """Rounds of a loop by hand, ours, and the control, all of them a little longer or shorter together."""
+    return [[factor, factor * ours, factor * control] for factor in (0.9, 1.0, 1.2) * 20]
+
+
+@pytest.mark.parametrize(("ours", "control", "cost"), [(1.0, 1.0, 0.0), (1.03, 1.0, 0.03), (1.03, 1.02, 0.01)])
+def test_the_cost_is_what_is_beyond_the_control(bench, ours, control, cost):
+    found = bench.judged_cost(rounds_with(ours, control), bench.ALIKE["one micro-step"])
+    assert found["ours"] == pytest.approx(ours)
+    assert found["control"] == pytest.approx(control)
+    assert found["cost"] == pytest.approx(cost, abs=1e-5)
+    assert found["cost_interval"] == pytest.approx([cost, cost], abs=1e-5)
+
+
+def test_an_interval_holds_the_figure_and_grows_with_the_noise(bench):
+    widths = []
+    for noise in (0.01, 0.1):
+        found = [[1.0, 1.0 + noise * (number % 7 - 3), 1.0] for number in range(70)]
+        low, high = bench.judged_cost(found, bench.ALIKE["one micro-step"])["cost_interval"]
+        assert low <= 0.0 <= high
+        widths.append(high - low)
+    assert 0.0 < widths[0] < widths[1]
+
+
+def test_every_order_of_the_rivals_comes_equally_often(bench):
+    assert len(bench.PERMUTATIONS) == bench.QUICK_ROUNDS
+    assert {len([order for order in bench.PERMUTATIONS if order[0] == place]) for place in range(3)} == {2}
+
+
+def test_ranks_of_gpus_keep_all_cores(bench, monkeypatch):
+    """On one of them, launches waited for autograd and for NCCL's own thread."""
+    kept = []
+    monkeypatch.setattr(bench.os, "sched_getaffinity", lambda _pid: {3, 5}, raising=False)
+    monkeypatch.setattr(bench.os, "sched_setaffinity", lambda _pid, cores: kept.append(cores), raising=False)
+    for rank in (0, 1, 2):
+        bench.keep_to_a_core(rank, bench.torch.device("cuda", rank))
+        bench.keep_to_a_core(rank, bench.torch.device("cpu"))
+    assert kept == [{3}, {5}, {3}]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_quick_form(tmp_path):
+    output = tmp_path / "ddp.json"
+    command = [sys.executable, str(BENCHMARKS / "ddp.py"), "--quick", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=380)
+    assert done.returncode in (0, 1), done.stderr  # 1: so few rounds may well break a claim
+    figures = json.loads(output.read_text(encoding="utf-8"))
+    assert {"machine", "versions", "date", "places", "not_run", "load_at_start"} <= set(figures)
+    found = figures["places"]["cpu, gloo"]
+    for row in found["alike"].values():
+        assert row["rounds"] == 6
+        assert row["by_hand_s"] > 0
+        for name in ("ours", "control", "cost"):
+            low, high = row[f"{name}_interval"]
+            assert low <= row[name] <= high
+    unlike = found["unlike"]
+    assert sum(unlike["even"]) == 16
+    assert sum(unlike["solved"]) * unlike["accumulation_steps"] >= 16
+    assert unlike["predicted"] >= 1.0, "the solver may take equal shares, too"
+    assert len(found["claims"]) == 3
+    assert "cpu, gloo: " in done.stdout

@@ -1,0 +1,98 @@
+"""The benchmark of the simulator runs without a GPU, names cards, sums up, and hands the package what it may say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from types import ModuleType
+
+import pytest
+from folders import BENCHMARKS
+
+from autosplit.errors import DeviceError
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    """The benchmark, as a module of another name."""
+    spec = importlib.util.spec_from_file_location("simulation_benchmark", BENCHMARKS / "simulation.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    sys.path.insert(0, str(BENCHMARKS))
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path[:] = path
+        del sys.modules[spec.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA GeForce RTX 3090", "RTX3090"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+    ],
+)
+def test_cards_are_known_by_what_cuda_calls_them(bench, name, card):
+    assert bench.card_of(name) == card
+
+
+def test_an_unknown_card_is_refused(bench):
+    with pytest.raises(DeviceError, match="not in the catalogue"):
+        bench.card_of("NVIDIA H300 SXM9")
+
+
+def test_ratios_are_summed_up_by_their_distance_from_one(bench):
+    assert bench.spread([1.5, 0.9, 1.0]) == {
+        "count": 3,
+        "median_ratio": 1.0,
+        "least_ratio": 0.9,
+        "most_ratio": 1.5,
+        "median_error": 0.1,
+        "worst_error": 0.5,
+    }
+    assert bench.spread([]) == {"count": 0}
+
+
+@pytest.mark.slow
+def test_a_run_without_a_gpu_compares_memory_and_can_be_recorded_only_in_full(bench, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench, "PRECISIONS", ("none",))
+    monkeypatch.setattr(bench, "QUICK_CEILING_BYTES", 2**19)
+    output = tmp_path / "simulation.json"
+    assert bench.main(["--only", "mlp", "--output", str(output)]) == 0
+    figures = json.loads(output.read_text(encoding="utf-8"))
+    assert (figures["card"], figures["kind"], figures["quick"]) == (None, "cpu", True)
+    (case,) = figures["cases"].values()
+    assert [row["bytes_ratio"] for row in case["steps"]] == pytest.approx([1.0, 1.0], abs=0.01)
+    assert not any("measured_s" in row for row in case["steps"])
+    assert case["ceiling"]["ratio"] == pytest.approx(1.0, abs=0.01)
+    assert figures["summary"]["samples_per_s"] == {"count": 0}
+    assert "mlp, none: 2: bytes x" in capsys.readouterr().out
+
+
+def test_a_case_that_fails_is_a_line_and_not_the_end(bench, tmp_path, monkeypatch):
+    def broken(_precision: str) -> object:
+        raise RuntimeError("no such kernel")
+
+    kinds = {"broken": bench.Kind(broken, (2,))}
+    monkeypatch.setattr(bench, "PRECISIONS", ("none",))
+    figures = bench.measured(kinds, None, 60.0, tmp_path / "out.json", quick=True)
+    assert figures["cases"]["broken, none"]["failed"] == "RuntimeError: no such kernel"
+    assert figures["summary"]["failed"] == ["broken, none"]
+
+
+def test_no_case_begins_after_the_time_is_up(bench, tmp_path):
+    figures = bench.measured(bench.QUICK_KINDS, None, 0.0, tmp_path / "out.json", quick=True)
+    assert figures["cases"] == {}
+    assert "mlp, bf16" in figures["left_out_for_time"]

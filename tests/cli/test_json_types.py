@@ -1,0 +1,125 @@
+"""What ``--json`` prints is what docs/json.md says, of every command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer.main
+from folders import ROOT
+from handmade import CARD, examined, made_ceiling, made_plan
+
+import autosplit.devices.inventory
+from autosplit.cli.json_types import ANSWERS, ProbedCeiling
+from autosplit.cli.main import app, main
+from autosplit.devices.inventory import DeviceReport
+from autosplit.measure import find_ceiling as probe
+from autosplit.measure import gradient_check as checks
+from autosplit.measure.check_result import Check
+from autosplit.profiles.store import store
+from autosplit.tuning import doctor
+from autosplit.tuning import tune as tuning
+
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The script that makes the documents."""
+    spec = importlib.util.spec_from_file_location("docs_make", DOCS / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def commands():
+    """List every command that does something, by what is typed for it."""
+    top = typer.main.get_command(app).commands
+    names = dict(top)
+    for name, command in top.items():
+        names.update({f"{name} {sub}": one for sub, one in getattr(command, "commands", {}).items()})
+    return names
+
+
+def test_the_documents_are_those_that_the_code_makes(made):
+    assert (DOCS / "json.md").read_text() == made.page(), "run python docs/make.py"
+    assert json.loads((DOCS / "json-schema.json").read_text()) == made.schema(), "run python docs/make.py"
+
+
+def test_every_key_says_what_it_is(made):
+    undescribed = {one.__name__: {f.name for f in fields(one)} - set(made.described(one)) for one in made._classes()}
+    assert not {name: missing for name, missing in undescribed.items() if missing}
+
+
+def test_every_command_has_the_same_flags_and_an_answer():
+    assert set(commands()) == set(ANSWERS)
+    for name, command in commands().items():
+        flags = {flag for parameter in command.params for flag in parameter.opts}
+        assert {"--json", "--quiet", "--verbose"} <= flags, name
+
+
+@pytest.fixture
+def stand_ins(monkeypatch, tmp_path):
+    """Put made answers in place of what takes long, and a workload and a plan into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import torch, autosplit\nworkload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
+    )
+    plan = made_plan((100, 156), checks=(Check("gradient", 0.0, None, depends=False),))
+    plan.save("plan.json")
+    store("ab" * 16, plan)
+    report = DeviceReport(0, 1, "NVIDIA H100", 80 * 2**30, 70 * 2**30, 2**30, 3, 40, None, "GPU-1", visible=True)
+    monkeypatch.setattr(autosplit.devices.inventory, "survey_devices", lambda: ((report,), ("a note",)))
+    monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(CARD))
+    monkeypatch.setattr(tuning, "tune", lambda *_, **__: plan)
+    ceiling = made_ceiling("cpu:0", 7, 2**20, points=((4, 100, True), (8, 150, False)))
+    monkeypatch.setattr(probe, "find_ceiling", lambda *_, **__: ceiling)
+    monkeypatch.setattr(checks, "check", lambda _: plan.checks)
+
+
+LINES = {
+    "devices": "devices",
+    "doctor": "doctor",
+    "tune": "tune train.py --devices sim:2xRTX3090",
+    "compare": "compare train.py --devices sim:2xRTX3090 --devices sim:L4 --price L4=0.8",
+    "probe": "probe train.py --devices cpu:1MiB",
+    "check": "check train.py",
+    "show": "show plan.json",
+    "profiles": "profiles",
+    "profiles list": "profiles list",
+    "profiles show": "profiles show abab",
+    "profiles path": "profiles path abab",
+    "profiles remove": "profiles remove abab",
+    "report": "report plan.json",
+    "export": "export plan.json --to torchrun",
+    "launch": "launch --plan plan.json",
+}
+
+
+def test_every_command_has_a_line_here():
+    assert set(LINES) == set(ANSWERS)
+
+
+@pytest.mark.parametrize("command", LINES)
+def test_what_is_printed_is_of_the_documented_type(stand_ins, capsys, command):
+    """Neither more keys nor fewer, each of its type: read as that type and written again, it is the same."""
+    if command == "report":
+        pytest.importorskip("matplotlib")
+    words = LINES[command].split()
+    words = [*words, "--json", "train.py", "--epochs", "3"] if command == "launch" else [*words, "--json"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    read = msgspec.json.decode(out, type=ANSWERS[command])
+    assert json.loads(msgspec.json.encode(read)) == json.loads(out)
+
+
+def test_a_ceiling_is_shown_with_its_headroom():
+    ceiling = made_ceiling("cpu:0", 7, 2**20)
+    shown = ProbedCeiling.of(ceiling)
+    assert shown.headroom_bytes == ceiling.headroom_bytes
+    assert all(getattr(shown, one.name) == getattr(ceiling, one.name) for one in fields(ceiling))

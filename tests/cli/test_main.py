@@ -1,0 +1,1008 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from folders import ROOT
+from handmade import made_ceiling, made_plan
+from marks import slow
+
+import autosplit.devices.inventory
+from autosplit.__main__ import main as start
+from autosplit.cli.commands.tune import _say_if_waiting
+from autosplit.cli.main import app, main
+from autosplit.devices.device import Device
+from autosplit.devices.inventory import DeviceReport
+from autosplit.errors import AutosplitError
+from autosplit.measure import find_ceiling as probe
+from autosplit.oom import DoesNotFitError
+from autosplit.plan.plan import Plan
+from autosplit.plan.redact import shareable
+from autosplit.profiles.store import store
+from autosplit.solve.memory import Ceiling
+from autosplit.tuning import tune as tuning
+from autosplit.workload.from_file import Loaded
+
+EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
+HEAD = "import torch, autosplit\n"
+WORKLOAD = f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))\n"
+SIM = ("--devices", "sim:2xRTX3090")
+
+
+@pytest.fixture(autouse=True)
+def _own_modules(monkeypatch):
+    """Undo what loading a file leaves in the process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("autosplit_file_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Write train.py into the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text=WORKLOAD):
+        Path("train.py").write_text(text)
+        return "train.py"
+
+    return write
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """Put a stand-in in place of tune; `calls` has what it was given, `answer` is returned or raised."""
+
+    class Tuned:
+        def __init__(self):
+            self.calls = []
+            self.answer = made_plan((100, 156), kind="sim")
+
+        def __call__(self, workload, **keywords):
+            self.calls.append((workload, keywords))
+            if isinstance(self.answer, BaseException):
+                raise self.answer
+            return self.answer
+
+    stand_in = Tuned()
+    monkeypatch.setattr(tuning, "tune", stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def fails(capsys):
+    """Run a command line that is to fail, and return its one line on stderr and the frames below."""
+
+    def run(*arguments, code=2):
+        assert main(list(arguments)) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "Traceback" not in err
+        line, *frames = err.splitlines()
+        assert line.startswith("error: ")
+        assert all(frame.startswith("  ") for frame in frames)
+        assert code == 5 or not frames
+        return line, frames
+
+    return run
+
+
+# Usage
+
+
+def test_help_names_the_commands(capsys):
+    assert main(["--help"]) == 0
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert all(f"\n  {command} " in out for command in ("devices", "tune", "probe", "show"))
+    assert err == ""
+
+
+@pytest.mark.parametrize("words", [[], ["profiles"]])
+def test_no_line_of_a_list_of_commands_is_cut(capsys, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*words, "--help"]) == 0
+    out = capsys.readouterr().out
+    commands = out.split("Commands:\n")[1].split("\n\n")[0].splitlines()
+    assert len(commands) > 3
+    assert all(line.startswith("  ") and line.endswith(".") and not line.endswith("...") for line in commands), out
+
+
+def test_every_keyword_of_tune_has_its_flag(capsys):
+    import inspect
+
+    assert main(["tune", "--help"]) == 0
+    out = capsys.readouterr().out
+    in_python = {"loss_fn", "compute_loss", "optimizer", "batch_dim", "make_batch", "sampler", "progress"}
+    parameters = inspect.signature(tuning.tune).parameters.values()
+    flags = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY} - in_python
+    assert not [flag for flag in flags if f"--{flag.replace('_', '-')} " not in out]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["tun"], "'tune'?; see autosplit --help"),
+        (["tune"], "'FILE[:NAME]'; see autosplit tune --help"),
+        (["tune", "x.py", "--device", "cpu"], "--devices); see autosplit tune --help"),
+        (["tune", "x.py", "--devices"], "see autosplit tune --help"),
+        (["--nothing"], "see autosplit --help"),
+        (["show", "a", "b"], "see autosplit show --help"),
+    ],
+)
+def test_usage_errors_are_one_line_and_point_to_the_help(fails, arguments, said):
+    assert said in fails(*arguments)[0]
+
+
+def test_what_starts_at_once_loads_neither_torch_nor_what_it_has_no_use_for(tmp_path, cache_dir):
+    """In one process, one after the other: what each has loaded by its end."""
+    store("ab" * 16, made_plan((100, 156), kind="sim"))
+    heavy = ("torch", "optuna", "pynvml", "pydantic", "filelock", "rich", "msgspec", "autosplit.solve.solver")
+    code = (
+        "import sys; from autosplit.cli.main import main\n"
+        f"for words in (['tune', '--help'], ['profiles', 'path'], ['profiles'], ['show', 'abab']):\n"
+        f"    assert main(words) == 0\n    print('loaded', [m for m in {heavy!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = [line for line in done.stdout.splitlines() if line.startswith("loaded ")]
+    assert loaded == [
+        "loaded []",
+        "loaded ['msgspec']",
+        "loaded ['rich', 'msgspec']",
+        "loaded ['rich', 'msgspec', 'autosplit.solve.solver']",
+    ]
+
+
+def examples():
+    """List the examples in the helps, each as its words, with the commands that have none."""
+    import typer.main
+
+    top = typer.main.get_command(app).commands
+    commands = [*top.values(), *(one for command in top.values() for one in getattr(command, "commands", {}).values())]
+    told = [command.epilog or "" for command in commands]
+    assert all("  autosplit " in epilog for epilog in told)
+    return [line.strip() for epilog in told for line in epilog.splitlines() if line.startswith("  autosplit ")]
+
+
+# These take seconds: a model is built, and traced or run.
+LONG = ("autosplit doctor", "autosplit tune ", "autosplit compare ", "autosplit probe ", "autosplit check ")
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=pytest.mark.slow if line.startswith(LONG) else ()) for line in examples()]
+)
+def test_the_examples_in_the_helps_run(line, tmp_path, monkeypatch, capsys):
+    if line.startswith("autosplit report"):
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")
+    made_plan().save("plan.json")
+    for key in ("3f2a", "91c0"):
+        store(key * 8, made_plan())
+    assert main(shlex.split(line)[1:]) == 0
+    assert any(capsys.readouterr())
+
+
+def test_the_help_lists_the_exit_codes_and_examples_are_not_broken(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n    {code}  " in out for code in (0, 2, 3, 4, 5))
+    assert main(["tune", "--help"]) == 0
+    *others, example = capsys.readouterr().out.rstrip().splitlines()
+    assert example.split()[0] == "autosplit"
+    assert len(example) > 60
+    assert max(map(len, others)) <= 60
+
+
+def test_python_m_autosplit_runs_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "autosplit", "tune"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: Missing argument 'FILE[:NAME]'; see autosplit tune --help\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(cache_dir):
+    store("ab" * 16, made_plan())
+    command = f'"{sys.executable}" -m autosplit show --json | head -c 1'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == "{"
+    assert done.stderr == ""
+
+
+# tune, with a stand-in for tuning
+
+
+def test_flags_become_keywords(script, tuned, capsys):
+    flags = {
+        "--devices": "sim:2xRTX3090",
+        "--strategy": "balanced",
+        "--precision": "bf16",
+        "--effective-batch-size": "512",
+        "--max-batch-size": "300",
+        "--reserve": "1GiB",
+        "--n-trials": "7",
+        "--time-limit-s": "1.5",
+        "--storage": "sqlite:///x.db",
+        "--profile": "refresh",
+        "--name": "mine",
+        "--seed": "3",
+    }
+    assert main(["tune", script(), "--isolate", *[word for pair in flags.items() for word in pair]]) == 0
+    ((workload, keywords),) = tuned.calls
+    assert workload.spec == f"{Path.cwd()}/train.py:workload"  # for the process of its own
+    assert keywords.pop("progress").func is _say_if_waiting  # there is no bar to say it
+    assert keywords == {
+        "devices": "sim:2xRTX3090",
+        "strategy": "balanced",
+        "precision": "bf16",
+        "effective_batch_size": 512,
+        "max_batch_size": 300,
+        "reserve": "1GiB",
+        "n_trials": 7,
+        "time_limit_s": 1.5,
+        "storage": "sqlite:///x.db",
+        "isolate": True,
+        "profile": "refresh",
+        "name": "mine",
+        "seed": 3,
+    }
+
+
+def test_without_flags_the_defaults_are_tunes_own(script, tuned, capsys):
+    assert main(["tune", script()]) == 0
+    assert list(tuned.calls[0][1]) == ["progress"]
+
+
+BUDGETED = ["--devices", "cpu:8MiB"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "isolated"),
+    [
+        (BUDGETED, True),
+        ([*BUDGETED, "--no-isolate"], False),
+        ([*BUDGETED, "--isolate"], True),
+        (["--devices", "cpu"], False),
+        (["--devices", "cpu", "--isolate"], True),
+        (list(SIM), False),
+    ],
+)
+def test_steps_that_fill_a_memory_run_in_a_process_of_their_own(script, tuned, capsys, flags, isolated):
+    assert main(["tune", script(), *flags]) == 0
+    ((workload, keywords),) = tuned.calls
+    assert keywords.get("isolate", False) is isolated
+    assert isinstance(workload, Loaded) is isolated
+
+
+@pytest.mark.parametrize(
+    ("flags", "python", "command"),
+    [
+        ([], "", ""),
+        (["--isolate"], ", isolate=True", " --isolate"),
+        (["--no-isolate"], "", " --no-isolate"),
+    ],
+)
+def test_only_what_was_asked_for_is_in_the_lines_to_paste(script, tuned, capsys, flags, python, command):
+    tuned.answer = made_plan((100, 156))
+    assert main(["tune", script(), *BUDGETED, *flags]) == 0
+    assert f'plan = autosplit.tune(workload, devices="cpu:8MiB"{python})\n' in capsys.readouterr().out
+    tuned.answer = made_plan((100, 156), kind="sim")
+    assert main(["tune", script(), *BUDGETED, *flags]) == 0
+    assert f"tune train.py --devices cuda{command}\n" in capsys.readouterr().out
+
+
+def test_the_report_of_a_simulated_plan_shows_the_command_for_the_real_cards(script, tuned, capsys):
+    assert main(["tune", script(), *SIM, "--effective-batch-size", "512", "--profile", "refresh", "--isolate"]) == 0
+    out, err = capsys.readouterr()
+    command = "python -m autosplit tune train.py --devices cuda --effective-batch-size 512 --isolate"
+    assert out.rstrip().endswith(f"\n\n{command}")
+    assert err == ""
+    assert "\x1b" not in out
+
+
+def test_the_lines_to_paste_ask_the_profile(script, tuned, capsys):
+    tuned.answer = made_plan((100, 156))
+    arguments = ["--name", "a b", "--n-trials", "3", "--profile", "refresh"]
+    assert main(["tune", script(), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "\nfrom train import workload  # train.py\n" in out
+    assert '\n# answered from its profile\nplan = autosplit.tune(workload, n_trials=3, name="a b")\n' in out
+
+
+def test_the_lines_to_paste_call_a_function_and_say_when_they_tune_again(script, tuned, capsys):
+    tuned.answer = made_plan((100, 156))
+    path = script(f"{HEAD}def made():\n    return autosplit.Workload(torch.nn.Linear(3, 1), torch.randn(4, 3))")
+    assert main(["tune", f"{path}:made", "--profile", "off"]) == 0
+    out = capsys.readouterr().out
+    assert '\n# tunes again: --output PATH saves it\nplan = autosplit.tune(made(), profile="off")\n' in out
+
+
+def test_output_saves_the_plan_and_the_lines_load_it(script, tuned, capsys):
+    tuned.answer = made_plan((100, 156))
+    assert main(["tune", script(), "--output", "plans/best.json"]) == 0
+    assert 'plan = autosplit.Plan.load("plans/best.json")' in capsys.readouterr().out
+    assert Plan.load("plans/best.json") == tuned.answer
+
+
+def test_json_is_alone_on_stdout(script, tuned, capfd):
+    noise = "import os\nprint('noise')\nos.write(1, b'noise')\n"
+    assert main(["tune", script(noise + WORKLOAD), "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert Plan.from_json(out) == tuned.answer
+    assert err.count("noise") == 2
+
+
+def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_path):
+    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False).kept_at(tmp_path / "kept.json"))
+    assert main(["tune", script()]) == 4
+    out, err = capsys.readouterr()
+    assert f"the best plan so far is shown and saved as {tmp_path / 'kept.json'}; run it again" in err
+    assert out.startswith("interrupted: the best so far")
+    assert f'plan = autosplit.Plan.load("{tmp_path / "kept.json"}")' in out
+
+
+def test_an_interrupted_tuning_saves_its_output_too(script, tuned, capsys):
+    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False))
+    assert main(["tune", script(), "--output", "best.json", "--json"]) == 4
+    out, err = capsys.readouterr()
+    assert json.loads(out)["complete"] is False
+    assert not Plan.load("best.json").complete
+    assert "saved as best.json" in err
+
+
+def test_an_interrupted_tuning_that_is_kept_nowhere_says_so(script, tuned, capsys):
+    tuned.answer = tuning.TuningInterrupted(made_plan(complete=False))
+    assert main(["tune", script(), "--profile", "off"]) == 4
+    assert "not saved (--output PATH saves it)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), tuning.TuningInterrupted(None)])
+def test_an_interrupted_tuning_without_a_plan(script, tuned, fails, error):
+    tuned.answer = error
+    assert fails("tune", script(), code=4)[0] == "error: interrupted before there was any plan; run it again"
+
+
+def test_what_does_not_fit_exits_with_3(script, tuned, fails):
+    tuned.answer = DoesNotFitError("cpu:0 needs 2 MiB\nand has 1 MiB; expected more; give it more")
+    assert fails("tune", script(), code=3)[0].endswith("cpu:0 needs 2 MiB and has 1 MiB; expected more; give it more")
+
+
+def test_our_own_bug_keeps_its_traceback(script, tuned, monkeypatch):
+    monkeypatch.setattr("autosplit.cli.workload_arguments.user_frames", lambda trace: ())
+    tuned.answer = ZeroDivisionError("ours")
+    with pytest.raises(ZeroDivisionError):
+        main(["tune", script()])
+
+
+# Bad input: one line with value, expectation and next step
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--devices", "sim:2xRTX3091"], "RTX3090"),
+        (["--devices", "gpu"], "'gpu'"),
+        (["--devices", "cpu:0MiB"], "0MiB"),
+        (["--devices", "sim:RTX3090@0GiB"], "0GiB"),
+        (["--devices", ""], "expected"),
+        ([*SIM, "--reserve", "-1GiB"], "'-1GiB'"),
+        ([*SIM, "--reserve", "some"], "'some'"),
+        ([*SIM, "--reserve", "100%"], "100%"),
+        ([*SIM, "--effective-batch-size", "many"], "--effective-batch-size 'many': expected a whole number; write it"),
+        ([*SIM, "--effective-batch-size", "1.5"], "'1.5'"),
+        ([*SIM, "--max-batch-size", "9" * 5000], "expected a whole number"),
+        ([*SIM, "--n-trials", "--5"], "'--5'"),
+        ([*SIM, "--seed", ""], "--seed ''"),
+        ([*SIM, "--time-limit-s", "soon"], "--time-limit-s 'soon': expected a number of seconds; write it as"),
+        ([*SIM, "--output", "."], "--output . is a folder; expected a file; write it as plan.json"),
+    ],
+)
+def test_bad_flags_are_refused_before_the_file_runs(script, tuned, fails, arguments, said):
+    line, _ = fails("tune", script("raise SystemError('the file ran')"), *arguments)
+    assert said in line
+    assert line.count(";") >= 1
+    assert tuned.calls == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--effective-batch-size", "0"], "effective_batch_size"),
+        (["--effective-batch-size", "-5"], "-5"),
+        (["--max-batch-size", "0"], "max_batch_size"),
+        (["--n-trials", "0"], "n_trials"),
+        (["--seed", "-1"], "seed"),
+        (["--time-limit-s", "nan"], "nan"),
+        (["--profile", "never"], "'never'"),
+        (["--strategy", "best"], "'best'"),
+        (["--precision", "int8"], "precision"),
+    ],
+)
+def test_numbers_and_choices_out_of_range_are_tunes_to_refuse(script, fails, arguments, said):
+    line, _ = fails("tune", script(), *SIM, *arguments)
+    assert said in line
+    assert "expected" in line
+
+
+def test_a_missing_file_names_the_nearest(fails, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert "examples has char_gpt.py" in fails("tune", "examples/chargpt.py", *SIM)[0]
+
+
+def test_a_file_without_a_workload(script, fails):
+    assert "train.py has no 'workload'; expected" in fails("tune", script("x = 1"), *SIM)[0]
+
+
+def test_an_output_that_cant_be_written_still_shows_the_plan(script, tuned, capsys):
+    Path("blocked").write_text("")
+    assert main(["tune", script(), "--output", "blocked/plan.json", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert Plan.from_json(out) == tuned.answer
+    assert err.startswith("error: the plan can't be written to blocked/plan.json")
+
+
+def test_an_output_is_where_it_was_asked_for_though_the_workload_went_elsewhere(script, tuned, tmp_path):
+    here = Path.cwd()
+    (tmp_path / "elsewhere").mkdir()
+    moved = f"import os\nos.chdir({str(tmp_path / 'elsewhere')!r})\n"
+    try:
+        assert main(["tune", script(moved + WORKLOAD), "--output", "plan.json"]) == 0
+    finally:
+        os.chdir(here)
+    assert Plan.load("plan.json") == tuned.answer
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_output_that_is_no_file_is_not_read(script, fails):
+    """/dev/full gives zeros for ever: it was read until memory was full."""
+    assert "--output /dev/full is neither a new file nor a plan" in fails("tune", script(), "--output", "/dev/full")[0]
+
+
+def test_ctrl_c_while_arguments_are_read(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autosplit.cli.main._whole", interrupted)
+    assert main(["tune", "x.py", "--seed", "1"]) == 4
+    assert capsys.readouterr().err.startswith("error: interrupted before there was any plan")
+
+
+USER_ERRORS = {
+    "a file that raises": "import torch\n1 / 0",
+    "a factory that raises": "def workload():\n    raise ValueError('no data\\nsecond line')",
+    "a model that fails on its own sample": f"{HEAD}\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"
+    "        return super().forward(x[:, :2])\n"
+    "workload = autosplit.Workload(Net(3, 1), torch.randn(4, 3))",
+    "a loss that fails": f"{HEAD}\ndef loss(outputs, targets):\n    return targets.none\n"
+    "workload = autosplit.Workload(torch.nn.Linear(3, 1), (torch.randn(4, 3), torch.randn(4)), loss_fn=loss)",
+}
+
+
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1GiB"])
+@pytest.mark.parametrize("text", USER_ERRORS.values(), ids=USER_ERRORS)
+def test_the_users_own_frames_are_shown(script, fails, text, devices):
+    line, frames = fails("tune", script(text), "--devices", devices, code=5)
+    assert " raised " in line
+    assert line.endswith("mend it and run again")
+    assert frames
+    assert all("train.py:" in frame for frame in frames)
+
+
+BAD_WORKLOADS = {
+    "tensors that disagree": "(torch.nn.Linear(3, 1), (torch.randn(4, 3), torch.randn(5)), "
+    "loss_fn=torch.nn.functional.mse_loss)",
+    "an empty batch": "(torch.nn.Linear(3, 1), torch.randn(0, 3))",
+    "no batch": "(torch.nn.Linear(3, 1), None)",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_WORKLOADS.values(), ids=BAD_WORKLOADS)
+def test_bad_workloads(script, fails, arguments):
+    line, _ = fails("tune", script(f"{HEAD}workload = autosplit.Workload{arguments}"), *SIM)
+    assert "expected" in line
+
+
+@pytest.mark.parametrize("devices", [slow("cpu:1MiB"), "sim:RTX3090@1MiB"])
+def test_a_model_that_does_not_fit_at_batch_1(script, fails, devices):
+    path = script(f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(1000, 1000), torch.randn(4, 1000))")
+    line, _ = fails("tune", path, "--devices", devices, code=3)
+    assert "1 MiB" in line
+    assert line.count("MiB") >= 2
+
+
+# tune, for real
+
+
+@pytest.mark.parametrize("path", [None, pytest.param(EXAMPLE, marks=pytest.mark.slow)])
+def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path):
+    numbers = ["--effective-batch-size", "64", "--n-trials", "4", "--max-batch-size", "40"]
+    arguments = ["tune", path or script(), *SIM, *numbers, "--json"]
+    assert main(arguments) == 0
+    first, err = capsys.readouterr()
+    plan = Plan.from_json(first)
+    assert err == ""
+    assert plan.simulated
+    assert sum(plan.split) == plan.batch_size <= 40
+    assert plan.effective_batch_size == 64
+    assert plan.accumulation_steps == -(-64 // plan.batch_size)
+    assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
+    assert main(arguments) == 0
+    again = Plan.from_json(capsys.readouterr().out)
+    assert again.notes[0].startswith("from the profile")
+    assert again.trials == plan.trials
+
+
+def test_a_small_workload_on_the_processor(script, capsys):
+    flags = ["--devices", "cpu:8MiB,cpu:4MiB", "--strategy", "balanced", "--effective-batch-size", "2"]
+    assert main(["tune", script(), *flags, "--n-trials", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "of 8 MiB" in out
+    assert "2 samples per optimizer step" in out
+    assert 'plan = autosplit.tune(workload, devices="cpu:8MiB,cpu:4MiB", strategy="balanced", effective' in out
+    assert "\x1b" not in out + err
+
+
+@pytest.mark.slow
+def test_isolate_loads_the_file_in_its_own_process(script, capfd):
+    text = WORKLOAD.replace("workload =", "class Net(torch.nn.Linear): ...\nprint('noise')\nworkload =")
+    path = script(text.replace("torch.nn.Linear(3, 1)", "Net(3, 1)"))
+    assert main(["tune", path, *BUDGETED, "--effective-batch-size", "8", "--n-trials", "1", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert Plan.from_json(out).effective_batch_size == 8
+    assert err.count("noise") == 2
+
+
+# probe, with a stand-in for the search
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """Put a stand-in in place of find_ceiling; `calls` has what it was given, `answers` what to return or raise."""
+    monkeypatch.setenv("COLUMNS", "140")  # each row on one line
+
+    class Probed:
+        def __init__(self):
+            self.calls, self.answers = [], {}
+
+        def __call__(self, workload, device, **keywords):
+            self.calls.append((workload, device, keywords))
+            answer = self.answers.get((device.label, keywords["role"]), made_ceiling("as found", 100, 2**30, steps=3))
+            if isinstance(answer, BaseException):
+                raise answer
+            return dataclasses.replace(answer, role=keywords["role"])
+
+    stand_in = Probed()
+    monkeypatch.setattr(probe, "find_ceiling", stand_in)
+    return stand_in
+
+
+MISFIT = DoesNotFitError("cpu:1 needs 2 MiB; expected more", device="cpu:1", requested_bytes=9, capacity_bytes=4)
+TWO = ["--devices", "cpu:8MiB,cpu:4MiB"]
+
+
+def test_every_keyword_of_find_ceiling_has_its_flag(capsys):
+    import inspect
+
+    assert main(["probe", "--help"]) == 0
+    out = capsys.readouterr().out
+    parameters = inspect.signature(probe.find_ceiling).parameters.values()
+    flags = [f"--{p.name.replace('_', '-')} " for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert flags
+    assert not [flag for flag in flags if flag not in out]
+
+
+def test_probe_asks_for_each_device_in_each_role(script, probed, capsys):
+    flags = ["--role", "primary", "--role", "eval", "--max-batch-size", "50", "--reserve", "5%", "--exact"]
+    assert main(["probe", script(), *TWO, *flags]) == 0
+    asked = [(device.label, keywords.pop("role"), keywords) for _, device, keywords in probed.calls]
+    same = {"max_batch_size": 50, "reserve": "5%", "exact": True, "time_limit_s": None, "isolate": True}
+    pairs = [("cpu:0", "primary"), ("cpu:0", "eval"), ("cpu:1", "primary"), ("cpu:1", "eval")]
+    assert asked == [(*pair, same) for pair in pairs]
+    assert all(isinstance(workload, Loaded) for workload, _, _ in probed.calls)
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if line.startswith(" cpu:")]
+    assert rows == [[*pair, "100"] for pair in pairs]
+
+
+def test_probe_without_flags_is_of_ranks(script, probed, capsys):
+    assert main(["probe", script()]) == 0
+    ((_, device, keywords),) = probed.calls
+    assert (device.label, keywords) == ("cpu", {"role": "rank", "time_limit_s": None, "isolate": False})
+    out, err = capsys.readouterr()
+    assert "- no GPU is visible" in out
+    assert "3 steps, 0 OOM, confirmed" in out
+    assert err == ""
+
+
+def test_cards_that_are_alike_are_probed_once(script, probed, capsys):
+    assert main(["probe", script(), "--devices", "sim:2xRTX3090+1xA100-40GB"]) == 0
+    assert [device.label for _, device, _ in probed.calls] == ["sim:0", "sim:2"]
+    out = capsys.readouterr().out
+    assert out.startswith("simulated: predicted for cards that are not here\n")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith(" sim:")] == ["sim:0", "sim:1", "sim:2"]
+
+
+def test_each_ceiling_has_its_part_of_the_time(script, probed, capsys):
+    assert main(["probe", script(), *TWO, "--time-limit-s", "100"]) == 0
+    assert [keywords["time_limit_s"] for _, _, keywords in probed.calls] == pytest.approx([50, 100], abs=1)
+
+
+def test_probe_in_json_has_a_ceilings_attributes(script, probed, capfd):
+    ceiling = made_ceiling("x", 7, 2**20, points=((4, 100, True), (8, 150, False)))
+    probed.answers["cpu:0", "rank"] = ceiling
+    assert main(["probe", script("print('noise')\n" + WORKLOAD), *BUDGETED, "--json"]) == 0
+    out, err = capfd.readouterr()
+    shown = json.loads(out)
+    assert set(shown) == {"simulated", "ceilings", "notes"}
+    (row,) = shown["ceilings"]
+    assert set(row) == {*(f.name for f in dataclasses.fields(Ceiling)), "headroom_bytes"}
+    assert (row["device"], row["batch_size"], row["headroom_bytes"]) == ("cpu:0", 7, ceiling.headroom_bytes)
+    assert row["points"] == [[4, 100, True], [8, 150, False]]
+    assert err == "noise\n"
+
+
+def test_a_device_that_is_too_small_is_told_beside_the_others(script, probed, capsys):
+    probed.answers["cpu:1", "rank"] = MISFIT
+    assert main(["probe", script(), *TWO, "--json"]) == 3
+    out, err = capsys.readouterr()
+    assert err == "error: cpu:1 needs 2 MiB; expected more\n"
+    rows = json.loads(out)["ceilings"]
+    assert [(row["device"], row["batch_size"], row["headroom_bytes"]) for row in rows][1] == ("cpu:1", 0, -5)
+    assert main(["probe", script(), *TWO]) == 3
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" cpu:1")]
+    assert row.split() == ["cpu:1", "rank", "0", "memory", "-", "-", "-", "does", "not", "fit"]
+
+
+def test_where_nothing_fits_there_is_no_table(script, probed, fails):
+    probed.answers["cpu:0", "rank"] = MISFIT
+    fails("probe", script(), *BUDGETED, code=3)
+
+
+def test_an_interrupted_probe_shows_what_it_has(script, probed, capsys):
+    probed.answers["cpu:1", "rank"] = KeyboardInterrupt()
+    assert main(["probe", script(), *TWO]) == 4
+    out, err = capsys.readouterr()
+    assert err == "error: interrupted: the ceilings found so far are shown; run it again for all of them\n"
+    assert [line.split()[0] for line in out.splitlines() if line.startswith(" cpu:")] == ["cpu:0"]
+
+
+def test_a_probe_that_is_interrupted_at_once(script, probed, fails):
+    probed.answers["cpu:0", "rank"] = KeyboardInterrupt()
+    assert "no ceiling was found yet" in fails("probe", script(), *BUDGETED, code=4)[0]
+
+
+def test_a_dead_process_is_one_line(script, probed, fails):
+    probed.answers["cpu:0", "rank"] = AutosplitError("the process died; expected it to live; mend it")
+    assert fails("probe", script(), *BUDGETED)[0].startswith("error: the process died")
+
+
+def test_real_gpus_are_isolated_by_default(script, probed, monkeypatch, capsys):
+    gpu = Device("cuda", 0, "NVIDIA H100", 80 * 2**30)
+    monkeypatch.setattr(
+        "autosplit.devices.spec.parse_devices", lambda spec=None, **_: spec if isinstance(spec, tuple) else (gpu,)
+    )
+    assert main(["probe", script()]) == 0
+    assert main(["probe", script(), "--no-isolate"]) == 0
+    assert [keywords["isolate"] for _, _, keywords in probed.calls] == [True, False]
+
+
+def test_progress_is_told_unless_it_is_to_be_quiet(script, probed, monkeypatch, capsys):
+    from contextlib import contextmanager
+
+    told = []
+
+    @contextmanager
+    def bar():
+        yield told.append
+
+    monkeypatch.setattr("autosplit.cli.output.progress_bar", bar)
+    assert main(["probe", script(), *TWO]) == 0
+    assert [(progress.message, progress.fraction, progress.steps) for progress in told] == [
+        ("cpu:0: ceiling as rank", 0.0, 0),
+        ("cpu:1: ceiling as rank", 0.5, 3),
+    ]
+    assert main(["probe", script(), *TWO, "--quiet"]) == 0
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--role", "boss"], "--role 'boss': expected one of primary, replica, rank, eval; choose one of them"),
+        (["--time-limit-s", "0"], "--time-limit-s 0: expected seconds, above 0"),
+        (["--time-limit-s", "nan"], "--time-limit-s nan: expected"),
+        (["--max-batch-size", "x"], "--max-batch-size 'x': expected a whole number"),
+        (["--reserve", "some"], "'some'"),
+        (["--devices", "gpu"], "'gpu'"),
+    ],
+)
+def test_bad_flags_of_probe_are_refused_before_the_file_runs(script, probed, fails, arguments, said):
+    assert said in fails("probe", script("raise SystemExit('the file ran')"), *arguments)[0]
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(script, probed, fails, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    line, _ = fails("probe", script("raise SystemExit('the file ran')"), "--plot", "plot.png")
+    assert line.endswith(
+        "--plot needs matplotlib, which is not installed; expected the extra; pip install 'autosplit[report]'"
+    )
+
+
+def test_a_plot_is_drawn(script, probed, capsys, fails):
+    pytest.importorskip("matplotlib")
+    probed.answers["cpu:1", "rank"] = made_ceiling("x", 9, 2**20, points=((4, 2**19, True), (8, 2**20, False)))
+    for name in ("plot.png", "plot.svg", "PLOT.PDF"):
+        assert main(["probe", script(), *TWO, "--plot", name]) == 0
+        assert Path(name).stat().st_size > 1000
+    capsys.readouterr()
+    assert "expected a file that ends in one of" in fails("probe", script(), "--plot", "plot.txt")[0]
+    assert "expected a folder that exists" in fails("probe", script(), "--plot", "no/plot.png")[0]
+
+
+# probe, for real
+
+
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090@8MiB", pytest.param("cpu:64KiB", marks=pytest.mark.slow)])
+def test_probe_finds_ceilings(script, capsys, devices):
+    assert main(["probe", script(), "--devices", devices, "--role", "rank", "--role", "eval", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    by_role = {(row["device"], row["role"]): row for row in shown["ceilings"]}
+    assert len(by_role) == 2 * (2 if "sim" in devices else 1)
+    assert all(row["batch_size"] > 0 and row["headroom_bytes"] >= 0 for row in by_role.values())
+    assert all(row["confirmed"] is ("sim" not in devices) for row in by_role.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["tune", "probe"])
+def test_ctrl_c_ends_both_processes(script, command):
+    path = script(
+        "import time\nimport multiprocessing as m\nif m.parent_process():\n    print('here', flush=True)\n"
+        "    time.sleep(100)\n" + WORKLOAD
+    )
+    words = [sys.executable, "-m", "autosplit", command, str(Path(path).resolve()), *BUDGETED]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline() == "here\n"  # the other process has come so far, and hangs
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)  # what hangs would take 100 s
+    assert (process.returncode, out) == (4, "")
+    assert err.startswith("error: interrupted")
+    assert err.count("\n") == 1
+
+
+# devices
+
+
+def test_devices_as_a_table_and_as_json(monkeypatch, capsys):
+    report = DeviceReport(0, 1, "NVIDIA H100", 80 * 2**30, 70 * 2**30, 2**30, 3, 40, None, "GPU-1", visible=True)
+    monkeypatch.setattr(autosplit.devices.inventory, "survey_devices", lambda: ((report,), ("a note",)))
+    assert main(["devices"]) == 0
+    out = capsys.readouterr().out
+    assert "H100" in out
+    assert "- a note" in out
+    assert main(["devices", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert set(shown) == {"devices", "notes"}
+    assert shown["devices"][0]["free_bytes"] == 70 * 2**30
+    assert shown["devices"][0]["power_w"] is None
+    assert shown["notes"] == ["a note"]
+
+
+def test_devices_never_fails(capsys):
+    assert main(["devices"]) == 0
+    assert main(["devices", "--json"]) == 0
+
+
+# show
+
+
+def test_show_a_saved_plan(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    made_plan((100, 156)).save(path)
+    assert main(["show", str(path)]) == 0
+    assert f'plan = autosplit.Plan.load("{path}")' in capsys.readouterr().out
+    assert main(["show", str(path), "--json"]) == 0
+    assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((100, 156)))
+
+
+def test_show_lists_the_profiles_and_shows_the_newest(capsys):
+    store("ab" * 16, made_plan((100, 156)))
+    newest = store("cd" * 16, made_plan((300,)))
+    assert main(["show"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("cdcdcdcdcdcd ") < out.index("abababababab ") < out.index(f'Plan.load("{newest}")')
+    assert main(["show", "--json"]) == 0
+    assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((300,)))
+
+
+def test_show_a_profile_by_the_beginning_of_its_key(capsys):
+    store("ab" * 16, made_plan((100, 156)))
+    store("cd" * 16, made_plan((300,)))
+    assert main(["show", "abab", "--json"]) == 0
+    assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((100, 156)))
+
+
+def test_show_without_any_profile(capsys, fails):
+    assert main(["show"]) == 0
+    assert capsys.readouterr().out == "no plan is remembered yet; autosplit tune FILE makes one\n"
+    assert "make one with autosplit tune FILE" in fails("show", "--json")[0]
+
+
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ("ab", "these begin so: "),
+        ("ef", "the newest keys are: "),
+        ("plan.json", "check the path"),
+        ("", "''"),
+    ],
+)
+def test_show_what_is_not_there(fails, which, said):
+    store("ab" * 16, made_plan((100, 156)))
+    store("ab" * 15 + "cd", made_plan((300,)))
+    assert said in fails("show", which)[0]
+
+
+def test_show_what_is_no_plan(fails, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    assert "is not a plan" in fails("show", str(path))[0]
+
+
+def test_a_file_may_be_named_in_any_way(fails, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_plan().save("plan.json")
+    Path("link.json").symlink_to("plan.json")  # the user's own, and named by them
+    for which in ("./plan.json", "./link.json", ".//plan.json"):
+        assert main(["show", which]) == 0
+        assert main(["export", which, "--to", "env"]) == 0
+    capsys.readouterr()
+    assert "no such file" in fails("show", "./none.json")[0].lower()
+
+
+def test_a_second_interrupt_on_the_way_out_changes_no_exit_code():
+    """It killed the process, which then told its caller of a signal and not of the best plan that it had saved."""
+    script = (
+        "import atexit, os, signal\n"
+        "from autosplit.cli import main as cli\n"
+        "def main():\n"
+        "    atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "    raise KeyboardInterrupt\n"
+        "cli.main = main\n"
+        "cli.run()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 4, done.stderr
+
+
+# Streams, and where it runs
+
+
+def in_a_shell(line, folder, **environment):
+    """Run a line of a shell in which `autosplit` is the command line, and return its exit code, stdout and stderr."""
+    function = f'autosplit() {{ {shlex.quote(sys.executable)} -m autosplit "$@"; }}\n'
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(
+        ["/bin/bash", "-c", function + line], cwd=folder, env=settings, capture_output=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+class Full(io.RawIOBase):
+    """A stream on a disk without room."""
+
+    has_room = False
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if not self.has_room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["show", "plan.json"],
+        ["show", "plan.json", "--json"],
+        ["profiles"],
+        ["profiles", "path"],
+        ["export", "plan.json", "--to", "env"],
+        ["report", "plan.json", "-o", "-"],
+        ["--help"],
+    ],
+)
+def test_a_stdout_without_room_is_one_line(words, tmp_path, monkeypatch, capsys):
+    if words[0] == "report":
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    made_plan((100, 156), kind="sim").save("plan.json")
+    full = io.TextIOWrapper(io.BufferedWriter(Full()), encoding="utf-8")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert main(words) == 2
+    full.buffer.raw.has_room = True  # for what it holds still
+    err = capsys.readouterr().err
+    assert err.startswith("error: stdout can't be written: No space left on device; ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_streams_that_are_full_or_closed(tmp_path):
+    code, _, err = in_a_shell("autosplit profiles path > /dev/full", tmp_path)
+    assert code == 2
+    assert err.startswith("error: stdout can't be written: No space left on device; ")
+    assert err.count("\n") == 1
+    assert in_a_shell("autosplit profiles path >&-", tmp_path) == (0, "", "")
+    assert in_a_shell("autosplit show nothing.json 2>&- <&-", tmp_path) == (2, "", "")
+    assert in_a_shell("autosplit show nothing.json 2> /dev/full", tmp_path) == (2, "", "")
+
+
+def test_an_encoding_that_lacks_a_name_of_the_plan(tmp_path):
+    plan = made_plan((100, 156), kind="sim")
+    named = dataclasses.replace(plan.devices[0], name="RTX \u00e9\U0001f600")
+    plan = dataclasses.replace(plan, devices=(named, plan.devices[1]))
+    plan.save(tmp_path / "plan.json")
+    code, out, err = in_a_shell("autosplit show plan.json", tmp_path, PYTHONIOENCODING="ascii")
+    assert (code, err) == (0, "")
+    assert "RTX \\xe9\\U0001f600" in out
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code, out, err = in_a_shell("autosplit show plan.json --json", tmp_path, **plain)
+    assert (code, err) == (0, "")
+    assert "RTX \\u00e9\\ud83d\\ude00" in out
+    assert Plan.from_json(out).devices[0].name == "RTX \u00e9\U0001f600"
+
+
+def test_names_of_files_that_are_not_utf8_as_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", f"{tmp_path}/c\udcff")
+    assert main(["profiles", "path", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "c\\udcff" in out
+    assert json.loads(out) == {"path": f"{tmp_path}/c\udcff/profiles"}
+    monkeypatch.chdir(tmp_path)
+    made_plan((100, 156), kind="sim").save("plan.json")
+    pytest.importorskip("matplotlib")
+    assert main(["report", "plan.json", "-o", "r\udcff.html", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": "r\udcff.html"}
+
+
+def test_a_working_directory_that_is_gone(tmp_path, monkeypatch, fails):
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "train.py").write_text(WORKLOAD)
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "working directory is gone" in fails("tune", "../train.py", *SIM)[0]
+    monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", "relative")
+    assert "working directory is gone" in fails("profiles", "path")[0]
+
+
+def test_ctrl_c_while_it_is_imported(monkeypatch, capsys):
+    class Interrupting:
+        @staticmethod
+        def find_spec(name, _path=None, _target=None):
+            if name == "autosplit.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "autosplit.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting, *sys.meta_path])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as left:
+            start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert left.value.code == 4
+    assert capsys.readouterr().err == "error: interrupted before it began; run it again\n"

@@ -1,0 +1,140 @@
+"""`autosplit launch`: torchrun's line for a plan, and real ranks that find the plan by themselves."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ddp_jobs import make_plan
+
+from autosplit.cli import torchrun_job
+from autosplit.cli.main import main
+from autosplit.cli.torchrun_job import launch_of
+from autosplit.errors import InputError, PlanError
+from autosplit.profiles import store as profiles
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+@pytest.fixture(autouse=True)
+def _no_plan(monkeypatch):
+    monkeypatch.delenv("AUTOSPLIT_PROFILE", raising=False)
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> str:
+    path = tmp_path / "a plan.json"
+    make_plan((2, 6)).save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        (["train.py", "--epochs", "3"], ["--nproc-per-node=2", "--standalone"]),
+        (["-m", "package.train"], ["--nproc-per-node=2", "--standalone"]),
+        (["--nnodes", "2", "train.py"], ["--nproc-per-node=1"]),
+        (["--nnodes=1", "--master-port", "1234", "train.py"], ["--nproc-per-node=2"]),
+        (["--nproc_per_node=2", "train.py"], ["--standalone"]),
+        (["--max-restarts", "3", "train.py", "--nnodes", "7"], ["--nproc-per-node=2", "--standalone"]),
+    ],
+)
+def test_what_is_not_said_is_chosen(plan_file, arguments, chosen):
+    launch = launch_of(plan_file, arguments)
+    assert launch.command == (*TORCHRUN, *chosen, *arguments)
+    assert launch.variables == {"AUTOSPLIT_PROFILE": plan_file}
+
+
+@pytest.mark.parametrize("arguments", [["--nnodes", "2"], ["--standalone"], ["--max-restarts=3"]])
+def test_without_a_script(plan_file, arguments):
+    with pytest.raises(InputError, match="no script is given"):
+        launch_of(plan_file, arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        (["--nnodes", "3", "train.py"], PlanError, "the plan has 2 ranks, and --nnodes is 3"),
+        (["--nnodes=1:4", "train.py"], InputError, "--nnodes is '1:4'; expected a fixed number"),
+        (["--nproc-per-node", "3", "train.py"], PlanError, "the plan has 2 ranks, and --nproc-per-node is 3"),
+    ],
+)
+def test_machines_that_do_not_go_with_the_plan(plan_file, arguments, error, says):
+    with pytest.raises(error, match=says):
+        launch_of(plan_file, arguments)
+
+
+def test_a_profiles_key_names_its_plan(capsys):
+    """`show` prints it, and a newcomer passed it on."""
+    key = "0" * 32
+    path = profiles.store(key, make_plan((2, 6)))
+    assert main(["launch", "--print", "--plan", key[:12], "train.py"]) == 0
+    assert capsys.readouterr().out.startswith(f"AUTOSPLIT_PROFILE={path} ")
+
+
+def test_the_plan_is_named_before_it_starts(plan_file):
+    assert launch_of(plan_file, ["train.py"]).told == f"a model, 2, 6 samples x 1, {plan_file}"
+
+
+def test_the_line_is_a_shells(plan_file, capsys):
+    assert main(["launch", "--print", "--plan", plan_file, "train.py", "--lr", "0.1", "--print"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words == [
+        *(f"AUTOSPLIT_PROFILE={plan_file}", *TORCHRUN, "--nproc-per-node=2", "--standalone"),
+        *("train.py", "--lr", "0.1", "--print"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["launch"], "Missing argument"),
+        (["launch", "train.py"], "no plan is given"),
+        (["launch", "--plan", "none.json", "train.py"], "can't be read"),
+    ],
+)
+def test_errors_are_one_line(argv, says, capsys):
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("\n") == 1
+
+
+SCRIPT = """
+import sys
+from autosplit import ddp
+with ddp.setup() as ctx:
+    print(f"rank {ctx.rank} takes {ctx.settings.batch_size}, {sys.argv[1:]}", flush=True)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 3])
+def test_real_ranks_find_the_plan(plan_file, tmp_path, code):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "autosplit", "launch", "--plan", plan_file, "train.py", str(code)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert f"rank 0 takes 2, ['{code}']" in done.stdout
+    assert f"rank 1 takes 6, ['{code}']" in done.stdout
+    assert (done.returncode == 0) == (code == 0), "the exit code is torchrun's"
+
+
+@pytest.mark.parametrize(
+    ("ended", "first"),
+    [
+        ({0: (1, 7), 1: (-signal.SIGKILL, 7)}, 1),  # rank 0 heard of it and stopped, before torchrun looked
+        ({0: (-signal.SIGTERM, 7), 1: (3, 7)}, 1),  # by torchrun
+        ({0: (1, 8), 1: (-signal.SIGSEGV, 7), 2: (1, 7)}, 1),
+        ({0: (-signal.SIGKILL, 40), 1: (3, 7)}, 1),  # it hung, and torchrun ended it
+    ],
+)
+def test_the_rank_that_was_killed_is_the_one_that_failed_first(ended, first):
+    """torchrun knows whole seconds: the others, which stop at once, were blamed now and then."""
+    failures = {rank: SimpleNamespace(exitcode=code, timestamp=at_s) for rank, (code, at_s) in ended.items()}
+    assert torchrun_job._first_failure(failures)[0] == first

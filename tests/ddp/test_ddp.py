@@ -1,0 +1,720 @@
+"""DDP with a plan's settings: the slices add up to the epoch, and the gradient is that of the whole batch."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_jobs import (
+    INPUTS,
+    NUM_SAMPLES,
+    gradient,
+    kept_labels,
+    kept_loss,
+    loader_of,
+    make_model,
+    make_plan,
+    mean_loss,
+    relative_error,
+    weights,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import starting
+from torch import distributed as dist
+from torch.utils.data import DataLoader
+
+from autosplit import ddp
+from autosplit.ddp.context import BatchNormWarning
+from autosplit.errors import CheckpointError, DeviceError, InputError, PlanError
+from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler, StepSchedule
+from autosplit.parallel.optimizer_steps import OptimizerStep, steps
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpPlan
+from autosplit.solve.split import short_split
+
+LIMIT_S = 90
+
+
+# --------------------------------------------------------------------------------------------------- the arithmetic
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[int, tuple[int, ...], int]:
+    """Samples, batch sizes of the ranks, effective batch."""
+    sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+    return draw(st.integers(1, 120)), tuple(sizes), draw(st.integers(1, 60))
+
+
+def samplers(num_samples: int, sizes: tuple[int, ...], effective: int, **options: Any) -> list[ScheduledBatchSampler]:
+    return [
+        ScheduledBatchSampler(num_samples, sum(sizes), effective, rank_slice=RankSlice(rank, sizes), **options)
+        for rank in range(len(sizes))
+    ]
+
+
+class TestRankSlices:
+    @given(jobs(), st.booleans())
+    def test_the_ranks_together_take_every_sample_once(self, job: tuple[Any, ...], shuffle: bool) -> None:
+        num_samples, sizes, effective = job
+        whole = ScheduledBatchSampler(num_samples, sum(sizes), effective, shuffle=shuffle, seed=3)
+        ranks = samplers(num_samples, sizes, effective, shuffle=shuffle, seed=3)
+        counted = [[n for step in rank.schedule for n in step.micro_batch_sizes] for rank in ranks]
+        handed = [list(rank) for rank in ranks]
+        assert {len(batches) for batches in handed} == {len(whole)} == {len(rank) for rank in ranks}
+        seen = []
+        for number, batch in enumerate(whole):
+            parts = [batches[number][: counts[number]] for batches, counts in zip(handed, counted, strict=True)]
+            # Consecutive, in the order of the ranks, in the plan's proportions.
+            assert list(itertools.chain(*parts)) == batch
+            assert tuple(map(len, parts)) == short_split(len(batch), sizes)
+            seen += batch
+        assert sorted(seen) == list(range(num_samples))
+
+    @given(jobs())
+    def test_every_rank_knows_the_same_steps_and_their_weights_add_up(self, job: tuple[Any, ...]) -> None:
+        num_samples, sizes, effective = job
+        ranks = samplers(num_samples, sizes, effective)
+        assert len({tuple(step.num_samples for step in rank.schedule) for rank in ranks}) == 1
+        for parts in zip(*(rank.schedule for rank in ranks), strict=True):
+            assert len({len(part.micro_batch_sizes) for part in parts}) == 1
+            assert sum(sum(part.micro_batch_sizes) for part in parts) == parts[0].num_samples <= effective
+            total = 0.0
+            for part in parts:
+                step = OptimizerStep(
+                    itertools.repeat(0), part.micro_batch_sizes, num_samples=part.num_samples, num_ranks=len(sizes)
+                )
+                for _ in step:
+                    total += step.weight
+                    step.backward(torch.ones((), requires_grad=True))
+            assert total == pytest.approx(len(sizes))  # DDP divides by the number of ranks
+
+    @given(jobs())
+    def test_an_empty_part_is_a_sample_or_two_that_count_for_nothing(self, job: tuple[Any, ...]) -> None:
+        num_samples, sizes, effective = job
+        whole = list(ScheduledBatchSampler(num_samples, sum(sizes), effective))
+        for rank, sampler in enumerate(samplers(num_samples, sizes, effective)):
+            counted = [n for step in sampler.schedule for n in step.micro_batch_sizes]
+            for batch, count, all_of_it in zip(sampler, counted, whole, strict=True):
+                assert len(batch) <= max(1, sizes[rank])
+                assert len(batch) == count or (not count and batch == all_of_it[: min(2, max(1, sizes[rank]))])
+
+    def test_the_schedule(self) -> None:
+        small, large = samplers(23, (2, 6), 20)
+        assert small.schedule == (StepSchedule((2, 2, 2), 20), StepSchedule((0,), 3))
+        assert large.schedule == (StepSchedule((6, 6, 2), 20), StepSchedule((3,), 3))
+        assert list(small) == [[0, 1], [8, 9], [16, 17], [20, 21]]
+        assert list(large) == [[2, 3, 4, 5, 6, 7], [10, 11, 12, 13, 14, 15], [18, 19], [20, 21, 22]]
+
+    def test_resuming_and_epochs_are_the_same_on_all_ranks(self) -> None:
+        ranks = samplers(45, (2, 6), 20, shuffle=True)
+        whole = ScheduledBatchSampler(45, 8, 20, shuffle=True)
+        for sampler in (whole, *ranks):
+            sampler.set_epoch(4)
+            sampler.resume(20)
+        assert [a + b for a, b in zip(*ranks, strict=True)] == list(whole)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((2, (2, 6)), "rank is 2, but there are batch sizes for 2 ranks; expected a rank below that"),
+            ((-1, (2, 6)), "rank is -1"),
+            ((0, (2, -6)), "the batch size of rank 1 is -6"),
+            ((0, (0, 0)), r"the ranks' batch sizes are \(0, 0\); expected at least one above 0"),
+        ],
+    )
+    def test_bad_slices(self, arguments: tuple[Any, ...], message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            RankSlice(*arguments)
+
+    def test_a_slice_of_another_batch(self) -> None:
+        with pytest.raises(InputError, match=r"batch_size is 9, but the ranks' batch sizes \(2, 6\) add up to 8"):
+            ScheduledBatchSampler(45, 9, 20, rank_slice=RankSlice(0, (2, 6)))
+
+    def test_counts_of_one_rank_say_nothing_of_the_others(self) -> None:
+        loader = DataLoader(range(45), batch_sampler=samplers(45, (2, 6), 20)[0])
+        with pytest.raises(InputError, match="count is given, but the loader's batch sampler is one of 2 ranks'"):
+            steps(loader, batch_size=8, effective_batch_size=20, count=len)
+
+    def test_the_loss_of_a_rank_is_the_mean_over_its_own_samples(self) -> None:
+        step = OptimizerStep([2.0, 5.0], [3, 1], num_samples=16, num_ranks=2)
+        for value in step:
+            step.backward(torch.tensor(value, requires_grad=True))
+        assert step.loss == pytest.approx((3 * 2.0 + 5.0) / 4)
+
+    def test_a_rank_without_a_share_runs_the_last_backward_only_and_reports_no_loss(self) -> None:
+        parameter = torch.ones((), requires_grad=True)
+        step = OptimizerStep([1.0, 1.0], [0, 0], num_samples=2, num_ranks=2)
+        ran = []
+        for value in step:
+            step.backward(parameter * value)
+            ran.append(parameter.grad is not None)
+        assert ran == [False, True]
+        assert parameter.grad == 0
+        assert step.loss == 0
+
+
+class TestEffectiveBatch:
+    @pytest.mark.parametrize(
+        ("sizes", "asked", "forwards", "expected"),
+        [
+            ((2, 6), 8, 1, 8),
+            ((2, 6), 20, 3, 20),
+            ((2, 6), 12, 1, 8),  # the plan's split has a batch of 12, the ranks were solved for one of 8
+            ((2, 6), 6, 1, 8),
+            ((2, 6), 20, 2, 16),
+        ],
+    )
+    def test_is_the_one_that_the_ranks_were_solved_for(
+        self, sizes: tuple[int, ...], asked: int, forwards: int, expected: int
+    ) -> None:
+        ctx = ddp.Context(make_plan(sizes, asked, forwards=forwards), 0, torch.device("cpu"))
+        sampler = ctx.batch_sampler(100)
+        assert ctx.effective_batch_size == expected
+        assert {step.num_samples for step in sampler.schedule[:-1]} == {expected}
+        assert len(sampler.schedule[0].micro_batch_sizes) == forwards
+
+    def test_is_the_ranks_own_where_a_range_was_asked_for(self) -> None:
+        """Of a range they may take another number than the split: steps had 1794 samples, and 1500 were the most."""
+        plan = make_plan((15, 14), 128, forwards=6)
+        plan = replace(plan, ddp=replace(plan.ddp, effective_batch_size=150))
+        ctx = ddp.Context(plan, 0, torch.device("cpu"))
+        assert ctx.effective_batch_size == 150
+        assert ctx.batch_sampler(3000).schedule[0].num_samples == 150
+
+
+# ------------------------------------------------------------------------------------------------------ one process
+
+
+def group_threads() -> list[str]:
+    """The threads of gloo's that run in this process, as the system names them."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trace of torchrun."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("alone")
+class TestOneProcess:
+    def test_trains_and_leaves_no_group_behind(self) -> None:
+        with ddp.setup(make_plan((4,), 10)) as ctx:
+            assert (ctx.rank, ctx.world_size, ctx.device) == (0, 1, torch.device("cpu"))
+            assert ctx.settings is ctx.plan.ddp.ranks[0]
+            model = ctx.wrap(make_model())
+            assert model.gradient_as_bucket_view
+            step = next(ctx.steps(loader_of(ctx)))
+            for indices in step:
+                step.backward(mean_loss(model, indices))
+            reference = make_model()
+            mean_loss(reference, list(range(10))).backward()
+            assert relative_error(gradient(model), gradient(reference)) < 1e-12
+        assert not dist.is_initialized()
+
+    def test_the_reducer_is_never_the_last_to_hold_the_group(self) -> None:
+        # It would end the group with the interpreter's lock held, and deadlock with gloo's threads now and then.
+        with ddp.setup(make_plan((4,))) as ctx:
+            names = list(vars(ctx.wrap(make_model())))
+        assert names.index("process_group") > max(names.index("reducer"), names.index("logger"))
+
+    def test_nothing_of_the_group_outlives_it(self) -> None:
+        """Ranks died at the very end, now and then on a busy machine: "terminate called without an active exception".
+
+        The wrapped model, a global in most scripts, held the group, so that destroying it ended none of gloo's threads:
+        they ran on while the interpreter was taken down.
+        """
+        with ddp.setup(make_plan((4,))) as ctx:
+            model = ctx.wrap(make_model())
+            mean_loss(model, [0, 1]).backward()
+            group = weakref.ref(dist.group.WORLD)
+            assert group_threads()
+        assert group() is None
+        assert not group_threads()
+        assert model.module is not None
+
+    def test_a_wrapped_model_goes_on_as_what_it_wraps(self) -> None:
+        with ddp.setup(make_plan((4,))) as ctx:
+            plain = make_model()
+            model = ctx.wrap(plain)
+            expected = model(INPUTS).detach()
+            names = list(model.state_dict())
+        assert list(model.state_dict()) == names
+        assert model.module is plain
+        with torch.no_grad():
+            assert torch.equal(model(INPUTS), expected)
+        with pytest.raises(InputError, match=r"called for training, but autosplit\.ddp\.setup was left.*within it"):
+            model(INPUTS)
+        output = model.eval()(INPUTS)
+        assert torch.equal(output, expected)
+        output.sum().backward()  # of this rank alone, as its forward was
+
+    def test_a_group_of_the_users_stays_with_the_model(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            with ddp.setup(make_plan((4,))) as ctx:
+                model = ctx.wrap(make_model())
+            mean_loss(model, [0, 1]).backward()
+            assert model.process_group is dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
+
+    def test_options_reach_ddp(self) -> None:
+        with ddp.setup(make_plan((4,))) as ctx:
+            model = ctx.wrap(make_model(), gradient_as_bucket_view=False, static_graph=True)
+            assert model.static_graph
+            assert not model.gradient_as_bucket_view
+
+    def test_a_move_to_new_parameters_leaves_no_optimizer_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ddp.setup(make_plan((4,))) as ctx, pytest.raises(InputError, match="wrap the model first, then make the"):
+            ctx.wrap(model)
+        del optimizer
+
+    def test_options_that_this_ddp_does_not_have_are_named(self) -> None:
+        with ddp.setup(make_plan((4,))) as ctx:
+            with pytest.raises(InputError, match=r"not_an_option is given; expected options that Distr.*static_graph"):
+                ctx.wrap(make_model(), not_an_option=1)
+            with pytest.raises(InputError, match="sync_batchnorm is True on cpu"):
+                ctx.wrap(make_model(), sync_batchnorm=True)
+
+    @pytest.mark.parametrize(
+        ("sizes", "rank", "track", "warned"),
+        [
+            ((2, 6), 0, True, True),
+            ((2, 6), 1, True, False),
+            ((6, 2), 0, True, False),
+            ((4, 4), 0, True, False),
+            ((2, 6), 0, False, False),
+        ],
+    )
+    def test_running_statistics_of_the_smaller_share_are_told_of(
+        self, sizes: tuple[int, ...], rank: int, track: bool, warned: bool
+    ) -> None:
+        ctx = ddp.Context(make_plan(sizes), rank, torch.device("cpu"))
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2, track_running_stats=track))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ctx._doubt_batchnorms(model)
+        assert [warning.category for warning in caught] == [BatchNormWarning] * warned
+
+    @pytest.mark.parametrize(
+        ("workload", "warned"),
+        [({"model": "Net", "parameters": 5}, True), ({"model": "Net", "parameters": 50}, False), ({}, False)],
+    )
+    def test_a_plan_for_another_model_is_told_of(self, workload: dict[str, Any], warned: bool) -> None:
+        """A newcomer's script ran by the example's plan, the only one that was remembered, and nothing said so."""
+        ctx = ddp.Context(make_plan((4,), workload=workload), 0, torch.device("cpu"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ctx._doubt_model(make_model())
+        assert [warning.category for warning in caught] == [ddp.OtherModelWarning] * warned
+
+    def test_the_plan_from_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        plan = make_plan((4,))
+        plan.save(tmp_path / "plan.json")
+        with ddp.setup(tmp_path / "plan.json") as ctx:
+            assert ctx.plan == plan
+        monkeypatch.setenv("AUTOSPLIT_PROFILE", str(tmp_path / "plan.json"))
+        with ddp.setup() as ctx:
+            assert ctx.plan == plan
+
+    def test_a_group_that_is_there_is_used_and_left(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            with ddp.setup(make_plan((4,))):
+                pass
+            assert dist.is_initialized()
+        finally:
+            dist.destroy_process_group()
+
+    def test_an_exception_leaves_no_group_behind(self) -> None:
+        with pytest.raises(ZeroDivisionError), ddp.setup(make_plan((4,))):
+            _ = 1 / 0
+        assert not dist.is_initialized()
+
+    def test_no_plan(self) -> None:
+        with pytest.raises(
+            PlanError, match=r"profile is None and AUTOSPLIT_PROFILE is not set.* pass it, or set AUTOSPLIT_PROFILE"
+        ):
+            ddp.setup().__enter__()
+
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(PlanError, match="can't be read"):
+            ddp.setup(tmp_path / "none.json").__enter__()
+
+    @pytest.mark.parametrize(
+        ("plan", "error", "message"),
+        [
+            (make_plan((2, 6)), PlanError, "the plan has 2 ranks, but the job has 1; .* torchrun --nproc-per-node 2"),
+            (make_plan((4,), device="sim:{}"), DeviceError, r"the plan is for simulated cards \(a sim\)"),
+            (
+                make_plan((4,), ddp=DdpPlan((), 0.0, "cpu:0 can't hold a DDP rank")),
+                PlanError,
+                "the plan has no DDP ranks: cpu:0 can't hold a DDP rank; expected one for each device",
+            ),
+            (make_plan((4,), forwards=0), PlanError, r"the plan's ranks have \[0\] accumulation steps"),
+            (
+                make_plan((4,), device="cuda:99"),
+                DeviceError,
+                r"the rank's device is cuda:99 \(a cuda\), and the GPUs that",
+            ),
+        ],
+        ids=["ranks", "simulated", "none", "forwards", "device"],
+    )
+    def test_unfit_plans(self, plan: Plan, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            ddp.setup(plan).__enter__()
+        assert not dist.is_initialized()
+
+    @pytest.mark.parametrize("num_samples", [21, 25, 23])
+    def test_a_last_forward_that_batchnorm_does_not_train_on_is_refused_before_training(self, num_samples: int) -> None:
+        """torch's own error came at the end of the first epoch; the plan knows how few samples a rank trains on."""
+        plan = make_plan((8,), 12)
+        with ddp.setup(replace(plan, ddp=replace(plan.ddp, least_batch=2))) as ctx:
+            if num_samples == 23:
+                ctx.batch_sampler(num_samples)
+                return
+            with pytest.raises(InputError, match=r"has 1, split \(1,\); expected none or 2 and more on each device"):
+                ctx.batch_sampler(num_samples)
+            ctx.batch_sampler(num_samples, drop_last=True)
+        with ddp.setup(plan) as ctx:
+            ctx.batch_sampler(num_samples)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"shuffle": True},
+            {"batch_sampler": ScheduledBatchSampler(45, 4, 10)},
+            {"batch_sampler": samplers(45, (4, 4), 10)[0]},
+        ],
+        ids=["all", "all, shuffled", "of no rank", "of another"],
+    )
+    def test_a_loader_of_more_than_this_ranks_part(self, options: dict[str, Any]) -> None:
+        ctx = ddp.Context(make_plan((2, 6)), 1, torch.device("cpu"))
+        with pytest.raises(InputError, match="expected rank 1's own"):
+            ctx.steps(DataLoader(range(45), **options))
+
+    def test_no_loop_that_ended_touches_the_flag_of_the_next(self) -> None:
+        with ddp.setup(make_plan((4,), 10)) as ctx:
+            model = ctx.wrap(make_model())
+            left = ctx.steps(loader_of(ctx))
+            next(iter(next(left)))
+            assert not model.require_backward_grad_sync
+            going_on = ctx.steps(loader_of(ctx))
+            step = next(going_on)
+            assert model.require_backward_grad_sync
+            next(iter(step))
+            del left
+            gc.collect()
+            assert not model.require_backward_grad_sync
+            going_on.close()
+            assert model.require_backward_grad_sync
+
+
+# -------------------------------------------------------------------------------------------------- two processes
+#
+# Starting processes costs seconds, so both run all scenarios, each in a group of its own, and write what they found.
+# The scenarios stand at module level, because the processes import them by name.
+
+GRADIENTS = {
+    "2 and 6": ((2, 6), 8),
+    "1 and 7": ((1, 7), 8),
+    "three micro-steps": ((2, 6), 24),
+    "three, the last one short": ((1, 7), 20),
+    "a short last step": ((6, 2), 21),
+    "empty shares in the short last step": ((1, 7), 44),
+    "a rank without any share": ((0, 8), 20),
+    "more than one epoch has": ((3, 1), 100),
+}
+
+
+def epoch_gradients(sizes: tuple[int, ...], effective: int) -> list[tuple[torch.Tensor, list[int]]]:
+    """The gradient of every optimizer step, without an update, and what this rank counted in it."""
+    found = []
+    with ddp.setup(make_plan(sizes, effective)) as ctx:
+        model = ctx.wrap(make_model())
+        for step in ctx.steps(loader_of(ctx, shuffle=True, seed=7)):
+            for indices in step:
+                step.backward(mean_loss(model, indices))
+            found.append((gradient(model).clone(), list(step.micro_batch_sizes)))
+            model.zero_grad()
+    return found
+
+
+def trajectory() -> list[torch.Tensor]:
+    """The weights after each of five steps with AdamW."""
+    found = []
+    with ddp.setup(make_plan((1, 7), 20)) as ctx:
+        model = ctx.wrap(make_model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        loader = loader_of(ctx, shuffle=True, seed=7)
+        for epoch in range(2):
+            loader.batch_sampler.set_epoch(epoch)
+            for step in ctx.steps(loader):
+                for indices in step:
+                    step.backward(mean_loss(model, indices))
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(weights(model))
+    return found[:5]
+
+
+def different_plans() -> str:
+    plan = make_plan((2, 6), 8 + 8 * int(os.environ["RANK"]))
+    with pytest.raises(PlanError) as caught:
+        ddp.setup(plan).__enter__()
+    assert not dist.is_initialized()
+    return str(caught.value)
+
+
+def different_notes() -> bool:
+    with ddp.setup(make_plan((2, 6), notes=(f"from the profile of rank {os.environ['RANK']}",))):
+        return True
+
+
+def exception_inside_the_loop() -> dict[str, Any]:
+    """What gradients later steps have after an exception left a step between its first and its last micro-batch."""
+    found: dict[str, Any] = {}
+    with ddp.setup(make_plan((2, 6), 24)) as ctx:
+        model = ctx.wrap(make_model())
+        loader = loader_of(ctx)
+        try:
+            for step in ctx.steps(loader):
+                for indices in step:
+                    step.backward(mean_loss(model, indices))
+                    raise ZeroDivisionError
+        except ZeroDivisionError as error:
+            kept = error  # and with it the frames, as a caller that reports errors at the end would
+        model.zero_grad()
+        found["flag"] = model.require_backward_grad_sync
+        mean_loss(model, [ctx.rank]).backward()  # by hand: DDP's plain mean of the ranks' means
+        found["by hand"] = gradient(model).clone()
+        model.zero_grad()
+        step = next(ctx.steps(loader))
+        for indices in step:
+            step.backward(mean_loss(model, indices))
+        found["next step"] = gradient(model).clone()
+        assert kept is not None
+    return found
+
+
+def communication() -> list[bool]:
+    """Whether the flag was set when each forward ran."""
+    found = []
+    with ddp.setup(make_plan((2, 6), 20)) as ctx:
+        model = ctx.wrap(make_model())
+        model.module.register_forward_pre_hook(lambda *_: found.append(model.require_backward_grad_sync))
+        for step in ctx.steps(loader_of(ctx)):
+            for indices in step:
+                step.backward(mean_loss(model, indices))
+    return found
+
+
+def checkpoints() -> dict[str, Any]:
+    """What the ranks hear of a checkpoint that is written, one that rank 0 can't, and one that rank 1 can't load."""
+    found: dict[str, Any] = {}
+    folder = Path(os.environ["SCENARIO_FOLDER"])
+    with ddp.setup(make_plan((2, 6))) as ctx:
+        model = ctx.wrap(make_model())
+        torch.nn.init.ones_(next(model.parameters()))
+        ctx.save_checkpoint(folder / "last.pt", model=model, rank=ctx.rank)
+        other = ctx.wrap(make_model())
+        found["rest"] = ctx.load_checkpoint(folder / "last.pt", model=other)  # waits for rank 0, which writes it
+        found["loaded"] = torch.equal(weights(model), weights(other))
+        try:
+            ctx.save_checkpoint(folder / "none" / "last.pt", step=1)
+        except CheckpointError as error:
+            found["unwritten"] = str(error)
+        with pytest.raises(CheckpointError) as caught:
+            ctx.load_checkpoint(folder / "last.pt", model=torch.nn.Linear(2, 2).double() if ctx.rank else make_model())
+        found["unloaded"] = str(caught.value)
+    return found
+
+
+def token_gradients(sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Every step's gradient of a loss that is a mean over something else than samples."""
+    found = []
+    with ddp.setup(make_plan(sizes, 20)) as ctx:
+        model = ctx.wrap(make_model())
+        for step in ctx.steps(loader_of(ctx, shuffle=True, seed=7), count=kept_labels):
+            for indices in step:
+                step.backward(kept_loss(model, indices))
+            found.append(gradient(model).clone())
+            model.zero_grad()
+    return found
+
+
+FOREIGN = ([[0, 1], [2], [3, 4, 5], [6], [7, 8]], [[9, 10, 11], [12, 13], [14]])
+"""What a loader of each rank's own gives, two micro-batches a step: the second rank's last one has one less."""
+
+
+def foreign_gradients() -> tuple[list[torch.Tensor], list[str]]:
+    found = []
+    with warnings.catch_warnings(record=True) as caught, ddp.setup(make_plan((2, 6), 16)) as ctx:
+        warnings.simplefilter("always")
+        model = ctx.wrap(make_model())
+        for step in ctx.steps([torch.tensor(batch) for batch in FOREIGN[ctx.rank]]):
+            for indices in step:
+                step.backward(mean_loss(model, indices))
+            found.append(gradient(model).clone())
+            model.zero_grad()
+    return found, [str(warning.message) for warning in caught]
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    "tokens": lambda: token_gradients((2, 6)),
+    "tokens, a rank without any share": lambda: token_gradients((0, 8)),
+    "foreign": foreign_gradients,
+    "checkpoints": checkpoints,
+    **{name: lambda job=job: epoch_gradients(*job) for name, job in GRADIENTS.items()},
+    "trajectory": trajectory,
+    "different plans": different_plans,
+    "different notes": different_notes,
+    "exception": exception_inside_the_loop,
+    "communication": communication,
+}
+
+
+def run_rank(rank: int, port: int, folder: str) -> None:
+    """Run every scenario as one of two ranks, and keep what each returned or raised."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    # As under torchrun: the ranks meet at one store, which the parent keeps for the whole job.
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "SCENARIO_FOLDER": folder}
+    found = {}
+    for name, scenario in SCENARIOS.items():
+        try:
+            found[name] = scenario()
+        except Exception:  # noqa: BLE001 - the test that reads it shows it, whatever it is
+            found[name] = traceback.format_exc()
+            break  # the other rank waits in vain: better it is ended than it goes on out of step
+    torch.save(found, Path(folder) / f"{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two real processes found in every scenario."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = starting()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [context.Process(target=run_rank, args=(rank, store.port, str(folder))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+    for process in processes:
+        process.kill()
+        process.join()
+    return [torch.load(path) if path.exists() else {} for path in (folder / f"{rank}.pt" for rank in range(2))]
+
+
+def found_by(ranks: list[dict[str, Any]], name: str) -> list[Any]:
+    failed = [value for found in ranks for value in found.values() if isinstance(value, str) and "Traceback" in value]
+    assert not failed, failed[0]
+    return [found[name] for found in ranks]
+
+
+class TestTwoProcesses:
+    @pytest.mark.parametrize("name", GRADIENTS)
+    def test_every_steps_gradient_is_that_of_its_samples_in_one_batch(self, ranks: Any, name: str) -> None:
+        _, effective = GRADIENTS[name]
+        order = [i for batch in ScheduledBatchSampler(NUM_SAMPLES, 1, 1, shuffle=True, seed=7) for i in batch]
+        both = found_by(ranks, name)
+        assert [len(found) for found in both] == [-(-NUM_SAMPLES // effective)] * 2
+        for number, pair in enumerate(zip(*both, strict=True)):
+            expected = make_model()
+            samples = order[number * effective : (number + 1) * effective]
+            mean_loss(expected, samples).backward()
+            for got, _ in pair:
+                assert relative_error(got, gradient(expected)) < 1e-10
+            assert sum(sum(counted) for _, counted in pair) == len(samples)
+
+    def test_the_cases_are_what_they_are_called(self, ranks: Any) -> None:
+        assert found_by(ranks, "three micro-steps")[0][0][1] == [2, 2, 2]
+        assert found_by(ranks, "a short last step")[0][-1][1] == [3]
+        assert [found[-1][1] for found in found_by(ranks, "empty shares in the short last step")] == [[0], [1]]
+        assert found_by(ranks, "a rank without any share")[0][0][1] == [0, 0, 0]
+
+    def test_five_steps_are_those_of_a_single_device(self, ranks: Any) -> None:
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        sampler = ScheduledBatchSampler(NUM_SAMPLES, 20, 20, shuffle=True, seed=7)
+        expected = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for indices in sampler:
+                mean_loss(model, indices).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                expected.append(weights(model))
+        for found in found_by(ranks, "trajectory"):
+            assert len(found) == 5
+            for got, wanted in zip(found, expected, strict=False):
+                assert relative_error(got, wanted) < 1e-10
+
+    def test_different_plans_are_refused_by_all(self, ranks: Any) -> None:
+        said = found_by(ranks, "different plans")
+        expected = "rank {} of 2 stops: the plan of rank 1 is not that of rank 0; expected one plan for the whole job"
+        assert [text.startswith(expected.format(rank)) for rank, text in enumerate(said)] == [True, True]
+
+    def test_notes_do_not_make_plans_different(self, ranks: Any) -> None:
+        assert found_by(ranks, "different notes") == [True, True]
+
+    def test_an_exception_in_a_step_leaves_later_ones_synchronised(self, ranks: Any) -> None:
+        by_hand, next_step = make_model(), make_model()
+        (0.5 * (mean_loss(by_hand, [0]) + mean_loss(by_hand, [1]))).backward()
+        mean_loss(next_step, list(range(24))).backward()
+        for found in found_by(ranks, "exception"):
+            assert found["flag"]
+            assert relative_error(found["by hand"], gradient(by_hand)) < 1e-10
+            assert relative_error(found["next step"], gradient(next_step)) < 1e-10
+
+    def test_gradients_meet_in_the_last_micro_batch_of_each_step_only(self, ranks: Any) -> None:
+        for found in found_by(ranks, "communication"):
+            assert found == [False, False, True, False, False, True, True]
+
+    @pytest.mark.parametrize("name", ["tokens", "tokens, a rank without any share"])
+    def test_a_mean_over_tokens_is_weighted_by_them(self, ranks: Any, name: str) -> None:
+        sampler = ScheduledBatchSampler(NUM_SAMPLES, 8, 20, shuffle=True, seed=7)
+        order = [index for batch in sampler for index in batch]
+        for found in found_by(ranks, name):
+            assert len(found) == 3
+            for number, got in enumerate(found):
+                reference = make_model()
+                kept_loss(reference, order[20 * number : 20 * number + 20]).backward()
+                assert relative_error(got, gradient(reference)) < 1e-12
+
+    def test_ranks_with_loaders_of_their_own_agree_on_what_these_give(self, ranks: Any) -> None:
+        steps_of = [[0, 1, 2, *range(9, 14)], [3, 4, 5, 6, 14]]
+        for rank, (found, warned) in enumerate(found_by(ranks, "foreign")):
+            assert len(found) == len(steps_of)
+            for got, indices in zip(found, steps_of, strict=True):
+                reference = make_model()
+                mean_loss(reference, indices).backward()
+                assert relative_error(got, gradient(reference)) < 1e-12
+            said = [text for text in warned if "another rank's loader has ended" in text]
+            assert len(said) == (rank == 0), "the other one has nothing left"
+
+    def test_checkpoints_are_rank_0s_to_write_and_everyones_or_nobodys_to_load(self, ranks: Any) -> None:
+        for rank, found in enumerate(found_by(ranks, "checkpoints")):
+            assert found["loaded"]
+            assert found["rest"] == {"rank": 0}
+            assert ("was not written: FileNotFoundError" in found.get("unwritten", "")) == (rank == 0)
+            assert "was not loaded by rank 1: 'model' is of another model" in found["unloaded"]

@@ -1,0 +1,373 @@
+"""DDP on accelerators: each rank on its own card, shares that follow the cards, and one that lacks memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import emulated
+import pytest
+import torch
+from ddp_jobs import make_plan
+from folders import TESTS
+from gpus import COUNT, KIND
+from ranks import found_by, run_ranks
+from torch import distributed as dist
+from torch import nn
+
+import autosplit
+from autosplit import ddp
+from autosplit.accelerators import backend
+from autosplit.devices.accelerator import visible_devices
+from autosplit.plan.plan import Plan
+from autosplit.tuning import rank_steps
+
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.skipif(COUNT < 2, reason="needs two cards")]
+
+LIMIT_S = 240
+NUM_SAMPLES = 20
+SHARES = (2, 6)
+
+
+def plan_of_cards() -> Plan:
+    """A plan of unlike shares for the first two cards that all processes together see."""
+    plan = make_plan(SHARES, NUM_SAMPLES, device=f"{KIND}:{{}}")
+    known = [
+        replace(device, name=card.name, uuid=card.uuid)
+        for device, card in zip(plan.devices, visible_devices(KIND), strict=False)
+    ]
+    return replace(plan, devices=tuple(known))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return tuple(torch.randn(NUM_SAMPLES, size, dtype=torch.float64, generator=generator) for size in (5, 1))
+
+
+def gradient_of(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten().cpu() for p in module.parameters() if p.grad is not None])
+
+
+def contexts_here() -> list[int] | None:
+    """The cards on which this process has a context, by their numbers among all; a real driver tells nobody."""
+    return list(emulated.contexts().get(os.getpid(), ())) if KIND == "emu" else None
+
+
+def trained_by(ctx: ddp.Context) -> dict[str, Any]:
+    """Take one step, and tell how far its gradient is from that of the whole batch on a processor."""
+    inputs, targets = samples()
+    model = ctx.wrap(make_model())
+    dataset = torch.utils.data.TensorDataset(inputs, targets)
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=ctx.batch_sampler(NUM_SAMPLES))
+    for step in ctx.steps(loader):
+        for some, wanted in step:
+            step.backward(nn.functional.mse_loss(model(some), wanted.to(ctx.device)))
+    whole = make_model()
+    nn.functional.mse_loss(whole(inputs), targets).backward()
+    expected = gradient_of(whole)
+    return {
+        "error": float((gradient_of(model) - expected).norm() / expected.norm()),
+        "device": str(ctx.device),
+        "uuid": visible_devices(KIND)[ctx.device.index].uuid,
+        "share": ctx.settings.batch_size,
+        "backend": dist.get_backend(),
+        "contexts": contexts_here(),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- scenarios
+
+
+def trained() -> dict[str, Any]:
+    with ddp.setup(plan_of_cards()) as ctx:
+        return trained_by(ctx)
+
+
+def sharded() -> dict[str, Any]:
+    """Take a step with the parameters shared out by FSDP2, and compare the weights with those of one process."""
+    inputs, targets = samples()
+    with ddp.setup(plan_of_cards()) as ctx:
+        # torch moves no parameter in place to a back end that is not its own, as FSDP2 would.
+        model = ctx.shard(make_model().to(ctx.device), layers=nn.Linear)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dataset = torch.utils.data.TensorDataset(inputs, targets)
+        for step in ctx.steps(torch.utils.data.DataLoader(dataset, batch_sampler=ctx.batch_sampler(NUM_SAMPLES))):
+            for some, wanted in step:
+                step.backward(nn.functional.mse_loss(model(some.to(ctx.device)), wanted.to(ctx.device)))
+            optimizer.step()
+        found = [parameter.full_tensor().detach().cpu() for parameter in model.parameters()]
+    whole = make_model()
+    nn.functional.mse_loss(whole(inputs), targets).backward()
+    pairs = zip(found, whole.parameters(), strict=True)
+    return {
+        "error": max(float((got - (p.detach() - 0.1 * p.grad)).abs().max()) for got, p in pairs if p.grad is not None),
+        "contexts": contexts_here(),
+    }
+
+
+def resumed() -> float:
+    """Train, save, load into another model, and compare."""
+    path = Path(os.environ["SCENARIO_FOLDER"]) / "last.pt"
+    with ddp.setup(plan_of_cards()) as ctx:
+        models = [ctx.wrap(make_model()), ctx.wrap(make_model())]
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+        models[0](samples()[0].to(ctx.device)).sum().backward()
+        optimizers[0].step()
+        ctx.save_checkpoint(path, model=models[0], optimizer=optimizers[0])
+        dist.barrier()
+        ctx.load_checkpoint(path, model=models[1], optimizer=optimizers[1])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.zero_grad()
+            model(samples()[0].to(ctx.device)).sum().backward()
+            optimizer.step()
+        pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+        assert all(parameter.device == ctx.device for parameter in models[1].parameters())
+        return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+class Net(nn.Module):
+    """A small model with a parameter or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.body(inputs)
+
+
+def tuned(*, profile: str = "auto", **options: Any) -> Plan:
+    """Tune with a loss that gets its targets from where they are: nothing but the tuning moves them to the card."""
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randn(8, 16, generator=generator), torch.randn(8, 1, generator=generator)
+    given = {"loss_fn": nn.functional.mse_loss, "optimizer": torch.optim.AdamW, **options}
+    workload = autosplit.Workload(Net(), batch, **given)
+    return autosplit.tune(workload, devices=KIND, strategy="ddp", effective_batch_size=64, n_trials=2, profile=profile)
+
+
+def tuned_and_trained() -> dict[str, Any]:
+    """Tune, and train by what is remembered."""
+    plan = tuned()
+    with ddp.setup() as ctx:
+        assert ctx.plan.split == plan.split
+        device = str(ctx.device)
+    return {"plan": plan.to_json(), "device": device, "contexts": contexts_here()}
+
+
+def without_memory() -> dict[str, Any]:
+    """Run out of memory on one rank, where the other already waits for its gradients."""
+    rank_steps.LEAST_TIMEOUT_S = 200.0
+    sprung: list[bool] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        meets = isinstance(model, nn.parallel.DistributedDataParallel) and model.require_backward_grad_sync
+        if meets and os.environ["RANK"] == "1" and not sprung:
+            sprung.append(True)
+            torch.empty(2**45, device=batch[0].device)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    start_s = time.monotonic()
+    plan = tuned(compute_loss=loss, loss_fn=None, profile="off")
+    return {
+        "failures": [trial.failure for trial in plan.trials],
+        "split": plan.split,
+        "seconds": time.monotonic() - start_s,
+        "ooms": plan.real_ooms,
+    }
+
+
+ON_CARDS: dict[str, Callable[[], Any]] = {
+    "trained": trained,
+    "sharded": sharded,
+    "resumed": resumed,
+    "without memory": without_memory,
+    "tuned": tuned_and_trained,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCENARIO_FOLDER", str(folder))
+        return run_ranks(__name__, "ON_CARDS", 2, folder, limit_s=LIMIT_S, spawned=True)
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+class TestTwoRanks:
+    def test_train_with_unlike_shares_each_on_its_own_card(self, ranks: Any) -> None:
+        for rank, found in enumerate(found_by(ranks, "trained")):
+            assert found["error"] < 1e-12
+            assert found["device"] == f"{KIND}:{rank}"
+            assert found["share"] == SHARES[rank]
+            assert found["backend"] == dist.get_default_backend_for_device(KIND)
+            assert found["contexts"] in (None, [rank])
+
+    def test_share_a_model_out(self, ranks: Any) -> None:
+        for rank, found in enumerate(found_by(ranks, "sharded")):
+            assert found["error"] < 1e-12
+            assert found["contexts"] in (None, [rank])
+
+    def test_save_and_load(self, ranks: Any) -> None:
+        assert found_by(ranks, "resumed") == [0.0, 0.0]
+
+    def test_tune_a_loss_that_moves_nothing(self, ranks: Any) -> None:
+        """The dry pass gave the model on the card a batch on the host, and all ranks ended."""
+        one, other = found_by(ranks, "tuned")
+        assert one["plan"] == other["plan"]
+        plan = Plan.from_json(one["plan"], source="a scenario")
+        assert plan.ddp.measured
+        assert all(trial.failure is None for trial in plan.trials)
+        assert all(0 < rank.peak_bytes <= rank.ceiling.capacity_bytes for rank in plan.ddp.ranks)
+
+    def test_have_no_context_on_another_ranks_card(self, ranks: Any) -> None:
+        for rank, found in enumerate(found_by(ranks, "tuned")):
+            assert found["device"] == f"{KIND}:{rank}"
+            assert found["contexts"] in (None, [rank])
+
+    def test_one_that_lacks_memory_among_the_others_gradients_is_a_failed_trial(self, ranks: Any) -> None:
+        """Its back end would have ended the process of those that waited."""
+        one, other = found_by(ranks, "without memory")
+        assert one["failures"] == other["failures"]
+        assert any(f"rank 1: {KIND}:1 is out of memory" in failure for failure in one["failures"] if failure)
+        assert one["split"] == other["split"]
+        assert one["ooms"] >= 1
+        assert one["seconds"] < 100
+
+
+# --------------------------------------------------------------------------------------------- the command, and Slurm
+
+WORK = """
+import torch
+import autosplit
+
+def workload():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    return autosplit.Workload(model, (torch.randn(8, 16), torch.randn(8, 1)), loss_fn=torch.nn.functional.mse_loss)
+"""
+
+TRAIN = """
+import json, os, sys
+sys.path[:0] = {path!r}
+from test_ddp_accelerators import trained_by
+from autosplit import ddp
+with ddp.setup() as ctx:
+    found = trained_by(ctx)
+with open(os.path.join({folder!r}, os.environ.get("RANK") or os.environ["SLURM_PROCID"]), "w") as file:
+    json.dump(found, file)
+"""
+
+
+def script(folder: Path) -> Path:
+    path = folder / "train.py"
+    path.write_text(TRAIN.format(path=sys.path, folder=str(folder)))
+    return path
+
+
+def run(*arguments: str, **variables: str) -> str:
+    command = [sys.executable, "-m", "autosplit", *arguments]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+VISIBLE = "EMU_VISIBLE_DEVICES" if KIND == "emu" else "CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.timeout(300)
+def test_shares_follow_the_cards_whatever_is_visible(tmp_path: Path) -> None:
+    """The command starts a rank for each card; trained with the cards in another order, each has its own share."""
+    plan = plan_of_cards()
+    plan.save(tmp_path / "plan.json")
+    run("launch", "--plan", str(tmp_path / "plan.json"), str(script(tmp_path)), **{VISIBLE: "1,0"})
+    for rank in range(2):
+        found = json.loads((tmp_path / str(rank)).read_text())
+        assert found["error"] < 1e-12
+        assert found["device"] == f"{KIND}:{1 - rank}"
+        assert (found["uuid"], found["share"]) == (plan.devices[rank].uuid, SHARES[rank])
+        assert found["contexts"] in (None, [rank])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command_tunes_with_a_rank_on_each_card(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORK)
+    options = ["--strategy", "ddp", "--devices", KIND, "--effective-batch-size", "64", "--n-trials", "1", "--json"]
+    plan = Plan.from_json(run("tune", str(tmp_path / "work.py"), *options), source="stdout")
+    assert plan.ddp.measured
+    assert [device.label for device in plan.devices] == [f"{KIND}:{index}" for index in range(COUNT)]
+
+
+@pytest.mark.timeout(300)
+def test_two_nodes_of_slurms_whose_ranks_see_one_card_each(tmp_path: Path) -> None:
+    """All call theirs number 0: it was taken for one card, and gloo for what NCCL can do."""
+    if KIND != "emu":
+        pytest.skip("needs four cards, and processes that each see one of them")
+    plan = make_plan((2, 6, 2, 6), NUM_SAMPLES, device="emu:{}")
+    labels = ("emu:0", "emu:1", "emu:0", "emu:1")
+    known = [
+        replace(device, label=label, name="Emulated GPU", uuid=f"GPU-elsewhere-{device.index}")
+        for device, label in zip(plan.devices, labels, strict=True)
+    ]
+    own = tuple(replace(rank, device=label) for rank, label in zip(plan.ddp.ranks, labels, strict=True))
+    plan = replace(plan, devices=tuple(known), ddp=replace(plan.ddp, ranks=own))
+    plan.save(tmp_path / "plan.json")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = str(store.port)
+    del store
+    same = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "EMULATED_DEVICES": "4"}
+    path, processes = script(tmp_path), []
+    for rank in range(4):
+        own_words = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)}
+        environment = {**os.environ, **same, **where, **own_words, "EMU_VISIBLE_DEVICES": str(rank)}
+        environment["AUTOSPLIT_PROFILE"] = str(tmp_path / "plan.json")
+        environment["EMULATED_MEMORY"] = str(tmp_path / "memory")
+        processes.append(subprocess.Popen([sys.executable, str(path)], env=environment))
+    try:
+        assert [process.wait(200) for process in processes] == [0] * 4
+    finally:
+        for process in processes:
+            process.kill()
+    for rank in range(4):
+        found = json.loads((tmp_path / str(rank)).read_text())
+        assert found["error"] < 1e-12
+        assert (found["device"], found["backend"], found["contexts"]) == ("emu:0", "eccl", [rank])
+
+
+def test_the_launcher_has_no_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What starts ranks, and what looks for a plan, computes nowhere."""
+    code = """
+import os, sys
+import emulated
+from autosplit.profiles.validity import usable_here
+from autosplit.cli.commands.tune import _ranks_to_start
+from autosplit.cli.workload_arguments import check_before_running, isolates
+from autosplit.ddp.device import card_of
+import torch
+check_before_running({"devices": "emu"}, None)
+assert _ranks_to_start("emu") == 2 and isolates(None, "emu")
+usable_here()
+card_of(torch.device("emu", 1))
+assert not emulated.contexts().get(os.getpid()), emulated.contexts()
+"""
+    if KIND != "emu":
+        pytest.skip("a real driver does not tell who has a context")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert backend(KIND).device_count() == 2

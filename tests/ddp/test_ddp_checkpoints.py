@@ -1,0 +1,413 @@
+"""Checkpoints of a job: whole or not at all, of any wrapper, and nothing changes where they do not fit.
+
+What the ranks of a job tell each other of them is in test_ddp.py, with its processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ddp_jobs import NUM_SAMPLES, loader_of, make_model, make_plan, mean_loss, weights
+from gpus import KIND
+from torch import nn
+
+from autosplit import BalancedDataParallel, ddp
+from autosplit.accelerators import backend
+from autosplit.ddp import checkpoint as checkpoints
+from autosplit.devices.accelerator import visible_devices
+from autosplit.errors import CheckpointError
+
+
+@pytest.fixture
+def ctx() -> Iterator[ddp.Context]:
+    with ddp.setup(make_plan((4,), 8)) as context:
+        yield context
+
+
+def train(ctx: ddp.Context, parts: dict[str, Any], loader: Any, *, most: int = 10**9) -> list[torch.Tensor]:
+    """Train for so many steps of the epoch that is left; return the weights after each."""
+    found = []
+    for step in ctx.steps(loader):
+        for indices in step:
+            step.backward(mean_loss(parts["model"], indices))
+        parts["optimizer"].step()
+        parts["optimizer"].zero_grad()
+        found.append(weights(parts["model"]))
+        if len(found) == most:
+            break
+    return found
+
+
+def begun(ctx: ddp.Context, **options: Any) -> tuple[dict[str, Any], Any]:
+    model = ctx.wrap(make_model())
+    loader = loader_of(ctx, shuffle=True, seed=7, **options)
+    parts = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
+        "sampler": loader.batch_sampler,
+    }
+    return parts, loader
+
+
+class TestResuming:
+    @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+    def test_in_mid_epoch_goes_on_as_if_nothing_had_been(self, ctx, tmp_path, workers):
+        """Workers draw ahead: what counts is what optimizer steps have consumed."""
+        parts, loader = begun(ctx)
+        whole = train(ctx, parts, loader)
+        parts, loader = begun(ctx)
+        loader = torch.utils.data.DataLoader(
+            range(NUM_SAMPLES), batch_sampler=loader.batch_sampler, num_workers=workers
+        )
+        train(ctx, parts, loader, most=2)
+        ctx.save_checkpoint(tmp_path / "last.pt", **parts, step=2)
+        parts, loader = begun(ctx)
+        rest = ctx.load_checkpoint(tmp_path / "last.pt", **parts)
+        assert rest == {"step": 2}
+        resumed = train(ctx, parts, loader)
+        assert len(resumed) == len(whole) - 2
+        for got, expected in zip(resumed, whole[2:], strict=True):
+            assert torch.equal(got, expected)
+
+    def test_at_the_end_of_an_epoch(self, ctx, tmp_path):
+        parts, loader = begun(ctx)
+        train(ctx, parts, loader)
+        ctx.save_checkpoint(tmp_path / "last.pt", **parts)
+        parts, loader = begun(ctx)
+        ctx.load_checkpoint(tmp_path / "last.pt", **parts)
+        assert train(ctx, parts, loader) == [], "nothing is left of that epoch"
+        loader.batch_sampler.set_epoch(1)
+        assert len(train(ctx, parts, loader)) == len(loader.batch_sampler.schedule)
+
+    def test_the_last_step_may_be_dropped(self, ctx):
+        _, loader = begun(ctx, drop_last=True)
+        assert [step.num_samples for step in loader.batch_sampler.schedule] == [8] * (NUM_SAMPLES // 8)
+
+
+WRAPPERS = {
+    "plain": lambda model: model,
+    "nn.DataParallel": nn.DataParallel,
+    "balanced": lambda model: BalancedDataParallel(None, model, ["cpu", "cpu"]),
+}
+
+
+class TestInterchange:
+    @pytest.mark.parametrize("name", WRAPPERS)
+    @pytest.mark.parametrize("bare", [False, True])
+    def test_loads_what_others_saved(self, ctx, tmp_path, name, bare):
+        saved = WRAPPERS[name](make_model())
+        nn.init.ones_(next(saved.parameters()))
+        state = saved.state_dict() if bare else {"model": saved.state_dict(), "epoch": 3}
+        torch.save(state, tmp_path / "theirs.pt")
+        model = ctx.wrap(make_model())
+        rest = ctx.load_checkpoint(tmp_path / "theirs.pt", model=model)
+        assert rest == ({} if bare else {"epoch": 3})
+        assert torch.equal(weights(model), weights(saved))
+
+    @pytest.mark.parametrize("name", WRAPPERS)
+    def test_others_load_what_it_saved(self, ctx, tmp_path, name):
+        model = ctx.wrap(make_model())
+        nn.init.ones_(next(model.parameters()))
+        ctx.save_checkpoint(tmp_path / "ours.pt", model=model)
+        state = torch.load(tmp_path / "ours.pt", weights_only=True)["model"]
+        other = WRAPPERS[name](make_model())
+        getattr(other, "module", other).load_state_dict(state)
+        assert torch.equal(weights(other), weights(model))
+
+    @pytest.mark.parametrize("part", ["whole", "a layer", "in DDP"])
+    def test_a_compiled_model_is_saved_under_plain_names(self, ctx, tmp_path, part):
+        """They had `_orig_mod.` in them, which nothing but torch.compile of the very same parts could load."""
+        model = make_model()
+        if part == "a layer":
+            model[0] = torch.compile(model[0], backend="eager")
+        else:
+            model = torch.compile(model, backend="eager")
+        ctx.save_checkpoint(tmp_path / "last.pt", model=ctx.wrap(model) if part == "in DDP" else model)
+        plain = make_model()
+        state = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
+        plain.load_state_dict(state)
+        assert set(state) == set(plain.state_dict())
+        again = torch.compile(make_model(), backend="eager")
+        with torch.no_grad():
+            for parameter in again.parameters():
+                parameter.zero_()
+        ctx.load_checkpoint(tmp_path / "last.pt", model=again)
+        assert torch.equal(weights(again), weights(plain))
+
+    def test_a_file_from_before_zip_archives(self, ctx, tmp_path):
+        torch.save({"model": make_model().state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+        model = ctx.wrap(make_model())
+        assert ctx.load_checkpoint(tmp_path / "old.pt", model=model) == {}
+
+
+@pytest.mark.gpu
+def test_leaves_no_bytes_on_the_gpu_but_the_models_own(tmp_path):
+    """map_location="cuda" put file and model side by side on a card that was near its ceiling."""
+    gpu = backend(KIND)
+    plan = make_plan((4,), 8, device=f"{KIND}:{{}}")
+    plan = replace(plan, devices=(replace(plan.devices[0], name=visible_devices(KIND)[0].name),))
+    with ddp.setup(plan) as ctx:
+        model = ctx.wrap(make_model())
+        ctx.save_checkpoint(tmp_path / "last.pt", model=model)
+        before_bytes = gpu.memory_allocated()
+        gpu.reset_peak_memory_stats()
+        ctx.load_checkpoint(tmp_path / "last.pt", model=model)
+        assert gpu.memory_allocated() == before_bytes
+        assert gpu.max_memory_allocated() <= before_bytes + max(p.nbytes for p in model.parameters())
+
+
+class Executed:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def whole_file(ctx: ddp.Context, path: Path) -> bytes:
+    parts, _ = begun(ctx)
+    nn.init.ones_(next(parts["model"].parameters()))
+    ctx.save_checkpoint(path, **parts)
+    return path.read_bytes()
+
+
+class TestBadFiles:
+    def refused(self, ctx: ddp.Context, path: Path, match: str, **others: Any) -> None:
+        """Nothing is loaded, and the error is one line with the file's name."""
+        parts, _ = begun(ctx)
+        before = weights(parts["model"])
+        with pytest.raises(CheckpointError, match=match) as caught:
+            ctx.load_checkpoint(path, **{**parts, **others})
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert torch.equal(weights(parts["model"]), before)
+        assert parts["sampler"].samples_consumed == 0
+
+    def test_missing(self, ctx, tmp_path):
+        self.refused(ctx, tmp_path / "none.pt", "is no file")
+        self.refused(ctx, tmp_path, "is no file")
+
+    @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+    def test_cut_short(self, ctx, tmp_path, share):
+        path = tmp_path / "last.pt"
+        content = whole_file(ctx, path)
+        path.write_bytes(content[: int(share * len(content))])
+        self.refused(ctx, path, "cut short or no checkpoint at all")
+
+    def test_something_else(self, ctx, tmp_path):
+        for number, text in enumerate(("not a checkpoint\n" * 100, "epoch 3\n", "\x80", "{}", "cos\nsystem\n")):
+            path = tmp_path / f"{number}.pt"
+            path.write_text(text)
+            self.refused(ctx, path, "it is cut short or no checkpoint at all|more than tensors")
+        torch.save([1, 2], tmp_path / "list.pt")
+        self.refused(ctx, tmp_path / "list.pt", "it holds a list")
+
+    def test_nothing_in_it_is_executed(self, ctx, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        torch.save({"model": Executed()}, tmp_path / "evil.pt")
+        self.refused(ctx, tmp_path / "evil.pt", "more than tensors and plain values")
+        assert not (tmp_path / "executed").exists()
+
+    def test_of_another_model(self, ctx, tmp_path):
+        path = tmp_path / "last.pt"
+        whole_file(ctx, path)
+        wider = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1)).double()
+        deeper = nn.Sequential(*make_model(), nn.Linear(1, 1)).double()
+        self.refused(ctx, path, "another shape 0.weight", model=wider)
+        self.refused(ctx, path, "lacks 3.weight", model=deeper)
+        self.refused(ctx, path, "has in addition 2.weight", model=make_model()[:2])
+
+    def test_of_another_optimizer_or_order(self, ctx, tmp_path):
+        path = tmp_path / "last.pt"
+        whole_file(ctx, path)
+        self.refused(ctx, path, "another optimizer", optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+        self.refused(ctx, path, "expected 'scaler' as well", scaler=torch.amp.GradScaler("cpu"))
+        self.refused(
+            ctx,
+            path,
+            "another order of samples: seed 7 for 8",
+            sampler=loader_of(ctx, shuffle=True, seed=8).batch_sampler,
+        )
+
+
+def changed(ctx: ddp.Context, path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Write a checkpoint of another model after a step, with something in it changed."""
+    parts, loader = begun(ctx)
+    train(ctx, parts, loader, most=1)
+    ctx.save_checkpoint(path, **parts)
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+
+
+def moments(state: dict[str, Any], number: int = 0) -> dict[str, Any]:
+    return state["optimizer"]["state"][number]
+
+
+def group(state: dict[str, Any]) -> dict[str, Any]:
+    return state["optimizer"]["param_groups"][0]
+
+
+BAD_PARTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "weight None": (lambda s: s["model"].update({"0.weight": None}), "no such tensor at module.0.weight"),
+    "weight a number": (lambda s: s["model"].update({"2.bias": 5}), "no such tensor at module.2.bias"),
+    "weight sparse": (
+        lambda s: s["model"].update({"0.weight": s["model"]["0.weight"].to_sparse()}),
+        "no such tensor at module.0.weight",
+    ),
+    "weight complex": (
+        lambda s: s["model"].update({"0.weight": s["model"]["0.weight"] * 1j}),
+        "no such tensor at module.0.weight",
+    ),
+    "weight meta": (lambda s: s["model"].update({"0.weight": s["model"]["0.weight"].to("meta")}), "on the meta device"),
+    "no state": (lambda s: s["optimizer"].pop("state"), "its state is a NoneType"),
+    "state a list": (lambda s: s["optimizer"].update(state=[1]), "its state is a list"),
+    "state of another": (lambda s: s["optimizer"]["state"].update({9: {}}), "a state of parameter 9"),
+    "moments a list": (lambda s: s["optimizer"]["state"].update({1: [2]}), "the state of parameter 1 is a list"),
+    "shape": (lambda s: moments(s).update(exp_avg=torch.zeros(2, 2)), r"exp_avg of parameter 0 has the shape \(2, 2\)"),
+    "string": (lambda s: moments(s, 2).update(exp_avg_sq="x"), "exp_avg_sq of parameter 2 is a str"),
+    "sparse": (lambda s: moments(s).update(exp_avg=moments(s)["exp_avg"].to_sparse()), "exp_avg .* is sparse"),
+    "step": (lambda s: moments(s).update(step="1"), "step of parameter 0 is no number"),
+    "no lr": (lambda s: group(s).pop("lr"), "its group 0 lacks lr"),
+    "no betas": (lambda s: group(s).pop("betas"), "its group 0 lacks betas"),
+    "lr a string": (lambda s: group(s).update(lr="fast"), "its group 0 has a str as lr"),
+    "one beta": (lambda s: group(s).update(betas=(0.9,)), "its group 0 has a tuple as betas"),
+    "group a number": (lambda s: s["optimizer"].update(param_groups=[5]), r"its groups hold \[None\]"),
+    "params a string": (lambda s: group(s).update(params="abcd"), r"its groups hold \[None\]"),
+    "not a dict": (lambda s: s.update(optimizer=3), "its groups hold None"),
+}
+
+OPTIMIZERS = [
+    getattr(torch.optim, name)
+    for name in (
+        *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD", "Muon"),
+    )
+    if hasattr(torch.optim, name)
+]
+
+
+class TestBadParts:
+    @pytest.mark.parametrize("name", BAD_PARTS)
+    def test_are_refused_before_anything_changes(self, ctx, tmp_path, name):
+        """What load_state_dict finds when half of it is loaded, or the next step, is found first."""
+        change, match = BAD_PARTS[name]
+        changed(ctx, tmp_path / "last.pt", change)
+        parts, loader = begun(ctx)
+        before = copy.deepcopy([part.state_dict() for part in parts.values()])
+        with pytest.raises(CheckpointError, match=match) as caught:
+            ctx.load_checkpoint(tmp_path / "last.pt", **parts)
+        assert "nothing was changed on any rank" in str(caught.value)
+        assert str(before) == str([part.state_dict() for part in parts.values()])
+        train(ctx, parts, loader, most=1)
+
+    @pytest.mark.parametrize("bad", [5, {}, {"scale": 1.0}])
+    def test_of_a_scaler(self, ctx, tmp_path, bad):
+        parts, _ = begun(ctx)
+        enabled, disabled = (torch.amp.GradScaler("cpu", enabled=on) for on in (True, False))
+        with torch.no_grad():
+            next(parts["model"].parameters()).fill_(1)
+        torch.save({"model": parts["model"].state_dict(), "scaler": bad}, tmp_path / "last.pt")
+        parts, _ = begun(ctx)
+        before = weights(parts["model"])
+        with pytest.raises(CheckpointError, match="'scaler' is of no enabled GradScaler: it has no number as"):
+            ctx.load_checkpoint(tmp_path / "last.pt", model=parts["model"], scaler=enabled)
+        assert torch.equal(weights(parts["model"]), before)
+        ctx.load_checkpoint(tmp_path / "last.pt", model=parts["model"], scaler=disabled)
+        ctx.save_checkpoint(tmp_path / "last.pt", scaler=enabled)
+        ctx.load_checkpoint(tmp_path / "last.pt", scaler=enabled)
+
+    def test_what_an_older_torch_lacked_is_loaded(self, ctx, tmp_path):
+        def older(state: dict[str, Any]) -> None:
+            for key in ("decoupled_weight_decay", "fused", "foreach", "maximize", "capturable", "differentiable"):
+                group(state).pop(key, None)
+            for kept in state["optimizer"]["state"].values():
+                kept["step"] = int(kept["step"])
+
+        changed(ctx, tmp_path / "last.pt", older)
+        parts, loader = begun(ctx)
+        ctx.load_checkpoint(tmp_path / "last.pt", **parts)
+        assert len(train(ctx, parts, loader, most=1)) == 1
+
+    @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+    def test_what_an_optimizer_of_torch_writes_is_loaded(self, ctx, tmp_path, kind):
+        model = make_model()
+        tensors = [p for p in model.parameters() if p.dim() == 2 or kind.__name__ != "Muon"]
+        optimizer = kind(tensors, **({"momentum": 0.9} if kind in (torch.optim.SGD, torch.optim.RMSprop) else {}))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mean_loss(model, list(range(8)))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        ctx.save_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer)
+        optimizer.step(closure)
+        after = weights(model)
+        ctx.load_checkpoint(tmp_path / "last.pt", model=model, optimizer=optimizer)
+        optimizer.step(closure)
+        assert torch.allclose(weights(model), after, rtol=1e-6), "torch loads some numbers in another precision"
+
+    def test_another_optimizer_may_keep_other_things_by_the_same_names(self, ctx, tmp_path):
+        class Projected(torch.optim.Optimizer):
+            def step(self, closure=None):
+                for parameter in self.param_groups[0]["params"]:
+                    self.state[parameter]["exp_avg"] = torch.ones(2)
+                self.state["all"] = {"seen": 3}
+
+        made = [Projected(make_model().parameters(), {"lr": 1}) for _ in range(2)]
+        made[0].step()
+        ctx.save_checkpoint(tmp_path / "last.pt", optimizer=made[0])
+        ctx.load_checkpoint(tmp_path / "last.pt", optimizer=made[1])
+        assert made[1].state["all"] == {"seen": 3}
+
+    def test_sgd_keeps_sparse_gradients(self, ctx, tmp_path):
+        layer = nn.Embedding(5, 3, sparse=True)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        layer(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        ctx.save_checkpoint(tmp_path / "last.pt", optimizer=optimizer)
+        ctx.load_checkpoint(tmp_path / "last.pt", optimizer=optimizer)
+        assert optimizer.state[layer.weight]["momentum_buffer"].is_sparse
+
+
+class TestWriting:
+    def test_what_can_not_be_read_again_replaces_nothing(self, ctx, tmp_path):
+        path = tmp_path / "last.pt"
+        content = whole_file(ctx, path)
+        for bad in (argparse.Namespace(lr=0.1), lambda: 0, [{"deep": object()}]):
+            with pytest.raises(
+                CheckpointError, match=r"was not written: 'arguments' can't be kept \(.*leave arguments="
+            ) as e:
+                ctx.save_checkpoint(path, model=make_model(), arguments=bad, step=1)
+            assert "\n" not in str(e.value)
+        # Torch begins with how such a file can be loaded all the same, in bold.
+        with pytest.raises(CheckpointError, match=r"'arguments' can't be kept \(numpy.*scalar\); expected numbers"):
+            ctx.save_checkpoint(path, model=make_model(), arguments=np.float64(3.0))
+        assert path.read_bytes() == content
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_an_interrupted_write_replaces_nothing(self, ctx, tmp_path, monkeypatch):
+        path = tmp_path / "last.pt"
+        content = whole_file(ctx, path)
+
+        def half(state, file):
+            file.write(content[:100])
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(checkpoints.torch, "save", half)
+        with pytest.raises(KeyboardInterrupt):
+            ctx.save_checkpoint(path, step=1)
+        assert path.read_bytes() == content
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_a_folder_that_is_not_there(self, ctx, tmp_path):
+        with pytest.raises(CheckpointError, match="was not written: FileNotFoundError"):
+            ctx.save_checkpoint(tmp_path / "none" / "last.pt", step=1)

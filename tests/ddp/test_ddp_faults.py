@@ -1,0 +1,817 @@
+"""A rank fails: every other one ends soon, and says which and why. Real processes, one job a test."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_jobs import loader_of, make_model, make_plan, mean_loss
+from marks import slow
+from ranks import starting
+from torch import distributed as dist
+from torch.utils.data import DataLoader
+
+import autosplit
+from autosplit import ddp
+from autosplit.ddp import failure as faults
+from autosplit.ddp import failure_channel as lines
+from autosplit.ddp.failure_channel import Address, Line, Word
+from autosplit.errors import RankFailedError
+
+SOON_S = 20
+"""From the failure to the end of every other rank."""
+
+LIMIT_S = 90
+"""From the start; a busy machine takes long to start processes."""
+
+LONG_S = 300
+"""Nobody waits for so long."""
+
+SIZES = {2: (2, 6), 3: (2, 3, 3)}
+
+# -------------------------------------------------------------------------------------------------------- what ranks do
+#
+# They stand at module level, because the processes import them by name. Each gets the rank that fails.
+
+
+def failing() -> None:
+    """Note when it was: from then on the others have their time."""
+    Path(os.environ["FAULT_FOLDER"], "failed").write_text(str(time.time()))
+
+
+def raised(error: BaseException) -> None:
+    failing()
+    raise error
+
+
+def killed() -> None:
+    failing()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped() -> None:
+    """Stop until somebody lets it go on, which the parent does once the others have said so."""
+    if not Path(os.environ["FAULT_FOLDER"], "failed").exists():
+        failing()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def plan_here() -> autosplit.Plan:
+    return make_plan(SIZES[int(os.environ["WORLD_SIZE"])], 24)
+
+
+def train(ctx: ddp.Context, fail: Callable[[], None] | None, loader: Any = None) -> None:
+    """Train for several epochs, and fail in the middle of a step of the second."""
+    model = ctx.wrap(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = loader_of(ctx) if loader is None else loader
+    for epoch in range(5):
+        for step in ctx.steps(loader):
+            for number, indices in enumerate(step):
+                if fail is not None and epoch == 1 and number == 1:
+                    fail()
+                step.backward(mean_loss(model, indices))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def in_a_step(victim: int, fail: Callable[[], None]) -> None:
+    with ddp.setup(plan_here()) as ctx:
+        train(ctx, fail if ctx.rank == victim else None)
+
+
+def in_a_step_of_a_foreign_loader(victim: int, fail: Callable[[], None]) -> None:
+    with ddp.setup(plan_here()) as ctx:
+        train(ctx, fail if ctx.rank == victim else None, loader=[torch.tensor([0, 1])] * 12)
+
+
+def before_a_checkpoint(victim: int, fail: Callable[[], None]) -> None:
+    with ddp.setup(plan_here()) as ctx:
+        model = ctx.wrap(make_model())
+        if ctx.rank == victim:
+            fail()
+        ctx.save_checkpoint(Path(os.environ["FAULT_FOLDER"], "last.pt"), model=model)
+        ctx.load_checkpoint(Path(os.environ["FAULT_FOLDER"], "last.pt"), model=model)
+
+
+def on_rank_0_only(victim: int, fail: Callable[[], None]) -> None:
+    """Save as many scripts do, which hung for half an hour: the other rank was in the next step."""
+    path = Path(os.environ["FAULT_FOLDER"], "last.pt")
+    with ddp.setup(plan_here()) as ctx:
+        train(ctx, None)
+        model = ctx.wrap(make_model())
+        if ctx.rank == 0:
+            ctx.save_checkpoint(path, model=model)
+        train(ctx, None)
+        ctx.load_checkpoint(path, model=model)
+
+
+def loads_on_rank_0_only(victim: int, fail: Callable[[], None]) -> None:
+    impatient()
+    with ddp.setup(plan_here()) as ctx:
+        if ctx.rank == victim:
+            ctx.load_checkpoint("last.pt", model=make_model())
+        failing()
+        time.sleep(LONG_S)
+
+
+def impatient() -> None:
+    """Tell of what is waited for after 2 or 3 s, though some words that are made elsewhere say 15 s still."""
+    faults.TOLD_AFTER_S, faults._SILENT_S, faults._SIGN_EVERY_S = 2.0, 3.0, 0.5
+
+
+def in_a_step_beside_the_impatient(victim: int, fail: Callable[[], None]) -> None:
+    impatient()
+    in_a_step(victim, fail)
+
+
+def before_setup(victim: int, fail: Callable[[], None]) -> None:
+    impatient()
+    if int(os.environ["RANK"]) == victim:
+        fail()
+    in_a_step(-1, fail)
+
+
+def and_lives_on(victim: int, fail: Callable[[], None]) -> None:
+    """Fail, with everything that holds the group still there, and a process that takes its time to end."""
+    kept = []
+    try:
+        with ddp.setup(plan_here()) as ctx:
+            kept += [dist.group.WORLD, torch.nn.parallel.DistributedDataParallel(make_model())]
+            train(ctx, fail if ctx.rank == victim else None)
+    except ValueError:
+        time.sleep(LONG_S)
+
+
+def while_others_are_in_no_collective(victim: int, fail: Callable[[], None]) -> None:
+    faults.GRACE_S = 1.0
+    with ddp.setup(plan_here()) as ctx:
+        if ctx.rank == victim:
+            fail()
+        time.sleep(LONG_S)
+
+
+def while_others_do_not_give_up(victim: int, fail: Callable[[], None]) -> None:
+    faults.GRACE_S = 1.0
+    with ddp.setup(plan_here()) as ctx:
+        while True:
+            try:
+                train(ctx, fail if ctx.rank == victim else None)
+            except RuntimeError:
+                time.sleep(0.1)
+
+
+def with_workers(victim: int, fail: Callable[[], None]) -> None:
+    """Fail with a loader's process alive, which has copies of all connections and does not end with its parent."""
+    with ddp.setup(plan_here()) as ctx:
+        loader = DataLoader([0.0] * 8, num_workers=1, multiprocessing_context="fork", collate_fn=_slow_after_one)
+        drawn = iter(loader)
+        next(drawn)
+        train(ctx, fail if ctx.rank == victim else None)
+
+
+def _slow_after_one(samples: list[float]) -> torch.Tensor:
+    if _DRAWN:
+        time.sleep(2 * SOON_S)
+    _DRAWN.append(1)
+    return torch.tensor(samples)
+
+
+_DRAWN: list[int] = []
+
+
+def in_a_group_of_the_users(victim: int, fail: Callable[[], None]) -> None:
+    dist.init_process_group("gloo")
+    in_a_step(victim, fail)
+
+
+def caught(victim: int, fail: Callable[[], None]) -> None:
+    with ddp.setup(plan_here()) as ctx:
+        try:
+            if ctx.rank == victim:
+                fail()
+        except ValueError:
+            pass
+        train(ctx, None)
+
+
+def leaves_before_the_others(victim: int, fail: Callable[[], None]) -> None:
+    with ddp.setup(plan_here()) as ctx:
+        train(ctx, None)
+        if ctx.rank == victim:
+            fail()
+        time.sleep(1.5)
+
+
+def ends_well(victim: int, fail: Callable[[], None]) -> None:
+    """Leave with the model in hand, and look what still runs beside this thread."""
+    with ddp.setup(plan_here()) as ctx:
+        train(ctx, None)
+        kept = ctx.wrap(make_model())
+        within = native_threads()
+    left = native_threads()
+    until = time.monotonic() + 20
+    while len(left) > 1 and time.monotonic() < until:  # the system drops a joined thread a moment after Python does
+        time.sleep(0.01)
+        left = native_threads()
+    assert kept.process_group is None
+    assert any("gloo" in name for name in within)
+    assert len(left) == 1, left
+    assert threading.enumerate() == [threading.main_thread()]
+
+
+def native_threads() -> list[str]:
+    """The threads of this process, Python's or not, as the system names them."""
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+ERRORS: dict[str, Callable[[], None]] = {
+    "raises": lambda: raised(ValueError("the reason\nand more of it")),
+    "runs out of memory": lambda: raised(autosplit.OutOfMemoryError("cuda:1 ran out of memory")),
+    "is interrupted": lambda: raised(KeyboardInterrupt()),
+    "exits": lambda: raised(SystemExit(3)),
+    "ends well": lambda: raised(SystemExit(0)),
+    "is killed": killed,
+    "is stopped": stopped,
+}
+
+SAYS = {
+    "raises": "failed: ValueError: the reason (",
+    "runs out of memory": "failed: OutOfMemoryError: cuda:1 ran out of memory (",
+    "is interrupted": "was interrupted (Ctrl-C);",
+    "exits": "failed: SystemExit: 3 (",
+    "is killed": "is gone: it ended without a word (killed, or out of its machine's memory, perhaps);",
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended: None where it did not."""
+
+    code: int | None
+    after_s: float
+    said: str
+
+
+def run_rank(scenario: Callable[..., None], victim: int, how: str, place: dict[str, str]) -> None:
+    """Be one rank of a job."""
+    os.environ.update(place)
+    said = os.open(Path(place["FAULT_FOLDER"], f"{place['RANK']}.txt"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(said, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    torch.set_num_threads(1)
+    scenario(victim, ERRORS[how])
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def job(
+    folder: Path,
+    scenario: Callable[..., None],
+    world_size: int,
+    victim: int,
+    how: str,
+    *,
+    until_said: str | None = None,
+    goes_on: bool = False,
+) -> list[Ended]:
+    """Start a job's ranks by hand, wait for all but the one that fails, and say how each ended.
+
+    Args:
+        folder: Where they write.
+        scenario: What each of them does.
+        world_size: How many they are.
+        victim: Which one fails.
+        how: One of `ERRORS`.
+        until_said: Wait no longer than until one of them has said this.
+        goes_on: The victim is let go on then, and all are waited for.
+    """
+    context = starting()
+    place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place |= {"FAULT_FOLDER": str(folder)}
+    ranks = [
+        context.Process(target=run_rank, args=(scenario, victim, how, place | {"RANK": str(rank)}))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    until = time.time() + LIMIT_S
+    ended_at: dict[int, float] = {}
+    while len(ended_at) < world_size and time.time() < until:
+        ended_at |= {
+            rank: time.time() for rank, process in enumerate(ranks) if rank not in ended_at and not process.is_alive()
+        }
+        if set(range(world_size)) - {victim} <= set(ended_at) and scenario is and_lives_on:
+            break
+        if until_said is not None and any(until_said in text.read_text() for text in folder.glob("[0-9].txt")):
+            if not goes_on:
+                break
+            os.kill(ranks[victim].pid, signal.SIGCONT)
+            until_said = None
+        time.sleep(0.02)
+    found = []
+    note = folder / "failed"
+    failed_at = float(note.read_text()) if note.exists() else 0.0
+    for rank, process in enumerate(ranks):
+        code = process.exitcode
+        process.kill()
+        process.join()
+        said = (folder / f"{rank}.txt").read_text(errors="replace")
+        found.append(Ended(code, ended_at.get(rank, float("inf")) - failed_at, said))
+    return found
+
+
+def assert_others_ended(found: list[Ended], victim: int, how: str, code: int = 1) -> None:
+    for rank, ended in enumerate(found):
+        if rank == victim:
+            continue
+        expected = f"rank {victim} {SAYS[how]}"
+        assert ended.after_s < SOON_S, ended
+        assert ended.code == code, ended.said
+        assert expected in ended.said, ended.said
+        assert f"this rank {rank} stops" in ended.said, ended.said
+
+
+class TestRaising:
+    @pytest.mark.parametrize(("world_size", "victim"), [slow(2, 0), (2, 1), slow(3, 0), slow(3, 2)])
+    @pytest.mark.parametrize("scenario", [in_a_step, slow(before_a_checkpoint), slow(in_a_step_of_a_foreign_loader)])
+    def test_ends_every_other_rank(self, tmp_path: Path, scenario: Any, world_size: int, victim: int) -> None:
+        found = job(tmp_path, scenario, world_size, victim, "raises")
+        assert_others_ended(found, victim, "raises")
+        for rank, ended in enumerate(found):
+            assert ended.code == 1
+            last = ended.said.strip().splitlines()[-1]
+            assert last.startswith("autosplit.errors.RankFailedError: " if rank != victim else "and more of it"), last
+
+    def test_says_where_in_the_users_code(self, tmp_path: Path) -> None:
+        found = job(tmp_path, in_a_step, 2, 1, "raises")
+        assert "the reason (" + str(Path(__file__)) in found[0].said.replace(".pyc", ".py")
+        assert "in raised: raise error)" in found[0].said
+
+    @pytest.mark.parametrize("how", ["runs out of memory", slow("is interrupted"), slow("exits")])
+    def test_whatever_it_is(self, tmp_path: Path, how: str) -> None:
+        found = job(tmp_path, in_a_step, 2, 1, how)
+        assert_others_ended(found, 1, how)
+        assert found[1].code == (3 if how == "exits" else 1)
+
+    @pytest.mark.parametrize("victim", [0, slow(1)])
+    def test_and_living_on_with_the_group_in_its_hands(self, tmp_path: Path, victim: int) -> None:
+        """Nothing closes gloo's connections then: the others would wait for half an hour."""
+        found = job(tmp_path, and_lives_on, 3, victim, "raises")
+        assert found[victim].code is None, found[victim].said
+        assert_others_ended(found, victim, "raises")
+
+    @pytest.mark.slow
+    def test_in_a_group_that_was_there(self, tmp_path: Path) -> None:
+        assert_others_ended(job(tmp_path, in_a_group_of_the_users, 2, 1, "raises"), 1, "raises")
+
+    @pytest.mark.parametrize("scenario", [while_others_are_in_no_collective, slow(while_others_do_not_give_up)])
+    @pytest.mark.parametrize("how", ["raises", slow("is killed")])
+    def test_ends_processes_that_do_not_leave(self, tmp_path: Path, scenario: Any, how: str) -> None:
+        found = job(tmp_path, scenario, 3, 1, how)
+        assert_others_ended(found, 1, how)
+        for rank in (0, 2):
+            assert f"rank {rank} did not leave autosplit.ddp.setup within 1 s, so its process" in found[rank].said
+
+
+class TestKilled:
+    @pytest.mark.parametrize(("world_size", "victim"), [slow(2, 0), slow(2, 1), (3, 0), slow(3, 1), slow(3, 2)])
+    def test_ends_every_other_rank(self, tmp_path: Path, world_size: int, victim: int) -> None:
+        """Rank 0 has the store and the middle of the line."""
+        found = job(tmp_path, in_a_step, world_size, victim, "is killed")
+        assert found[victim].code == -signal.SIGKILL
+        assert_others_ended(found, victim, "is killed")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("scenario", [before_a_checkpoint, in_a_step_of_a_foreign_loader])
+    def test_wherever_the_others_wait(self, tmp_path: Path, scenario: Any) -> None:
+        assert_others_ended(job(tmp_path, scenario, 2, 1, "is killed"), 1, "is killed")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("victim", [0, 1])
+    def test_leaving_workers_behind(self, tmp_path: Path, victim: int) -> None:
+        found = job(tmp_path, with_workers, 2, victim, "is killed")
+        assert_others_ended(found, victim, "is killed")
+
+
+class TestWaiting:
+    """What the others wait for is told; it may still come."""
+
+    def test_is_told_of_within_20_seconds(self) -> None:
+        assert max(faults.TOLD_AFTER_S, faults._SILENT_S + faults._SIGN_EVERY_S) < SOON_S
+
+    @pytest.mark.parametrize("victim", [slow(0), 1])
+    def test_for_a_rank_that_is_stopped(self, tmp_path: Path, victim: int) -> None:
+        """They said nothing for half an hour."""
+        told = f"rank {victim} has given no sign for 3 s: its process is stopped"
+        found = job(tmp_path, in_a_step_beside_the_impatient, 2, victim, "is stopped", until_said=told, goes_on=True)
+        assert told in found[1 - victim].said
+        assert [ended.code for ended in found] == [0, 0], found
+        assert f"rank {victim} is back" in found[1 - victim].said
+
+    @pytest.mark.parametrize("victim", [slow(0), 1])
+    def test_for_a_rank_that_fails_before_setup(self, tmp_path: Path, victim: int) -> None:
+        """Without torchrun nobody ends the others."""
+        told = f"rank {1 - victim} of 2 has waited 15 s in autosplit.ddp.setup, and not all ranks have come"
+        found = job(tmp_path, before_setup, 2, victim, "raises", until_said=told)
+        assert told in found[1 - victim].said
+
+    def test_for_the_others_in_what_all_have_to_call(self, tmp_path: Path) -> None:
+        told = "rank 0 has waited 15 s for the other ranks in load_checkpoint; expected every rank to call it"
+        assert told in job(tmp_path, loads_on_rank_0_only, 2, 0, "raises", until_said=told)[0].said
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("victim", [slow(0), 1])
+    def test_in_mid_job_is_named(self, tmp_path: Path, victim: int) -> None:
+        """A rank that called sys.exit(0) was no failure, and gloo's error blamed whoever waited."""
+        found = job(tmp_path, in_a_step, 3, victim, "ends well")
+        assert found[victim].code == 0
+        for rank in {0, 1, 2} - {victim}:
+            said = f"RankFailedError: rank {victim} left autosplit.ddp.setup (SystemExit, exit code 0)"
+            assert said in found[rank].said, found[rank].said
+            assert found[rank].after_s < SOON_S
+
+
+class TestNoFailure:
+    def test_saving_on_rank_0_only(self, tmp_path: Path) -> None:
+        found = job(tmp_path, on_rank_0_only, 2, 0, "raises")
+        assert [(ended.code, "rank" in ended.said) for ended in found] == [(0, False)] * 2
+
+    @pytest.mark.parametrize("victim", [slow(0), 1])
+    def test_what_the_user_caught(self, tmp_path: Path, victim: int) -> None:
+        found = job(tmp_path, caught, 2, victim, "raises")
+        assert [(ended.code, "rank" in ended.said) for ended in found] == [(0, False)] * 2
+
+    def test_no_thread_outlives_setup(self, tmp_path: Path) -> None:
+        """Gloo's did, while the model was alive, and now and then took the process down at its very end."""
+        found = job(tmp_path, ends_well, 2, 0, "ends well")
+        assert [ended.code for ended in found] == [0, 0], found
+
+    @pytest.mark.parametrize("victim", [0, slow(1), slow(2)])
+    def test_leaving_before_the_others(self, tmp_path: Path, victim: int) -> None:
+        """With rank 0 go the store and the middle of the line."""
+        found = job(tmp_path, leaves_before_the_others, 3, victim, "ends well")
+        assert [(ended.code, "rank" in ended.said) for ended in found] == [(0, False)] * 3
+        assert min(found[rank].after_s for rank in range(3) if rank != victim) > 1
+
+
+SCRIPT = """
+import os, signal, sys
+from test_ddp_faults import in_a_step, raised
+victim, how = int(sys.argv[1]), sys.argv[2]
+in_a_step(victim, (lambda: raised(ValueError("the reason"))) if how == "raises" else lambda: os.kill(os.getpid(), 9))
+"""
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
+
+
+@pytest.mark.slow
+class TestUnderTorchrun:
+    @pytest.mark.parametrize("victim", [0, 2])
+    @pytest.mark.parametrize("how", ["raises", "is killed"])
+    def test_the_others_have_the_last_word(self, tmp_path: Path, victim: int, how: str) -> None:
+        """It sends SIGTERM to all ranks once it sees that one has ended."""
+        script = tmp_path / "train.py"
+        script.write_text(SCRIPT)
+        paths = os.pathsep.join(sys.path)
+        done = subprocess.run(
+            [*TORCHRUN, script, str(victim), how],
+            env={**os.environ, "PYTHONPATH": paths, "FAULT_FOLDER": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert time.time() - float((tmp_path / "failed").read_text() if how == "raises" else time.time()) < SOON_S
+        assert done.returncode != 0
+        heard = [rank for rank in range(3) if f"this rank {rank} stops" in done.stderr]
+        assert heard == [rank for rank in range(3) if rank != victim], done.stderr
+        assert f"rank {victim} {SAYS[how]}" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------- the line
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[Line, Address]]:
+    """Rank 0's end, and where it is."""
+    line = Line(0)
+    address = line.listen()
+    yield line, address
+    line.close()
+
+
+def listening(line: Line) -> tuple[threading.Thread, list[Word]]:
+    """Let a thread hear what is said, until it is "over"."""
+    heard: list[Word] = []
+
+    def listen() -> None:
+        while Word("over", line.rank) not in heard:
+            heard.extend(line.words(LONG_S))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    return thread, heard
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SOON_S
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert condition()
+
+
+@contextlib.contextmanager
+def telling_of(line: Line) -> Iterator[list[Word]]:
+    """Let a thread hear what is said within a block."""
+    thread, heard = listening(line)
+    try:
+        yield heard
+    finally:
+        line.say(Word("over", line.rank))
+        thread.join(SOON_S)
+    assert not thread.is_alive()
+
+
+def stranger_at(address: Address) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", address.port), timeout=SOON_S)
+
+
+def is_let_go(stranger: socket.socket) -> bool:
+    """Wait until the other end is closed, without an answer."""
+    try:
+        return stranger.recv(100) == b""
+    except ConnectionResetError:  # with something unread
+        return True
+
+
+class Full:
+    """A listener of a process that has as many files open as it may, the first time."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.asked = 0
+        self.fileno = listener.fileno
+        self.close = listener.close
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.asked += 1
+        if self.asked == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._listener.accept()
+
+
+class TestLine:
+    def test_words_and_ends_arrive(self, hub: Any) -> None:
+        line, address = hub
+        thread, heard = listening(line)
+        others = [Line(rank) for rank in (1, 2, 3)]
+        for other in others:
+            other.join(address)
+        until(lambda: len(heard) == 3)
+        assert sorted(word.rank for word in heard if word.kind == "joined") == [1, 2, 3]
+        others[0].send(Word("failed", 1, "é" * 2000))
+        until(lambda: len(heard) == 4)
+        assert heard[3] == Word("failed", 1, "é" * 1000 + "...")
+        others[1].drop()
+        until(lambda: len(heard) == 5)
+        assert (heard[4].kind, heard[4].rank) == ("lost", 2)
+        others[2].send(Word("left", 3))
+        for other in (others[0], others[2]):
+            other.close()
+        until(lambda: len(heard) == 6 and not line._peers)
+        line.say(Word("over", 0))
+        thread.join()
+        assert heard[5:] == [Word("left", 3), Word("over", 0)], "who said why it would go is not lost"
+
+    def test_strangers_are_not_heard(self, hub: Any) -> None:
+        line, address = hub
+        thread, heard = listening(line)
+        told = {"token": address.token, "rank": 1}
+        for words in ({**told, "token": "another"}, {"token": address.token}, {**told, "rank": "1"}, [], "GET / HTTP"):
+            with closing(socket.create_connection(("127.0.0.1", address.port), timeout=SOON_S)) as stranger:
+                stranger.sendall(json.dumps(words).encode() + b"\n")
+                assert stranger.recv(100) == b"", "the other end is closed without an answer"
+        line.say(Word("over", 0))
+        thread.join()
+        assert heard == [Word("over", 0)]
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            b"[" * 4000 + b"\n",
+            b"[" * 100000 + b"\n",
+            b"1" * 4000 + b"\n",
+            b'{"token": "\\ud800", "rank": 1}\n',
+            b"\x80\xff\n",
+            b"x" * 5000,  # no end of it in sight
+        ],
+        ids=["nested", "nested and long", "a long number", "half a character", "no text", "endless"],
+    )
+    def test_whatever_strangers_say_the_thread_goes_on(self, hub: Any, said: bytes) -> None:
+        line, address = hub
+        with telling_of(line) as heard, closing(stranger_at(address)) as stranger, closing(Line(1)) as other:
+            stranger.sendall(said)
+            assert is_let_go(stranger)
+            other.join(address)
+            until(lambda: bool(heard))
+            assert heard == [Word("joined", 1)]
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            b"[" * 10000 + b"\n",
+            b"x" * 20000,
+            b'{"kind": "over", "rank": 0, "cause": ""}\n',
+            b'{"kind": "failed", "rank": 1, "cause": null}\n',
+            b'{"kind": "failed"}\n',
+            b"\n",
+        ],
+        ids=["nested", "endless", "over", "no cause", "half a word", "nothing"],
+    )
+    def test_a_rank_that_says_no_word_is_lost(self, hub: Any, said: bytes) -> None:
+        line, address = hub
+        with telling_of(line) as heard, closing(Line(1)) as garbled, closing(Line(2)) as other:
+            garbled.join(address)
+            garbled._peers[0].socket.sendall(said)
+            until(lambda: len(heard) == 2)
+            other.join(address)
+            until(lambda: len(heard) == 3)
+        assert [(word.kind, word.rank) for word in heard[:3]] == [("joined", 1), ("lost", 1), ("joined", 2)]
+        assert heard[1].cause.startswith("what it said is no word of a rank")
+
+    def test_the_longest_word_arrives(self, hub: Any) -> None:
+        line, address = hub
+        with telling_of(line) as heard, closing(Line(1)) as other:
+            other.join(address)
+            other.send(Word("failed", 1, "\U0001f642" * 2000))  # 12 bytes each
+            until(lambda: len(heard) == 2)
+        assert heard[1] == Word("failed", 1, "\U0001f642" * 1000 + "...")
+
+    def test_strangers_that_say_nothing_have_their_time(self, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lines, "_STRANGER_S", 0.2)
+        line, address = hub
+        with telling_of(line) as heard, closing(Line(1)) as other, closing(stranger_at(address)) as stranger:
+            other.join(address)
+            assert is_let_go(stranger)
+            assert list(line._peers) == [1], "a rank has no such time"
+            assert heard == [Word("joined", 1)]
+
+    def test_the_oldest_of_too_many_strangers_goes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lines, "_STRANGERS", 2)
+        monkeypatch.setattr(lines, "_STRANGER_S", LONG_S)
+        with closing(Line(0)) as line, closing(Line(1)) as other:
+            address = line.listen(world_size=2)
+            with telling_of(line) as heard:
+                strangers = [stranger_at(address) for _ in range(5)]
+                assert is_let_go(strangers[0])
+                until(lambda: len(line._strangers) == 4)
+                other.join(address)  # the sixth
+                assert is_let_go(strangers[1])
+                until(lambda: len(line._strangers) == 3)
+            for stranger in strangers:
+                stranger.close()
+        assert heard == [Word("joined", 1), Word("over", 0)]
+
+    def test_connections_that_cannot_be_accepted_do_not_keep_it_busy(
+        self, hub: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(lines, "_BACK_OFF_S", LONG_S)
+        line, address = hub
+        full = line._listener = Full(line._listener)
+        with telling_of(line) as heard, closing(stranger_at(address)):
+            until(lambda: full.asked == 1)
+            for rank in range(5):  # each lets it look again who is ready
+                line.say(Word("left", rank))
+                until(lambda: Word("left", rank) in heard)  # noqa: B023 - called at once
+            assert full.asked == 1
+
+    def test_connections_are_accepted_again_later(self, hub: Any) -> None:
+        line, address = hub
+        full = line._listener = Full(line._listener)
+        with telling_of(line) as heard, closing(Line(1)) as other:
+            other.join(address)
+            until(lambda: bool(heard))
+            assert heard == [Word("joined", 1)]
+        assert full.asked == 2
+
+    @pytest.mark.parametrize(
+        "answer",
+        [b'{"token": "another"}\n', b"", b"[" * 4000 + b"\n", b"x" * 5000],
+        ids=["another token", "nothing", "nested", "endless"],
+    )
+    def test_another_program_on_the_port_is_not_rank_0(self, answer: bytes) -> None:
+        with closing(socket.create_server(("127.0.0.1", 0))) as server:
+            done = threading.Event()
+
+            def serve() -> None:
+                made, _ = server.accept()
+                with closing(made):
+                    made.recv(1000)
+                    made.sendall(answer)
+                    if answer:
+                        done.wait(SOON_S)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            with closing(Line(1)) as line, pytest.raises(OSError, match=r"127\.0\.0\.1: another program listens there"):
+                line.join(Address(("127.0.0.1",), server.getsockname()[1], "a token"))
+            done.set()
+            thread.join()
+
+    def test_another_program_that_answers_bit_by_bit_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lines, "_TRY_S", 0.3)
+        with closing(socket.create_server(("127.0.0.1", 0))) as server:
+            done = threading.Event()
+
+            def serve() -> None:
+                made, _ = server.accept()
+                with closing(made):
+                    while not done.wait(0.05):
+                        made.sendall(b"x")
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            with closing(Line(1)) as line, pytest.raises(OSError, match="timed out"):
+                line.join(Address(("127.0.0.1",), server.getsockname()[1], "a token"))
+            done.set()
+            thread.join()
+
+    def test_who_joins_late_hears_of_the_failure(self, hub: Any) -> None:
+        line, address = hub
+        watch = faults.Watch(0, 3)
+        watch._sockets = {}
+        watch._line = line
+        watch._left = True  # it says nothing itself
+        watch._listen()
+        line.say(Word("failed", 1, "early"))
+        with closing(Line(2)) as late:
+            late.join(address)
+            assert late.words(LONG_S) == [Word("failed", 1, "early")]
+        watch.end()
+        assert not watch._thread.is_alive()
+
+
+def join_in_vain(victim: int, fail: Callable[[], None]) -> None:
+    """Train where rank 0 can't be reached beside the group."""
+    Line.join = _unreachable  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as told, ddp.setup(plan_here()) as ctx:
+        warnings.simplefilter("always")
+        train(ctx, None)
+    assert [str(warning.message)[:27] for warning in told] == ["rank 1 is not connected (no"] * ctx.rank
+
+
+def _unreachable(line: Line, address: Address) -> None:
+    raise OSError("no way")
+
+
+def test_a_job_without_the_line_trains(tmp_path: Path) -> None:
+    found = job(tmp_path, join_in_vain, 2, 1, "raises")
+    assert [ended.code for ended in found] == [0, 0], found
+
+
+class TestWatch:
+    def test_alone_there_is_nothing_to_watch(self) -> None:
+        with ddp.setup(make_plan((4,))):
+            assert not any(thread.name == "autosplit-watch" for thread in threading.enumerate())
+
+    def test_errors_that_all_ranks_raise_together_stay_what_they_are(self) -> None:
+        watch = faults.Watch(1, 2)
+        watch._failed = Word("failed", 0, "ValueError: the reason")
+        with pytest.raises(autosplit.OutOfMemoryError), watch.telling():
+            raise autosplit.OutOfMemoryError("this one, too")
+        with pytest.raises(KeyboardInterrupt), watch.telling():
+            raise KeyboardInterrupt
+        expected = "rank 0 failed: ValueError: the reason; this rank 1 stops"
+        with pytest.raises(RankFailedError, match=expected) as told, watch.telling():
+            raise LookupError("what the end of the other led to")
+        assert isinstance(told.value.__cause__, LookupError)
+        assert (told.value.rank, told.value.cause) == (0, "ValueError: the reason")
+
+    def test_a_loop_that_swallowed_it_is_no_success(self) -> None:
+        watch = faults.Watch(1, 2)
+        watch._failed = Word("lost", 0, "it ended")
+        with pytest.raises(RankFailedError, match="rank 0 is gone: it ended; this rank 1 stops"), watch.telling():
+            pass

@@ -1,0 +1,279 @@
+"""Jobs over two machines: torchrun on both, unlike shares, and what is left when one of them dies.
+
+The machines are namespaces of this one (tests/machines.py). They share its disk, so a checkpoint that rank 0 writes is
+there for both, as on a file system that machines share; all else of theirs is their own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import distant_training
+import pytest
+import torch
+from ddp_jobs import make_plan
+from distant_training import BATCH_SIZES, EFFECTIVE_BATCH_SIZE, EPOCHS, NUM_SAMPLES, SAVED_EVERY
+from machines import Machine, Machines, missing, network_of
+
+from autosplit.plan.plan import Plan
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.alone]
+
+LIMIT_S = 200
+"""For what takes a quarter of a minute: it shows that nothing waits in vain, and the machine may be busy."""
+
+PORT = "29500"
+"""Nobody else's: the network between the two is theirs alone."""
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with Machines(tmp_path) as both:
+        yield both
+
+
+def by_c10d(machines: Machines, machine: Machine) -> list[str]:
+    """Meet in a rendezvous that torchrun keeps on machine-a; the ranks go by the machines' names there."""
+    return ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{machines.a.address}:{PORT}", "--rdzv-id", "job"]
+
+
+def by_number(machines: Machines, machine: Machine) -> list[str]:
+    """Meet at rank 0's address, each machine's number being given."""
+    return ["--master-addr", machines.a.address, "--master-port", PORT, "--node-rank", str(int(machine is machines.b))]
+
+
+MEETINGS = {"c10d": by_c10d, "static": by_number}
+
+
+def start_training(
+    machines: Machines, machine: Machine, meeting: str, *death: str, restarts: int = 0, **variables: str
+) -> subprocess.Popen[str]:
+    """Start one machine's torchrun on tests/distant_training.py, with a copy of the plan of its own."""
+    make_plan(BATCH_SIZES, EFFECTIVE_BATCH_SIZE).save(machine.folder / "plan.json")
+    options = ["--nnodes", "2", "--max-restarts", str(restarts), *MEETINGS[meeting](machines, machine)]
+    script = [str(Path(distant_training.__file__).absolute()), str(checkpoint_of(machines)), *death]
+    if meeting == "c10d":
+        launch = ["-m", "autosplit", "launch", "--plan", "plan.json", *options]
+        return machine.start(sys.executable, *launch, *script, **variables)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "1", *options]
+    return machine.start(sys.executable, *torchrun, *script, AUTOSPLIT_PROFILE="plan.json", **variables)
+
+
+def checkpoint_of(machines: Machines) -> Path:
+    return machines.a.folder.parent / "last.pt"
+
+
+def start_both(machines: Machines, meeting: str, *death_of_b: str, **options: Any) -> list[subprocess.Popen[str]]:
+    return [
+        start_training(machines, machines.a, meeting, **options),
+        start_training(machines, machines.b, meeting, *death_of_b, **options),
+    ]
+
+
+def codes(machines: Machines, agents: list[subprocess.Popen[str]]) -> list[int]:
+    """Wait for both machines' torchruns to end."""
+    try:
+        return [agent.wait(LIMIT_S) for agent in agents]
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"a machine has not ended after {LIMIT_S} s; {said(machines)}")
+
+
+def said(machines: Machines) -> str:
+    return "\n".join(
+        f"{machine.name} said {machine.log.read_text(encoding='utf-8', errors='replace')[-4000:]}"
+        for machine in (machines.a, machines.b)
+    )
+
+
+def attempts(machine: Machine) -> list[list[dict[str, Any]]]:
+    """Return what each process that trained there told of its steps, in the order of the processes."""
+    lines = [json.loads(line) for line in (machine.folder / "steps.jsonl").read_text().splitlines()]
+    return [list(group) for _, group in groupby(lines, key=lambda line: line["pid"])]
+
+
+def assert_trained_as_one_device(machines: Machines) -> None:
+    expected = distant_training.trained_on_one_device()
+    for machine in (machines.a, machines.b):
+        got = torch.load(machine.folder / "weights.pt")
+        assert (got - expected).abs().max() < 1e-9 * expected.abs().max(), machine.name
+
+
+def assert_went_on_from(machines: Machines, begun: int, died: int) -> None:
+    """Check that a second process trained the steps from `begun` on, and with the first one's all samples, once."""
+    taken: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(EPOCHS)}
+    for rank, machine in enumerate((machines.a, machines.b)):
+        first, second = attempts(machine)
+        assert [line["done"] for line in first] == list(range(died))
+        assert [line["done"] for line in second] == list(range(begun, 6 * EPOCHS))
+        for line in (*first[:begun], *second):
+            assert line["rank"] == rank
+            taken[line["epoch"]].update(line["samples"])
+    assert taken == {epoch: Counter(range(NUM_SAMPLES)) for epoch in range(EPOCHS)}
+
+
+# ------------------------------------------------------------------------------------------------------ machines
+
+
+def test_nothing_is_left_of_them(tmp_path):
+    """Nor of what a command left behind there."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with Machines(tmp_path) as both:
+        network = network_of(both.b.holder.pid)
+        both.b.start("sh", "-c", "sleep 1000 & sleep 1000 & exit").wait()
+        assert len(list(both.b.processes())) == 3, "the two, and the holder"
+    found = {network_of(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    assert network is not None
+    assert network not in found
+
+
+def test_each_has_its_own_name_network_and_cache(machines):
+    told = {}
+    show = "import os, socket; print(socket.gethostname(), socket.gethostbyname('machine-a'), os.getcwd())"
+    for machine in (machines.a, machines.b):
+        show_more = f"{show}; socket.create_server(('{machine.address}', {PORT})); print(os.environ['HERE'])"
+        assert machine.start(sys.executable, "-c", show_more, HERE="yes").wait(LIMIT_S) == 0, said(machines)
+        told[machine.name] = machine.log.read_text().split()
+    here = str(machines.a.folder.parent)
+    assert told == {name: [name, machines.a.address, f"{here}/{name}", "yes"] for name in ("machine-a", "machine-b")}
+
+
+# -------------------------------------------------------------------------------------------------------- tuning
+
+BUDGETS = ("20KiB", "13KiB")
+"""Of the model's step: machine-b holds a few samples, machine-a all sixteen."""
+
+
+def start_tuning(machines: Machines, machine: Machine, meeting: str, budget: str) -> subprocess.Popen[str]:
+    """Start one machine's torchrun on a search of all; each names its own devices."""
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    workload = f"{Path(distant_training.__file__).absolute()}:workload"
+    asked = ["--effective-batch-size", str(EFFECTIVE_BATCH_SIZE), "--n-trials", "3", "--output", "plan.json"]
+    command = ["-m", "autosplit", "tune", workload, "--strategy", "ddp", "--devices", f"cpu:{budget}", *asked]
+    return machine.start(sys.executable, *torchrun, *MEETINGS[meeting](machines, machine), *command)
+
+
+def start_by_what_is_remembered(machines: Machines, machine: Machine, *death: str) -> subprocess.Popen[str]:
+    """Train without naming a plan: the machine remembers one that is usable there."""
+    options = ["--nnodes", "2", "--max-restarts", "1", *MEETINGS["static"](machines, machine)]
+    script = [str(Path(distant_training.__file__).absolute()), str(checkpoint_of(machines)), *death]
+    return machine.start(sys.executable, "-m", "autosplit", "launch", *options, *script)
+
+
+def test_two_machines_tune_together_then_train_and_go_on_after_one_was_killed(machines):
+    both = (machines.a, machines.b)
+    tuning = [start_tuning(machines, one, "static", budget) for one, budget in zip(both, BUDGETS, strict=True)]
+    assert codes(machines, tuning) == [0, 0], said(machines)
+    plan, copy = (Plan.load(machine.folder / "plan.json") for machine in both)
+    assert plan == copy
+    assert plan.ddp.measured
+    assert plan.effective_batch_size == EFFECTIVE_BATCH_SIZE
+    assert plan.machine["ranks_per_machine"] == [1, 1]
+    large, small = (rank.ceiling for rank in plan.ddp.ranks)
+    assert large.capacity_bytes > small.capacity_bytes
+    assert small.batch_size < large.batch_size == EFFECTIVE_BATCH_SIZE
+    assert all(1 <= rank.batch_size <= rank.ceiling.batch_size for rank in plan.ddp.ranks)
+    assert all(len(list((machine.folder / "cache" / "profiles").glob("*.json"))) == 1 for machine in both)
+
+    death = ("--dies", "worker", "--at", str(DIES_AT))
+    training = [start_by_what_is_remembered(machines, *pair) for pair in ((machines.a,), (machines.b, *death))]
+    assert codes(machines, training) == [0, 0], said(machines)
+    assert_went_on_from(machines, BEGUN, DIES_AT)
+    assert_trained_as_one_device(machines)
+
+
+# ------------------------------------------------------------------------------------------------------ training
+
+
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_two_machines_train_as_one_device_does(machines, meeting):
+    assert codes(machines, start_both(machines, meeting)) == [0, 0], said(machines)
+    assert_trained_as_one_device(machines)
+    for rank, (machine, share) in enumerate(zip((machines.a, machines.b), BATCH_SIZES, strict=True)):
+        (lines,) = attempts(machine)
+        full = EFFECTIVE_BATCH_SIZE // sum(BATCH_SIZES) * share
+        assert [(line["rank"], len(line["samples"])) for line in lines[:5]] == [(rank, full)] * 5
+
+
+# ------------------------------------------------------------------------------------------------------ resuming
+
+DIES_AT = 10
+BEGUN = DIES_AT // SAVED_EVERY * SAVED_EVERY
+assert BEGUN % 6, "in mid-epoch"
+
+
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_a_worker_that_is_killed_is_started_again_and_goes_on_in_mid_epoch(machines, meeting):
+    agents = start_both(machines, meeting, "--dies", "worker", "--at", str(DIES_AT), restarts=1)
+    assert codes(machines, agents) == [0, 0], said(machines)
+    assert_went_on_from(machines, BEGUN, DIES_AT)
+    assert_trained_as_one_device(machines)
+
+
+def test_a_machine_that_dies_ends_the_job_which_goes_on_when_it_is_started_again(machines):
+    death = ("--dies", "machine", "--at", str(DIES_AT))
+    of_a, of_b = codes(machines, start_both(machines, "c10d", *death))
+    assert of_a == 1, said(machines)
+    assert of_b == -9
+    assert codes(machines, start_both(machines, "c10d", *death)) == [0, 0], said(machines)
+    assert_went_on_from(machines, BEGUN, DIES_AT)
+    assert_trained_as_one_device(machines)
+
+
+def test_a_machine_that_comes_back_joins_the_job_that_waits_for_it(machines):
+    """With the store that torchrun shares with its workers, torch tells a newcomer nowhere where that one is."""
+    death = ("--dies", "machine", "--at", str(DIES_AT))
+    options: dict[str, Any] = {"restarts": 1, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    on_a, on_b = start_both(machines, "c10d", *death, **options)
+    assert on_b.wait(LIMIT_S) == -9, said(machines)
+    on_b = start_training(machines, machines.b, "c10d", *death, **options)
+    assert codes(machines, [on_a, on_b]) == [0, 0], said(machines)
+    assert_went_on_from(machines, BEGUN, DIES_AT)
+    assert_trained_as_one_device(machines)
+
+
+# ----------------------------------------------------------------------------------------------------- addresses
+
+
+@pytest.fixture
+def as_debian_installs_them(tmp_path: Path) -> Iterator[Machines]:
+    """Each machine's own name is 127.0.1.1 to itself, so that this is where it tells the other one to come."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with Machines(tmp_path, own_name_is_loopback=True) as both:
+        yield both
+
+
+def test_a_name_that_means_loopback_is_explained(as_debian_installs_them):
+    """By the rank that seeks the other; gloo lets the addresses decide which, and the other one waits to be found."""
+    machines = as_debian_installs_them
+    agents = start_both(machines, "static")
+    deadline = time.monotonic() + LIMIT_S
+    while all(agent.poll() is None for agent in agents):
+        assert time.monotonic() < deadline, said(machines)
+        time.sleep(0.1)
+    rank = next(rank for rank, agent in enumerate(agents) if agent.poll() is not None)
+    machine = (machines.a, machines.b)[rank]
+    assert agents[rank].returncode == 1
+    expected = f"rank {rank} of 2, on {machine.name}, was told to reach another rank at 127.0.1.1, where no other"
+    assert expected in machine.log.read_text(encoding="utf-8")
+
+
+def test_naming_the_interface_helps(as_debian_installs_them):
+    machines = as_debian_installs_them
+    agents = start_both(machines, "static", GLOO_SOCKET_IFNAME="wire")
+    assert codes(machines, agents) == [0, 0], said(machines)
+    assert_trained_as_one_device(machines)

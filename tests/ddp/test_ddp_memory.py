@@ -1,0 +1,143 @@
+"""What loading a checkpoint costs each rank: the file's own pages, and not another byte on the first GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_jobs import make_plan
+from gpus import KIND
+from ranks import found_by, run_ranks
+from torch import distributed as dist
+from torch import nn
+
+from autosplit import ddp
+from autosplit.accelerators import backend
+from autosplit.devices.accelerator import visible_devices
+
+MIB = 2**20
+SPARE_BYTES = 24 * MIB
+"""What a rank may take beside: small change of Python, of gloo, and of the kernel's own counting."""
+STATUS = Path("/proc/self/status")
+
+
+def large_model() -> nn.Module:
+    """A model of 208 MiB, none of it in blocks so small that they would lie on the heap."""
+    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(13)))
+
+
+def status_bytes() -> dict[str, int]:
+    """What the kernel says of this process's memory: VmHWM, the peak; RssAnon and RssFile, what makes it up now."""
+    lines = (line.split() for line in STATUS.read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
+
+
+def put(ctx: ddp.Context, path: Path, **parts: Any) -> None:
+    ctx.save_checkpoint(path, **parts)
+    dist.barrier()
+
+
+def on_processor(load: Callable[[ddp.Context, Path, nn.Module], None]) -> dict[str, int]:
+    """What the peak and the pages of this rank rose by while a model was loaded."""
+    path = Path(os.environ["SCENARIO_FOLDER"]) / "large.pt"
+    with ddp.setup(make_plan((2, 6))) as ctx:
+        model = ctx.wrap(large_model())
+        put(ctx, path, model=model)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = status_bytes()
+        during: dict[str, int] = {}
+
+        def seen(module: nn.Module, _: Any) -> None:
+            during.update(status_bytes())  # while what was read is still there
+
+        model.module.register_load_state_dict_post_hook(seen)
+        load(ctx, path, model)
+        after = status_bytes()
+        assert torch.isfinite(next(model.parameters())).all()
+    return {
+        "model": sum(p.nbytes for p in model.parameters()),
+        "file": path.stat().st_size,
+        "peak": max(during["VmHWM"], after["VmHWM"]) - before["VmRSS"],
+        "anonymous": during["RssAnon"] - before["RssAnon"],
+        "left": after["VmRSS"] - before["VmRSS"],
+    }
+
+
+def by_checkpoint(ctx: ddp.Context, path: Path, model: nn.Module) -> None:
+    ctx.load_checkpoint(path, model=model)
+
+
+def by_hand(ctx: ddp.Context, path: Path, model: nn.Module) -> None:
+    """As it is mostly written."""
+    model.module.load_state_dict(torch.load(path, weights_only=True)["model"])
+
+
+def on_gpu() -> dict[str, int]:
+    """What a rank holds on its GPU, and what is free there, before and after a model was loaded on all ranks."""
+    path = Path(os.environ["SCENARIO_FOLDER"]) / "large.pt"
+    gpu, cards = backend(KIND), visible_devices(KIND)
+    devices = [f"{KIND}:{rank if len(cards) > 1 else 0}" for rank in range(2)]
+    plan = make_plan((2, 6), device=f"{KIND}:{{}}")
+    names = [cards[int(device[-1])].name for device in devices]
+    facts = zip(plan.devices, plan.ddp.ranks, devices, names, strict=True)
+    known, settings = zip(
+        *((replace(d, label=label, name=name), replace(r, device=label)) for d, r, label, name in facts), strict=True
+    )
+    plan = replace(plan, devices=known, ddp=replace(plan.ddp, ranks=settings))
+    with ddp.setup(plan) as ctx:
+        model = ctx.wrap(large_model())
+        put(ctx, path, model=model)
+        gpu.synchronize()
+        dist.barrier()
+        gpu.reset_peak_memory_stats()
+        # Of this rank's own card: to ask for another's would make a context there, which is what is looked for.
+        before, free_before = gpu.memory_allocated(), gpu.mem_get_info(ctx.device)[0]
+        dist.barrier()
+        ctx.load_checkpoint(path, model=model)
+        gpu.synchronize()
+        dist.barrier()
+        after, free_after = gpu.memory_allocated(), gpu.mem_get_info(ctx.device)[0]
+        dist.barrier()
+        return {
+            "left": after - before,
+            "peak": gpu.max_memory_allocated() - before,
+            "lost": free_before - free_after,
+            "elsewhere": sum(gpu.memory_allocated(index) for index in range(len(cards)) if index != ctx.device.index),
+        }
+
+
+ON_PROCESSOR = {"ours": lambda: on_processor(by_checkpoint), "by hand": lambda: on_processor(by_hand)}
+ON_GPU = {"ours": on_gpu}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STATUS.exists(), reason="the kernel's own figures of a process are Linux's")
+def test_a_rank_peaks_at_its_model_and_the_files_pages(tmp_path, monkeypatch):
+    """A copy of the file in each rank's memory is what runs a machine of eight ranks out of it."""
+    monkeypatch.setenv("SCENARIO_FOLDER", str(tmp_path))
+    ranks = run_ranks(__name__, "ON_PROCESSOR", 2, tmp_path, limit_s=100, spawned=True)
+    for found in found_by(ranks, "ours"):
+        assert found["model"] == 208 * MIB
+        assert found["anonymous"] < SPARE_BYTES
+        assert found["peak"] < found["file"] + SPARE_BYTES
+        assert found["left"] < SPARE_BYTES
+    for found in found_by(ranks, "by hand"):
+        assert found["anonymous"] > found["model"] - SPARE_BYTES, "so that this tells a copy from a mapping"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+def test_ranks_leave_nothing_on_the_first_gpu(tmp_path, monkeypatch):
+    """torch.load without map_location puts every rank's copy on the card that the file was written from."""
+    monkeypatch.setenv("SCENARIO_FOLDER", str(tmp_path))
+    ranks = run_ranks(__name__, "ON_GPU", 2, tmp_path, limit_s=200, spawned=True)
+    for found in found_by(ranks, "ours"):
+        assert found["left"] == 0
+        assert found["elsewhere"] == 0
+        assert found["peak"] <= 16 * MIB, "at most one parameter"
+        assert found["lost"] <= SPARE_BYTES, "what any rank took on this card beyond its model"

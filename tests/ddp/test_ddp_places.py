@@ -1,0 +1,381 @@
+"""Which process this is, which card it takes, and which plan: by torchrun's words, by Slurm's, and by what is here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ddp_jobs import make_plan
+from fake_gpus import FakeCuda, cards
+from torch import distributed as dist
+
+from autosplit import ddp
+from autosplit.ddp.device import agreed_backend, backend_for, card_of, device_for
+from autosplit.ddp.rendezvous import Place, _agreed_round, explain_loopback, place_here
+from autosplit.devices.accelerator import Visible
+from autosplit.devices.spec import parse_devices
+from autosplit.errors import DeviceError, InputError, PlanError
+from autosplit.plan.plan import Plan
+from autosplit.profiles import store as profiles
+from autosplit.profiles.key import machine_of
+from autosplit.profiles.validity import usable_here
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "AUTOSPLIT_PROFILE")
+SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77"}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    """No trace of torchrun or Slurm."""
+    for name in (*NAMES, *(name for name in os.environ if name.startswith("SLURM_"))):
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_all(monkeypatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+class TestPlaces:
+    def test_nobody_says_anything(self):
+        assert place_here() == Place(0, 1)
+
+    def test_torchrun(self, monkeypatch):
+        address = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+        local = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        set_all(monkeypatch, {"RANK": "3", "WORLD_SIZE": "4", **local, **address})
+        place = place_here()
+        assert place == Place(3, 4, 1, 2)
+        assert place.beside() == range(2, 4)
+
+    def test_slurm_on_one_node(self, monkeypatch):
+        set_all(monkeypatch, {**SLURM, "SLURM_LOCALID": "2", "SLURM_STEP_NUM_NODES": "1"})
+        place = place_here()
+        assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (2, 4, 2, 4)
+        host, port = place.address.split(":")
+        assert host == "127.0.0.1"
+        assert 1024 < int(port) < 32_768, "below those that systems hand out"
+        monkeypatch.setenv("SLURM_PROCID", "3")
+        assert place_here().address == place.address
+
+    def test_slurm_on_several(self, monkeypatch):
+        set_all(monkeypatch, {**SLURM, "SLURM_STEP_NUM_NODES": "2"})
+        with pytest.raises(InputError, match=r"MASTER_ADDR is not set.* export MASTER_ADDR=\$\(scontrol"):
+            place_here()
+        set_all(monkeypatch, {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"})
+        assert place_here() == Place(2, 4, 0, None, "node1:1234")
+
+    @pytest.mark.parametrize(
+        ("variables", "count"),
+        [
+            ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, 2),
+            ({"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_NODEID": "1"}, 3),
+            ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3,1(x2)", "SLURM_NODEID": "2"}, 3),
+            ({"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_NTASKS_PER_NODE": "2"}, None),  # the step's, not the job's
+            ({"SLURM_NTASKS_PER_NODE": "2"}, 2),
+        ],
+    )
+    def test_slurm_tells_how_many_ranks_a_node_has(self, variables, count, monkeypatch):
+        """Without it the first node's ranks looked at the second one's cards, and chose another back end than these."""
+        where = {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
+        set_all(monkeypatch, {**SLURM, **where, **variables})
+        place = place_here()
+        assert place.local_world_size == count
+        assert place.beside() == range(2, min(4, 2 + (count or 4)))
+
+    @pytest.mark.parametrize("said", ["two", "2(x)", "2,", "-1"])
+    def test_a_list_of_slurms_that_is_none(self, said, monkeypatch):
+        where = {"SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "node1", "SLURM_STEP_TASKS_PER_NODE": said}
+        set_all(monkeypatch, {**SLURM, **where})
+        with pytest.raises(InputError, match=r"SLURM_STEP_TASKS_PER_NODE is .*; expected the processes of each node"):
+            place_here()
+
+    def test_a_batch_script_of_slurms_is_one_process(self, monkeypatch):
+        """It sees the job's tasks, and would wait for others that nobody starts."""
+        set_all(monkeypatch, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77"})
+        assert place_here() == Place(0, 1)
+
+    @pytest.mark.parametrize(
+        ("variables", "message"),
+        [
+            ({"RANK": "0"}, "RANK is 0 and WORLD_SIZE is None; expected both"),
+            ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
+            ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one'; expected a whole number"),
+            ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT is not set, but WORLD_SIZE is 2"),
+            ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID is None and SLURM_STEP_NUM_TASKS is 2"),
+            ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS is 'x'; expected a whole number.* srun"),
+        ],
+    )
+    def test_a_bad_environment(self, variables, message, monkeypatch):
+        set_all(monkeypatch, variables)
+        with pytest.raises(InputError, match=message):
+            place_here()
+
+
+class Meeting:
+    """Ranks that meet at one store, each over a connection and in a thread of its own."""
+
+    def __init__(self, port: int, world_size: int) -> None:
+        self.port, self.world_size = port, world_size
+        self.rounds: dict[int, str] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(self, rank: int) -> None:
+        self.threads.append(threading.Thread(target=self._meet, args=(rank,), daemon=True))
+        self.threads[-1].start()
+
+    def _meet(self, rank: int) -> None:
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
+        self.rounds[rank] = _agreed_round(store, Place(rank, self.world_size), 60.0)
+
+    def agreed(self) -> str:
+        for thread in self.threads:
+            thread.join(60)
+        assert self.rounds.keys() == set(range(self.world_size))
+        (name,) = set(self.rounds.values())
+        return name
+
+
+@pytest.fixture
+def agents_store(monkeypatch) -> Any:
+    """The store of a torchrun, which outlives its workers."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class TestRounds:
+    def met(self, store: Any, *order: int) -> str:
+        meeting = Meeting(store.port, len(order))
+        for rank in order:
+            meeting.start(rank)
+            time.sleep(0.2)  # so that it has looked before the next one comes; not needed for the outcome
+        return meeting.agreed()
+
+    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+    def test_restarted_ranks_agree_on_a_new_one_whoever_comes_first(self, agents_store, order):
+        assert len({self.met(agents_store, *order) for _ in range(3)}) == 3
+
+    def test_one_that_nobody_came_to_is_left(self, agents_store):
+        """Rank 0 was killed while it waited, and again when one of the others had come."""
+        for greeted in ((), (1,)):
+            agents_store.set("round", "an earlier one")
+            for rank in greeted:
+                agents_store.set(f"an earlier one/{rank}", "a word")
+            assert self.met(agents_store, 1, 2, 0) != "an earlier one"
+
+    def test_another_job_at_the_same_port_is_refused(self, agents_store, monkeypatch):
+        """Its rank 1 waited for half an hour in the first one's store, while its rank 0 had no port to listen at."""
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(agents_store.port))
+        self.met(agents_store, 1, 0)
+        with pytest.raises(InputError, match=f"rank 1 of 2 found another job at 127.0.0.1:{agents_store.port}, whose"):
+            _agreed_round(agents_store, Place(1, 2), 60.0)
+
+    def test_a_port_that_is_taken_is_named(self, monkeypatch):
+        with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
+            port = taken.getsockname()[1]
+            where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            set_all(monkeypatch, where)
+            told = f"rank 0 can't listen at 127.0.0.1:{port}, where another program"
+            with pytest.raises(InputError, match=told), ddp.setup(make_plan((2, 6), 24)):
+                pytest.fail("it came to be")
+
+    def test_a_rank_0_that_never_comes(self, agents_store):
+        agents_store.set("round", "an earlier one")
+        with pytest.raises(InputError, match=r"rank 1 of 2 has waited for 0 s, and rank 0 does not answer"):
+            _agreed_round(agents_store, Place(1, 2), 0.3)
+
+
+REFUSED = "Gloo connectFullMesh failed with [pair.cc:152] SO_ERROR: Connection refused, remote=[{}]:7575$0"
+
+
+class TestLoopback:
+    """Gloo sought a rank at an address that is this machine's own; test_ddp_machines.py has the real thing."""
+
+    @pytest.mark.parametrize("address", ["127.0.1.1", "::1"])
+    def test_of_another_machine_is_explained(self, address, monkeypatch):
+        monkeypatch.setattr("socket.gethostname", lambda: "this-one")
+        error = RuntimeError(REFUSED.format(address))
+        with pytest.raises(InputError, match=r"on this-one, was told to reach .* set GLOO_SOCKET_IFNAME") as caught:
+            explain_loopback(error, Place(0, 4, 0, 2))
+        assert caught.value.__cause__ is error
+        assert f"at {address}, where" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("address", "place"),
+        [("127.0.0.1", Place(0, 2, 0, 2)), ("10.0.0.127", Place(0, 2, 0, 1)), ("fe80::1", Place(0, 2, 0, 1))],
+    )
+    def test_of_this_one_is_where_ranks_of_this_one_are(self, address, place):
+        assert explain_loopback(RuntimeError(REFUSED.format(address)), place) is None
+
+
+CARDS = tuple(Visible(name, f"GPU-{number}") for number, name in enumerate(("A100", "L4", "A100", "L4")))
+
+
+def plan_for(*labels: str, cards: tuple[Visible, ...] = CARDS) -> Plan:
+    """A plan whose ranks are on these cards of that machine."""
+    plan = make_plan((4,) * len(labels), device="cuda:{}")
+    devices = tuple(
+        replace(device, label=label, name=cards[int(label[-1])].name, uuid=cards[int(label[-1])].uuid)
+        for device, label in zip(plan.devices, labels, strict=True)
+    )
+    ranks = tuple(replace(rank, device=label) for rank, label in zip(plan.ddp.ranks, labels, strict=True))
+    return replace(plan, devices=devices, ddp=replace(plan.ddp, ranks=ranks))
+
+
+def places(plan: Plan, visible: tuple[Visible, ...], world_size: int = 0) -> list[str]:
+    world_size = world_size or len(plan.ddp.ranks)
+    return [str(device_for(plan, Place(rank, world_size, rank, world_size), visible)) for rank in range(world_size)]
+
+
+class TestDevices:
+    def test_a_card_is_known_by_its_uuid(self):
+        plan = plan_for("cuda:0", "cuda:1", "cuda:3")
+        assert places(plan, CARDS) == ["cuda:0", "cuda:1", "cuda:3"]
+        assert places(plan, CARDS[::-1]) == ["cuda:3", "cuda:2", "cuda:0"]
+
+    def test_a_twin_has_the_same_names(self):
+        plan = plan_for("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+        twin = tuple(Visible(name, f"GPU-twin{number}") for number, name in enumerate(("L4", "A100", "A100", "L4")))
+        assert places(plan, twin) == ["cuda:1", "cuda:0", "cuda:2", "cuda:3"]
+
+    def test_on_a_second_machine_the_ranks_before_are_elsewhere(self):
+        plan = plan_for("cuda:0", "cuda:1", "cuda:0", "cuda:1")
+        twin = tuple(Visible(card.name, f"GPU-twin{number}") for number, card in enumerate(CARDS[:2]))
+        assert [str(device_for(plan, Place(2 + local, 4, local, 2), twin)) for local in range(2)] == [
+            "cuda:0",
+            "cuda:1",
+        ]
+
+    def test_each_process_may_have_been_given_its_own(self):
+        plan = plan_for("cuda:0", "cuda:2")
+        assert str(device_for(plan, Place(1, 2, 1, 2), (Visible("A100", None),))) == "cuda:0"
+        assert str(device_for(plan, Place(1, 2, 1, 2), (CARDS[2],))) == "cuda:0"
+        # Slurm handed them out in another order than when the plan was made.
+        assert str(device_for(plan, Place(1, 2, 1, 2), (CARDS[0],))) == "cuda:0"
+
+    def test_ranks_that_share_a_card_share_it_on_a_twin_too(self):
+        plan = plan_for("cuda:0", "cuda:2", "cuda:0")
+        twin = tuple(Visible("A100", f"GPU-twin{number}") for number in range(2))
+        assert places(plan, twin) == ["cuda:0", "cuda:1", "cuda:0"]
+
+    def test_a_card_that_is_not_there(self):
+        plan = plan_for("cuda:0", "cuda:1")
+        with pytest.raises(DeviceError, match=r"cuda:1 \(L4\), and the GPUs that are visible are: cuda:0 A100; "):
+            device_for(plan, Place(1, 2, 1, 2), CARDS[:1])
+        with pytest.raises(DeviceError, match="visible are: none"):
+            device_for(plan, Place(1, 2, 1, 2), ())
+
+    def test_a_processor_is_any(self):
+        plan = make_plan((2, 6))
+        assert places(plan, ()) == ["cpu", "cpu"]
+
+    def test_an_unknown_kind(self):
+        plan = make_plan((4,), device="tpu:{}")
+        with pytest.raises(PlanError, match="the rank's device is 'tpu:0'; expected 'cpu', 'cpu:0' or 'cuda:0'"):
+            device_for(plan, Place(0, 1), ())
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, plan: Plan, cards: list[str]) -> list[str]:
+    """What each rank of a job takes for the back end, or refuses, where `cards` are those that they are on."""
+    store = dist.HashStore()
+    for rank, card in enumerate(cards):  # as the others will have by the time that rank 0 asks
+        store.set(f"card/{rank}", card)
+    found = []
+    for rank, card in enumerate(cards):
+        monkeypatch.setattr("autosplit.ddp.device.card_of", lambda _device, card=card: card)
+        try:
+            found.append(agreed_backend(store, Place(rank, len(cards)), torch.device("cuda", 0), plan))
+        except DeviceError as error:
+            found.append(str(error))
+    return found
+
+
+class TestBackends:
+    """It is chosen by the cards, once for all ranks; those that choose differently wait for each other for ever."""
+
+    @pytest.fixture(autouse=True)
+    def _nccl(self, monkeypatch):
+        """As in a build of torch for CUDA."""
+        monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "nccl")
+
+    def test_ranks_that_each_see_one_card_have_four_of_them(self, monkeypatch):
+        """All labels are cuda:0 under ``srun --gpus-per-task=1``: they were taken for one card, and gloo for them."""
+        plan = plan_for("cuda:0", "cuda:0", "cuda:0", "cuda:0")
+        assert chosen(monkeypatch, plan, ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]) == ["nccl"] * 4
+
+    def test_two_nodes_of_like_labels(self, monkeypatch):
+        plan = plan_for("cuda:0", "cuda:1", "cuda:0", "cuda:1")
+        assert chosen(monkeypatch, plan, ["node1 cuda:0", "node1 cuda:1", "node2 cuda:0", "node2 cuda:1"]) == (
+            ["nccl"] * 4
+        )
+
+    def test_ranks_that_share_a_card_as_the_plan_has_it_use_gloo(self, monkeypatch):
+        assert chosen(monkeypatch, plan_for("cuda:0", "cuda:0"), ["GPU-a", "GPU-a"]) == ["gloo"] * 2
+
+    def test_ranks_that_were_to_have_a_card_each_do_not_share_one(self, monkeypatch):
+        """Each sees one card and takes it; that it is the same one, only all of them together can tell."""
+        plan = plan_for("cuda:0", "cuda:1", "cuda:2")
+        for said in chosen(monkeypatch, plan, ["GPU-0", "GPU-1", "GPU-0"]):
+            assert said.startswith("ranks 0 and 2 have one card, the only one that each of them sees; expected a card")
+
+    def test_gloo_where_torch_was_built_without_nccl(self, monkeypatch):
+        monkeypatch.setattr(dist, "is_backend_available", lambda _name: False)
+        assert chosen(monkeypatch, plan_for("cuda:0", "cuda:1"), ["GPU-a", "GPU-b"]) == ["gloo"] * 2
+
+    def test_processors_have_gloo(self):
+        assert backend_for("cpu", ["one", "one"]) == "gloo"
+        assert card_of(torch.device("cpu")).endswith(" cpu")
+
+    def test_a_card_is_known_by_its_uuid_and_else_by_its_place(self, monkeypatch):
+        monkeypatch.setattr("socket.gethostname", lambda: "node1")
+        for with_uuid, known in ((True, "GPU-00000001-0000-0000-0000-000000000000"), (False, "node1 cuda:1")):
+            fake = FakeCuda(cards("A100", "L4"), with_uuid=with_uuid)
+            fake.get_device_properties = lambda device, of=fake.get_device_properties: of(device.index)
+            monkeypatch.setattr("autosplit.ddp.device.backend", lambda _kind, fake=fake: fake)
+            assert card_of(torch.device("cuda", 1)) == known
+
+
+def remembered(key: str, spec: str = "cpu:1GiB", **changes: Any) -> Plan:
+    devices = parse_devices(spec)
+    plan = make_plan((4,) * len(devices), machine=machine_of(devices), workload={"model": "Net"}, **changes)
+    profiles.store(key, plan)
+    return plan
+
+
+class TestRememberedPlans:
+    def test_the_only_one_that_this_job_can_use(self):
+        plan = remembered("a1")
+        remembered("a2", "cpu:1GiB,cpu:2GiB")  # for two ranks
+        remembered("a3", complete=False)
+        remembered("a4", "sim:RTX3090", device="sim:{}")
+        elsewhere = make_plan((4,), machine={**plan.machine, "torch": "1.0"})
+        profiles.store("a5", elsewhere)
+        with ddp.setup() as ctx:
+            assert ctx.plan == plan
+
+    def test_several_are_listed(self):
+        remembered("a1")
+        remembered("a2", "cpu:2GiB")
+        with pytest.raises(
+            PlanError,
+            match=r"2 that are remembered are for this machine and 1 process: .*a[12]\.json \(Net, 4 samples x 1\)",
+        ) as caught:
+            ddp.setup().__enter__()
+        assert "or set AUTOSPLIT_PROFILE to its file" in str(caught.value)
+
+    def test_a_card_that_is_not_here_is_none(self):
+        remembered("a1", "sim:RTX3090", device="sim:{}")
+        card = {"kind": "cuda", "name": "H100", "memory_gib": 80, "count": 1}
+        profiles.store("a2", make_plan((4,), machine={**machine_of(parse_devices("cpu")), "devices": [card]}))
+        profiles.store("a3", make_plan((4,), machine={**machine_of(parse_devices("cpu")), "devices": "odd"}))
+        assert usable_here() == ()
+        with pytest.raises(PlanError, match="none that is remembered is for this machine and 1 process"):
+            ddp.setup().__enter__()

@@ -1,0 +1,11 @@
+"""Where things lie, for tests in folders of their own and for the processes that they start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+EXAMPLES = ROOT / "examples"
+BENCHMARKS = ROOT / "benchmarks"
+README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,143 @@
+"""The loops that README and docstrings show, run as they stand on accelerators: the gradient is the whole step's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from folders import README
+from gpus import CARDS, KIND
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import autosplit
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.plan.plan import Plan
+
+pytestmark = pytest.mark.gpu
+
+NUM_SAMPLES = 20
+
+
+def readme_block(containing: str) -> str:
+    """Return the README's first block of Python with some text in it."""
+    return next(block for block in README.split("```python\n")[1:] if containing in block.split("```")[0]).split("```")[
+        0
+    ]
+
+
+def docstring_block(function: Any, containing: str) -> str:
+    """Return a docstring's indented lines around some text."""
+    paragraphs = inspect.cleandoc(function.__doc__).split("\n\n")
+    return textwrap.dedent(next(paragraph for paragraph in paragraphs if containing in paragraph))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return tuple(torch.randn(NUM_SAMPLES, size, dtype=torch.float64, generator=generator) for size in (6, 1))
+
+
+def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().mean()
+
+
+class Watched(torch.optim.SGD):
+    """Keeps the gradient of each step."""
+
+    seen: list[torch.Tensor]
+
+    def step(self, closure: Any = None) -> None:
+        gradients = [parameter.grad.cpu() for group in self.param_groups for parameter in group["params"]]
+        self.seen = [*getattr(self, "seen", []), torch.cat([one.flatten() for one in gradients])]
+
+
+def expected() -> torch.Tensor:
+    model = make_model()
+    inputs, targets = samples()
+    squares(model(inputs), targets).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def run(block: str, model: nn.Module, **names: Any) -> torch.Tensor:
+    """Run a block, and return the gradient of its one optimizer step."""
+    optimizer = names.setdefault("optimizer", Watched(model.parameters(), lr=0.1))
+    known = {"contextlib": contextlib, "torch": torch, "autosplit": autosplit, "DataLoader": DataLoader}
+    exec(block, {**known, "model": model, "loss_fn": squares, **names})  # it is ours
+    (gradient,) = optimizer.seen
+    return gradient
+
+
+def assert_exact(gradient: torch.Tensor) -> None:
+    torch.testing.assert_close(gradient, expected(), rtol=1e-10, atol=1e-12)
+
+
+class FixedPlan:
+    """In the place of autosplit: the plan is there, whatever is tuned."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def tune(self, *_args: Any, **_options: Any) -> Plan:
+        return self.plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A plan of 20 samples in steps of several forwards over the cards that are here."""
+    inputs, targets = samples()
+    workload = autosplit.Workload(make_model(), (inputs[:8], targets[:8]), loss_fn=squares)
+    return autosplit.tune(
+        workload,
+        devices=[f"{KIND}:{index}" for index in dict.fromkeys(CARDS)],
+        effective_batch_size=NUM_SAMPLES,
+        max_batch_size=8,
+        strategy="balanced",
+        n_trials=3,
+        profile="off",
+        isolate=False,
+    )
+
+
+class TestReadme:
+    def test_the_first_loop(self, plan):
+        """It failed on every GPU: the outputs were there, and the targets on the host."""
+        block = readme_block("plan = autosplit.tune(model, sample_batch")
+        dataset = TensorDataset(*samples())
+        model = make_model().to(plan.devices_here()[0])  # before its optimizer: not every back end moves in place
+        names = {"autosplit": FixedPlan(plan), "dataset": dataset, "sample_batch": samples()}
+        assert plan.accumulation_steps > 1
+        assert_exact(run(block, model, **names))
+
+    def test_the_loop_by_hand(self):
+        block = readme_block("model.no_sync()")
+        inputs, targets = samples()
+        model = make_model().to(torch.device(KIND, CARDS[0]))
+        wrapped = BalancedDataParallel(None, model, list(CARDS), split=(5, 3))
+        micro_batches = list(zip(inputs.split(8), targets.split(8), strict=True))
+        assert_exact(run(block, wrapped, micro_batches=micro_batches))
+
+
+class TestDocstrings:
+    def test_plan_steps(self, plan):
+        inputs, targets = samples()
+        loader = list(zip(inputs.split(plan.batch_size), targets.split(plan.batch_size), strict=True))
+        block = docstring_block(Plan.steps, "for step in plan.steps(loader)")
+        assert_exact(run(block, plan.wrap(make_model()), plan=plan, loader=loader))
+
+    def test_no_sync(self):
+        inputs, targets = samples()
+        model = make_model().to(torch.device(KIND, CARDS[0]))
+        wrapped = BalancedDataParallel(None, copy.deepcopy(model), list(CARDS), split=(5, 3))
+        micro_batches = list(zip(inputs.split(8), targets.split(8), strict=True))
+        block = docstring_block(BalancedDataParallel.no_sync, "*others, ")
+        assert_exact(run(block, wrapped, micro_batches=micro_batches, total=NUM_SAMPLES))

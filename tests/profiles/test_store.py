@@ -1,0 +1,642 @@
+"""The cache: the same key for the same thing, another for another, and no file that can do harm."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plans import MIB, make_plan, simulated_plan
+from torch import nn
+
+from autosplit import Workload
+from autosplit.devices.device import Device
+from autosplit.devices.spec import parse_devices
+from autosplit.errors import ProfileError
+from autosplit.plan.plan import Plan
+from autosplit.profiles import store as profiles
+from autosplit.profiles.key import key_of, machine_of, workload_of
+from autosplit.profiles.store import find, store
+from autosplit.profiles.validity import differing_facts, memory_shortfall
+
+GIB = 2**30
+KEY = "0123456789abcdef"
+MACHINE = {"devices": [{"kind": "cpu", "name": "cpu", "count": 2}], "torch": "2.13"}
+WORKLOAD = {"model": "Net", "parameters": 3}
+PLAN = make_plan(machine=MACHINE, workload=WORKLOAD)
+WIDTH = 8
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8, depth: int = 1, *, trained: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.requires_grad_(trained)
+        self.checkpointing = False
+        self.mode = "a"
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            # A set is a constant whose order changes from process to process.
+            inputs = layer(inputs) if self.mode in {"a", "b", "c"} else layer(inputs).relu()
+        return inputs
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    scale: int = 1
+
+
+class Slotted:
+    __slots__ = ("sizes",)
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+
+class HeldLoss:
+    """A loss with something that is neither a number nor a text."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).sum()
+
+
+def build() -> Net:
+    return Net(WIDTH)
+
+
+def workload(model=None, batch=None, **options) -> Workload:
+    return Workload(Net() if model is None else model, torch.zeros(4, 8) if batch is None else batch, **options)
+
+
+def put(content: bytes | str, key: str = KEY) -> Path:
+    path = profiles.profiles_folder() / f"{key}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def search_for(key: str = KEY, machine=MACHINE, described=WORKLOAD) -> profiles.Found:
+    return find(key, machine=machine, workload=described)
+
+
+def ignored(path: Path, **options) -> str:
+    """Check that the file is named and ignored, and return why."""
+    found = search_for(**options)
+    assert found.plan is None
+    assert found.path == path
+    (note,) = found.notes
+    assert note.startswith(f"the profile {path} is ignored: ")
+    assert "expected" in note
+    assert "\n" not in note
+    return note
+
+
+class TestMachine:
+    def test_free_memory_of_a_gpu_is_not_in_it(self):
+        def gpu(free: int, index: int = 0) -> Device:
+            return Device("cuda", index, "NVIDIA A100", free, uuid=f"GPU-{free}", driver=str(free))
+
+        some = machine_of([gpu(40 * GIB), gpu(39 * GIB + 900 * MIB, 1)])
+        assert some == machine_of([gpu(40 * GIB - 50 * MIB), gpu(40 * GIB + 90 * MIB, 1)])
+        assert some["devices"] == [{"kind": "cuda", "name": "NVIDIA A100", "memory_gib": 40, "count": 2}]
+        assert some != machine_of([gpu(80 * GIB), gpu(80 * GIB, 1)])
+
+    def test_memory_that_others_use_is_not_in_it(self, monkeypatch):
+        @dataclass
+        class Properties:
+            total_memory: int = 40 * GIB
+
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
+        busy, idle = (Device("cuda", 0, "NVIDIA A100", free * GIB) for free in (3, 39))
+        assert machine_of([busy]) == machine_of([idle])
+
+    def test_the_capacity_of_the_plain_cpu_is_not_in_it(self):
+        assert machine_of([Device("cpu", 0, "cpu", GIB)]) == machine_of([Device("cpu", 0, "cpu", 2 * GIB)])
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ("cpu", "cpu:1GiB"),
+            ("cpu:1GiB", "cpu:1GiB,cpu:1GiB"),
+            ("cpu:1GiB,cpu:2GiB", "cpu:2GiB,cpu:1GiB"),
+            ("sim:1xA100-40GB", "sim:2xA100-40GB"),
+            ("sim:1xA100-40GB", "sim:1xA100-80GB"),
+            ("sim:1xRTX3090", "sim:1xRTX3090@10GiB"),
+            ("sim:1xRTX3090+1xA100-40GB", "sim:1xA100-40GB+1xRTX3090"),
+        ],
+    )
+    def test_kind_capacity_count_and_order_are(self, one, other):
+        first, second = (machine_of(parse_devices(spec)) for spec in (one, other))
+        assert first != second
+        assert key_of(first, {}, {}, None) != key_of(second, {}, {}, None)
+
+    def test_names_the_versions(self):
+        machine = machine_of(parse_devices("cpu"))
+        assert machine["torch"] == str(torch.__version__)
+        assert {"cuda", "autosplit"} <= set(machine)
+
+    def test_goes_through_json_unchanged(self):
+        machine = machine_of(parse_devices("sim:2xA100-40GB+1xRTX3090"))
+        assert json.loads(json.dumps(machine)) == machine
+        assert [run["count"] for run in machine["devices"]] == [2, 1]
+
+
+def first_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().mean()
+
+
+def second_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).abs().mean()
+
+
+PAIR = (torch.zeros(4, 8), torch.zeros(4, 8))
+CHECKPOINTED = Net()
+CHECKPOINTED.checkpointing = True
+FROZEN_FIRST = Net(depth=2)
+FROZEN_FIRST.layers[0].requires_grad_(False)
+TRAINED = nn.Linear(8, 8)
+
+
+class TestWorkload:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            workload,
+            lambda: workload(build),
+            lambda: workload(loss_fn=first_loss, batch=PAIR, optimizer=torch.optim.SGD),
+            lambda: workload(loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1), batch=PAIR),
+            lambda: workload(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=WIDTH)),
+            lambda: workload(optimizer=functools.partial(torch.optim.AdamW, fused=True)),
+            lambda: workload(optimizer=torch.optim.Adam(TRAINED.parameters(), amsgrad=True)),
+            lambda: workload(
+                compute_loss=lambda model, batch: model(batch).sum(), make_batch=lambda n: torch.zeros(n, 8)
+            ),
+            lambda: workload(batch={"inputs": torch.zeros(4, 8), "extra": None}),
+            lambda: workload(batch=Batch(torch.zeros(4, 8))),
+            lambda: workload([Net(), Net()], step=lambda models, optimizers, batch: None),
+        ],
+    )
+    def test_is_the_same_each_time_and_plain_json(self, make):
+        first, second = workload_of(make()), workload_of(make())
+        assert first == second
+        assert json.loads(json.dumps(first)) == first
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            lambda: workload(Net(depth=2)),
+            lambda: workload(Net(width=4), torch.zeros(4, 4)),
+            lambda: workload(Net(trained=False)),
+            lambda: workload(Net().half()),
+            lambda: workload(CHECKPOINTED),
+            lambda: workload(nn.Sequential(Net())),
+            lambda: workload(build),
+            lambda: workload(batch=torch.zeros(5, 8)),
+            lambda: workload(batch=torch.zeros(4, 8, dtype=torch.float64)),
+            lambda: workload(batch=(torch.zeros(4, 8),)),
+            lambda: workload(batch={"inputs": torch.zeros(4, 8)}),
+            lambda: workload(precision="bf16"),
+            lambda: workload(loss_reduction="sum"),
+            lambda: workload(loss_scope="batch"),
+            lambda: workload(batch_dim=1),
+            lambda: workload(optimizer=torch.optim.SGD),
+            lambda: workload(compute_loss=lambda model, batch: model(batch).sum()),
+            lambda: workload(make_batch=lambda n: torch.zeros(n, 8)),
+        ],
+    )
+    def test_differs_where_something_that_matters_does(self, other):
+        assert workload_of(workload()) != workload_of(other())
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ({"loss_fn": first_loss}, {"loss_fn": second_loss}),
+            ({"loss_fn": nn.CrossEntropyLoss()}, {"loss_fn": nn.CrossEntropyLoss(label_smoothing=0.1)}),
+            ({"loss_fn": functools.partial(first_loss)}, {"loss_fn": functools.partial(second_loss)}),
+            ({"batch": Batch(torch.zeros(4, 8), 1)}, {"batch": Batch(torch.zeros(4, 8), 2)}),
+            (
+                {"optimizer": torch.optim.SGD(TRAINED.parameters(), momentum=0.9)},
+                {"optimizer": torch.optim.SGD(TRAINED.parameters())},
+            ),
+        ],
+    )
+    def test_options_differ(self, one, other):
+        first, second = (workload(**{"batch": PAIR, **options}) for options in (one, other))
+        assert workload_of(first) != workload_of(second)
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ((1, 2), (1, 3)),
+            ([8, 8], [8, 16]),
+            ({"rates": [1, 2]}, {"rates": [1, 4]}),
+            ({"a", "b"}, {"a", "c"}),
+            (nn.functional.relu, nn.functional.gelu),
+            (torch.float16, torch.float32),
+            (SimpleNamespace(sizes=[1]), SimpleNamespace(sizes=[2])),
+            (first_loss, second_loss),
+            (functools.cache(first_loss), functools.cache(second_loss)),
+            (Slotted([1]), Slotted([2])),
+            ([nn.Linear(8, 8)], [nn.Linear(8, 80)]),
+        ],
+    )
+    def test_what_objects_and_modules_hold_matters(self, one, other):
+        """A loss that holds a network, a module that holds its activation: these told no workloads apart."""
+
+        def with_module(held) -> Workload:
+            model = Net()
+            model.held = held
+            return workload(model)
+
+        def with_loss(held) -> Workload:
+            return workload(compute_loss=HeldLoss(held))
+
+        def with_constant(held) -> Workload:
+            return workload(compute_loss=lambda model, batch: model(batch).sum() * len(vars(held)))
+
+        def with_class(held) -> Workload:
+            kind = type("Kind", (HeldLoss,), {"of_class": held})
+            return workload(compute_loss=kind(None))
+
+        for make in (with_module, with_loss, with_constant, with_class):
+            assert workload_of(make(one)) != workload_of(make(other))
+            assert workload_of(make(one)) == workload_of(make(one))
+
+    def test_hooks_and_what_replaces_a_forward_matter(self):
+        def hooked(model: nn.Module) -> nn.Module:
+            model.register_forward_hook(lambda module, inputs, outputs: outputs.clone())
+            return model
+
+        def replaced(model: nn.Module) -> nn.Module:
+            model.forward = lambda inputs: inputs * 2
+            return model
+
+        def compiled(model: nn.Module) -> nn.Module:
+            model._compiled_call_impl = model.forward  # as model.compile() leaves it, which takes seconds
+            return model
+
+        made = [make(nn.Linear(8, 8)) for make in (lambda model: model, hooked, replaced, compiled)]
+        assert len({json.dumps(workload_of(workload(model))) for model in made}) == len(made)
+
+    def test_on_which_device_a_loss_computes_does_not_matter(self):
+        """Each rank has its own, and all of them describe the same workload."""
+        first, second = (workload(compute_loss=HeldLoss(torch.device("cuda", index))) for index in (0, 1))
+        assert workload_of(first) == workload_of(second)
+
+    def test_frozen_parameters_differ(self):
+        assert workload_of(workload(Net(depth=2))) != workload_of(workload(FROZEN_FIRST))
+
+    def test_numbers_in_tensors_and_learning_rates_do_not_matter(self):
+        torch.manual_seed(5)
+        rates = [torch.optim.SGD(TRAINED.parameters(), lr=rate) for rate in (0.1, 0.2)]
+        assert workload_of(workload(Net())) == workload_of(workload(Net().eval(), torch.ones(4, 8)))
+        assert workload_of(workload(optimizer=rates[0])) == workload_of(workload(optimizer=rates[1]))
+
+    def test_a_constant_that_a_factory_reads_matters(self, monkeypatch):
+        before = workload_of(workload(build))
+        monkeypatch.setattr(sys.modules[__name__], "WIDTH", 16)
+        assert workload_of(workload(build)) != before
+
+    def test_a_static_method_may_be_of_any_kind(self):
+        """One that is no Python function, such as torch.dot or a class's own builtin, came to an AttributeError."""
+
+        class Loss:
+            combined = staticmethod(torch.dot)
+
+            def __call__(self, outputs, targets):
+                return self.combined(outputs.flatten(), targets.flatten())
+
+        batch = (torch.zeros(4, 8), torch.zeros(4, 2))
+        of_class, of_function = (workload_of(workload(batch=batch, loss_fn=loss)) for loss in (Loss(), first_loss))
+        assert of_class != of_function
+
+    def test_the_code_of_a_class_that_a_factory_names_matters(self, monkeypatch):
+        before = workload_of(workload(build)), workload_of(workload())
+        monkeypatch.setattr(Net, "forward", lambda self, inputs: self.layers[0](inputs))
+        assert workload_of(workload(build)) != before[0]
+        assert workload_of(workload()) != before[1]
+
+    def test_what_a_closure_holds_matters(self):
+        def factory_of(width: int):
+            return lambda: Net(width)
+
+        assert workload_of(workload(factory_of(8))) == workload_of(workload(factory_of(8)))
+        assert workload_of(workload(factory_of(8))) != workload_of(workload(factory_of(9)))
+
+    def test_a_factory_is_not_called(self):
+        def factory() -> nn.Module:
+            raise AssertionError("called")
+
+        described = workload_of(workload(factory))
+        assert described["parameters"] is None
+        assert "factory" in described["model"]
+
+    def test_says_what_a_reader_wants_to_know(self):
+        described = workload_of(workload())
+        assert (described["model"], described["parameters"], described["sample_batch_size"]) == ("Net", 72, 4)
+
+    def test_models_of_any_kind_are_described(self):
+        class Odd(nn.Module):
+            def extra_repr(self) -> str:
+                raise RuntimeError("no words")
+
+        with torch.device("meta"):
+            meta = Net()
+        assert workload_of(workload(meta))["parameters"] == 72
+        assert workload_of(workload(nn.LazyLinear(3)))["parameters"] is None
+        assert workload_of(workload(Odd()))["parameters"] == 0
+
+    def test_an_address_in_a_models_text_does_not_matter(self):
+        class Addressed(nn.Module):
+            def extra_repr(self) -> str:
+                return f"{object()!r}"
+
+        kept = [Addressed(), object(), Addressed()]
+        assert workload_of(workload(kept[0])) == workload_of(workload(kept[2]))
+
+    @pytest.mark.slow
+    def test_is_the_same_in_every_process(self):
+        code = (
+            f"import sys; sys.path[:0] = {sys.path!r}; import test_store as t, json\n"
+            "w = [t.workload(), t.workload(t.build), t.workload(batch=t.PAIR, loss_fn=t.first_loss)]\n"
+            "w.append(t.workload(compute_loss=t.HeldLoss([{'a', 'b', 'c'}, t.Slotted([1]), t.torch.relu])))\n"
+            "print(json.dumps([t.workload_of(one) for one in w]))"
+        )
+        here = [workload(), workload(build), workload(batch=PAIR, loss_fn=first_loss)]
+        here.append(workload(compute_loss=HeldLoss([{"c", "b", "a"}, Slotted([1]), torch.relu])))
+        command = [sys.executable, "-c", code]
+        run = subprocess.run(
+            command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}
+        )
+        assert json.loads(run.stdout) == [workload_of(one) for one in here]
+
+
+class TestKey:
+    def test_each_part_counts(self):
+        request = {"effective_batch_size": 512, "reserve": None}
+        keys = {
+            key_of(MACHINE, WORKLOAD, request, None),
+            key_of({**MACHINE, "torch": "2.14"}, WORKLOAD, request, None),
+            key_of(MACHINE, {**WORKLOAD, "parameters": 4}, request, None),
+            key_of(MACHINE, WORKLOAD, {**request, "effective_batch_size": 256}, None),
+            key_of(MACHINE, WORKLOAD, request, "mine"),
+        }
+        assert len(keys) == 5
+        assert all(len(key) == 32 and set(key) <= set("0123456789abcdef") for key in keys)
+
+    def test_the_order_of_facts_does_not(self):
+        assert key_of(MACHINE, WORKLOAD, {"a": 1, "b": 2}, None) == key_of(MACHINE, WORKLOAD, {"b": 2, "a": 1}, None)
+
+
+class TestStoreAndFind:
+    def test_finds_what_was_stored(self, cache_dir):
+        path = store(KEY, PLAN)
+        assert path == cache_dir / "profiles" / f"{KEY}.json"
+        assert search_for() == profiles.Found(PLAN, path, ())
+
+    def test_nothing_is_there_at_first(self):
+        found = search_for()
+        assert (found.plan, found.notes) == (None, ())
+        assert profiles.profiles() == ()
+
+    def test_the_newer_plan_replaces_the_older(self):
+        store(KEY, PLAN)
+        newer = replace(PLAN, notes=("newer",))
+        store(KEY, newer)
+        assert search_for().plan == newer
+
+    def test_the_users_cache_directory_is_the_default(self, monkeypatch):
+        monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", "")
+        assert profiles.profiles_folder().parent.name.lower().startswith("autosplit")
+
+    def test_a_cache_that_can_not_be_written_is_named(self, cache_dir):
+        cache_dir.write_text("a file where a folder should be")
+        with pytest.raises(ProfileError, match=r"can't be written .*; expected .*AUTOSPLIT_CACHE_DIR"):
+            store(KEY, PLAN)
+        assert search_for().plan is None
+
+    def test_a_folder_at_its_place_is_named(self, cache_dir):
+        (cache_dir / "profiles" / f"{KEY}.json").mkdir(parents=True)
+        with pytest.raises(ProfileError, match="can't be written"):
+            store(KEY, PLAN)
+
+    def test_a_lock_that_is_held_is_named(self, monkeypatch, cache_dir):
+        import filelock
+
+        monkeypatch.setattr(profiles, "LOCK_TIMEOUT_S", 0.05)
+        (cache_dir / "profiles").mkdir(parents=True)
+        with (
+            filelock.FileLock(cache_dir / "profiles" / f"{KEY}.lock"),
+            pytest.raises(ProfileError, match=r"held for 0\.05 s"),
+        ):
+            store(KEY, PLAN)
+
+    def test_processes_that_store_at_once_leave_one_whole_file(self, cache_dir):
+        code = (
+            f"import sys; sys.path[:0] = {sys.path!r}\n"
+            "from dataclasses import replace; from plans import make_plan; from autosplit.profiles.store import store\n"
+            f"[store({KEY!r}, replace(make_plan(), notes=(sys.argv[1] * 20_000,))) for _ in range(10)]"
+        )
+        writers = [subprocess.Popen([sys.executable, "-c", code, name], env=os.environ) for name in "abcd"]
+        assert [writer.wait() for writer in writers] == [0, 0, 0, 0]
+        ((path, plan),) = profiles.profiles()
+        assert plan is not None
+        assert plan.notes[0] in {name * 20_000 for name in "abcd"}
+        assert {found.suffix for found in path.parent.iterdir()} <= {".json", ".lock"}
+
+    def test_lists_the_newest_first_and_what_can_not_be_read(self):
+        paths = [store(key, PLAN) for key in ("aa", "bb")] + [put("{", "cc")]
+        for seconds, path in zip((2000, 3000, 1000), paths, strict=True):
+            os.utime(path, (seconds, seconds))
+        assert profiles.profiles() == ((paths[1], PLAN), (paths[0], PLAN), (paths[2], None))
+
+
+class TestHostileFiles:
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (b"", "is not a plan"),
+            (PLAN.to_json()[:400], "is not a plan"),
+            (PLAN.to_json().replace("12.5", "NaN"), "is not a plan"),
+            (PLAN.to_json().replace("12.5", "1e999"), "is not a plan"),
+            (PLAN.to_json().replace('"gpu0_bsz": 2', '"gpu0_bsz": "2"'), "is not a plan"),
+            (PLAN.to_json().replace('"peak_bytes": 41943040', '"peak_bytes": -1'), "peak_bytes is -1"),
+            (b"\xff\xfe\x00", "is not a plan"),
+            (b"[" * 1_000_000, "is not a plan"),
+            (b" " * (16 * MIB + 1), "larger than 16"),
+        ],
+    )
+    def test_are_named_and_moved_aside(self, content, reason):
+        path = put(content)
+        assert profiles.profiles() == ((path, None),)
+        note = ignored(path)
+        assert reason in note
+        assert note.endswith(f"it is moved aside as {KEY}.bad")
+        bad = path.with_suffix(".bad")
+        assert bad.read_bytes() == (content if isinstance(content, bytes) else content.encode())
+        assert search_for() == profiles.Found(None, path, ())
+        store(KEY, PLAN)
+        assert search_for().plan == PLAN
+
+    def test_the_last_one_is_kept(self):
+        for content in ("first", "second"):
+            ignored(put(content))
+        assert [path.read_text() for path in profiles.profiles_folder().glob("*.bad")] == ["second"]
+
+    def test_of_a_later_version_stays_and_is_spared(self):
+        content = PLAN.to_json().replace('"schema_version": 1', '"schema_version": 2')
+        path = put(content)
+        assert "schema_version 2" in ignored(path)
+        assert path.read_text() == content
+        store(KEY, PLAN)
+        assert search_for().plan == PLAN
+        assert path.with_suffix(".newer").read_text() == content
+
+    def test_one_that_was_replaced_meanwhile_is_used(self, monkeypatch):
+        path = put("{")
+        locked = profiles._locked
+
+        def replacing(path):
+            PLAN.save(path)
+            return locked(path)
+
+        monkeypatch.setattr(profiles, "_locked", replacing)
+        assert search_for() == profiles.Found(PLAN, path, ())
+        assert not path.with_suffix(".bad").exists()
+
+    @pytest.mark.parametrize("reason", ["held", "denied"])
+    def test_what_can_not_be_moved_is_said(self, monkeypatch, reason):
+        import filelock
+
+        path = put("{")
+        if reason == "held":
+            monkeypatch.setattr(profiles, "LOCK_TIMEOUT_S", 0.05)
+            with filelock.FileLock(path.with_suffix(".lock")):
+                note = ignored(path)
+        else:
+
+            def denied(*_: object) -> None:
+                raise PermissionError(13, "Permission denied")
+
+            monkeypatch.setattr(profiles, "moved_aside", denied)
+            note = ignored(path)
+            assert "(Permission denied)" in note
+        assert "can't be moved aside" in note
+        assert path.read_text() == "{"
+
+    def test_a_deep_machine_is_ignored(self):
+        deep = PLAN.to_json().replace('"torch": "2.13"', '"torch": ' + "[" * 900 + "]" * 900)
+        ignored(put(deep))
+
+    def test_a_folder_is_ignored(self, cache_dir):
+        path = cache_dir / "profiles" / f"{KEY}.json"
+        path.mkdir(parents=True)
+        (path / "own.txt").write_text("mine")
+        assert profiles.profiles() == ((path, None),)
+        assert "it can't be read (Is a directory); expected a file; remove it" in ignored(path)
+        assert (path / "own.txt").read_text() == "mine"
+
+    def test_a_lock_that_can_not_be_locked_is_named(self):
+        """It was the profile that could not be written, which nothing was wrong with."""
+        path = put("{")
+        lock = path.with_suffix(".lock")
+        lock.mkdir()
+        with pytest.raises(ProfileError, match=rf"{KEY}\.lock can't be locked \(Is a directory\); .*; remove it"):
+            store(KEY, PLAN)
+        assert f"it can't be moved aside: {lock} can't be locked (Is a directory)" in ignored(path)
+
+    def test_files_are_their_owners_alone(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(tmp_path / "new" / "cache"))
+        path = store(KEY, PLAN)
+        assert {found.stat().st_mode & 0o777 for found in path.parent.iterdir()} == {0o600}
+        folders = (path.parent, path.parent.parent, path.parent.parent.parent)
+        assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
+
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+    @given(st.data())
+    def test_anything_is_found_or_ignored(self, data):
+        text = PLAN.to_json().encode()
+        at = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.integers(at, min(len(text), at + 30)))
+        put(text[:at] + data.draw(st.binary(max_size=6)) + text[end:])
+        found = search_for()
+        if found.plan is None:
+            (note,) = found.notes
+            assert note.endswith(".bad") or "schema_version" in note or "another" in note
+        else:
+            assert found.plan.machine == MACHINE
+
+
+class TestForeignPlans:
+    def test_of_another_machine(self):
+        note = ignored(store(KEY, PLAN), machine={**MACHINE, "torch": "2.14"})
+        assert "another machine (torch differ" in note
+
+    def test_of_another_workload(self):
+        assert "another workload (model, parameters" in ignored(store(KEY, PLAN), described={"model": "Other"})
+
+    def test_whose_devices_are_not_its_machines(self):
+        machine = {**MACHINE, "devices": [{"kind": "cpu", "name": "cpu", "count": 3}]}
+        path = store(KEY, replace(PLAN, machine=machine))
+        assert "its devices are not those of its machine" in ignored(path, machine=machine)
+
+    @pytest.mark.parametrize("plan", [PLAN, replace(simulated_plan(), machine=MACHINE, workload=WORKLOAD)])
+    def test_from_simulated_cards_for_real_ones_and_the_other_way_round(self, plan):
+        real, simulated = MACHINE, {"devices": [{"kind": "sim", "name": "RTX3090", "count": 2}], "torch": "2.13"}
+        asked, stored = (real, plan) if plan.simulated else (simulated, replace(plan, machine=simulated))
+        expected = "expected real ones" if plan.simulated else "expected simulated ones"
+        assert expected in ignored(store(KEY, stored), machine=asked)
+
+
+class TestWhatHasChanged:
+    DEVICES = (Device("cpu", 0, "cpu", 64 * MIB, True), Device("cpu", 1, "cpu", 64 * MIB, True))
+
+    def test_memory_that_suffices(self):
+        assert memory_shortfall(PLAN, self.DEVICES, (40 * MIB, 40 * MIB)) is None
+
+    def test_memory_that_is_short_names_the_device(self):
+        said = memory_shortfall(PLAN, self.DEVICES, (40 * MIB, 30 * MIB))
+        assert "cpu:1 may hold 30 MiB, its share of 4 needs 40 MiB" in said
+        assert "cpu:0" not in said
+
+    def test_a_little_less_memory_on_a_card_is_the_reserves(self):
+        """A plan at its bound was solved again at any MiB less."""
+        cards = tuple(Device("cuda", i, "A100", 64 * MIB) for i in (0, 1))
+        assert memory_shortfall(PLAN, cards, (40 * MIB, int(39.7 * MIB))) is None
+        assert "cuda:1 may hold 39 MiB" in memory_shortfall(PLAN, cards, (40 * MIB, 39 * MIB))
+        assert "cpu:1 may hold" in memory_shortfall(PLAN, self.DEVICES, (40 * MIB, 40 * MIB - 1))
+
+    def test_other_cards_and_another_driver_are_said_once(self):
+        def gpus(uuid: str, driver: str) -> tuple[Device, ...]:
+            return tuple(Device("cuda", i, "A100", GIB, uuid=f"{uuid}{i}", driver=driver) for i in (0, 1))
+
+        planned = tuple(
+            replace(device, kind="cuda", uuid=gpu.uuid, driver=gpu.driver)
+            for device, gpu in zip(PLAN.devices, gpus("GPU-a", "570"), strict=True)
+        )
+        plan = replace(PLAN, devices=planned)
+        assert differing_facts(plan, gpus("GPU-a", "570")) == ()
+        assert differing_facts(plan, gpus("GPU-b", "580")) == (
+            "tuned on other cards of this kind (cuda:0, cuda:1)",
+            "tuned with driver 570, now 580",
+        )
+
+
+def test_a_plan_keeps_its_machine_and_workload(tmp_path):
+    plan = make_plan(machine=machine_of(parse_devices("sim:2xRTX3090@10GiB")), workload=workload_of(workload()))
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan

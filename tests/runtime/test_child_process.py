@@ -1,0 +1,312 @@
+"""A process of its own: what becomes of it, and what is left of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from errands import Errand, OnlyHere, die, hang, refuse
+from folders import ROOT, TESTS
+
+from autosplit.errors import InputError, UserCodeError
+from autosplit.runtime.child_process import Child, ChildLostError
+
+POSIX = pytest.mark.skipif(not hasattr(os, "killpg"), reason="signals and forks are POSIX's")
+FROM_HERE = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def child():
+    child = Child(Errand)
+    yield child
+    child.close()
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def of(function):
+        made.append(Child(function))
+        return made[-1]
+
+    yield of
+    for child in made:
+        child.close()
+
+
+def is_there(pid):
+    """Tell whether a process lives; a zombie, which nobody here has reaped yet, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition, seconds=5.0):
+    ends = time.monotonic() + seconds
+    while not condition() and time.monotonic() < ends:
+        time.sleep(0.02)
+    return condition()
+
+
+# Calls
+
+
+def test_calls_are_answered_by_one_process(child):
+    assert child.call("add", 2, 3) == 5
+    pid, parent = child.call("pids")
+    assert (pid, parent) == (child.pid, os.getpid())
+    assert child.call("pids") == (pid, parent)
+
+
+def test_what_is_larger_than_a_pipe_is_sent_too(make):
+    content = os.urandom(3 * 2**20)
+    assert make(partial(Errand, content)).call("has") == content
+
+
+@pytest.mark.parametrize("kind", ["typed", "awkward", "foreign"])
+def test_what_is_raised_arrives_with_its_cause(child, kind):
+    expected = {"typed": UserCodeError, "awkward": RuntimeError, "foreign": ValueError}[kind]
+    with pytest.raises(expected) as caught:
+        child.call("fail", kind)
+    assert type(caught.value) is expected
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    if kind == "typed":
+        assert (str(caught.value), caught.value.frames) == ("a message", ("a frame", "another"))
+    if kind == "awkward":
+        assert str(caught.value) == "AwkwardError: 1 and 2"
+    if kind == "foreign":  # nobody meant to raise it, so that its traceback is of use
+        assert "in fail" in str(caught.value.__cause__.__cause__)
+    assert child.call("add", 1, 1) == 2
+
+
+def test_an_interrupt_and_an_exit_arrive_as_they_are(child):
+    with pytest.raises(KeyboardInterrupt):
+        child.call("fail", "interrupted")
+    with pytest.raises(SystemExit) as caught:
+        child.call("exit_politely", 3)
+    assert caught.value.code == 3
+
+
+def test_what_can_not_be_sent_back_is_an_error(child):
+    with pytest.raises(TypeError, match="pickle"):
+        child.call("unsendable")
+    assert child.call("add", 1, 1) == 2
+
+
+def test_stdout_is_not_written_to(child, capfd):
+    assert child.call("talk") == "answer"
+    child.close()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert sorted(err.split()) == ["garbage", "garbage", "more"]
+
+
+# Deaths
+
+
+DEATHS = {
+    "was ended by SIGKILL, as the system's out-of-memory killer does": ("signal", signal.SIGKILL),
+    "was ended by SIGSEGV, a segmentation fault": ("signal", signal.SIGSEGV),
+    "was ended by SIGTERM": ("signal", signal.SIGTERM),
+    "exited with code 7": ("exit", 7),
+    "exited with code 0": ("exit", 0),
+    "was of no more use": ("lose",),
+}
+
+
+@POSIX
+@pytest.mark.parametrize("cause", DEATHS)
+def test_a_death_is_told_and_the_next_call_has_another_process(child, cause):
+    before = child.call("pids")[0]
+    with pytest.raises(ChildLostError) as caught:
+        child.call(*DEATHS[cause])
+    assert (caught.value.cause, caught.value.hung) == (cause, False)
+    assert child.pid is None
+    assert not is_there(before)
+    assert child.call("pids")[0] != before
+
+
+@POSIX
+@pytest.mark.parametrize("errand", ["hang", "hang_deaf"])
+def test_a_call_that_hangs_is_ended(child, errand):
+    pid = child.call("pids")[0]
+    began = time.monotonic()
+    with pytest.raises(ChildLostError, match=r"did not answer within 0\.3 s and was ended") as caught:
+        child.call(errand, limit_s=0.3)
+    assert caught.value.hung
+    assert time.monotonic() - began < 50, "it was not waited for: that takes 100 s"
+    assert not is_there(pid)
+
+
+@POSIX
+@pytest.mark.parametrize(
+    ("errand", "cause"),
+    [("scribble", "sent what can't be read"), ("close_all", "exited with code"), ("fork_and_die", "SIGKILL")],
+)
+def test_a_spoiled_pipe_is_a_death(child, errand, cause):
+    child.call("pids")
+    with pytest.raises(ChildLostError, match=cause) as caught:
+        child.call(errand, limit_s=30)
+    assert not caught.value.hung, "it was seen at once, not by the limit"
+    assert child.call("add", 1, 1) == 2
+
+
+# The start
+
+
+def test_what_can_not_be_pickled_is_refused():
+    with pytest.raises(
+        InputError, match=r"isolate=True and the workload can't be pickled .*; expected .*; define them"
+    ):
+        Child(lambda: 3)
+
+
+def test_what_can_not_be_loaded_there_is_refused(make):
+    with pytest.raises(InputError, match=r"can't be loaded in another process \(ImportError: no module named gone\)"):
+        make(partial(Errand, OnlyHere())).call("has")
+
+
+def test_what_is_raised_at_the_start_arrives(make):
+    child = make(refuse)
+    for _ in range(2):
+        with pytest.raises(UserCodeError, match="it can't be built") as caught:
+            child.get_ready()
+        assert caught.value.frames == ("its frame",)
+
+
+@POSIX
+def test_a_death_at_the_start_is_told(make):
+    with pytest.raises(ChildLostError, match="SIGKILL"):
+        make(die).get_ready()
+
+
+def test_a_start_that_hangs_is_ended(make):
+    child = make(hang)
+    child.start()
+    pid = child.pid
+    with pytest.raises(ChildLostError, match=r"did not answer within 0\.5 s"):
+        child.get_ready(0.5)
+    assert not is_there(pid)
+
+
+# The end
+
+
+def test_a_process_that_waits_stops_by_itself(tmp_path):
+    child, path = Child(Errand), tmp_path / "closed"
+    child.call("told_when_closed", str(path))
+    child.close()
+    assert path.read_text() == "closed"
+    child.close()
+
+
+@POSIX
+def test_nothing_is_left_behind():
+    def once(*call):
+        child = Child(partial(Errand, b"x" * 10_000))
+        try:
+            child.call(*call, limit_s=0.2)
+        except (ChildLostError, ValueError):
+            pass
+        finally:
+            child.close()
+
+    def held():
+        return len(list(Path("/proc/self/fd").iterdir())) if sys.platform == "linux" else 0
+
+    once("add", 1, 2)  # multiprocessing's tracker of resources starts with the first, and stays
+    before, threads = held(), threading.active_count()
+    for call in [("add", 1, 2), ("exit", 3), ("hang",), ("fail", "foreign"), ("close_all",)]:
+        once(*call)
+    unused = Child(Errand)
+    unused.start()
+    unused.close()
+    assert held() == before
+    assert threading.active_count() == threads
+    assert multiprocessing.active_children() == []
+
+
+@POSIX
+def test_what_it_started_ends_with_it(child):
+    pid = child.call("fork")
+    assert is_there(pid)
+    child.close()
+    assert until(lambda: not is_there(pid))
+
+
+@POSIX
+def test_ctrl_c_ends_it(child):
+    pid = child.call("pids")[0]
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        child.call("hang")
+    timer.join()
+    assert not is_there(pid)
+    assert child.call("add", 1, 1) == 2
+
+
+@POSIX
+def test_it_ends_when_its_parent_is_killed():
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(TESTS)!r})
+        from errands import Errand
+        from autosplit.runtime.child_process import Child
+        if __name__ == "__main__":
+            child = Child(Errand)
+            print(child.call("pids")[0], flush=True)
+            child.call("hang")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=FROM_HERE) as parent:
+        pid = int(parent.stdout.readline())
+        assert is_there(pid)
+        parent.kill()
+    assert until(lambda: not is_there(pid))
+
+
+def test_a_script_without_a_guard_is_told(tmp_path):
+    """Its main module runs once more in the other process, and would start another one there."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom errands import Errand\n"
+        "from autosplit.runtime.child_process import Child\nprint('noise')\nChild(Errand).call('add', 1, 2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=60, env=FROM_HERE
+    )
+    assert done.stdout == "noise\n"
+    assert "ChildLostError: the process exited with code 1" in done.stderr
+
+
+def test_a_process_that_can_not_be_ended_is_not_waited_for(child, monkeypatch):
+    """One that hangs in a driver outlives SIGKILL, and whoever joined it waited for ever."""
+    child.get_ready()
+    process = child._process
+    waited = []
+
+    def join(timeout=None):
+        waited.append(timeout)
+
+    with monkeypatch.context() as driver:
+        driver.setattr(process, "join", join)
+        driver.setattr(process, "kill", lambda: None)
+        driver.setattr(os, "killpg", lambda group, signal: None)
+        child.end()
+    assert waited
+    assert None not in waited
+    assert process.is_alive()
+    process.kill()
+    process.join()

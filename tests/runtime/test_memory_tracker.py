@@ -1,0 +1,445 @@
+"""The tracker: every byte on its device, none left over, and a full device raises."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+import random
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from folders import EXAMPLES
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autosplit.devices.transfer import HOST, adopt_module, transfer
+from autosplit.oom import OutOfMemoryError, is_oom
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.runtime.fake_tensors import fake_mode
+from autosplit.runtime.memory_tracker import BLOCK_BYTES, Tracker, rounded
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.tracked_step import run_placed
+from autosplit.runtime.training_copy import training_copy
+from autosplit.workload.workload import Workload
+
+
+def follow(num_devices: int = 1, capacity: int | None = None, **kwargs) -> Tracker:
+    return Tracker([f"cpu:{i}" for i in range(num_devices)], [capacity] * num_devices, **kwargs)
+
+
+def placed(tracker: Tracker, *shape: int, device: int = 0, **kwargs) -> Tensor:
+    tensor = torch.zeros(*shape, **kwargs)
+    tracker.adopt(tensor, device)
+    return tensor
+
+
+def char_gpt() -> Workload:
+    spec = importlib.util.spec_from_file_location("char_gpt", EXAMPLES / "char_gpt.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    snippets = module.Snippets()
+    inputs, targets = zip(*(snippets[index] for index in range(4)), strict=True)
+    model = module.CharGPT(width=32, depth=2, heads=2)
+    return Workload(model, (torch.stack(inputs), torch.stack(targets)), loss_fn=module.next_character_loss)
+
+
+def mlp(**kwargs) -> Workload:
+    model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.LayerNorm(50), nn.Dropout(0.1), nn.Linear(50, 10))
+    return Workload(model, (torch.randn(4, 20), torch.randint(0, 10, (4,))), loss_fn=F.cross_entropy, **kwargs)
+
+
+def lstm() -> Workload:
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(8, 16, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0][:, -1]
+
+    return Workload(Last(), torch.randn(4, 6, 8))
+
+
+class TestCounting:
+    def test_rounds_up_to_a_block(self):
+        with follow() as tracker:
+            tensor = placed(tracker, 1)
+            assert tracker.live_bytes == [BLOCK_BYTES]
+            grown = tensor.expand(129).contiguous()
+            assert tracker.live_bytes == [3 * BLOCK_BYTES]
+            del grown
+            assert tracker.live_bytes == [BLOCK_BYTES]
+            assert tracker.peak_bytes == [3 * BLOCK_BYTES]
+
+    def test_views_and_in_place_ops_are_not_new(self):
+        with follow() as tracker:
+            tensor = placed(tracker, 128, 4)
+            views = [tensor.t(), tensor[3:], tensor.view(-1), tensor.detach()]
+            tensor.add_(1).relu_()
+            assert tracker.live_bytes == [2048]
+            assert all(tracker.device_of(view) == 0 for view in views)
+
+    def test_a_view_keeps_its_storage(self):
+        with follow() as tracker:
+            view = (placed(tracker, 128) * 2)[:1]
+            assert tracker.live_bytes == [512]
+            del view
+            assert tracker.live_bytes == [0]
+
+    def test_what_was_never_adopted_is_the_hosts(self):
+        with follow() as tracker:
+            tensor = torch.ones(1000) * 2
+            assert tracker.device_of(tensor) == HOST
+            assert tracker.live_bytes == [0]
+
+    def test_a_tensor_of_the_host_that_an_op_takes_beside_a_placed_one_has_to_be_there_too(self):
+        """An average of the weights in a plain dict was never charged: the ceiling was above what runs."""
+        average = torch.zeros(256)
+        with follow(2) as tracker:
+            weight = placed(tracker, 256, device=1)
+            average.mul_(0.9)
+            assert tracker.live_bytes == [0, 1024]
+            average.add_(weight)
+            assert tracker.live_bytes == [0, 2048]
+            left = tracker.left_on(1)
+        with follow() as tracker:
+            tracker.adopt_left(left, 0)
+            assert tracker.live_bytes == [2048], "as long as somebody keeps it, it is there in the next step, too"
+            del average
+            assert tracker.live_bytes == [1024]
+
+    def test_adopting_twice_counts_once_and_stays(self):
+        with follow(2) as tracker:
+            tensor = placed(tracker, 128)
+            tracker.adopt(tensor, 1)
+            tracker.adopt(tensor[3:], 0)
+            assert tracker.live_bytes == [512, 0]
+            assert tracker.device_of(tensor) == 0
+
+    def test_outputs_are_where_the_inputs_are(self):
+        with follow(2) as tracker:
+            made = placed(tracker, 128, device=1) * 2
+            assert tracker.device_of(made) == 1
+            several = torch.cat([made, made])
+            split, _ = torch.sort(several)
+            assert tracker.device_of(split) == 1
+
+    def test_in_place_resizing_is_followed(self):
+        with follow() as tracker:
+            tensor = placed(tracker, 128)
+            torch.add(tensor.expand(4, 128), 1, out=(out := torch.empty(0)))
+            assert tracker.device_of(out) == 0
+            assert tracker.live_bytes == [512 + 2048]
+            tensor.resize_(1024)
+            assert tracker.live_bytes == [4096 + 2048]
+
+    def test_reset_peak(self):
+        with follow() as tracker:
+            tensor = placed(tracker, 128)
+            tensor + 1
+            tracker.reset_peak()
+            assert tracker.peak_bytes == [512]
+
+    def test_sparse_is_its_indices_and_values(self):
+        with follow() as tracker:
+            dense = placed(tracker, 64, 64)
+            before = tracker.live_bytes[0]
+            sparse = (dense + torch.eye(64)).to_sparse()
+            assert tracker.device_of(sparse) == 0
+            doubled = sparse.coalesce() * 2
+            assert tracker.live_bytes[0] > before
+            del sparse, doubled
+            gc.collect()
+            assert tracker.live_bytes[0] == before
+
+    def test_sparse_gradients_are_followed_and_freed(self):
+        module = nn.Embedding(50, 64, sparse=True)
+        with follow(2) as tracker:
+            adopt_module(tracker, module, 0)
+            before = list(tracker.live_bytes)
+            wrapped = BalancedDataParallel(None, module, ["cpu"] * 2, split=(2, 6))
+            wrapped(torch.randint(0, 50, (8, 4))).sum().backward()
+            assert module.weight.grad.is_sparse
+            assert tracker.device_of(module.weight.grad) == 0
+            assert tracker.live_bytes[0] > before[0]
+            module.zero_grad(set_to_none=True)
+            assert tracker.live_bytes == before
+
+
+class TestProvisional:
+    def test_charged_when_it_meets_a_placed_tensor(self):
+        with follow(2) as tracker:
+            tensor, mask = placed(tracker, 128, device=1), torch.zeros(128)
+            assert tracker.live_bytes == [0, 512]
+            made = tensor + mask
+            assert tracker.device_of(mask) == 1
+            assert tracker.live_bytes == [0, 1536]
+            del made
+
+    def test_a_scalar_counts_last(self):
+        with follow(2) as tracker:
+            scalar = torch.tensor(2.0)
+            tracker.adopt(scalar, 0)
+            assert tracker.device_of(scalar * placed(tracker, 128, device=1)) == 1
+            assert tracker.device_of(torch.zeros(128) * scalar) == 0
+
+    def test_never_placed_is_never_charged(self):
+        with follow() as tracker:
+            made = torch.arange(100) * 2
+            assert tracker.live_bytes == [0]
+            del made
+
+    def test_over_capacity_when_placed(self):
+        with follow(1, 1000) as tracker:
+            big = torch.zeros(4, 10_000)
+            with pytest.raises(OutOfMemoryError):
+                placed(tracker, 4, 1) + big
+            del big
+            gc.collect()
+            assert tracker.live_bytes == [0]  # placed() went with the expression
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool):
+        super().__init__()
+        self.first, self.inner = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.use_reentrant = use_reentrant
+
+    def run(self, x):
+        mask = torch.ones(x.shape[-1])  # a factory in the recomputed part: of no device until it is used
+        return self.inner(x * mask)
+
+    def forward(self, x):
+        return checkpoint(self.run, self.first(x), use_reentrant=self.use_reentrant)
+
+
+class Places:
+    """Notes the ops whose placed, non-scalar inputs are on different devices."""
+
+    def __init__(self):
+        self.tracker = None
+        self.mixed = []
+        self.ops = [0, 0]
+
+    def on_op(self, device, func, args, kwargs, outputs):
+        self.ops[device] += 1
+        places = {self.tracker.device_of(value) for value in args if isinstance(value, Tensor) and value.dim() > 0}
+        if len(places - {HOST}) > 1:
+            self.mixed.append(func)
+
+    def on_transfer(self, source, destination, nbytes, purpose):
+        pass
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_mixes_no_devices(use_reentrant):
+    module = Checkpointed(use_reentrant)
+    reference = copy.deepcopy(module)
+    inputs = torch.randn(12, 16)
+    reference(inputs).pow(2).sum(1).mean().backward()
+    places = Places()
+    with follow(3, observer=places) as tracker:
+        places.tracker = tracker
+        places.ops.append(0)
+        adopt_module(tracker, module, 0)
+        before = list(tracker.live_bytes)
+        wrapped = BalancedDataParallel(None, module, ["cpu"] * 3, split=(2, 5, 5))
+        wrapped(inputs).pow(2).sum(1).mean().backward()
+        assert all(places.ops)
+        assert places.mixed == []
+        gradient = module.inner[0].weight.grad
+        module.zero_grad(set_to_none=True)
+        assert tracker.live_bytes[0] - rounded(gradient.untyped_storage().nbytes()) == before[0]
+        assert tracker.live_bytes[1:] == before[1:]
+    torch.testing.assert_close(gradient, reference.inner[0].weight.grad)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_saves_memory(use_reentrant):
+    peaks = []
+    for module in (Checkpointed(use_reentrant), nn.Sequential(*Checkpointed(use_reentrant).children())):
+        with follow() as tracker:
+            adopt_module(tracker, module, 0)
+            blocks = [BalancedDataParallel(None, module, ["cpu"])] * 4
+            x = torch.randn(64, 16)
+            for block in blocks:
+                x = block(x)
+            x.sum().backward()
+            peaks.append(tracker.peak_bytes[0])
+    assert peaks[0] < peaks[1]
+
+
+class TestLeavesNothing:
+    @staticmethod
+    def step(workload_trainee, capacities, split=(2, 3)):
+        tracker = Tracker(["cpu:0", "cpu:1"], capacities)
+        trainee = workload_trainee
+        models = trainee.wrapped(lambda module: BalancedDataParallel(None, module, ["cpu"] * 2, split=split))
+        batch = trainee.batch(sum(split))
+        with tracker:
+            trainee.adopt_on(tracker)
+            before = list(tracker.live_bytes)
+            failed = None
+            try:
+                trainee.step(models, [batch], [sum(split)])
+            except OutOfMemoryError as error:
+                failed = error.with_traceback(None)
+            for optimizer in [trainee.optimizers]:
+                optimizer.zero_grad(set_to_none=True)
+            gc.collect()
+            after = list(tracker.live_bytes)
+        return before, after, tuple(tracker.peak_bytes), failed
+
+    @pytest.mark.parametrize("make", [char_gpt, mlp, lstm])
+    def test_a_step_returns_to_the_start(self, make):
+        trainee = training_copy(make())
+        self.step(trainee, [None, None])  # the optimizer's state appears
+        for _ in range(2):
+            before, after, _, _ = self.step(trainee, [None, None])
+            assert after == before
+
+    @pytest.mark.parametrize("make", [char_gpt, mlp])
+    @pytest.mark.parametrize("device", [0, 1])
+    def test_so_does_one_that_runs_out_of_memory_anywhere(self, make, device):
+        trainee = training_copy(make())
+        self.step(trainee, [None, None])
+        start, _, peaks, _ = self.step(trainee, [None, None])
+        generator, failures = random.Random(0), 0
+        for _ in range(12):
+            capacities = [None, None]
+            capacities[device] = generator.randrange(start[device], peaks[device])
+            before, after, _, failed = self.step(trainee, capacities)
+            assert failed is not None
+            assert failed.device_index == device
+            assert before == start
+            assert after == before
+            failures += 1
+        assert failures == 12
+
+    def test_the_edge_is_sharp(self):
+        trainee = training_copy(mlp())
+        self.step(trainee, [None, None])
+        _, _, peaks, _ = self.step(trainee, [None, None])
+        for device in range(2):
+            fits, fails = list(peaks), list(peaks)
+            fails[device] -= 1
+            assert self.step(trainee, fits)[3] is None
+            assert self.step(trainee, fails)[3].device == f"cpu:{device}"
+
+    def test_peaks_are_the_same_again_and_with_any_seed(self):
+        trainee = training_copy(char_gpt())
+        self.step(trainee, [None, None])
+        seen = set()
+        for seed in range(4):
+            torch.manual_seed(seed)
+            seen.add(self.step(trainee, [None, None])[2])
+        assert len(seen) == 1
+
+    def test_storages_that_outlive_a_tracker_leave_no_finalizer(self):
+        gc.collect()
+        before = len(weakref.finalize._registry)
+        kept = []
+        for _ in range(5):
+            with follow() as tracker:
+                kept += [placed(tracker, 100), placed(tracker, 10) * 2, torch.zeros(5)]
+            assert len(weakref.finalize._registry) == before
+        assert len(kept) == 15
+
+    def test_nor_does_one_that_is_left_by_an_error(self):
+        before = len(weakref.finalize._registry)
+        kept = []
+        with pytest.raises(OutOfMemoryError), follow(1, 2048) as tracker:
+            kept.extend(placed(tracker, 100) for _ in range(10))
+        assert len(weakref.finalize._registry) == before
+
+    def test_a_tensor_that_dies_later_harms_nothing(self):
+        with follow() as tracker:
+            tensor = placed(tracker, 100)
+        del tensor
+        gc.collect()
+        assert tracker.live_bytes == [512]
+
+
+class TestOutOfMemory:
+    def test_says_who_what_and_how_much(self):
+        with follow(2, 2048) as tracker:
+            held = placed(tracker, 256, device=1)
+            with pytest.raises(OutOfMemoryError) as caught:
+                held.repeat(2)
+        error = caught.value
+        assert (error.device, error.device_index) == ("cpu:1", 1)
+        assert (error.requested_bytes, error.live_bytes, error.capacity_bytes) == (2048, 1024, 2048)
+        assert str(error) == (
+            "cpu:1 is out of memory: 2048 bytes asked for, 1024 held, 2048 allowed; "
+            "give it fewer samples or a larger budget"
+        )
+
+    def test_is_what_cuda_raises(self):
+        with follow(1, 512) as tracker, pytest.raises(torch.OutOfMemoryError) as caught:
+            placed(tracker, 1000)
+        assert isinstance(caught.value, RuntimeError)
+        assert is_oom(caught.value)
+
+    def test_leaves_the_peak_within_the_capacity(self):
+        with follow(1, 1024) as tracker:
+            held = placed(tracker, 200)
+            with pytest.raises(OutOfMemoryError):
+                held.repeat(100)
+            gc.collect()
+            assert tracker.live_bytes == tracker.peak_bytes == [1024]
+
+    def test_in_a_transfer(self):
+        with Tracker(["cpu:0", "cpu:1"], [None, 100]) as tracker:
+            with pytest.raises(OutOfMemoryError) as caught:
+                transfer(placed(tracker, 100), 0, 1, "input")
+            assert caught.value.device == "cpu:1"
+            del caught
+            gc.collect()
+            assert tracker.live_bytes == [0, 0]
+
+    def test_in_a_backward(self):
+        with follow(1, 4000) as tracker:
+            tensor = placed(tracker, 256, requires_grad=True)
+            loss = (tensor * tensor).sum()
+            with pytest.raises(OutOfMemoryError):
+                loss.backward()
+
+
+@contextmanager
+def onednn(enabled: bool):
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = enabled
+    yield
+    torch.backends.mkldnn.enabled = before
+
+
+@pytest.fixture(params=[True, False], ids=["onednn", "native"])
+def _onednn(request):
+    with onednn(request.param):
+        yield
+
+
+def assert_fake_is_real(make, splits):
+    found = []
+    for mode in (None, fake_mode()):
+        trainee = training_copy(make(), mode=mode)
+        peaks = [run_placed(trainee, StepShape(splits), follow(len(splits[0])), lambda phase: None) for _ in range(2)]
+        found.append(peaks)
+    assert found[0] == found[1]
+    assert found[0][0][0] <= found[0][1][0]  # the second step holds the optimizer's state throughout
+
+
+@pytest.mark.usefixtures("_onednn")
+@pytest.mark.parametrize("make", [char_gpt, mlp, lstm])
+@pytest.mark.parametrize("splits", [((5,),), ((2, 3),), ((0, 5, 2),), ((3, 4), (3, 4))], ids=str)
+def test_fake_peaks_are_real_peaks_to_the_byte(make, splits):
+    assert_fake_is_real(make, splits)
+
+
+def test_so_they_are_of_an_lstm_that_onednn_does_not_fuse():
+    with onednn(False):
+        assert_fake_is_real(lstm, ((2, 3),))

@@ -1,0 +1,391 @@
+"""Cards that are not there: a step put together from traces is the step traced whole."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from folders import EXAMPLES
+from marks import slow
+from torch import nn
+from torch.nn import functional as F
+
+from autosplit.devices.spec import parse_devices
+from autosplit.errors import UserCodeError
+from autosplit.oom import OutOfMemoryError
+from autosplit.runtime.memory_tracker import rounded
+from autosplit.runtime.op_cost import Move, OpCost, Work
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, traced_parts, traced_peaks
+from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.workload.workload import Workload
+
+UNLIMITED = 2**60
+
+
+def char_gpt() -> Workload:
+    spec = importlib.util.spec_from_file_location("char_gpt", EXAMPLES / "char_gpt.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    snippets = module.Snippets()
+    inputs, targets = zip(*(snippets[index] for index in range(4)), strict=True)
+    model = module.CharGPT(width=64, depth=1, heads=2)
+    return Workload(model, (torch.stack(inputs), torch.stack(targets)), loss_fn=module.next_character_loss)
+
+
+def cnn() -> Workload:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 10)
+    )
+    batch = (torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,)))
+    return Workload(model, batch, loss_fn=F.cross_entropy, optimizer=torch.optim.SGD)
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        block = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64), nn.LayerNorm(64))
+        self.body = nn.Sequential(*(copy.deepcopy(block) for _ in range(3)))
+
+    def forward(self, x, y):
+        return {"loss": F.mse_loss(self.body(x), y)}
+
+
+def with_loss() -> Workload:
+    return Workload(WithLoss(), {"x": torch.randn(4, 64), "y": torch.randn(4, 64)}, precision="bf16")
+
+
+WORKLOADS = {"char_gpt": char_gpt, "cnn": cnn, "with_loss": with_loss}
+
+
+@pytest.fixture(scope="module")
+def tracers():
+    """One tracer per workload, made when it is first asked for: what it has traced, it keeps."""
+    made: dict[str, Tracer] = {}
+
+    def tracer(name: str) -> Tracer:
+        if name not in made:
+            made[name], reason = make_tracer(WORKLOADS[name](), like_gpu=True)
+            assert reason is None
+        return made[name]
+
+    return tracer
+
+
+def runtime(tracer: Tracer, spec: str, *, composed: bool = True, capacities=None) -> SimulatedRuntime:
+    devices = parse_devices(spec)
+    return SimulatedRuntime(devices, capacities or (UNLIMITED,) * len(devices), tracer, composed=composed)
+
+
+MACHINES = {
+    "sim:1xH100-80GB+1xRTX3090": [((12, 4),), ((0, 9),), ((9, 0),), ((5, 3), (5, 3))],
+    "sim:3xRTX3090": [((4, 6, 6),), ((0, 5, 8),), ((7, 0, 1),), ((2, 3, 3), (2, 3, 3), (2, 3, 3)), ((0, 4, 4),) * 4],
+    "sim:2xA100-40GB+1xTITAN-RTX+1xGTX1080Ti": [((3, 8, 4, 2),), ((0, 8, 0, 2),), ((4, 4, 4, 4), (2, 2, 2, 1))],
+    "sim:8xV100-32GB": [((1, 2, 2, 2, 2, 2, 2, 3),), ((0, 2, 0, 2, 5, 2, 2, 2),)],
+}
+
+
+class TestComposition:
+    @pytest.mark.parametrize("name", ["cnn", slow("char_gpt"), slow("with_loss")])
+    @pytest.mark.parametrize("machine", MACHINES)
+    def test_is_the_whole_step(self, name, machine, tracers):
+        tracer = tracers(name)
+        composed, whole = runtime(tracer, machine), runtime(tracer, machine, composed=False)
+        for splits in MACHINES[machine]:
+            shape = StepShape(splits)
+            ours, theirs = composed.measure(shape), whole.measure(shape)
+            assert ours.peak_bytes == theirs.peak_bytes, splits
+            assert ours.seconds == pytest.approx(theirs.seconds, rel=0.01), splits
+            assert ours.update_s == pytest.approx(theirs.update_s, rel=0.01), splits
+            assert ours.busy_s == pytest.approx(theirs.busy_s, rel=0.02), splits
+            assert composed.peaks(shape) == ours.peak_bytes
+
+    def test_traces_once(self, tracers):
+        tracer = tracers("cnn")
+        machine = runtime(tracer, "sim:8xRTX3090")
+        shape = StepShape(((2, 4, 4, 4, 4, 4, 4, 4),))
+        machine.measure(shape)
+        runs = tracer.runs
+        machine.measure(shape)
+        machine.measure(StepShape(((2, 4, 4, 4, 4, 4, 4, 4),) * 5))
+        assert tracer.runs - runs <= 2
+
+
+class TestKeptReplicas:
+    """A step of several micro-steps is put together from one of them; here it is followed whole."""
+
+    @pytest.mark.parametrize("name", ["cnn", slow("char_gpt"), slow("with_loss")])
+    @pytest.mark.parametrize("split", [(400, 600, 600), (0, 800, 800)], ids=str)
+    def test_is_the_whole_step(self, name, split, tracers):
+        tracer = tracers(name)
+        machine = runtime(tracer, "sim:1xRTX3090+2xRTX2080Ti")
+        shape = StepShape((split, split, split, tuple(n // 2 for n in split)))
+        followed = tracer._run(shape)
+        clocks = _Clocks(machine._specs)
+        _play(clocks, followed.micro, (0, 1, 2))
+        clocks.meet()
+        _play(clocks, followed.update, (0, 1, 2))
+        found = machine.measure(shape)
+        assert found.peak_bytes == followed.peak_bytes
+        assert found.seconds == pytest.approx(clocks.meet(), rel=0.01)
+        assert found.busy_s == pytest.approx(clocks.busy_s, rel=0.02)
+
+    def test_parameters_travel_once_a_step(self, tracers):
+        trace = tracers("char_gpt").trace(StepShape(((4, 4),), accumulates=True))
+        count = len(tracers("char_gpt").trainee.parameters())
+        assert [event.purpose for event in trace.broadcast] == ["parameter"] * count
+        assert sum(isinstance(event, Move) for event in trace.reduce) == count
+        assert not any(isinstance(e, Move) and e.purpose in ("parameter", "gradient") for e in trace.micro)
+
+    def test_four_micro_steps_cost_fewer_copies(self, tracers):
+        machine = runtime(tracers("char_gpt"), "sim:4xRTX3090")
+        split = (16, 16, 16, 16)
+        kept = machine.measure(StepShape((split,) * 4))
+        single = machine.measure(StepShape((split,)))
+        assert kept.seconds < 4 * (single.seconds - single.update_s) + single.update_s
+
+    def test_a_replica_holds_its_copy_and_its_gradients(self, tracers):
+        machine = runtime(tracers("with_loss"), "sim:2xRTX3090")
+        parameters = sum(rounded(p.numel() * p.element_size()) for p in tracers("with_loss").trainee.parameters())
+        once, kept = (machine.peaks(StepShape(((1, 1),) * k))[1] for k in (1, 3))
+        assert parameters / 2 < kept - once <= 1.25 * parameters
+
+
+class TestTime:
+    def test_the_same_answer_twice(self, tracers):
+        shape = StepShape(((3, 5),))
+        found = [runtime(tracers("cnn"), "sim:2xRTX3090").measure(shape) for _ in range(2)]
+        fresh, _ = make_tracer(cnn(), like_gpu=True)
+        assert found[0] == found[1] == runtime(fresh, "sim:2xRTX3090").measure(shape)
+        assert found[0].error_s == 0
+
+    @pytest.mark.parametrize("name", WORKLOADS)
+    def test_a_faster_card_is_faster(self, name, tracers):
+        shape = StepShape(((256,),))
+        seconds = [
+            runtime(tracers(name), f"sim:1x{card}").measure(shape).seconds
+            for card in ("H100-80GB", "RTX3090", "GTX1080Ti")
+        ]
+        assert seconds == sorted(seconds)
+        assert seconds[0] < seconds[1]
+
+    def test_more_samples_take_longer(self, tracers):
+        machine = runtime(tracers("char_gpt"), "sim:2xRTX3090")
+        seconds = [machine.measure(StepShape(((n, n),))).seconds for n in (8, 64, 256, 1024)]
+        assert seconds == sorted(seconds)
+
+    def test_the_slowest_counts(self, tracers):
+        machine = runtime(tracers("char_gpt"), "sim:2xRTX3090")
+        found = machine.measure(StepShape(((16, 512),)))
+        assert found.busy_s[1] > 2 * found.busy_s[0]
+        assert found.seconds >= max(found.busy_s)
+
+    def test_micro_steps_add_up(self, tracers):
+        machine = runtime(tracers("char_gpt"), "sim:2xRTX3090")
+        two, three, five = (machine.measure(StepShape(((4, 4),) * k)).seconds for k in (2, 3, 5))
+        assert five - three == pytest.approx(2 * (three - two), rel=1e-6)
+
+    def test_roofline(self):
+        spec = parse_devices("sim:1xRTX3090")[0].spec
+        arithmetic, memory, launch = OpCost(10**15, 8, "float32"), OpCost(0, 10**9, "float32"), OpCost(1, 8, "float32")
+        assert arithmetic.seconds(spec) == 10**15 / spec.peak_flops["float32"]
+        assert memory.seconds(spec) == 10**9 / spec.memory_bytes_per_s
+        assert launch.seconds(spec) == spec.launch_s
+        assert Work(0, ((memory, 3), (launch, 2))).seconds(spec) == pytest.approx(
+            3 * memory.seconds(spec) + 2 * launch.seconds(spec)
+        )
+
+    def test_half_precision_has_a_rate_of_its_own(self):
+        spec = parse_devices("sim:1xH100-80GB")[0].spec
+        rates = {rate: OpCost(10**15, 0, rate).seconds(spec) for rate in ("float32", "tf32", "bfloat16")}
+        assert rates["bfloat16"] < rates["tf32"] < rates["float32"]
+
+
+class TestMemory:
+    def test_a_full_card_is_named(self, tracers):
+        shape = StepShape(((4, 6, 6),))
+        peaks = runtime(tracers("cnn"), "sim:3xRTX3090").peaks(shape)
+        for index in range(3):
+            capacities = tuple(peak - (position == index) for position, peak in enumerate(peaks))
+            machine = runtime(tracers("cnn"), "sim:3xRTX3090", capacities=capacities)
+            for ask in (machine.peaks, machine.measure):
+                with pytest.raises(
+                    OutOfMemoryError, match=rf"RTX.*3090\) is out of memory: {shape.splits[0][index]} samples"
+                ) as caught:
+                    ask(shape)
+                assert caught.value.device == machine.devices[index].label
+                assert caught.value.device_index == index
+                assert caught.value.requested_bytes == peaks[index]
+                assert caught.value.capacity_bytes == peaks[index] - 1
+                assert "\n" not in str(caught.value)
+        fits = runtime(tracers("cnn"), "sim:3xRTX3090", capacities=peaks)
+        assert fits.peaks(shape) == peaks == traced_peaks(tracers("cnn"), shape)
+
+    def test_more_samples_need_more(self, tracers):
+        peaks = [traced_peaks(tracers("char_gpt"), StepShape(((n, n),))) for n in (4, 8, 16)]
+        assert sorted(peaks) == peaks
+        assert all(a[1] < b[1] for a, b in itertools.pairwise(peaks))
+
+    def test_the_first_card_holds_the_optimizer(self, tracers):
+        first, second = traced_peaks(tracers("char_gpt"), StepShape(((8, 8),)))
+        assert first > second
+
+    def test_an_idle_card_holds_nothing(self, tracers):
+        assert traced_peaks(tracers("cnn"), StepShape(((4, 0, 4),)))[1] == 0
+
+    def test_a_rank_holds_buckets_where_there_are_others(self, tracers):
+        tracer = tracers("char_gpt")
+        parameters = sum(p.numel() * 4 for p in tracer.trainee.models.parameters())
+        for micro_steps in (1, 2):
+            shape = StepShape(((8,),) * micro_steps, "rank")
+            alone, among = (traced_peaks(tracer, replace(shape, num_ranks=ranks))[0] for ranks in (1, 4))
+            views = micro_steps == 1  # a few gradients are there already when it holds the most
+            assert parameters * (0.97 if views else 1) <= among - alone <= parameters + 512
+
+    @pytest.mark.parametrize(("micro_steps", "times"), [(1, 2), (2, 3)])
+    def test_gradients_that_meet_at_once_are_views_of_the_buckets(self, micro_steps, times):
+        """A model of little else than parameters held them twice beside them, though DDP makes them one."""
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+        given = Workload(model, torch.randn(1, 256), compute_loss=lambda m, x: m(x).sum(), optimizer=torch.optim.SGD)
+        tracer, _ = make_tracer(given, like_gpu=True)
+        shape = StepShape(((1,),) * micro_steps, "rank", 4)
+        peaks = traced_peaks(tracer, shape)
+        # A gradient is made first, and then moved into the buckets, or added to that of the micro-step before.
+        assert peaks[0] == pytest.approx(4 * 256 * 256 * (8 * times + 1), rel=0.02)
+        assert sum(part.total_bytes for part in traced_parts(tracer, shape)) == peaks[0]
+
+    def test_a_rank_anywhere_in_the_list(self, tracers):
+        machine = runtime(tracers("cnn"), "sim:1xH100-80GB+2xRTX3090")
+        peaks = machine.peaks(StepShape(((0, 8, 0),), "rank"))
+        assert peaks[0] == peaks[2] == 0 < peaks[1]
+        found = machine.measure(StepShape(((0, 8, 0),), "rank"))
+        assert found.busy_s[0] == found.busy_s[2] == 0 < found.busy_s[1]
+
+    def test_evaluation_needs_less(self, tracers):
+        tracer = tracers("cnn")
+        evaluation = traced_peaks(tracer, StepShape(((8,),), "eval"))
+        assert 0 < evaluation[0] < traced_peaks(tracer, StepShape(((8,),)))[0]
+
+
+class Logits(nn.Module):
+    """Its outputs are gathered, and large."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 5000))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def gathered() -> Workload:
+    # A loss of the user's own sees the whole batch's outputs, on the first device.
+    return Workload(Logits(), torch.randn(4, 16), compute_loss=lambda model, batch: (model(batch) ** 2).mean())
+
+
+class TestParts:
+    @pytest.mark.parametrize("name", WORKLOADS)
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            StepShape(((9,),)),
+            StepShape(((9, 0),)),
+            StepShape(((3, 8, 4, 2),)),
+            StepShape(((4, 6, 6), (4, 6, 6))),
+            StepShape(((0, 8, 0),), "rank", 3),
+        ],
+    )
+    def test_add_up_to_the_peak(self, name, shape, tracers):
+        parts = traced_parts(tracers(name), shape)
+        assert tuple(one.total_bytes for one in parts) == traced_peaks(tracers(name), shape)
+        assert not any(one.untraced_bytes for one in parts)
+
+    def test_each_is_where_it_belongs(self, tracers):
+        tracer = tracers("char_gpt")
+        own_bytes = sum(rounded(p.numel() * 4) for p in tracer.trainee.models.parameters())
+        first, second = traced_parts(tracer, StepShape(((8, 8),)))
+        assert first.parameters_bytes == own_bytes
+        assert first.optimizer_bytes == pytest.approx(2 * own_bytes, rel=0.01), "AdamW"
+        assert second.optimizer_bytes == 0
+        assert 0 < second.parameters_bytes <= own_bytes
+        kept = traced_parts(tracer, StepShape(((8, 8), (8, 8))))
+        assert kept[0].gradients_bytes == kept[1].gradients_bytes == pytest.approx(own_bytes, rel=0.05)
+        buckets = traced_parts(tracer, StepShape(((8,),) * 2, "rank", 4))[0].gradients_bytes
+        alone = traced_parts(tracer, StepShape(((8,),) * 2, "rank", 1))[0].gradients_bytes
+        assert buckets - alone == pytest.approx(own_bytes, rel=0.05)
+        views = traced_parts(tracer, StepShape(((8,),), "rank", 4))[0].gradients_bytes
+        assert views == pytest.approx(own_bytes, rel=0.05)
+
+    def test_more_samples_are_more_activations_and_nothing_else(self, tracers):
+        few, many = (traced_parts(tracers("char_gpt"), StepShape(((n,),)))[0] for n in (64, 128))
+        assert many.activations_bytes > 1.8 * few.activations_bytes
+        assert (few.parameters_bytes, few.optimizer_bytes) == (many.parameters_bytes, many.optimizer_bytes)
+
+    def test_outputs_are_gathered_on_the_first_alone(self):
+        tracer, reason = make_tracer(gathered(), like_gpu=True)
+        assert reason is None
+        first, second, third = traced_parts(tracer, StepShape(((2, 30, 30),)))
+        assert first.gathered_bytes == rounded(62 * 5000 * 4)
+        assert second.gathered_bytes == third.gathered_bytes == 0
+
+
+class DataDependent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum() > 0 else self.linear(-x)
+
+
+class TestRealTensors:
+    def test_what_can_not_be_faked_is_followed_for_real(self):
+        tracer, reason = make_tracer(Workload(DataDependent(), torch.rand(4, 8)), like_gpu=True)
+        assert not tracer.fake
+        assert reason.startswith("the model can't be followed with fake tensors (DataDependentOutputException")
+        assert "\n" not in reason
+        found = runtime(tracer, "sim:2xRTX3090").measure(StepShape(((2, 3),)))
+        assert found.seconds > 0
+        assert all(found.peak_bytes)
+
+    def test_real_and_fake_agree(self):
+        shape = StepShape(((2, 3),))
+        found = [
+            runtime(Tracer(cnn(), fake=fake, like_gpu=True), "sim:2xRTX3090").measure(shape) for fake in (True, False)
+        ]
+        assert found[0].peak_bytes == found[1].peak_bytes
+        assert found[0].seconds == pytest.approx(found[1].seconds, rel=0.01)
+
+    def test_a_model_that_fails_on_its_own_sample(self):
+        with pytest.raises(
+            UserCodeError, match="the workload on its own sample batch raised RuntimeError: mat1 and mat2"
+        ):
+            make_tracer(Workload(nn.Linear(3, 3), torch.rand(4, 8)), like_gpu=True)
+
+
+@pytest.mark.slow
+def test_seven_billion_parameters_without_their_memory():
+    def model() -> nn.Module:
+        layers = [nn.TransformerEncoderLayer(4096, 32, 16384, batch_first=True) for _ in range(34)]
+        return nn.Sequential(*layers, nn.Linear(4096, 4096))
+
+    workload = Workload(model, torch.zeros(1, 128, 1).expand(1, 128, 4096))
+    tracer, reason = make_tracer(workload, like_gpu=True)
+    assert reason is None
+    (peak_bytes,) = traced_peaks(tracer, StepShape(((1,),)))
+    parameters = sum(p.numel() for p in tracer.trainee.models.parameters())
+    assert parameters > 6.5e9
+    assert peak_bytes > 16 * parameters
+
+
+def test_questions_about_tensors_cost_no_time():
+    """A fake tensor asks `prim.device` at every turn, and each was clocked as a kernel: small steps took 4 times."""
+    kernels = []
+    for fake in (True, False):
+        trace = Tracer(cnn(), fake=fake, like_gpu=True).trace(StepShape(((2,),)))
+        kernels.append(sum(count for work in (*trace.micro, *trace.update) for _, count in getattr(work, "costs", ())))
+    assert kernels[0] == kernels[1]

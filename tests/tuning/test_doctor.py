@@ -1,0 +1,192 @@
+"""The doctor: what it looks at is there, what is wrong is named with its cure, and what it keeps is read back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from gpus import COUNT, KIND, card
+from handmade import CARD, examined
+
+from autosplit.accelerators import accelerator_kind
+from autosplit.cli.main import main
+from autosplit.ddp import collective_check as meeting
+from autosplit.devices import measured_rates as rates
+from autosplit.devices import peer_copy_check as links
+from autosplit.devices.catalog import GPUS_VARIABLE, find_card
+from autosplit.devices.examination import Copy, Meeting, cards_toml
+from autosplit.devices.inventory import DeviceReport
+from autosplit.devices.spec import list_devices
+from autosplit.errors import DeviceError
+from autosplit.tuning import doctor
+from autosplit.tuning.doctor import examine
+
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+def reported(**changes: object) -> DeviceReport:
+    known = DeviceReport(0, 0, "RTX 3090", 24 * GIB, 23 * GIB, 0, 0, 40, 100.0, "GPU-a", visible=True)
+    return replace(known, **changes)
+
+
+class TestRates:
+    def test_they_are_those_of_this_processor(self):
+        """A product of twice the size takes eight times as long; a rate that grew with it would be of the clock."""
+        small, large = (rates.matmul_flops(CPU, torch.float32, largest_bytes=size) for size in (2**20, 2**24))
+        assert 1e8 < small < 1e14
+        assert 0.2 < large / small < 20
+        assert 1e8 < rates.memory_bytes_per_s(CPU, largest_bytes=2**26) < 1e13
+        assert 1e-7 < rates.launch_s(CPU) < 1e-3
+        assert 1e8 < rates.copy_bytes_per_s(CPU, CPU) < 1e13
+
+    def test_a_product_that_the_device_has_not_is_none(self, monkeypatch):
+        def fails(*_args: object, **_options: object) -> None:
+            raise RuntimeError("not implemented for 'Half'")
+
+        monkeypatch.setattr(torch, "ones", fails)
+        assert rates.matmul_flops(CPU, torch.float16, largest_bytes=2**20) is None
+
+
+class TestProblems:
+    def test_who_else_holds_memory_is_said_with_a_cure(self):
+        assert doctor._problems_of(reported()) == []
+        (found,) = doctor._problems_of(reported(used_by_others_bytes=4 * GIB))
+        assert found.problem == "cuda:0: other processes hold 4 GiB of 24 GiB"
+        assert "end them" in found.cure
+
+    def test_a_note_with_a_cure_is_a_problem(self):
+        note = "compute capability 6.1 is not among what this torch was built for (sm_90); install a torch of at most 2"
+        (found,) = doctor._problems_of(reported(notes=(note, "temperature unknown: not supported")))
+        assert found.problem.endswith("built for (sm_90)")
+        assert found.cure == "install a torch of at most 2"
+        assert doctor._problems_of(reported(notes=(note,), visible=False)) == []
+
+    def test_a_slow_card_and_one_for_a_single_process_are_named(self):
+        assert doctor._problems_of_rates(CARD) == []
+        slow = replace(CARD, tflops_of_catalogue={"float16": 0.1}, memory_of_catalogue=0.3)
+        texts = [one.problem for one in doctor._problems_of_rates(slow)]
+        assert [text.split(" of the")[0] for text in texts] == ["cuda:0 reaches 10%", "cuda:0 reaches 30%"]
+        (found,) = doctor._problems_of_rates(replace(CARD, compute_mode="exclusive process"))
+        assert "--no-isolate" in found.cure
+
+    def test_a_copy_that_arrives_wrong_is_a_problem_and_ends_nothing(self, monkeypatch):
+        def broken(_devices: object) -> None:
+            raise DeviceError("a known tensor copied from a to b arrived as zeros; turn off the IOMMU")
+
+        monkeypatch.setattr(doctor, "check_links", broken)
+        problems: list = []
+        found = doctor._copy_of(CPU, CPU, problems)
+        assert not found.arrives
+        assert found.gb_per_s > 0
+        assert (problems[0].problem[-8:], problems[0].cure) == ("as zeros", "turn off the IOMMU")
+
+    def test_simulated_cards_are_refused(self):
+        with pytest.raises(DeviceError, match="simulated cards; expected some of this machine"):
+            examine("sim:RTX3090")
+
+
+class TestCards:
+    def test_a_file_that_can_not_be_written_loses_nothing(self, monkeypatch, capsys, tmp_path):
+        monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(CARD))
+        assert main(["doctor", "--save", str(tmp_path / "none" / "cards.toml")]) == 2
+        printed = capsys.readouterr()
+        assert "H200" in printed.out
+        assert "expected a file in a folder that is there; name another" in printed.err.replace("\n", " ")
+
+    def test_what_is_kept_is_what_sim_predicts_with(self, tmp_path, monkeypatch):
+        copies = (Copy("cuda:0", "cuda:1", True, 300.0), Copy("cuda:1", "cuda:0", False, 900.0))
+        own = replace(CARD, device="cuda:1", name="Intel(R) Data Center GPU Max 1550", catalogue=None)
+        path = tmp_path / "cards.toml"
+        path.write_text(cards_toml(examined(CARD, replace(own, compute_capability=None), copies=copies)))
+        before = find_card("H200")
+        monkeypatch.setenv(GPUS_VARIABLE, str(path))
+        known = find_card("H200")
+        assert (known.peak_flops["bfloat16"], known.memory_bytes_per_s) == (7e14, 4.1e12)
+        assert (known.link_bytes_per_s, known.launch_s) == (3e11, 4e-6)
+        assert known.peak_flops["float64"] == before.peak_flops["float64"]
+        assert find_card("Intel-R--Data-Center-GPU-Max-1550").memory_bytes == 140 * GIB
+
+    def test_a_machine_without_cards_has_none_to_keep(self):
+        with pytest.raises(DeviceError, match="no accelerator; expected one whose rates can be kept"):
+            cards_toml(replace(examined(CARD), kind="cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+class TestThisMachine:
+    def test_two_processes_meet(self):
+        found = meeting.met([CPU, CPU])
+        assert (found.backend, found.ranks, found.failure) == ("gloo", 2, None)
+        assert found.gb_per_s > 0.01
+
+    def test_ranks_that_can_not_meet_say_why(self):
+        found = meeting.met([torch.device("cuda", 0), torch.device("cuda", 1)])
+        if accelerator_kind() == "cuda":
+            pytest.skip("here they can")
+        assert found == Meeting("nccl", 2, failure=found.failure, cure=found.cure)
+        assert found.failure
+        assert "NCCL_DEBUG" in found.cure
+
+    def test_a_processor_is_examined_and_its_model_holds_what_the_plan_says(self, capsys):
+        code = main(["doctor", "--devices", "cpu:64MiB,cpu:32MiB", "--json", "--quiet"])
+        printed = capsys.readouterr()
+        answer = json.loads(printed.out)
+        assert printed.err == ""
+        assert code == 0
+        assert [card["device"] for card in answer["cards"]] == ["cpu:0", "cpu:1"]
+        assert answer["training"]["measured_bytes"] == pytest.approx(answer["training"]["predicted_bytes"], rel=0.01)
+        assert answer["training"]["measured_samples_per_s"] > 0
+        assert answer["collective"] is None
+        assert answer["took_s"] < 120
+
+    def test_the_table_has_all_of_it(self, capsys):
+        main(["doctor", "--devices", "cpu:64MiB"])
+        printed = capsys.readouterr()
+        for word in ("torch 2.", "cpu:0", "float16", "memory rate", "a small model", "its throughput"):
+            assert word in printed.out
+        assert "looking at a small model" in printed.err
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+class TestAccelerators:
+    def test_all_of_it_is_looked_at_and_nothing_private_said(self, capsys, tmp_path):
+        saved = tmp_path / "cards.toml"
+        assert main(["doctor", "--json", "--quiet", "--save", str(saved)]) == 0
+        text = capsys.readouterr().out
+        answer = json.loads(text)
+        labels = [f"{KIND}:{index}" for index in range(COUNT)]
+        assert (answer["kind"], [card["device"] for card in answer["cards"]]) == (KIND, labels)
+        assert all(
+            one["tflops"]["float32"] > 0 < one["memory_gb_per_s"] and one["launch_s"] > 0 for one in answer["cards"]
+        )
+        assert all(one["arrives"] and one["gb_per_s"] > 0 for one in answer["copies"])
+        ways = [(one["source"], one["destination"]) for one in answer["copies"]]
+        assert sorted(ways) == sorted(itertools.permutations(labels, 2))
+        if COUNT > 1:
+            assert answer["collective"]["gb_per_s"] > 0
+        training = answer["training"]
+        assert training is not None, answer["problems"]
+        assert sum(training["split"]) > 0
+        assert training["measured_bytes"] == pytest.approx(training["predicted_bytes"], rel=0.15)
+        private = [device.uuid for device in list_devices()]
+        assert not [uuid for uuid in private if uuid in text]
+        assert "cards." in saved.read_text()
+
+    @pytest.mark.skipif(KIND != "emu", reason="sound cards can't be made to fail")
+    def test_copies_that_arrive_as_zeros_are_named_with_a_cure(self, monkeypatch):
+        import emulated
+
+        monkeypatch.setattr(links, "_sound", set())
+        emulated.copies_arrive_as_zeros()
+        try:
+            problems: list = []
+            assert not doctor._copy_of(card(0), card(1), problems).arrives
+        finally:
+            emulated.mend()
+        assert "arrived as zeros" in problems[0].problem
+        assert "IOMMU" in problems[0].problem + problems[0].cure

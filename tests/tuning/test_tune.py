@@ -1,0 +1,1102 @@
+"""tune(): the main job end to end, what it leaves behind (nothing), what it remembers, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import types
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from marks import slow
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from workloads import Uncopyable, char_gpt, mlp, net, net_batch, small, with_loss
+
+import autosplit
+from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
+from autosplit.measure import prober as probe
+from autosplit.measure.request import checked_request
+from autosplit.oom import DoesNotFitError
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.plan.plan import Plan
+from autosplit.profiles import store as profiles
+from autosplit.runtime.prepare import build, follow, runtime_for, workload_source
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.simulated import traced_peaks
+from autosplit.runtime.tracer import make_tracer
+from autosplit.solve import memory as cost
+from autosplit.solve.memory import HURRIED_LOOKS
+from autosplit.solve.split import micro_batch_sizes
+from autosplit.solve.step_time import StepTime, TimeCurve
+from autosplit.tuning import session
+from autosplit.tuning.tune import TuningInterrupted, tune
+from autosplit.workload.workload import Workload
+
+KIB, MIB = 2**10, 2**20
+
+
+@pytest.fixture(autouse=True)
+def _short_budgets(monkeypatch):
+    """What is timed is not looked at here."""
+    monkeypatch.setattr(session, "POINT_BUDGET_S", 0.01)
+    monkeypatch.setattr(session, "TRIAL_BUDGET_S", 0.01)
+    monkeypatch.setattr(probe, "DOUBLING_BUDGET_S", 0.01)
+
+
+def quick(workload, devices, **options) -> Plan:
+    """Tune with few trials, and without remembering."""
+    return tune(workload, devices=devices, **{"profile": "off", "n_trials": 3, **options})
+
+
+def one_block() -> Workload:
+    """The example's model with one of its blocks: what a tuning takes grows with the calls that are followed."""
+    return char_gpt(depth=1)
+
+
+def check_sums(plan: Plan, effective: int) -> None:
+    for device in plan.devices if plan.complete else ():  # nothing more is traced for one that was interrupted
+        assert device.memory is not None
+        assert device.memory.total_bytes == device.peak_bytes
+    assert sum(plan.split) == plan.batch_size
+    sizes = micro_batch_sizes(plan.effective_batch_size, plan.batch_size)
+    assert sum(sizes) == plan.effective_batch_size == effective
+    assert len(sizes) == plan.accumulation_steps
+    assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
+    assert all(rank.peak_bytes <= rank.ceiling.capacity_bytes for rank in plan.ddp.ranks)
+    if plan.ddp.ranks:
+        together = sum(rank.batch_size for rank in plan.ddp.ranks)
+        assert together * (plan.ddp.ranks[0].accumulation_steps - 1) < effective
+        assert together * plan.ddp.ranks[0].accumulation_steps >= effective
+
+
+def one_alone(split: tuple[int, ...], index: int) -> StepShape:
+    """Return the step in which one rank alone has its share."""
+    shares = tuple(share if place == index else 0 for place, share in enumerate(split))
+    return StepShape((shares,), "rank", num_ranks=len(split))
+
+
+class TestSimulated:
+    def test_the_micro_steps_add_up_and_the_same_seed_gives_the_same_plan(self):
+        plans = [quick(mlp(), "sim:3xRTX3090", effective_batch_size=512, n_trials=24) for _ in range(2)]
+        check_sums(plans[0], 512)
+        assert plans[0].simulated
+        assert plans[0].real_steps == 0
+        assert plans[0].to_dict() == plans[1].to_dict()
+
+    @pytest.mark.slow
+    def test_the_faster_card_takes_the_greater_share(self):
+        plan = quick(one_block(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, n_trials=24)
+        check_sums(plan, 512)
+        assert plan.split[0] > plan.split[1]
+
+    @pytest.mark.slow
+    def test_lowered_memory_takes_two_micro_steps_with_fewer_samples_on_device_0(self):
+        tracer, _ = make_tracer(one_block(), like_gpu=True)
+
+        def most(gpu0: int) -> int:
+            rest = 256 - gpu0
+            return max(traced_peaks(tracer, StepShape(((gpu0, rest - rest // 2, rest // 2),) * 2)))
+
+        even = max(traced_peaks(tracer, StepShape(((86, 85, 85),) * 2)))
+        uneven = min(most(gpu0) for gpu0 in range(46, 86, 4))
+        assert uneven < even
+        plan = quick(one_block(), f"sim:3xRTX3090@{(even + uneven) // 2}B", effective_batch_size=512, n_trials=24)
+        check_sums(plan, 512)
+        assert plan.accumulation_steps == 2
+        assert plan.split[0] < 86
+
+    @pytest.mark.slow
+    def test_among_many_cards_slow_ones_get_what_they_can_do(self):
+        """Times ended at a sixteenth of a ceiling: cards that should have 53 samples got 2, and a fifth was lost."""
+        workload = Workload(net(), net_batch(8), loss_fn=F.cross_entropy, optimizer=torch.optim.SGD)
+        plan = quick(workload, "sim:3xRTX3090+3xT4", strategy="ddp", effective_batch_size=768)
+        shares = [rank.batch_size for rank in plan.ddp.ranks]
+        slowest = {}
+        with ExitStack() as closing:
+            request = checked_request(devices="sim:3xRTX3090+3xT4")
+            followed = follow(build(workload_source(workload, None, {}), request.devices), request.devices, closing)
+            runtime = runtime_for(request.devices, request.capacities_bytes, followed, closing)
+            for fast in range(128, 256, 8):
+                split = tuple(fast if index < 3 else 256 - fast for index in range(6))
+                slowest[fast] = max(
+                    runtime.measure(one_alone(split, index), budget_s=0.01).seconds for index in (0, 3) if split[index]
+                )
+        best = min(slowest, key=lambda fast: slowest[fast])
+        assert abs(shares[0] - best) <= 8, (shares, best)
+        for index, share in enumerate(shares):
+            curve = plan.fit.step_time.curves[index]
+            assert share in dict(curve.points), "the rate is that of its own shares, not of a line between others"
+
+    def test_a_function_is_built_without_its_memory(self):
+        plan = quick(functools.partial(small, optimizer=torch.optim.SGD), "sim:2xRTX3090", effective_batch_size=64)
+        check_sums(plan, 64)
+
+    def test_without_an_effective_batch_there_is_one_micro_step(self):
+        plan = quick(small(), "sim:2xRTX3090", max_batch_size=256)
+        assert plan.accumulation_steps == 1
+        assert plan.effective_batch_size == plan.batch_size <= 256
+
+
+def wide(**options) -> Workload:
+    """Weights are most of what it holds, so that it matters whose gradients wait for a further micro-step."""
+    model = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 8))
+    batch = torch.randn(4, 64), torch.randn(4, 8)
+    return Workload(model, batch, loss_fn=F.mse_loss, optimizer=torch.optim.SGD, **options)
+
+
+class TestGradientsThatWait:
+    """A step of several micro-steps holds the gradients of those before, and the fast card beside them."""
+
+    MACHINE = "sim:1xH100-80GB@{}B+1xRTX3060@{}B"
+
+    def machine(self, first: int, second: int) -> str:
+        """The first card runs so many samples alone in a step of one micro-step, and the second so many beside it."""
+        tracer, _ = make_tracer(wide(), like_gpu=True)
+        primary = traced_peaks(tracer, StepShape(((first,),)))[0]
+        return self.MACHINE.format(primary + KIB, traced_peaks(tracer, StepShape(((0, second),)))[1] + KIB)
+
+    @pytest.mark.slow
+    def test_bound_device_0_when_it_is_alone(self):
+        """What it runs alone in one micro-step was taken for what it runs in each of several, and nothing ran."""
+        plan = quick(wide(), self.machine(8192, 1024), effective_batch_size=16_000)
+        assert plan.accumulation_steps == 3
+        assert plan.split == (5334, 0)
+        assert not [trial for trial in plan.trials if trial.failure]
+
+    @pytest.mark.slow
+    def test_bound_steps_that_need_not_take_several(self):
+        """All samples fit one forward, and several are faster: the slow card need not help then."""
+        plan = quick(wide(), self.machine(8192, 12_288), effective_batch_size=16_000, n_trials=8)
+        assert plan.accumulation_steps > 1
+        assert not [trial for trial in plan.trials if trial.failure]
+
+    def test_leave_no_room_at_all(self):
+        with pytest.raises(DoesNotFitError, match="the gradients that wait for a second micro-step leave no room"):
+            quick(wide(), self.machine(512, 700), effective_batch_size=2000)
+
+    def test_leave_one_micro_step_where_that_will_do(self):
+        plan = quick(wide(), self.machine(512, 700), effective_batch_size=(64, 2000))
+        assert plan.accumulation_steps == 1
+        assert 64 <= plan.batch_size <= 700 + 512
+
+
+class TestOneMicroStepAndSeveral:
+    """Each has bounds of its own: one holds no gradients that wait, and several need not hold all samples."""
+
+    @pytest.mark.parametrize("effective", [slow((16, 200)), slow((16, 134)), 134])
+    def test_a_wider_range_is_no_slower(self, effective):
+        """134 samples fit one forward; a range to 200 was answered with three of 58, at less than half the rate."""
+        plan = quick(mlp(), "sim:1xP100@1837KiB", effective_batch_size=effective)
+        assert (plan.batch_size, plan.accumulation_steps) == (134, 1)
+        assert not [trial for trial in plan.trials if trial.failure]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("effective", [(16, 400), (16, 250)])
+    def test_single_steps_are_not_bounded_by_several(self, effective):
+        plan = quick(mlp(), "sim:1xP100@1837KiB+1xP100@1500KiB", effective_batch_size=effective, n_trials=24)
+        assert plan.split[0] == 134
+        assert not [trial for trial in plan.trials if trial.failure]
+
+    @pytest.mark.parametrize("capacity", ["1800KiB", slow("1700KiB")])
+    def test_several_are_not_tried_where_only_one_fits(self, capacity):
+        plan = quick(mlp(), f"sim:1xRTX3090@{capacity}", effective_batch_size=64, n_trials=24)
+        assert (plan.batch_size, plan.accumulation_steps) == (64, 1)
+        assert not [trial for trial in plan.trials if trial.failure]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("effective", [10**7, (5, 10**6)])
+    def test_a_vast_step_takes_no_longer(self, effective):
+        """Each of its thousands of micro-steps was looked at by itself, for each candidate: minutes."""
+        plan = quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=effective)
+        assert plan.accumulation_steps > 500
+
+    @pytest.mark.slow
+    def test_a_step_of_too_many_is_refused(self):
+        with pytest.raises(InputError, match=r"takes 17123[0-9][0-9] forwards of what fits; expected at most 65536"):
+            quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=10**9)
+
+
+@pytest.mark.parametrize(
+    ("make", "devices"),
+    [slow(mlp, "sim:1xRTX3090@3MiB+1xRTX3060@664KiB"), (small, "sim:1xRTX3090+1xRTX3060@10KiB")],
+)
+def test_a_card_that_runs_only_its_part_of_a_step_ends_no_tuning(make, devices):
+    """By itself a forward and backward held more than its part of a step, and the tuning died of it."""
+    plan = quick(make(), devices, effective_batch_size=64)
+    assert plan.split == (64, 0)
+    assert any("sim:1 holds too little to be timed by itself" in note for note in plan.notes)
+
+
+class TestBatchNorms:
+    """Two samples at least, or none, on every device, in the last forward as well."""
+
+    @pytest.mark.parametrize("effective", [slow(2), 3, slow(5), slow(7)])
+    def test_no_share_of_one_is_tried(self, effective):
+        plan = quick(small(), "sim:2xRTX3090", effective_batch_size=effective, n_trials=1)
+        assert plan.split == (effective, 0)
+
+    def test_no_last_forward_of_one_is_the_answer(self):
+        plan = quick(small(), "sim:1xRTX3090", effective_batch_size=5, max_batch_size=4)
+        assert (plan.batch_size, plan.accumulation_steps) == (3, 2)
+
+    @pytest.mark.parametrize(("effective", "most"), [(5, 2), (7, 3)])
+    def test_where_there_is_no_other_the_sizes_are_named(self, effective, most):
+        with pytest.raises(DoesNotFitError, match="ask for another effective_batch_size, or raise max_batch_size"):
+            quick(small(), "cpu", effective_batch_size=effective, max_batch_size=most)
+
+    def test_nor_a_last_forward_of_one_for_a_rank(self):
+        with pytest.raises(DoesNotFitError, match="in the shorter last forward"):
+            quick(small(), "sim:2xRTX3090", strategy="ddp", effective_batch_size=5, max_batch_size=4)
+
+    @pytest.mark.parametrize("second", ["17KiB", slow("20KiB")])
+    def test_the_last_ceilings_are_found_beside_one_another(self, second):
+        """They were looked for at a share of one, after the search, and all of it was lost."""
+        plan = quick(small(), f"sim:1xRTX3090@17KiB+1xRTX3060@{second}")
+        assert plan.split[0] <= plan.ceilings[0]
+
+
+def test_a_card_too_small_for_a_rank_is_timed_as_what_it_is():
+    """It holds no gradient buckets, so no rank; its time was made up then: a second for each sample."""
+    tracer, _ = make_tracer(wide(), like_gpu=True)
+    held = traced_peaks(tracer, StepShape(((64,),)))[0]
+    assert held < traced_peaks(tracer, StepShape(((1,),), "rank", num_ranks=2))[0]
+    plan = quick(wide(), f"sim:1xRTX3090@{held}B+1xRTX3090", effective_batch_size=64)
+    assert plan.ddp.ranks == ()
+    assert plan.fit.step_time.curves[0](1) < 0.01
+
+
+# ------------------------------------------------------------------------------------------------------- budgets
+
+
+def train(model, loss_of, make_batch, optimizer, n: int, count: int = 3) -> None:
+    for _ in range(count):
+        loss_of(model, make_batch(n)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def outside(model, batch):
+    inputs, targets = batch
+    logits = model(inputs)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def inside(model, batch):
+    return model(*batch)
+
+
+def check_edges(plan: Plan, workload: Workload, loss_of, new_optimizer, *, steps_before: int = 0) -> None:
+    """Train at the ceilings inside the budgets, and over each of them by one sample."""
+
+    def attempt(split: tuple[int, ...]) -> tuple[int, ...]:
+        model = copy.deepcopy(workload.model)
+        optimizer = new_optimizer(model.parameters())
+        train(model, loss_of, workload.batch, optimizer, 2, count=steps_before)
+        wrapped = BalancedDataParallel(None, model, ["cpu"] * len(split), split=split)
+        with plan.budgets() as tracker:
+            train(wrapped, loss_of, workload.batch, optimizer, sum(split))
+            return tuple(tracker.peak_bytes)
+
+    peaks = attempt(plan.ceilings)
+    assert all(peak <= device.capacity_bytes for peak, device in zip(peaks, plan.devices, strict=True))
+    for index, device in enumerate(plan.devices):
+        more = tuple(n + (position == index) for position, n in enumerate(plan.ceilings))
+        with pytest.raises(torch.OutOfMemoryError, match=device.label) as caught:
+            attempt(more)
+        assert isinstance(caught.value, autosplit.OutOfMemoryError)
+        assert caught.value.device == device.label
+
+
+OPTIMIZERS = {"sgd": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9), "adamw": torch.optim.AdamW}
+
+
+class TestBudgets:
+    @pytest.mark.parametrize("name", [slow("sgd"), "adamw"])
+    @pytest.mark.parametrize("steps_before", [slow(0), 1])
+    def test_ceilings_are_the_edge_with_the_loss_outside(self, name, steps_before):
+        workload = char_gpt(width=32, depth=1, heads=2, optimizer=OPTIMIZERS[name])
+        plan = quick(workload, "cpu:3MiB,cpu:2MiB")
+        check_edges(plan, workload, outside, OPTIMIZERS[name], steps_before=steps_before)
+
+    @pytest.mark.parametrize("name", [slow("sgd"), "adamw"])
+    def test_ceilings_are_the_edge_with_the_loss_inside(self, name):
+        workload = with_loss(optimizer=OPTIMIZERS[name])
+        plan = quick(workload, "cpu:3MiB,cpu:2MiB")
+        check_edges(plan, workload, inside, OPTIMIZERS[name])
+
+    @pytest.mark.parametrize("effective", [150, slow(331)])
+    def test_accumulated_training_stays_within(self, effective):
+        workload = char_gpt(width=32, depth=1, heads=2)
+        plan = quick(workload, "cpu:3MiB,cpu:2MiB", effective_batch_size=effective)
+        check_sums(plan, effective)
+        assert plan.accumulation_steps > 1
+        model = copy.deepcopy(workload.model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        wrapped = plan.wrap(model)
+        data = TensorDataset(*workload.batch(3 * effective))
+        loader = DataLoader(data, batch_sampler=plan.batch_sampler(len(data), shuffle=True, seed=0))
+        sizes = []
+        with plan.budgets() as tracker:
+            for step in plan.steps(loader):
+                sizes.append([])
+                for inputs, targets in step:
+                    sizes[-1].append(len(inputs))
+                    step.backward(outside(wrapped, (inputs, targets)))
+                optimizer.step()
+                optimizer.zero_grad()
+            peaks = tuple(tracker.peak_bytes)
+        assert [sum(step) for step in sizes] == [effective] * 3
+        assert all(peak <= device.capacity_bytes for peak, device in zip(peaks, plan.devices, strict=True))
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(900)
+    def test_the_sizes_of_the_readme(self):
+        workload = char_gpt()
+        plan = quick(workload, "cpu:600MiB,cpu:300MiB", n_trials=2)
+        check_edges(plan, workload, outside, torch.optim.AdamW)
+
+
+# --------------------------------------------------------------------------------------------------- state guard
+
+
+def tensors_as_they_are(module: nn.Module) -> dict:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {
+        name: [
+            (id(t), t.data_ptr(), t.requires_grad, str(t.device)),
+            t.detach().clone(),
+            None if t.grad is None else (id(t.grad), t.grad.clone()),
+        ]
+        for name, t in named
+    }
+
+
+def flags_as_they_are(module: nn.Module) -> list:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+    return [(name, part.training, *(len(getattr(part, h)) for h in hooks)) for name, part in module.named_modules()]
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+class Live:
+    """A model in the middle of its training, and all that must not change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        for _ in range(3):
+            inputs, targets = net_batch()
+            F.cross_entropy(model(inputs), targets).backward()
+            self.optimizer.step()
+            self.scheduler.step()  # the last gradients stay, as before an accumulated step
+        modules = list(model.modules())
+        modules[-1].eval()
+        modules[-1].bias.requires_grad_(False)
+        modules[-1].register_forward_hook(lambda *_: None)
+        self.workload = small(model, optimizer=self.optimizer)
+        self.before = self.state()
+
+    def state(self) -> tuple:
+        import numpy as np
+
+        return (
+            tensors_as_they_are(self.model),
+            flags_as_they_are(self.model),
+            copy.deepcopy(self.optimizer.state_dict()),
+            copy.deepcopy(self.scheduler.state_dict()),
+            torch.get_rng_state(),
+            random.getstate(),
+            [part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()],  # noqa: NPY002,
+        )
+
+    def check(self) -> None:
+        names = ("tensors", "flags", "optimizer", "scheduler", "torch's generator", "python's", "numpy's")
+        after = self.state()
+        assert [name for name, a, b in zip(names, self.before, after, strict=True) if not same(a, b)] == []
+
+
+class Trap:
+    """Lets a model raise in a stage of the tuning, or at a call; copies of the model share it."""
+
+    def __init__(self) -> None:
+        self.calls, self.stage = 0, "predict"
+        self.raises: dict = {}
+
+    def __deepcopy__(self, memo) -> Trap:
+        return self
+
+    def spring(self) -> None:
+        self.calls += 1
+        error = self.raises.get(self.stage) or self.raises.get(self.calls)
+        if error is not None:
+            raise error
+
+    def watch(self, progress) -> None:
+        self.stage = progress.stage
+
+
+class Trapped(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.trap = Trap()
+        self.body = body
+
+    def forward(self, x):
+        self.trap.spring()
+        return self.body(x)
+
+
+DEVICES = ("cpu", "cpu:1MiB,cpu:1MiB", "sim:2xRTX3090")
+MODELS = {"copied": net, "borrowed": Uncopyable}
+
+
+@pytest.fixture(params=["copied", slow("borrowed")])
+def live(request) -> Live:
+    return Live(Trapped(MODELS[request.param]()))
+
+
+def tune_live(live: Live, devices: str, **options) -> Plan:
+    options = {"max_batch_size": 8, "progress": live.model.trap.watch, **options}
+    return quick(live.workload, devices, **options)
+
+
+class TestStateGuard:
+    @pytest.mark.parametrize("devices", DEVICES)
+    def test_a_tuning_leaves_nothing_behind(self, live, devices):
+        tune_live(live, devices)
+        live.model.trap.calls = 0
+        live.check()
+
+    @pytest.mark.parametrize("devices", DEVICES)
+    @pytest.mark.parametrize("call", [1, 6])
+    def test_nor_does_one_whose_model_raises(self, live, devices, call):
+        live.model.trap.calls = 0
+        live.model.trap.raises = dict.fromkeys(range(call, 1000), ZeroDivisionError("on purpose"))
+        with pytest.raises((UserCodeError, ZeroDivisionError), match="on purpose"):
+            tune_live(live, devices)
+        live.check()
+
+    @pytest.mark.parametrize("devices", DEVICES)
+    @pytest.mark.parametrize("stage", ["predict", "ceilings", "times", "search"])
+    def test_nor_does_one_that_was_interrupted(self, live, devices, stage):
+        trap = live.model.trap
+        trap.raises = {stage: KeyboardInterrupt()}
+
+        def watch(progress):
+            trap.watch(progress)
+            if stage in ("times", "search") and progress.stage == stage:
+                raise KeyboardInterrupt  # simulated and plain cpu steps of this stage may all be known already
+
+        if stage == "times" and devices == "cpu":
+            pytest.skip("the ceiling of a plain cpu is found by its times")
+        with pytest.raises(TuningInterrupted):
+            tune_live(live, devices, progress=watch, max_batch_size=32)
+        live.check()
+
+    @pytest.mark.parametrize("devices", ["cpu:1KiB,cpu:1KiB", "cpu:10KiB,cpu:2KiB", "sim:2xRTX3090@1KiB"])
+    def test_nor_does_one_that_does_not_fit(self, live, devices):
+        with pytest.raises(DoesNotFitError):
+            tune_live(live, devices)
+        live.check()
+
+    @pytest.mark.parametrize("devices", DEVICES)
+    def test_nor_does_a_remembered_plan(self, live, devices):
+        trap = live.model.trap
+        for _ in range(2):
+            trap.calls, trap.stage = 0, "predict"  # the copies count into it, and what a model holds is what it is
+            plan = tune_live(live, devices, profile="auto")
+            live.check()
+        assert "nothing was run" in plan.notes[0]
+
+    def test_nor_does_an_optimizer_that_does_not_fit_the_model(self, live):
+        other = replace(live.workload, optimizer=lambda parameters: 3)
+        with pytest.raises(WorkloadError, match="optimizer factory returned"):
+            quick(other, "cpu")
+        live.check()
+
+
+class TestInterrupted:
+    def test_the_best_so_far_is_kept_and_not_taken_for_the_answer(self, tmp_path):
+        seen = []
+
+        def stop(progress):
+            seen.append(progress)
+            if progress.stage == "search" and progress.best_samples_per_s is not None:
+                raise KeyboardInterrupt
+
+        workload = small()
+        with pytest.raises(TuningInterrupted) as caught:
+            tune(workload, devices="sim:2xRTX3090", effective_batch_size=64, progress=stop)
+        plan = caught.value.plan
+        assert plan is not None
+        assert not plan.complete
+        check_sums(plan, 64)
+        assert Plan.load(caught.value.path).to_dict() == plan.to_dict()
+        again = tune(workload, devices="sim:2xRTX3090", effective_batch_size=64)
+        assert again.complete
+        assert any("interrupted" in note for note in again.notes)
+
+    def test_a_refresh_that_is_interrupted_leaves_the_remembered_plan(self, monkeypatch):
+        def stop(progress):
+            if progress.stage == "search" and progress.best_samples_per_s is not None:
+                raise KeyboardInterrupt
+
+        workload, options = small(), {"devices": "sim:2xRTX3090", "effective_batch_size": 64}
+        tune(workload, **options)
+        with pytest.raises(TuningInterrupted) as caught:
+            tune(workload, **options, profile="refresh", progress=stop)
+        assert caught.value.path is None
+        assert any("its search was interrupted, and that of the remembered" in one for one in caught.value.plan.notes)
+        forbid_search(monkeypatch)
+        assert tune(workload, **options).complete
+
+    def test_nothing_is_kept_where_no_trial_had_succeeded(self, cache_dir):
+        def stop(progress):
+            raise KeyboardInterrupt
+
+        with pytest.raises(TuningInterrupted) as caught:
+            tune(small(), devices="sim:2xRTX3090", progress=stop)
+        assert (caught.value.plan, caught.value.path) == (None, None)
+        assert not list(cache_dir.rglob("*.json"))
+
+
+# ------------------------------------------------------------------------------------------------------ profiles
+
+
+def forbid_search(monkeypatch) -> None:
+    def fail(*args, **kwargs):
+        raise AssertionError("a remembered plan needs no search")
+
+    monkeypatch.setattr(session, "search", fail)
+
+
+class TestProfiles:
+    options = types.MappingProxyType({"devices": "sim:2xRTX3090", "effective_batch_size": 64, "n_trials": 3})
+
+    def test_the_second_tuning_runs_nothing_and_says_so(self, monkeypatch):
+        workload = small()
+        first = tune(workload, **self.options)
+        forbid_search(monkeypatch)
+        second = tune(workload, **self.options)
+        assert "nothing was run" in second.notes[0]
+        assert replace(second, notes=first.notes).to_dict() == first.to_dict()
+        with pytest.raises(AssertionError, match="no search"):
+            tune(workload, **self.options, profile="refresh")
+
+    @pytest.mark.slow
+    def test_says_that_a_storage_was_not_opened_and_a_sampler_of_ones_own_tunes_anew(self, tmp_path, monkeypatch):
+        """Both were passed over without a word."""
+        import optuna
+
+        workload = small()
+        tune(workload, **self.options)
+        url = f"sqlite:///{tmp_path / 'study.db'}"
+        assert (
+            "nothing was run, and the storage was not opened;" in tune(workload, **self.options, storage=url).notes[0]
+        )
+        forbid_search(monkeypatch)
+        with pytest.raises(AssertionError, match="no search"):
+            tune(workload, **self.options, sampler=optuna.samplers.RandomSampler())
+
+    @pytest.mark.slow
+    def test_refresh_replaces_the_plan(self):
+        workload = small()
+        tune(workload, **self.options, name="mine")
+        fresh = tune(workload, **{**self.options, "n_trials": 1}, name="mine", profile="refresh")
+        assert len(fresh.trials) == 1
+        assert len(tune(workload, **self.options, name="mine").trials) == 1
+
+    def test_off_neither_reads_nor_writes(self, cache_dir, monkeypatch):
+        workload = small()
+        tune(workload, **self.options, profile="off")
+        assert not cache_dir.exists()
+        tune(workload, **self.options)
+        forbid_search(monkeypatch)
+        with pytest.raises(AssertionError, match="no search"):
+            tune(workload, **self.options, profile="off")
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"effective_batch_size": 65},
+            slow({"devices": "sim:2xRTX4090"}),
+            slow({"devices": "sim:3xRTX3090"}),
+            slow({"precision": "bf16"}),
+            slow({"strategy": "ddp"}),
+            slow({"reserve": "1GiB"}),
+            slow({"max_batch_size": 32}),
+            slow({"name": "another"}),
+            {"model": "wider"},
+        ],
+        ids=str,
+    )
+    def test_what_makes_another_plan_makes_another_profile(self, other, monkeypatch):
+        tune(small(), **self.options)
+        found = []
+        real_find = profiles.find
+        monkeypatch.setattr(
+            profiles, "find", lambda *args, **kwargs: found.append(real_find(*args, **kwargs)) or found[-1]
+        )
+        options = {**self.options, **other}
+        wider = nn.Sequential(nn.Linear(4, 33), nn.BatchNorm1d(33), nn.Dropout(0.5), nn.ReLU(), nn.Linear(33, 3))
+        tune(small(wider if options.pop("model", None) else None), **options)
+        assert found[0].plan is None
+        assert found[0].notes == ()
+
+
+class TestPrecision:
+    """`precision` beside a Workload or a function takes the place of its own, as the command line's flag does."""
+
+    @pytest.mark.parametrize("devices", ["sim:2xRTX3090", "cpu:1MiB,cpu:1MiB"])
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    @pytest.mark.parametrize("source", [small, small()], ids=["function", "workload"])
+    def test_it_replaces_the_workloads_own(self, devices, precision, source):
+        plan = quick(source, devices, precision=precision, max_batch_size=8)
+        assert plan.precision == precision
+        assert plan.workload["precision"] == precision
+
+    def test_it_can_be_taken_away(self):
+        assert quick(small(precision="bf16"), "sim:1xRTX3090", precision="none", max_batch_size=8).precision == "none"
+
+    @pytest.mark.parametrize("source", [small, small()], ids=["function", "workload"])
+    def test_an_unknown_one_is_refused(self, source):
+        with pytest.raises(WorkloadError, match="precision is 'fp8'"):
+            quick(source, "sim:1xRTX3090", precision="fp8")
+
+    def test_the_users_function_is_still_checked(self):
+        with pytest.raises(WorkloadError, match="returned a int"):
+            quick(lambda: 3, "cpu", precision="bf16")
+
+
+# ---------------------------------------------------------------------------------------------------------- ddp
+
+
+class TestSeveralPrecisions:
+    """RTX 3090s have bfloat16 units, RTX 2080 Ti have none."""
+
+    @pytest.mark.slow
+    def test_the_faster_is_the_plan_and_both_are_told_of(self):
+        alone = {name: quick(one_block(), "sim:2xRTX3090", precision=name) for name in ("none", "bf16")}
+        plan = quick(one_block(), "sim:2xRTX3090", precision=("none", "bf16"))
+        fastest = max(alone, key=lambda name: alone[name].samples_per_s)
+        assert plan.precision == fastest
+        assert plan.split == alone[fastest].split
+        assert f"{fastest} is the plan's" in plan.notes[0]
+        assert all(f"{name} {alone[name].samples_per_s:,.0f} samples/s" in plan.notes[0] for name in alone)
+
+    @pytest.mark.slow
+    def test_bf16_counts_only_where_every_device_has_it(self):
+        plan = quick(one_block(), "sim:1xRTX3090+1xRTX2080Ti", precision="none,bf16")
+        assert plan.precision == "none"
+        assert any("bf16 was not searched" in note and "RTX2080Ti" in note for note in plan.notes)
+        assert not any("RTX3090" in note for note in plan.notes if "bf16 was not searched" in note)
+
+    def test_bf16_alone_is_what_the_user_wants(self):
+        assert quick(one_block(), "sim:1xRTX2080Ti", precision=("bf16",)).precision == "bf16"
+
+    @pytest.mark.slow
+    def test_progress_goes_through_all_of_them_once(self):
+        told = []
+        quick(one_block(), "sim:1xRTX3090", precision=("none", "bf16"), progress=told.append)
+        fractions = [progress.fraction for progress in told]
+        assert fractions == sorted(fractions)
+        assert fractions[-1] == 1.0
+        assert {progress.message.split(":")[0] for progress in told} == {"none", "bf16"}
+
+    @pytest.mark.slow
+    def test_each_is_remembered(self, cache_dir):
+        for _ in range(2):
+            plan = tune(one_block(), devices="sim:1xRTX3090", precision=("none", "bf16"), n_trials=3)
+        assert len(list(cache_dir.rglob("*.json"))) == 2
+        assert any("from the profile" in note for note in plan.notes)
+
+    @pytest.mark.parametrize("precision", [("none", "int8"), "none,,bf16", ["none", 3], 7])
+    def test_an_unknown_one_among_them_is_refused(self, precision):
+        with pytest.raises(WorkloadError, match=r"precision is .*expected one of 'none', 'bf16', 'fp16'"):
+            quick(one_block(), "sim:1xRTX3090", precision=precision)
+
+    @pytest.mark.slow
+    def test_interrupted_in_the_second_the_first_is_kept(self):
+        def interrupt(progress):
+            if progress.message.startswith("bf16") and progress.stage == "search":
+                raise KeyboardInterrupt
+
+        with pytest.raises(TuningInterrupted) as caught:
+            quick(one_block(), "sim:1xRTX3090", precision=("none", "bf16"), progress=interrupt)
+        assert caught.value.plan is not None
+        assert any("before every precision" in note for note in caught.value.plan.notes)
+        assert not caught.value.plan.complete
+        assert caught.value.path is None
+
+    def test_the_file_that_is_named_is_of_the_plan_that_is_shown(self):
+        """It was of the precision that was being tuned for, whichever was the faster."""
+
+        def interrupt(progress):
+            last = progress.message.startswith("none") and progress.stage == "search"
+            if last and progress.best_samples_per_s is not None:
+                raise KeyboardInterrupt
+
+        with pytest.raises(TuningInterrupted) as caught:
+            tune(one_block(), devices="sim:1xRTX3090", precision=("bf16", "none"), progress=interrupt)
+        assert caught.value.plan.precision == "bf16"
+        assert Plan.load(caught.value.path).precision == "bf16"
+
+
+class TestPrecisionsThatDoNotFit:
+    """They left nothing of the plan that the others had."""
+
+    @staticmethod
+    def workload() -> Workload:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+        return Workload(
+            model,
+            torch.randn(4, 64),
+            loss_scope="batch",
+            optimizer=torch.optim.SGD,
+            compute_loss=lambda model, x: model(x).float().pow(2).mean(),
+        )
+
+    @pytest.mark.parametrize("precision", ["none,bf16", "bf16,none"])
+    def test_are_left_out(self, precision):
+        plan = quick(self.workload, "sim:1xRTX3090@3900KiB", effective_batch_size=1024, precision=precision)
+        assert plan.precision == "bf16"
+        assert any(note.startswith("precision none is left out: 894 samples fit one forward") for note in plan.notes)
+
+    def test_all_of_them(self):
+        with pytest.raises(DoesNotFitError, match="at least 4096"):
+            quick(self.workload, "sim:1xRTX3090@3900KiB", effective_batch_size=4096, precision="none,bf16")
+
+
+class TestRangeOfEffectiveBatches:
+    @pytest.mark.slow
+    def test_the_plan_is_within_it_and_as_fast_as_any_number_of_it(self):
+        devices = "sim:2xRTX3090@70MiB"
+        plan = quick(one_block(), devices, effective_batch_size=(200, 300), n_trials=12)
+        check_sums(plan, plan.effective_batch_size)
+        assert 200 <= plan.effective_batch_size <= 300
+        rates = [
+            quick(one_block(), devices, effective_batch_size=n, n_trials=12).samples_per_s for n in (200, 240, 300)
+        ]
+        assert plan.samples_per_s >= 0.99 * max(rates)
+
+    def test_ddp_is_within_it_too(self):
+        plan = quick(one_block(), "sim:2xRTX3090@70MiB", effective_batch_size="200:300", strategy="ddp")
+        assert 200 <= plan.effective_batch_size <= 300
+        assert plan.effective_batch_size == plan.ddp.effective_batch_size
+
+    def test_a_step_that_is_one_forward_is_as_large_as_fits(self):
+        plan = quick(gan(), "cpu:40MiB", effective_batch_size=(2, 64))
+        assert plan.accumulation_steps == 1
+        assert 2 <= plan.batch_size <= 64
+
+    @pytest.mark.parametrize(
+        "given", [(300, 200), (0, 5), (1, 2, 3), "1:2:3", "a:b", "64:", (1.5, 3), "1e3", (), ("4", True)]
+    )
+    def test_what_is_no_range_is_refused(self, given):
+        with pytest.raises(InputError, match=r"effective_batch_size.*expected"):
+            quick(one_block(), "sim:1xRTX3090", effective_batch_size=given)
+
+
+class TestDdpStrategy:
+    def test_the_split_holds_the_ranks_batches_and_nothing_is_searched(self, monkeypatch):
+        forbid_search(monkeypatch)
+        plan = quick(one_block(), "sim:1xH100-80GB+1xRTX3090", effective_batch_size=512, strategy="ddp")
+        check_sums(plan, 512)
+        assert plan.trials == ()
+        assert plan.split == tuple(rank.batch_size for rank in plan.ddp.ranks)
+        assert plan.ceilings == tuple(rank.ceiling.batch_size for rank in plan.ddp.ranks)
+        assert all(rank.ceiling.role == "rank" for rank in plan.ddp.ranks)
+        assert plan.samples_per_s == plan.ddp.samples_per_s
+        assert plan.split[0] > plan.split[1]
+        assert any("predicted" in note for note in plan.notes)
+
+    @pytest.mark.slow
+    def test_it_agrees_with_the_answer_beside_a_searched_plan(self):
+        options = {"effective_batch_size": 512}
+        alone = quick(one_block(), "sim:3xRTX3090", strategy="ddp", **options)
+        assert alone.ddp == quick(one_block(), "sim:3xRTX3090", **options).ddp
+
+    @pytest.mark.parametrize("devices", ["cpu", "cpu:1MiB", "cpu:1MiB,cpu:1MiB", "sim:1xRTX3090"])
+    def test_on_any_devices(self, devices):
+        plan = quick(small(), devices, strategy="ddp", effective_batch_size=32)
+        check_sums(plan, 32)
+        assert min(plan.split) >= plan.ddp.least_batch == 2  # BatchNorm trains on no less
+
+    def test_a_device_too_small_for_a_rank(self):
+        with pytest.raises(DoesNotFitError, match="can't hold a DDP rank"):
+            quick(small(), "sim:1xRTX3090+1xRTX3090@5KiB", strategy="ddp", effective_batch_size=32)
+
+    def test_fewer_samples_than_ranks(self):
+        with pytest.raises(DoesNotFitError, match="at least 8 samples"):
+            quick(small(), "sim:4xRTX3090", strategy="ddp", effective_batch_size=4)
+
+    def test_a_loss_over_the_batch(self):
+        plan = quick(small(loss_scope="batch"), "sim:2xRTX3090", max_batch_size=16)
+        assert plan.ddp.ranks == ()
+        assert "loss_scope" in plan.ddp.reason
+
+
+# ------------------------------------------------------------------------------- steps that can't be accumulated
+
+
+class Discriminating(nn.Module):
+    """Half of a GAN."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def gan_step(models, optimizers, batch):
+    generator, critic = models
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    made = generator(batch)
+    critic_loss = critic(made.detach()).mean() - critic(batch).mean()
+    critic_loss.backward()
+    optimizers[1].step()
+    (-critic(made).mean()).backward()
+    optimizers[0].step()
+
+
+def gan() -> Workload:
+    models = (Discriminating(64), Discriminating(32))
+    optimizers = (torch.optim.Adam, torch.optim.RMSprop)
+    return Workload(models, torch.randn(4, 16), step=gan_step, optimizer=optimizers)
+
+
+SINGLE = {"step": gan, "loss_scope": lambda: small(loss_scope="batch")}
+
+
+@pytest.mark.parametrize("make", SINGLE.values(), ids=SINGLE)
+class TestSingleForward:
+    @pytest.mark.parametrize("devices", [*DEVICES, "cpu:1MiB"])
+    def test_the_whole_step_is_one_forward(self, make, devices):
+        plan = quick(make(), devices, effective_batch_size=64, n_trials=6)
+        check_sums(plan, 64)
+        assert plan.accumulation_steps == 1
+        assert all(trial.accumulation_steps == 1 for trial in plan.trials)
+        assert all(rank.accumulation_steps == 1 for rank in plan.ddp.ranks)
+
+    @pytest.mark.parametrize("devices", ["cpu:128KiB,cpu:128KiB", "sim:2xRTX3090@128KiB"])
+    @pytest.mark.parametrize("strategy", ["auto", "ddp"])
+    def test_what_does_not_fit_one_forward_is_refused(self, make, devices, strategy):
+        with pytest.raises(DoesNotFitError, match=r"can't be accumulated|can't hold|loss_scope") as caught:
+            quick(make(), devices, effective_batch_size=4096, strategy=strategy)
+        assert "\n" not in str(caught.value)
+
+    def test_a_bound_below_the_step_is_refused(self, make):
+        with pytest.raises(WorkloadError, match="max_batch_size is 8"):
+            quick(make(), "sim:2xRTX3090", effective_batch_size=64, max_batch_size=8)
+
+
+# -------------------------------------------------------------------------------------------------------- errors
+
+
+def raising_factory():
+    raise LookupError("no such data")
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x) @ torch.ones(99, 1)
+
+
+SIM = "sim:2xRTX3090"
+BAD = {
+    "effective batch of 0": (
+        InputError,
+        "effective_batch_size is 0",
+        lambda: quick(small(), SIM, effective_batch_size=0),
+    ),
+    "max batch of 0": (InputError, "max_batch_size is 0", lambda: quick(small(), SIM, max_batch_size=0)),
+    "negative reserve": (InputError, "reserve", lambda: quick(small(), SIM, reserve=-1)),
+    "unknown strategy": (InputError, "strategy is 'fsdp'", lambda: quick(small(), SIM, strategy="fsdp")),
+    "unknown profile": (InputError, "profile is 'maybe'", lambda: quick(small(), SIM, profile="maybe")),
+    "no trials": (InputError, "n_trials is 0", lambda: quick(small(), SIM, n_trials=0)),
+    "time limit of 0": (InputError, "time_limit_s is 0", lambda: quick(small(), SIM, time_limit_s=0)),
+    "sample twice": (InputError, "sample_batch", lambda: tune(small(), net_batch(), devices=SIM)),
+    "option beside a workload": (InputError, "loss_fn given", lambda: quick(small(), SIM, loss_fn=F.cross_entropy)),
+    "model alone": (WorkloadError, "without sample_batch", lambda: quick(net(), SIM)),
+    "no workload": (WorkloadError, "the workload is 3", lambda: quick(3, SIM)),
+    "unknown device": (DeviceError, "RTX3091", lambda: quick(small(), "sim:RTX3091")),
+    "factory of another thing": (WorkloadError, "returned a int", lambda: quick(lambda: 3, SIM)),
+    "factory raises": (UserCodeError, "no such data", lambda: quick(raising_factory, SIM)),
+    "factory raises on cpu": (UserCodeError, "no such data", lambda: quick(raising_factory, "cpu")),
+    "model fails": (UserCodeError, "raised", lambda: quick(small(Failing()), SIM)),
+    "model fails on cpu": (UserCodeError, "raised", lambda: quick(small(Failing()), "cpu:1MiB")),
+    "does not fit": (DoesNotFitError, "needs", lambda: quick(small(), "sim:RTX3090@3KiB")),
+    "does not fit a budget": (DoesNotFitError, "needs", lambda: quick(small(), "cpu:3KiB")),
+    "fits neither": (DoesNotFitError, "needs", lambda: quick(small(), "cpu:3KiB,cpu:3KiB")),
+    "storage": (InputError, "storage is", lambda: quick(small(), SIM, storage="sqlite:////nowhere/at/all.db")),
+}
+
+
+class TestErrors:
+    @pytest.mark.parametrize(("kind", "says", "call"), BAD.values(), ids=BAD)
+    def test_bad_input_is_one_line_that_says_what_to_do(self, kind, says, call):
+        with pytest.raises(kind, match=says) as caught:
+            call()
+        assert isinstance(caught.value, AutosplitError)
+        assert "\n" not in str(caught.value)
+        assert ";" in str(caught.value), "a message ends in what to do next"
+
+    @pytest.mark.parametrize("devices", ["sim:RTX3090@3KiB", "cpu:3KiB"])
+    def test_what_does_not_fit_tells_the_bytes_it_needs_and_has(self, devices):
+        with pytest.raises(DoesNotFitError) as caught:
+            quick(small(), devices)
+        assert caught.value.capacity_bytes == 3 * 1024
+        assert caught.value.requested_bytes > 3 * 1024
+        assert str(caught.value.requested_bytes) in str(caught.value)
+        assert str(caught.value.capacity_bytes) in str(caught.value)
+
+    @pytest.mark.parametrize("source", [raising_factory, small(Failing())], ids=["factory", "model"])
+    @pytest.mark.parametrize("devices", ["cpu", SIM])
+    def test_the_users_own_frames_are_shown(self, source, devices):
+        with pytest.raises(UserCodeError) as caught:
+            quick(source, devices)
+        assert caught.value.frames
+        assert all("test_tune.py" in frame for frame in caught.value.frames)
+
+    def test_a_time_limit_ends_the_search(self):
+        plan = quick(small(), SIM, effective_batch_size=64, n_trials=500, time_limit_s=0.001)
+        assert len(plan.trials) == 1
+
+    @pytest.mark.slow
+    def test_a_time_limit_bounds_the_ceilings_too(self, monkeypatch):
+        """They took 96 s at a limit of a millisecond: the limit was one for trials only."""
+        looks, look = [], cost.largest_fitting
+        monkeypatch.setattr(
+            probe, "largest_fitting", lambda peak, *a, **k: look(lambda n: (looks.append(n), peak(n))[1], *a, **k)
+        )
+        options = {"devices": "sim:RTX3090@900MiB", "effective_batch_size": 4096, "n_trials": 1}
+        unhurried = quick(one_block(), **options)
+        without = len(looks)
+        plan = quick(one_block(), **options, time_limit_s=0.001)
+        assert len(looks) - without <= 2 * HURRIED_LOOKS
+        assert plan.ceilings[0] <= unhurried.ceilings[0]
+        assert len(plan.trials) == 1
+        assert any("the time limit was over before the search began" in note for note in plan.notes)
+
+    @pytest.mark.slow
+    def test_a_search_that_was_killed_does_not_measure_its_ceilings_again(self, tmp_path, monkeypatch):
+        def stop(progress):
+            if progress.message.startswith("1 of "):
+                raise KeyboardInterrupt
+
+        options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
+        with pytest.raises(TuningInterrupted):
+            quick(small(), SIM, progress=stop, **options)
+        with monkeypatch.context() as patched:
+            patched.setattr(probe.Prober, "_real_slope", lambda *_: pytest.fail("measured again"))
+            patched.setattr(session.Session, "_final_ceilings", lambda self, best: (self.primary_alone, *self.replicas))
+            resumed = quick(small(), SIM, **options)
+        assert any("ceilings are those of a search that was cut off" in note for note in resumed.notes)
+        again = quick(small(), SIM, **options)
+        assert again.split == resumed.split
+        assert not any("cut off" in note for note in again.notes), "it had come to its end: they are measured anew"
+
+    def test_a_sampler_of_ones_own_draws_all_trials(self):
+        import optuna
+
+        plan = quick(small(), SIM, effective_batch_size=64, n_trials=5, sampler=optuna.samplers.RandomSampler(seed=3))
+        assert len(plan.trials) == 5
+        for odd in ("tpe", optuna.samplers.RandomSampler):  # the class was a TypeError from within Optuna
+            with pytest.raises(InputError, match=r"sampler is .*; expected one of Optuna's"):
+                quick(small(), SIM, sampler=odd)
+
+    def test_a_storage_keeps_the_study(self, tmp_path):
+        import optuna
+
+        url = f"sqlite:///{tmp_path / 'study.db'}"
+        plan = quick(small(), SIM, effective_batch_size=64, storage=url, name="kept")
+        names = optuna.get_all_study_names(storage=url)
+        assert len(names) == 1
+        assert names[0].startswith("kept-")
+        assert len(optuna.load_study(study_name=names[0], storage=url).trials) >= len(plan.trials)
+
+    @pytest.mark.slow
+    def test_two_searches_of_one_study_both_end(self, tmp_path, monkeypatch):
+        """The second took the first one's trial for one that was cut off, and the first died of Optuna's error."""
+        options = {"effective_batch_size": 300, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
+        evaluate, plans = session.Session._evaluate, []
+
+        def and_another(self, number, configuration):
+            monkeypatch.setattr(session.Session, "_evaluate", evaluate)
+            plans.append(quick(mlp(), SIM, **options))
+            return evaluate(self, number, configuration)
+
+        monkeypatch.setattr(session.Session, "_evaluate", and_another)
+        plans.append(quick(mlp(), SIM, **options))
+        assert plans[0].split == plans[1].split
+
+    def test_a_storage_that_fails_is_done_without(self, tmp_path, monkeypatch):
+        from optuna.storages._cached_storage import _CachedStorage
+
+        def full(*told):
+            raise OSError("No space left on device")
+
+        def break_it(progress):
+            if progress.message.startswith("1 of "):
+                monkeypatch.setattr(_CachedStorage, "set_trial_user_attr", full)
+
+        url = f"sqlite:///{tmp_path / 'study.db'}"
+        plan = quick(small(), SIM, effective_batch_size=64, storage=url, progress=break_it)
+        assert len(plan.trials) > 1
+        assert any("No space left on device" in note and "went on without it" in note for note in plan.notes)
+
+    def test_a_storage_is_opened_before_anything_is_measured(self, monkeypatch):
+        monkeypatch.setattr(session.Session, "_ceilings", lambda self: pytest.fail("measured"))
+        with pytest.raises(InputError, match=r"storage is 'nosuch://me:\*\*\*@host/db'"):
+            quick(small(), SIM, effective_batch_size=64, storage="nosuch://me:secret@host/db")
+
+    @pytest.mark.slow
+    def test_trials_that_come_from_a_storage_are_told_of(self, tmp_path):
+        """The plan said that it was found with so many trials, and had run but some of them."""
+
+        def stop(progress):
+            if progress.message.startswith("2 of "):
+                raise KeyboardInterrupt
+
+        options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
+        with pytest.raises(TuningInterrupted):
+            quick(small(), SIM, progress=stop, **options)
+        resumed, again = quick(small(), SIM, **options), quick(small(), SIM, **options)
+        said = f"2 of {len(resumed.trials)} trials are those of a search that was cut off, from storage"
+        assert said in resumed.notes
+        assert resumed.trials == again.trials
+        assert not any("cut off" in note for note in again.notes), "it had come to its end"
+
+
+@pytest.mark.parametrize(
+    ("copies_s", "reduce_s"),
+    [((0.0, 0.08), 0.04), ((0.0, *(0.08,) * 7), 0.07), ((0.0, 0.02, 0.08, 0.02), 0.06), ((0.0,), 0.0)],
+)
+def test_an_all_reduce_takes_no_longer_than_the_slowest_links_copies(copies_s, reduce_s):
+    """It was the sum of what all replicas' copies take in turn: seven times a ring, on eight cards alike."""
+    curves = (TimeCurve(((1, 1.0),)),) * len(copies_s)
+    step_time = StepTime(curves, copies_s, (0.0,) * len(copies_s), 0.0, adds_up=False)
+    asked = SimpleNamespace(request=SimpleNamespace(devices=curves, simulated=False))
+    assert session.Session._all_reduce_seconds(asked, step_time) == pytest.approx(reduce_s)
