@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autosplit.solve.memory import LONGEST_LEAP, largest_fitting
+from autosplit.solve.memory import largest_fitting
 
 __all__ = ["WallSearch"]
+
+LONGEST_LEAP = 16
+"""Times the samples that ran, at most, where nothing was traced: a line of two small steps leads no further."""
 
 FIRST_SHARE = 8
 """The first step has this part of the samples that a trace promises: a trace may be several times too good."""
@@ -165,4 +168,4 @@ class WallSearch:
     def _fitting(self, peak_bytes: Callable[[int], float], low: int, high: int) -> int:
         """Return the largest size between two whose peak fits."""
         start = min(max(self.start, low + 1), high - 1)
-        return largest_fitting(peak_bytes, self.capacity_bytes, least=low, most=high - 1, start=start, max_calls=64)
+        return largest_fitting(peak_bytes, self.capacity_bytes, least=low, most=high - 1, start=start)

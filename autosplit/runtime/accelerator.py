@@ -373,7 +373,7 @@ class _Run:
         else:
             views = self._buckets is not None and views_buckets(self._shape)
             try:
-                updates = int(self._shape.updates)
+                updates = self._shape.updates
                 with gradients_in(self._buckets, self._trainee) if views else nullcontext():  # type: ignore[arg-type]
                     self._trainee.step(self._models, self._batches, self._sizes, mark, updates=updates)
             except BaseException:

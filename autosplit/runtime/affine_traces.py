@@ -1,168 +1,276 @@
 """Foretell traces at any batch from a few: what comes and goes in a step is the same at every batch.
 
-Each storage takes ``c + s * samples`` bytes. So two traces of different sizes, laid beside each other, tell what each
-storage of a third takes; these are rounded to blocks and added up in their order, which gives the peak to the byte. A
-device that gathers for others adds a size, and takes a third trace. Where a storage is quadratic in the samples (a
-loss over the whole batch), a smaller trace that is known says so, and one more is made.
+Each storage takes ``c + s * samples`` bytes, and each op as much work. So two traces of different sizes, laid beside
+each other, tell what a third takes, storage by storage and op by op: bytes are rounded to blocks and added up in their
+order, which gives the peak to the byte; work is played on the clocks of any card. A device beside others adds a size,
+and takes a trace more. Where something is quadratic in the samples (a loss over the whole batch), a third trace says
+so. What takes another way at another size (a kernel, a branch) follows no law: it is traced at each size that is
+asked for, or, where a trace takes real tensors and their memory, told by lines through the peaks.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from autosplit.runtime.memory_tracker import BLOCK_BYTES
+from autosplit.runtime.op_cost import Move, Numbers, Work
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.tracer import Trace, Tracer
+from autosplit.runtime.tracer import Event, Phase, Trace, Tracer
 from autosplit.runtime.trainee import Trainee
 from autosplit.solve.memory import MemoryParts
 
 __all__ = ["AffineTraces"]
 
+_log = logging.getLogger(__name__)
+
 _KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "left")
+_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce", "update")
+
+MOST_POINTS = 4
+"""Traces of one kind of step, after which no law is looked for: a quadratic one takes three, and one to hold it by."""
+
+MOST_KEPT = 256
+"""Steps that are kept as they were told: a search asks for the same ones again and again."""
 
 
 class AffineTraces:
-    """Tells what steps hold as a `Tracer` does, after few real traces.
+    """Tells what steps hold and how they work as a `Tracer` does, after few real traces.
 
     Args:
-        tracer: Follows the workload; what is not affine is asked of it at the sizes traced alone.
-        samples: A size that the workload runs with; small multiples of it are traced.
-        most: Nothing larger is traced.
+        tracer: Follows the workload.
     """
 
-    def __init__(self, tracer: Tracer, samples: int, most: int) -> None:
-        self._tracer = tracer
-        self._samples = max(1, min(samples, most))
-        self._most = most
-        self._laws: dict[StepShape, _Law] = {}
-        self._is_curved = False
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+        self.fake = tracer.fake
+        self.accumulation_costs = tracer.accumulation_costs
+        self.zeroing_costs = tracer.zeroing_costs
+        self._laws: dict[StepShape, _Law | None] = {}
+        self._is_curved: bool | None = None
+        self._checks = False
+        self._told = functools.lru_cache(MOST_KEPT)(self._tell)
 
     @property
     def trainee(self) -> Trainee:
         """The copy that is traced."""
-        return self._tracer.trainee
+        return self.tracer.trainee
 
     def trace(self, shape: StepShape) -> Trace:
-        """Return the trace of a step; its events are those of another size."""
-        split = shape.splits[0]
-        unit = replace(shape, splits=(tuple(min(1, samples) for samples in split),))
-        if unit not in self._laws:
-            self._laws[unit] = self._law(unit)
-        return self._laws[unit].at(split)
+        """Return the trace of a step."""
+        return self._checked(shape) if self._checks else self._told(shape)
 
-    def _law(self, unit: StepShape) -> _Law:
-        """Trace a step at a few sizes: one, and from there one for each device with samples of its own."""
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Follow each step that is asked for, and hold its law against that: it is mended, or given up, where off."""
+        self._checks = True
+        try:
+            yield
+        finally:
+            self._checks = False
+
+    def _tell(self, shape: StepShape) -> Trace:
+        law = self._law_of(shape)
+        return self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
+
+    def _checked(self, shape: StepShape) -> Trace:
+        told, followed = self._told(shape), self.tracer.trace(shape)
+        law = self._law_of(shape)
+        if law is not None and told.peak_bytes != followed.peak_bytes:
+            law.add(shape.splits[0], followed)
+            if not law.holds:
+                self._give_up(shape)
+            self._told.cache_clear()
+        return followed
+
+    def _law_of(self, shape: StepShape) -> _Law | None:
+        """Return the law of a kind of step; None where there is none, and each step is followed."""
+        unit = _unit_of(shape)
+        if unit not in self._laws:
+            try:
+                self._laws[unit] = self._found(unit)
+            except Exception as error:  # noqa: BLE001  # it may run at the very size that is asked for, or fail there again
+                _log.info("a step can't be foretold from others: %s: %s", type(error).__name__, error)
+                self._laws[unit] = None
+        law = self._laws[unit]
+        if law is not None and not law.holds and self.fake:
+            self._give_up(shape)
+        return self._laws[unit]
+
+    def _give_up(self, shape: StepShape) -> None:
+        _log.info("steps of other sizes take another way: %s is followed at each size", _unit_of(shape))
+        self._laws[_unit_of(shape)] = None
+
+    def _found(self, unit: StepShape) -> _Law:
+        """Follow a step at a few sizes: one, and from there one for each device with samples of its own."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples]
-        samples = max(1, min(self._samples, self._most // (3 * len(active))))
-        low, high = (2 * samples, 3 * samples) if 3 * samples * len(active) <= self._most else (samples, 2 * samples)
-        if high * len(active) > self._most:
-            low, high = max(1, samples // 2), samples
-        base = tuple(low * one for one in unit.splits[0])
-        law = _Law(self._traced(unit, base))
-        for index in active if high > low else ():
-            law.add(index, self._traced(unit, (*base[:index], high, *base[index + 1 :])))
-        known = self._tracer.known(replace(unit, splits=((self._samples,),)))
-        if known is not None and len(unit.splits[0]) == 1 and law.is_alike:
-            self._is_curved = law.at((self._samples,)).peak_bytes != known.peak_bytes
-        if self._is_curved and len(active) == 1 and high > low:
-            law.add(active[0], self._traced(unit, tuple(samples and high + low for samples in base)))
+        samples = self.tracer.workload.sample_batch_size  # it was followed
+        high = max(4, samples // len(active)) if self.fake else 2 * samples
+        low = max(2, high // 3) if self.fake else samples
+        law = _Law()
+        base = tuple(low * samples for samples in unit.splits[0])
+        splits = [base, *((*base[:index], high, *base[index + 1 :]) for index in active)]
+        if len(active) == 1 and self._is_curved is not False and self.fake:
+            splits.append(tuple((high + low) // 2 * samples for samples in unit.splits[0]))
+        for split in splits:
+            law.add(split, self.tracer.trace(replace(unit, splits=(split,))))
+        if self._is_curved is None and len(active) == 1:
+            self._is_curved = law.is_curved
+        if not self._is_curved:
+            law.straighten()
         return law
 
-    def _traced(self, unit: StepShape, split: tuple[int, ...]) -> _Followed:
-        shape = replace(unit, splits=(split,))
-        entries = self._tracer.entries_of(shape)
-        kinds = torch.tensor([_KINDS.index(kind) for kind, _, _ in entries])
-        devices = torch.tensor([device for _, device, _ in entries])
-        nbytes = torch.tensor([float(amount) for _, _, amount in entries], dtype=torch.float64)
-        return _Followed(split, self._tracer.trace(shape), kinds, devices, nbytes)
+
+def _unit_of(shape: StepShape) -> StepShape:
+    return replace(shape, splits=(tuple(min(1, samples) for samples in shape.splits[0]),))
 
 
-@dataclass(frozen=True)
-class _Followed:
-    """A traced step.
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """A trace in columns: all that may change with the samples in one row of numbers.
 
     Attributes:
         split: Samples of each device.
         trace: The trace.
+        numbers: Bytes of each storage that came or went, then floating-point operations and bytes of each op, then
+            bytes of each copy.
+        order: What came, went, was done and copied, in order, without its size: alike in every step of one law.
         kinds: What each storage is for, as an index of `_KINDS`.
-        devices: Where it came to, or went from.
-        nbytes: How large it is, not rounded; negative where it went.
+        devices: Where each came to, or went from.
     """
 
     split: tuple[int, ...]
     trace: Trace
-    kinds: Tensor
-    devices: Tensor
-    nbytes: Tensor
+    numbers: Numbers
+    order: tuple[object, ...]
+    kinds: npt.NDArray[np.int64]
+    devices: npt.NDArray[np.int64]
 
-    def is_like(self, other: _Followed) -> bool:
-        """Tell whether the same came and went in the same order."""
-        return (
-            torch.equal(self.kinds, other.kinds)
-            and torch.equal(self.devices, other.devices)
-            and torch.equal(self.nbytes.sign(), other.nbytes.sign())
-        )
+    @classmethod
+    def of(cls, split: tuple[int, ...], trace: Trace) -> _Columns:
+        events = [event for phase in _PHASES for event in trace.events(phase)]
+        works = [event for event in events if isinstance(event, Work)]
+        columns = [np.array([float(nbytes) for _, _, nbytes in trace.entries])]
+        columns += [column for work in works for column in (work.flops, work.nbytes)]
+        columns.append(np.array([float(event.nbytes) for event in events if isinstance(event, Move)]))
+        order: list[object] = [(kind, device, nbytes < 0) for kind, device, nbytes in trace.entries]
+        for phase in _PHASES:
+            order.append(phase)
+            for event in trace.events(phase):
+                if isinstance(event, Move):
+                    order.append((event.source, event.destination, event.purpose))
+                else:
+                    order.append((event.device, event.rates))
+        kinds = np.array([_KINDS.index(kind) for kind, _, _ in trace.entries], dtype=np.int64)
+        devices = np.array([device for _, device, _ in trace.entries], dtype=np.int64)
+        return cls(split, trace, np.concatenate(columns), tuple(order), kinds, devices)
 
 
 class _Law:
-    """The bytes of a kind of step, by the samples of each device.
+    """The bytes and the work of a kind of step, by the samples of each device."""
 
-    Args:
-        base: The step that others are compared with.
-    """
+    def __init__(self) -> None:
+        self._points: list[_Columns] = []
 
-    def __init__(self, base: _Followed) -> None:
-        self._base = base
-        self._others: list[tuple[int, _Followed]] = []
-        self.is_alike = True
+    def add(self, split: tuple[int, ...], trace: Trace) -> None:
+        """Take in a step that was followed."""
+        self._points.append(_Columns.of(split, trace))
 
-    def add(self, index: int, followed: _Followed) -> None:
-        """Take in a step in which one device has other samples than in the base."""
-        self._others.append((index, followed))
-        self.is_alike = self.is_alike and self._base.is_like(followed)
+    @property
+    def holds(self) -> bool:
+        """Whether all steps were alike but for their sizes, which one device's samples tell."""
+        alike = all(self._points[0].order == point.order for point in self._points[1:])
+        devices = sum(1 for samples in self._points[0].split if samples)
+        return alike and len(self._points) <= (MOST_POINTS if devices == 1 else devices + 1)
+
+    @property
+    def is_curved(self) -> bool:
+        """Whether the last of three steps lies beside the line through the others."""
+        if not self.holds or len(self._points) < 3:
+            return False
+        told = _evaluated(self._points[:2], self._points[2].split)
+        return bool(np.abs(told - self._points[2].numbers).max(initial=0.0) > 0.5)
+
+    def straighten(self) -> None:
+        """Keep as many steps as a line takes: through more of them, rounding is told for a curve."""
+        del self._points[1 + sum(1 for samples in self._points[0].split if samples) :]
 
     def at(self, split: tuple[int, ...]) -> Trace:
         """Return what would be traced."""
-        base = self._base.trace
-        if not self.is_alike:  # kernels chosen by size, say: no more than lines through the peaks
-            peaks = self._evaluated(split, [torch.tensor(f.trace.peak_bytes, dtype=torch.float64) for f in self._all])
-            found = tuple(max(0, int(peak)) for peak in peaks)
-            made = [one.of_peak(peak, measured=False) or one for one, peak in zip(base.parts, found, strict=True)]
-            return replace(base, peak_bytes=found, parts=tuple(made))
-        nbytes = self._evaluated(split, [followed.nbytes for followed in self._all]).round()
-        rounded = nbytes.sign() * torch.ceil(nbytes.abs() / BLOCK_BYTES) * BLOCK_BYTES
-        parts = tuple(self._parts(rounded, device) for device in range(len(split)))
-        return replace(base, peak_bytes=tuple(part.total_bytes for part in parts), parts=parts)
+        for point in self._points:
+            if point.split == split:
+                return point.trace
+        return self._made(split) if self.holds else self._near(split)
 
-    @property
-    def _all(self) -> list[_Followed]:
-        return [self._base, *(followed for _, followed in self._others)]
+    def _made(self, split: tuple[int, ...]) -> Trace:
+        base = self._points[0].trace
+        numbers = np.rint(_evaluated(self._points, split))
+        count = len(base.entries)
+        rounded = np.sign(numbers[:count]) * np.ceil(np.abs(numbers[:count]) / BLOCK_BYTES) * BLOCK_BYTES
+        here = [self._points[0].devices == device for device in range(len(split))]
+        parts = tuple(_parts(rounded[mask], self._points[0].kinds[mask]) for mask in here)
+        made = iter(_events([event for phase in _PHASES for event in base.events(phase)], numbers[count:]))
+        phases = [tuple(itertools.islice(made, len(base.events(phase)))) for phase in _PHASES]
+        broadcast, micro, reduce, update = phases
+        peaks = tuple(part.total_bytes for part in parts)
+        return Trace(peaks, parts, base.entries, broadcast, micro, reduce, update)
 
-    def _evaluated(self, split: tuple[int, ...], values: list[Tensor]) -> Tensor:
-        """Return values at other samples: by the polynomial in each device's, one degree for each further step."""
-        total = values[0].clone()
-        for index in {index for index, _ in self._others}:
-            places = [(self._base.split[index], 0)]
-            places += [(f.split[index], i) for i, (own, f) in enumerate(self._others, 1) if own == index]
-            for samples, i in places[1:]:
-                weight = 1.0
-                for other, _ in places:
-                    if other != samples:
-                        weight *= (split[index] - other) / (samples - other)
-                total += weight * (values[i] - values[0])
-        return total
+    def _near(self, split: tuple[int, ...]) -> Trace:
+        """Return the nearest step, with peaks on the lines through all of them and work in proportion."""
+        near = min(self._points, key=lambda point: abs(sum(point.split) - sum(split)))
+        peaks = _evaluated(self._points, split, [np.array(point.trace.peak_bytes, float) for point in self._points])
+        found = tuple(max(0, int(peak)) for peak in peaks)
+        parts = [one.of_peak(peak, measured=False) or one for one, peak in zip(near.trace.parts, found, strict=True)]
+        times = sum(split) / sum(near.split)
+        micro = tuple(_scaled(event, times) for event in near.trace.micro)
+        return replace(near.trace, peak_bytes=found, parts=tuple(parts), micro=micro)
 
-    def _parts(self, rounded: Tensor, device: int) -> MemoryParts:
-        """Return what a device holds at its peak."""
-        here = self._base.devices == device
-        kinds, nbytes = self._base.kinds[here], rounded[here]
-        if not len(nbytes):
-            return MemoryParts(0, 0, 0, 0, 0)
-        live = nbytes.cumsum(0)
-        until = int(live.argmax()) + 1
-        held = [int(nbytes[:until][kinds[:until] == kind].sum()) for kind in range(len(_KINDS))]
-        parameters, *others, left = held
-        return MemoryParts(parameters + left, *others)
+
+def _evaluated(points: Sequence[_Columns], split: tuple[int, ...], values: list[Numbers] | None = None) -> Numbers:
+    """Return numbers at other samples: by the polynomial in each device's, one degree for each further step."""
+    base = points[0].split
+    rows = [point.numbers for point in points] if values is None else values
+    total = rows[0].copy()
+    for index in range(len(split)):
+        places = [0, *(i for i, point in enumerate(points) if point.split[index] != base[index])]
+        for i in places[1:]:
+            own = points[i].split[index]
+            others = [points[j].split[index] for j in places if j != i]
+            total += np.prod([(split[index] - other) / (own - other) for other in others]) * (rows[i] - rows[0])
+    return total
+
+
+def _parts(rounded: Numbers, kinds: npt.NDArray[np.int64]) -> MemoryParts:
+    """Return what a device holds at its peak, of storages that came and went."""
+    if not len(rounded):
+        return MemoryParts(0, 0, 0, 0, 0)
+    until = int(rounded.cumsum().argmax()) + 1
+    held = [int(rounded[:until][kinds[:until] == kind].sum()) for kind in range(len(_KINDS))]
+    parameters, *others, left = held
+    return MemoryParts(parameters + left, *others)
+
+
+def _events(events: Sequence[Event], numbers: Numbers) -> Iterator[Event]:
+    """Return the same events with other numbers, in the order of `_Columns.numbers`."""
+    copies = iter(numbers[len(numbers) - sum(isinstance(event, Move) for event in events) :])
+    start = 0
+    for event in events:
+        if isinstance(event, Move):
+            yield replace(event, nbytes=int(next(copies)))
+        else:
+            flops, nbytes = np.split(numbers[start : start + 2 * len(event.rates)], 2)
+            start += 2 * len(event.rates)
+            yield replace(event, flops=flops, nbytes=nbytes)
+
+
+def _scaled(event: Event, times: float) -> Event:
+    if isinstance(event, Move):
+        return event
+    return replace(event, flops=event.flops * times, nbytes=event.nbytes * times)

@@ -80,8 +80,7 @@ class CpuRuntime:
             if shape.arrangement == "eval":
                 return timed(lambda _mark: trainee.evaluate(models, batches[0]), budget_s)
             try:
-                updates = int(shape.updates)
-                return timed(lambda mark: trainee.step(models, batches, sizes, mark, updates=updates), budget_s)
+                return timed(lambda mark: trainee.step(models, batches, sizes, mark, updates=shape.updates), budget_s)
             finally:
                 for wrapper in modules_of(models):
                     wrapper.zero_grad(set_to_none=True)  # see run_placed

@@ -6,13 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
 from autosplit.devices.catalog import GpuSpec
 
-__all__ = ["Move", "OpCost", "Work", "op_cost", "peak_flops"]
+__all__ = ["Move", "Numbers", "OpCost", "Work", "op_cost", "peak_flops"]
+
+Numbers = npt.NDArray[np.float64]
 
 aten = torch.ops.aten
 
@@ -42,16 +46,34 @@ def peak_flops(spec: GpuSpec, rate: str) -> float:
     return spec.peak_flops.get(rate) or spec.peak_flops["float32"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Work:
-    """Ops that a device runs between two transfers, each distinct cost with how often it occurs."""
+    """Ops that a device runs between two transfers, in columns: a step has thousands.
+
+    Attributes:
+        device: Where they run.
+        flops: Floating-point operations of each.
+        nbytes: Bytes that each reads and writes.
+        rates: The peak that bounds each, see `OpCost.rate`.
+    """
 
     device: int
-    costs: tuple[tuple[OpCost, int], ...]
+    flops: Numbers
+    nbytes: Numbers
+    rates: tuple[str, ...]
+
+    @classmethod
+    def of(cls, device: int, costs: Sequence[OpCost]) -> Work:
+        """Return the work of these ops."""
+        flops = np.array([cost.flops for cost in costs], dtype=np.float64)
+        nbytes = np.array([cost.nbytes for cost in costs], dtype=np.float64)
+        return cls(device, flops, nbytes, tuple(cost.rate for cost in costs))
 
     def seconds(self, spec: GpuSpec) -> float:
-        """Return the time on a card."""
-        return sum(cost.seconds(spec) * count for cost, count in self.costs)
+        """Return the time on a card, see `OpCost.seconds`."""
+        peaks = {rate: peak_flops(spec, rate) for rate in set(self.rates)}
+        arithmetic_s = self.flops / np.array([peaks[rate] for rate in self.rates])
+        return float(np.maximum(np.maximum(arithmetic_s, self.nbytes / spec.memory_bytes_per_s), spec.launch_s).sum())
 
 
 @dataclass(frozen=True)

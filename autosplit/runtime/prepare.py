@@ -17,6 +17,7 @@ from autosplit.accelerators import is_accelerator
 from autosplit.devices.device import Device
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
 from autosplit.runtime.accelerator import AcceleratorRuntime
+from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.build_small import TooLarge, built_within
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.fake_tensors import built_without_memory, fake_mode
@@ -289,7 +290,7 @@ def runtime_for(
         assert followed.isolated.devices == devices, (followed.isolated.devices, devices)
         return followed.isolated
     if devices[0].kind == "sim":
-        return SimulatedRuntime(devices, capacities_bytes, followed.tracer)
+        return SimulatedRuntime(devices, capacities_bytes, AffineTraces(followed.tracer))
     return _real_runtime(devices, capacities_bytes, followed.workload, closing)
 
 

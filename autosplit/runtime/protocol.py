@@ -37,6 +37,10 @@ class StepShape:
         assert self.splits, "a step has at least one micro-step"
         assert all(sum(split) > 0 for split in self.splits), self.splits
 
+    def __str__(self) -> str:
+        times = f" x {len(self.splits)}" if len(self.splits) > 1 else ""
+        return f"{self.splits[0]}{times} as {self.arrangement}"
+
     @property
     def alone(self) -> bool:
         """Whether one device works by itself, wherever it stands in the list."""

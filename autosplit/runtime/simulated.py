@@ -22,7 +22,7 @@ from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.protocol import Measurement, StepShape
-from autosplit.runtime.tracer import Event, Phase, Trace, Tracer, Traces
+from autosplit.runtime.tracer import Event, Phase, Trace, Traces
 from autosplit.runtime.tracked_step import bucket_bytes, views_buckets
 from autosplit.solve.memory import MemoryParts
 
@@ -83,7 +83,7 @@ class SimulatedRuntime:
         self,
         devices: tuple[Device, ...],
         capacities_bytes: tuple[int, ...],
-        tracer: Tracer,
+        tracer: Traces,
         *,
         composed: bool = True,
         free: frozenset[str] = frozenset(),

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -28,10 +27,13 @@ from autosplit.runtime.tracked_step import run_placed, run_until_settled
 from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.runtime.training_copy import training_copy
 from autosplit.solve.memory import MemoryParts
+from autosplit.text import size_text
 from autosplit.workload.workload import Workload, modules_of
 
 __all__ = ["Event", "Phase", "Trace", "Tracer", "Traces", "make_device_tracer", "make_tracer"]
 
+
+_log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
@@ -60,6 +62,7 @@ class Trace:
     Attributes:
         peak_bytes: The most each device held.
         parts: What each peak is made of.
+        entries: What came and went, in order.
         broadcast: Copies of the parameters to replicas that are kept, once a step; otherwise they are in `micro`.
         micro: Events of the micro-step.
         reduce: Kept replicas' gradients come home, once a step; otherwise they are in `micro`.
@@ -68,6 +71,7 @@ class Trace:
 
     peak_bytes: tuple[int, ...]
     parts: tuple[MemoryParts, ...]
+    entries: tuple[Entry, ...]
     broadcast: tuple[Event, ...]
     micro: tuple[Event, ...]
     reduce: tuple[Event, ...]
@@ -98,7 +102,7 @@ class _Recorder:
         self.phases: list[tuple[str, list[Event]]] = []
         self.norms_over_samples = False
         self._samples = samples
-        self._open: dict[int, Counter[OpCost]] = {}
+        self._open: dict[int, list[OpCost]] = {}
         self.mark("start")
 
     def mark(self, phase: str) -> None:
@@ -112,7 +116,7 @@ class _Recorder:
             self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
         cost = op_cost(func, args, kwargs, outputs)
         if cost is not None:
-            self._open.setdefault(device, Counter())[cost] += 1
+            self._open.setdefault(device, []).append(cost)
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """Close the work of both ends, and keep the transfer."""
@@ -129,7 +133,7 @@ class _Recorder:
         for device in devices:
             costs = self._open.pop(device, None)
             if costs:
-                self.phases[-1][1].append(Work(device, tuple(costs.items())))
+                self.phases[-1][1].append(Work.of(device, costs))
 
 
 def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
@@ -146,8 +150,18 @@ class Traces(Protocol):
     def trainee(self) -> Trainee:
         """The copy that is traced."""
 
+    @property
+    def fake(self) -> bool:
+        """Whether fake tensors are followed, or real ones."""
+
     def trace(self, shape: StepShape) -> Trace:
         """Return the trace of a step."""
+
+    def accumulation_costs(self) -> list[OpCost]:
+        """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
+
+    def zeroing_costs(self) -> list[OpCost]:
+        """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
 
 
 class Tracer:
@@ -180,7 +194,6 @@ class Tracer:
                 gpu_variants=like_gpu,
             )
         self._kept: dict[StepShape, Trace] = {}
-        self._entries: dict[StepShape, tuple[Entry, ...]] = {}
         self._with_gradient: list[nn.Parameter] | None = None
         self._leaves_unused = False
 
@@ -205,61 +218,9 @@ class Tracer:
             return
         self._with_gradient = []
         first = replace(shape, accumulates=False, updates=True)
-        trace = self._settled(first)
-        if trace is None or self.trainee.draws.count:
-            trace = run_until_settled(self.trainee, lambda: self._run(first))
-        self._kept[first] = trace
-
-    def _settled(self, shape: StepShape) -> Trace | None:
-        """Follow the first step, and tell of it what the second would show, which is spared.
-
-        The optimizer runs twice: its state appears in the first, and the second is as all that follow. The state was
-        missing in what came before, so it is added there.
-
-        Returns:
-            The trace; None where the step is not known apart from the optimizer, takes several devices, or left behind
-            something else.
-        """
-        if self.workload.step is not None or len(shape.splits[0]) > 1:
-            self._run(shape)
-            return None
-        before_bytes = self._adopted_bytes()
-        peaks: dict[str, MemoryParts] = {}
-
-        def on_mark(phase: str, tracker: Tracker) -> None:
-            if phase == "update":
-                self.trainee.adopt_on(tracker)
-            if phase in ("state", "update"):
-                peaks[phase] = _parts_of(tracker, 0)
-                tracker.reset_peak()
-
-        trace, left_bytes = self._followed(shape, on_mark, settles=True)
-        adopted_bytes = self._adopted_bytes()
-        if left_bytes != (adopted_bytes,):
-            return None
-        micro = peaks["state"]
-        micro = replace(micro, optimizer_bytes=micro.optimizer_bytes + adopted_bytes - before_bytes)
-        fullest = max(micro, trace.parts[0], key=lambda parts: parts.total_bytes)
-        return replace(trace, peak_bytes=(fullest.total_bytes,), parts=(fullest,))
-
-    def _adopted_bytes(self) -> int:
-        """Return what lies on the first device before a step."""
-        with Tracker(["device 0"], [None]) as tracker:
-            self.trainee.adopt_on(tracker)
-            return tracker.live_bytes[0]
+        self._kept[first] = run_until_settled(self.trainee, lambda: self._run(first))
 
     def _run(self, shape: StepShape) -> Trace:
-        return self._followed(shape, lambda _phase, _tracker: None)[0]
-
-    def _followed(
-        self,
-        shape: StepShape,
-        on_mark: Callable[[str, Tracker], None],
-        *,
-        settles: bool = False,
-        keeps_entries: bool = False,
-    ) -> tuple[Trace, tuple[int, ...]]:
-        """Run a step; return its trace, and what each device holds after it."""
         recorder = _Recorder(sum(shape.splits[0]))
 
         def mark(phase: str) -> None:
@@ -267,7 +228,6 @@ class Tracer:
             for kind, tensors in self.trainee.held().items():
                 for tensor in tensors:
                     tracker.classify(tensor, kind)
-            on_mark(phase, tracker)
             if phase == "update" and not self._kept:
                 self._note_gradients()
 
@@ -281,21 +241,19 @@ class Tracer:
             _without_fake_log(),
             _without_onednn() if self.like_gpu else nullcontext(),
         ):
-            peaks = run_placed(self.trainee, shape, tracker, mark, held=held, settles=settles)
+            peaks = run_placed(self.trainee, shape, tracker, mark, held=held)
         self.runs += 1
-        if keeps_entries:
-            self._entries[shape] = tracker.entries()
+        _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
         phases = recorder.finish()
         micro, update = _events(phases, "micro"), _events(phases, "update")
-        left_bytes = tuple(tracker.live_bytes)
         parts = tuple(_parts_of(tracker, device) for device in range(len(names)))
         if not shape.accumulates:
-            return Trace(peaks, parts, (), micro, (), update), left_bytes
+            return Trace(peaks, parts, tracker.entries(), (), micro, (), update)
         # What is followed is one micro-step of many: gradients wait on replicas that are there, and come home after it.
         broadcast = tuple(event for event in _events(phases, "broadcast") if _moves(event, "parameter"))
         home = next((index for index, event in enumerate(micro) if _moves(event, "gradient")), len(micro))
-        return Trace(peaks, parts, broadcast, micro[:home], micro[home:], update), left_bytes
+        return Trace(peaks, parts, tracker.entries(), broadcast, micro[:home], micro[home:], update)
 
     def _note_gradients(self) -> None:
         """Remember who has a gradient; of a model that leaves out layers, in the step that leaves out the fewest."""
@@ -315,17 +273,6 @@ class Tracer:
     def zeroing_costs(self) -> list[OpCost]:
         """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
         return [OpCost(0, p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
-
-    def entries_of(self, shape: StepShape) -> tuple[Entry, ...]:
-        """Follow one optimizer step as `trace` does, and return what came and went in it, in order."""
-        if shape not in self._entries:
-            self._settle(shape)
-            self._kept[shape], _ = self._followed(shape, lambda _phase, _tracker: None, keeps_entries=True)
-        return self._entries[shape]
-
-    def known(self, shape: StepShape) -> Trace | None:
-        """Return the trace of a step that was followed already; None for another."""
-        return self._kept.get(shape)
 
     def leaves_unused(self) -> bool:
         """Tell whether some trainable parameter got no gradient in a step; of a custom step nobody knows."""

@@ -103,7 +103,6 @@ def run_placed(
     mark: Callable[[str], None],
     *,
     held: Iterable[nn.Parameter] = (),
-    settles: bool = False,
 ) -> tuple[int, ...]:
     """Run one optimizer step under a tracker.
 
@@ -113,7 +112,6 @@ def run_placed(
         tracker: A new one, with a device for each entry of the split.
         mark: Told when a phase begins.
         held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
-        settles: Run the optimizer twice: its state appears in the first of them.
 
     Returns:
         The peak of each device, in bytes.
@@ -142,9 +140,8 @@ def run_placed(
                 else:
                     # Of a step of many only one may be followed, and weights its loss as all of them do.
                     total = 2 * sum(sizes) if shape.accumulates else None
-                    updates = 2 if settles else int(shape.updates)
                     with _buckets(shape, trainee, tracker):
-                        trainee.step(models, batches, sizes, mark, updates=updates, num_samples=total)
+                        trainee.step(models, batches, sizes, mark, updates=shape.updates, num_samples=total)
                 peaks = tuple(tracker.peak_bytes)
                 if shape.updates and shape.arrangement != "eval":
                     trainee.left = _left_by(trainee, tracker)
@@ -165,6 +162,12 @@ def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
     Raises:
         WorkloadError: No step does: no batch would fit for good.
     """
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers_of(trainee.optimizers)):
+        raise WorkloadError(
+            "the optimizer is LBFGS, which holds more or less from step to step, as its history fills and the loss "
+            "falls; expected one whose steps are alike, or no batch is known to fit; run its largest batch by "
+            "itself, or plan with another optimizer"
+        )
     found = _run_until_settled(trainee, run)
     if not trainee.draws.count:
         return found

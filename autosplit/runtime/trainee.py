@@ -124,7 +124,7 @@ class Trainee:
         sizes: Sequence[int],
         mark: Callable[[str], None] = lambda _phase: None,
         *,
-        updates: int = 1,
+        updates: bool = True,
         num_samples: int | None = None,
     ) -> None:
         """Run one optimizer step.
@@ -133,9 +133,8 @@ class Trainee:
             models: The models, or wrappers around them.
             batches: One micro-batch for each accumulation step.
             sizes: Samples in each; a mean loss counts by its share of them.
-            mark: Told when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer; before it
-                ``"state"``, where it runs twice.
-            updates: How often the optimizer runs: 0, 1, or 2 for its state to appear in the first of them.
+            mark: Told when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer.
+            updates: The optimizer runs.
             num_samples: Samples of the whole step, where these are not all of its micro-batches.
         """
         workload = self.workload
@@ -159,9 +158,6 @@ class Trainee:
                         loss = loss * (size / total)
                     self._scaled(loss).backward()
             accumulation.finish()
-            if updates > 1:
-                mark("state")
-                self._update()
             mark("update")
             if updates:
                 self._update()

@@ -20,17 +20,12 @@ Seconds of a DDP step::
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 __all__ = ["Ceiling", "MemoryFit", "MemoryParts", "Region", "largest_fitting"]
 
-
-LONGEST_LEAP = 16
-"""Where the peak bends, a search for what fits looks at nothing over so many times the largest it has looked at."""
 
 Role = Literal["primary", "replica", "rank", "eval"]
 """What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward without gradients."""
@@ -218,121 +213,31 @@ def _largest_batch(region: Region) -> int:
 
 
 def largest_fitting(
-    peak_bytes: Callable[[int], float],
-    capacity_bytes: float,
-    *,
-    least: int,
-    most: int,
-    start: int,
-    slope: float = 0.0,
-    straight_within: float = 0.0,
-    max_calls: int = 24,
-    enough: Callable[[], bool] = lambda: False,
+    peak_bytes: Callable[[int], float], capacity_bytes: float, *, least: int, most: int, start: int
 ) -> int:
-    """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n, in few calls.
+    """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n.
 
-    The line through the two nearest known points says where to look next, as long as halving what is left could
-    still end within `max_calls`; then it is halved.
+    It doubles from `start` until that is too much, and then looks where the line between what fits and what does not
+    leads; every third look halves what is left, since a peak may bend.
 
     Args:
-        peak_bytes: Bytes at n samples.
+        peak_bytes: Bytes at n samples; asked for once at each.
         capacity_bytes: What fits.
         least: Known or assumed to fit; returned where nothing larger does.
         most: Nothing larger is looked at.
         start: A size to begin with.
-        slope: Bytes per sample, roughly, for the second look; 0 where nothing is known of it.
-        straight_within: Believe, without a look, that one sample more does not fit, or that one less does, where the
-            line through the first look and the last says so clearly, as long as its slope is `slope` to within this
-            share of it; 0 for a look in any case.
-        max_calls: After this many looks the largest size that was seen to fit is returned.
-        enough: Asked after `HURRIED_LOOKS` whether what was seen to fit will do, because there is no more time.
-
-    Returns:
-        The largest n that fits; exact where `max_calls` is more than the times that ``most - least`` can be halved.
     """
-    if most <= least:
-        return least
-    known: dict[int, float] = {}
-
-    def look(n: int) -> bool:
-        known[n] = peak_bytes(n)
-        return known[n] <= capacity_bytes
-
     low, high = least, most + 1  # low fits; high does not
-    n = min(max(start, least + 1), most)
-    widths: list[int] = []
-    for calls_left in reversed(range(max_calls)):
-        low, high = (n, high) if look(n) else (low, n)
-        straight = _straight_end(known, n, capacity_bytes, slope, straight_within)
-        if straight is not None:
-            return straight
-        if high - low <= 1 or (low > least and len(known) >= HURRIED_LOOKS and enough()):
-            break
-        widths.append(high - low)
-        halvings = (high - low - 1).bit_length()  # looks that halving would take from here
-        # A line that does not halve what is left in three looks is no line: neither is the peak, there.
-        creeping = high in known and len(widths) > 3 and 2 * widths[-1] > widths[-4]
-        halve = calls_left <= halvings or creeping
-        n = (low + high) // 2 if halve else _next_size(known, capacity_bytes, low, high, slope)
+    known: dict[int, float] = {}
+    n = min(max(start, low + 1), most)
+    while high - low > 1:
+        known[n] = peak_bytes(n)
+        low, high = (n, high) if known[n] <= capacity_bytes else (low, n)
+        if high not in known:
+            n = min(2 * low, most)
+        elif low not in known or len(known) % 3 == 0:
+            n = (low + high) // 2
+        else:
+            aim = low + (capacity_bytes - known[low]) / (known[high] - known[low]) * (high - low)
+            n = min(max(low + 1, int(aim)), high - 1)
     return low
-
-
-HURRIED_LOOKS = 6
-"""Looks that are made although there is no more time: from a sample batch of 8 they reached 63,355 of a CNN on an H100,
-where three ended at 16 and left that card next to nothing."""
-
-CLEAR_SHARE = 0.9
-"""Of a sample's bytes: with so much of them one sample more is clearly too much. Blocks are rounded; lines are not."""
-
-
-def _straight_end(known: dict[int, float], last: int, capacity_bytes: float, slope: float, within: float) -> int | None:
-    """Return what fits where that is the last look, or one sample less, and a straight line leads there.
-
-    Returns:
-        The size; None where the line is bent, or ends elsewhere, or too near a whole number of samples to tell.
-    """
-    first = next(iter(known))
-    # `slope` may be that of the first look and twice as many samples: the last has to be a third point.
-    if within <= 0 or slope <= 0 or last <= 2 * first:
-        return None
-    chord = (known[last] - known[first]) / (last - first)
-    if abs(chord - slope) > within * slope:
-        return None
-    room = (capacity_bytes - known[last]) / chord
-    if 0 <= room < CLEAR_SHARE:
-        return last
-    return last - 1 if -CLEAR_SHARE < room < 0 else None
-
-
-def _next_size(known: dict[int, float], capacity_bytes: float, low: int, high: int, hint: float) -> int:
-    """Choose where to look between a size that fits and one that does not."""
-    if len(known) == 1:
-        n, bytes_at_n = next(iter(known.items()))
-        aim = n + math.floor((capacity_bytes - bytes_at_n) / hint) if hint > 0 else 2 * n if n == low else n // 2
-        return min(max(low + 1, aim), high - 1)
-    if low in known and high in known:
-        # A peak bends upwards, if at all: the chord between what fits and what does not tells too much of it, and
-        # the slope below too little. Where the latter aims between them, it ends sooner.
-        n0, n1 = low, high
-        below = max((n for n in known if n < low), default=low)
-        local = (known[low] - known[below]) / (low - below) if below < low else 0.0
-        if capacity_bytes - known[low] < local * (high - low):
-            n0, n1 = below, low
-    else:
-        # All fit, or none did: the line through the two nearest to the capacity, of equal ones the largest.
-        n0, n1 = sorted(sorted(known, key=lambda n: (abs(known[n] - capacity_bytes), -n))[:2])
-    slope = (known[n1] - known[n0]) / (n1 - n0)
-    if slope <= 0:
-        # Flat so far: something else of the step holds still more. Not at once to the middle of what may be vast.
-        return min((low + high) // 2, max(2 * n1, low + 1))
-    aim = math.floor(n0 + (capacity_bytes - known[n0]) / slope)
-    if _is_bent(known):  # a slope that has only begun to rise would leap far beyond what fits
-        aim = min(aim, LONGEST_LEAP * max(known))
-    return min(max(low + 1, aim), high - 1)
-
-
-def _is_bent(known: dict[int, float]) -> bool:
-    """Tell whether the known points lie on no line."""
-    sizes = sorted(known)
-    slopes = [(known[n1] - known[n0]) / (n1 - n0) for n0, n1 in itertools.pairwise(sizes)]
-    return max(slopes) - min(slopes) > 0.1 * abs(max(slopes))

@@ -17,8 +17,9 @@ from torch import nn
 from autosplit.accelerators import backend, bounded, is_accelerator
 from autosplit.errors import AutosplitError, WorkloadError
 from autosplit.measure.check_result import Check
+from autosplit.measure.does_not_fit import does_not_fit
 from autosplit.measure.gradient_check import checks_for, not_checked
-from autosplit.measure.prober import Prober, does_not_fit
+from autosplit.measure.prober import Prober
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions

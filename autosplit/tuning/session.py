@@ -12,8 +12,9 @@ from torch import nn
 
 from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line
 from autosplit.measure.check_result import Check
+from autosplit.measure.does_not_fit import does_not_fit
 from autosplit.measure.gradient_check import checks_for, not_checked
-from autosplit.measure.prober import Prober, does_not_fit
+from autosplit.measure.prober import Prober
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan
@@ -135,7 +136,6 @@ class Session:
         if self.request.storage is not None and self.request.strategy != "ddp":
             self.store = CeilingStore(self.request.storage, self.study_name)
         self._check()
-        self._bound_by_tracing()
         plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
         if self._is_compiled():
             plan = plan.with_notes(last=[self._compiled_note(max(plan.split))])
@@ -227,14 +227,6 @@ class Session:
         held = f", and holds {peaks[0]} bytes" if peaks else "; how much it holds can't be followed on a cpu"
         return f"{note}; a compiled step of {samples} samples on {self.request.devices[0].label} ran{held}"
 
-    def _bound_by_tracing(self) -> None:
-        """Look at no batch that can't be traced, where a step is a trace: on simulated cards."""
-        if self.request.simulated and self.prober.largest_traced < self.request.largest_batch:
-            self.prober.max_batch_size = self.prober.largest_traced
-            self.notes.append(
-                f"no batch over {self.prober.max_batch_size} was looked at: real tensors fill this machine"
-            )
-
     def _refuse_bounded_step(self) -> None:
         least, most = self.request.least_effective, self.request.max_batch_size
         if most is not None and most < least and not self.subject.may_accumulate:
@@ -295,8 +287,7 @@ class Session:
         assert alone is not None, "it is measured first"
         self.primary_kept = alone
         if alone.batch_size and not self._on_plain_cpu():
-            slope = float(alone.bytes_per_sample)
-            self.primary_kept = self._ceiling(0, "primary", accumulates=True, start=alone.batch_size, slope=slope)
+            self.primary_kept = self._ceiling(0, "primary", accumulates=True, start=alone.batch_size)
         return self.primary_kept
 
     def _others_in(self, steps: int) -> tuple[Ceiling, ...]:
@@ -325,7 +316,7 @@ class Session:
         slope = known.bytes_per_sample
         room_bytes = self.runtime.capacities_bytes[index] - known.fixed_bytes - more_bytes
         start = max(1, int(room_bytes / slope)) if slope > 0 else None
-        return self._ceiling(index, role, accumulates=accumulates, start=start, slope=slope)
+        return self._ceiling(index, role, accumulates=accumulates, start=start)
 
     def _ceiling(
         self, index: int, role: Role, *, elsewhere: tuple[int, ...] = (), accumulates: bool = False, **near: Any
@@ -753,12 +744,7 @@ class Session:
             self._keep_replicas()
         beside = self._others_in(best.accumulation_steps)
         others = tuple(ceiling.batch_size for ceiling in beside)
-        assert self.solver is not None
-        fit = self.solver.space.region_of(best.accumulation_steps).primary
-        slope = fit.bytes_per_share + fit.bytes_per_batch
-        primary = self._ceiling(
-            0, "primary", elsewhere=others, accumulates=accumulates, start=max(1, best.gpu0_bsz), slope=slope
-        )
+        primary = self._ceiling(0, "primary", elsewhere=others, accumulates=accumulates, start=max(1, best.gpu0_bsz))
         if primary.batch_size >= best.gpu0_bsz:
             return (primary, *beside)
         # Device 0 can't gather that much: the others' ceilings come down until the plan's own share fits beside them.

@@ -12,7 +12,7 @@ from workloads import ALL, branching, cnn, mlp, net, small
 
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError
-from autosplit.measure import prober as probe
+from autosplit.measure import stopwatch
 from autosplit.measure.find_ceiling import find_ceiling
 from autosplit.measure.prober import Prober
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
@@ -30,7 +30,7 @@ MOST = 40
 @pytest.fixture(autouse=True)
 def _short_budgets(monkeypatch):
     """What is timed is not looked at here."""
-    monkeypatch.setattr(probe, "DOUBLING_BUDGET_S", 0.01)
+    monkeypatch.setattr(stopwatch, "DOUBLING_BUDGET_S", 0.01)
 
 
 def shape_of(role: str, n: int) -> StepShape:
@@ -110,7 +110,7 @@ class TestLimits:
         assert (found.batch_size, found.limited_by) == (5, "max_batch_size")
 
     def test_a_plain_cpu_is_limited_by_time(self, monkeypatch):
-        monkeypatch.setattr(probe, "KNEE_GAIN", 10.0)  # no doubling gains as much
+        monkeypatch.setattr(stopwatch, "KNEE_GAIN", 10.0)  # no doubling gains as much
         found = find_ceiling(mlp(), "cpu")
         assert found.limited_by == "time"
         assert found.confirmed

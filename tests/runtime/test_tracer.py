@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from marks import slow
 from torch import nn
 from torch.nn import functional as F
 
+from autosplit.devices.catalog import find_card
+from autosplit.runtime.op_cost import Work
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.runtime.tracer import Trace, Tracer, make_tracer
 from autosplit.workload.workload import Workload
 
 SAMPLES = 4
@@ -23,25 +26,32 @@ def regression(model: nn.Module, loss_fn=F.mse_loss, **options) -> Workload:
     return Workload(model, (torch.randn(SAMPLES, 8), torch.randn(SAMPLES, 8)), loss_fn=loss_fn, **options)
 
 
+def alike(trace: Trace, other: Trace) -> bool:
+    def seconds(one: Trace) -> list[object]:
+        events = (*one.micro, *one.update)
+        return [event.seconds(find_card("RTX3090")) if isinstance(event, Work) else event for event in events]
+
+    same_memory = replace(trace, micro=(), update=()) == replace(other, micro=(), update=())
+    return same_memory and seconds(trace) == seconds(other)
+
+
 class TestTheFirstStep:
     @pytest.mark.parametrize("like_gpu", [False, True])
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    @pytest.mark.parametrize("name", ["cnn", slow("lstm"), "gpt", "checkpointed"])
-    def test_tells_what_the_second_shows(self, name, optimizer, like_gpu):
+    @pytest.mark.parametrize("name", ["cnn", slow("lstm"), slow("gpt"), slow("checkpointed")])
+    def test_that_is_kept_is_as_all_that_follow(self, name, optimizer, like_gpu):
         workload = ARCHITECTURES[name](OPTIMIZERS[optimizer])
         tracer, why_real = make_tracer(workload, like_gpu=like_gpu)
-        first = tracer.trace(SHAPE)
         assert why_real is None
-        assert tracer.runs == 1
-        assert first == tracer._run(SHAPE)
+        assert tracer.runs <= 2, "an optimizer's state appears in one more"
+        assert alike(tracer.trace(SHAPE), tracer._run(SHAPE))
 
     @pytest.mark.parametrize("shape", [StepShape(((3, 5),)), StepShape(((4,),), accumulates=True)], ids=str)
-    def test_is_followed_apart_where_the_state_stands_elsewhere(self, shape):
+    def test_may_be_of_several_devices_or_micro_steps(self, shape):
         """The gradients of earlier micro-steps, and replicas on other devices, are there only from the second on."""
         workload = regression(nn.Linear(8, 8), optimizer=torch.optim.AdamW)
         tracer = Tracer(workload, fake=True, like_gpu=False)
-        first = tracer.trace(shape)
-        assert first == tracer._run(shape)
+        assert alike(tracer.trace(shape), tracer._run(shape))
 
     def test_that_leaves_something_behind_is_followed_again(self):
         """A table that the first forward makes is nobody's memory in the second, and was there in the first."""
@@ -57,10 +67,9 @@ class TestTheFirstStep:
                 return self.layer(x) + self.table[: len(x)]
 
         tracer, _ = make_tracer(regression(Remembers()), like_gpu=False)
-        assert tracer.runs == 2
-        assert tracer.trace(SHAPE) == tracer._run(SHAPE)
+        assert alike(tracer.trace(SHAPE), tracer._run(SHAPE))
 
-    def test_of_a_users_own_is_followed_again(self):
+    def test_may_be_a_users_own(self):
         def step(model, optimizer, batch):
             F.mse_loss(model(batch[0]), batch[1]).backward()
             optimizer.step()
@@ -68,8 +77,7 @@ class TestTheFirstStep:
         tracer, _ = make_tracer(
             regression(nn.Linear(8, 8), loss_fn=None, step=step, optimizer=torch.optim.AdamW), like_gpu=False
         )
-        assert tracer.runs == 2
-        assert tracer.trace(SHAPE) == tracer._run(SHAPE)
+        assert alike(tracer.trace(SHAPE), tracer._run(SHAPE))
 
     def test_counts_the_state_that_a_live_optimizer_has_already(self):
         model = nn.Linear(8, 8)

@@ -36,7 +36,7 @@ from workloads import net, net_batch
 
 from autosplit.devices.transfer import active_placement
 from autosplit.errors import UserCodeError
-from autosplit.measure import prober as probe
+from autosplit.measure import stopwatch
 from autosplit.measure.find_ceiling import find_ceiling
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.accumulation import current_accumulation
@@ -72,7 +72,7 @@ def _loaded():
 @pytest.fixture(autouse=True)
 def _short_budgets(monkeypatch):
     """What is timed is not looked at here."""
-    for module, name in ((session, "POINT_BUDGET_S"), (session, "TRIAL_BUDGET_S"), (probe, "DOUBLING_BUDGET_S")):
+    for module, name in ((session, "POINT_BUDGET_S"), (session, "TRIAL_BUDGET_S"), (stopwatch, "DOUBLING_BUDGET_S")):
         monkeypatch.setattr(module, name, 0.001)
 
 

@@ -26,8 +26,7 @@ from autosplit.devices import device as devices
 from autosplit.devices import spec as specs
 from autosplit.devices.accelerator import Found
 from autosplit.errors import InputError
-from autosplit.measure import prober as probe
-from autosplit.measure import request
+from autosplit.measure import request, stopwatch
 from autosplit.measure.gradient_check import not_checked
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
@@ -59,7 +58,7 @@ def _short_budgets(monkeypatch):
         for name in ("POINT_BUDGET_S", "TRIAL_BUDGET_S", "STEP_BUDGET_S"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, 0.01)
-    monkeypatch.setattr(probe, "DOUBLING_BUDGET_S", 0.01)
+    monkeypatch.setattr(stopwatch, "DOUBLING_BUDGET_S", 0.01)
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from workloads import Uncopyable, char_gpt, mlp, net, net_batch, small, with_los
 
 import autosplit
 from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
-from autosplit.measure import prober as probe
+from autosplit.measure import stopwatch
+from autosplit.measure.prober import Prober
 from autosplit.measure.request import checked_request
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.balanced import BalancedDataParallel
@@ -29,9 +30,7 @@ from autosplit.profiles import store as profiles
 from autosplit.runtime.prepare import build, follow, runtime_for, workload_source
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
-from autosplit.runtime.tracer import make_tracer
-from autosplit.solve import memory as cost
-from autosplit.solve.memory import HURRIED_LOOKS
+from autosplit.runtime.tracer import Tracer, make_tracer
 from autosplit.solve.split import micro_batch_sizes
 from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.tuning import session
@@ -46,7 +45,7 @@ def _short_budgets(monkeypatch):
     """What is timed is not looked at here."""
     monkeypatch.setattr(session, "POINT_BUDGET_S", 0.01)
     monkeypatch.setattr(session, "TRIAL_BUDGET_S", 0.01)
-    monkeypatch.setattr(probe, "DOUBLING_BUDGET_S", 0.01)
+    monkeypatch.setattr(stopwatch, "DOUBLING_BUDGET_S", 0.01)
 
 
 def quick(workload, devices, **options) -> Plan:
@@ -987,15 +986,13 @@ class TestErrors:
     @pytest.mark.slow
     def test_a_time_limit_bounds_the_ceilings_too(self, monkeypatch):
         """They took 96 s at a limit of a millisecond: the limit was one for trials only."""
-        looks, look = [], cost.largest_fitting
-        monkeypatch.setattr(
-            probe, "largest_fitting", lambda peak, *a, **k: look(lambda n: (looks.append(n), peak(n))[1], *a, **k)
-        )
+        steps, step = [], Tracer._run
+        monkeypatch.setattr(Tracer, "_run", lambda self, shape: (steps.append(shape), step(self, shape))[1])
         options = {"devices": "sim:RTX3090@900MiB", "effective_batch_size": 4096, "n_trials": 1}
         unhurried = quick(one_block(), **options)
-        without = len(looks)
+        steps.clear()
         plan = quick(one_block(), **options, time_limit_s=0.001)
-        assert len(looks) - without <= 2 * HURRIED_LOOKS
+        assert len(steps) <= 20
         assert plan.ceilings[0] <= unhurried.ceilings[0]
         assert len(plan.trials) == 1
         assert any("the time limit was over before the search began" in note for note in plan.notes)
@@ -1010,7 +1007,7 @@ class TestErrors:
         with pytest.raises(TuningInterrupted):
             quick(small(), SIM, progress=stop, **options)
         with monkeypatch.context() as patched:
-            patched.setattr(probe.Prober, "_real_slope", lambda *_: pytest.fail("measured again"))
+            patched.setattr(Prober, "_by_traces", lambda *_: pytest.fail("measured again"))
             patched.setattr(session.Session, "_final_ceilings", lambda self, best: (self.primary_alone, *self.replicas))
             resumed = quick(small(), SIM, **options)
         assert any("ceilings are those of a search that was cut off" in note for note in resumed.notes)

@@ -1,0 +1,73 @@
+"""Say why not even one sample fits a device, with the bytes that it needs and has."""
+
+from __future__ import annotations
+
+from autosplit.measure.step_runner import StepRunner
+from autosplit.oom import DoesNotFitError
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.subprocess_runtime import IsolatedRuntime
+from autosplit.runtime.training_copy import bytes_on_accelerators
+from autosplit.text import size_text
+
+__all__ = ["does_not_fit"]
+
+
+def does_not_fit(prober: StepRunner, index: int) -> DoesNotFitError:
+    """Say that the workload does not fit a device at one sample, with the bytes it needs and has."""
+    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    least = prober.least_batch()
+    held = bytes_on_accelerators(prober.tracer.workload)
+    own_bytes = sum(held[place] for place in held if (place.type, place.index) == (device.kind, device.index))
+    if own_bytes:
+        return DoesNotFitError(
+            f"a copy of the model does not fit {device.label} ({device.name}) at batch {least} beside the model, which "
+            f"is there already and takes {own_bytes} of the {capacity_bytes} bytes that it may hold; expected room for "
+            "a step; tune with the model on the processor (model.cpu()), and move it afterwards",
+            device=device.label,
+            device_index=index,
+            requested_bytes=own_bytes,
+            capacity_bytes=capacity_bytes,
+        )
+    if prober.max_batch_size < least:
+        return DoesNotFitError(
+            f"a batch of {prober.max_batch_size} is the most that is asked for, and BatchNorm trains on no fewer than "
+            f"{least} samples; expected at least {least}; raise effective_batch_size or max_batch_size"
+        )
+    needed = prober.traced(StepShape(((least,),)))[0] if prober.has_traces else 0
+    if needed <= capacity_bytes:
+        lost = prober.runtime.notes if isinstance(prober.runtime, IsolatedRuntime) else ()
+        if lost or prober.out_of_time:
+            return _never_ran(prober, index, needed, lost)
+        return DoesNotFitError(
+            f"the workload does not fit {device.label} ({device.name}) at batch {least}: a real step needs more than "
+            f"the {needed} bytes that its trace tells, and may hold {capacity_bytes} ({size_text(capacity_bytes)}); "
+            "expected at least one sample to fit; use a smaller model, a lower precision, or a larger device",
+            device=device.label,
+            device_index=index,
+            requested_bytes=needed,
+            capacity_bytes=capacity_bytes,
+        )
+    return DoesNotFitError(
+        f"the workload does not fit {device.label} ({device.name}) at batch {least}: it needs {needed} bytes "
+        f"({size_text(needed)}) and may hold {capacity_bytes} ({size_text(capacity_bytes)}); "
+        "expected at least one sample to fit; use a smaller model, a lower precision, or a larger device",
+        device=device.label,
+        device_index=index,
+        requested_bytes=needed,
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def _never_ran(prober: StepRunner, index: int, needed: int, lost: tuple[str, ...]) -> DoesNotFitError:
+    """Say what kept every step from running, where that was not a lack of memory that was seen."""
+    device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
+    reason = "; ".join(lost) or "the time limit was over"
+    return DoesNotFitError(
+        f"no step of the workload ran to its end on {device.label} ({device.name}): {reason}; expected one of the "
+        f"{needed} bytes that the smallest one takes by its trace, of {capacity_bytes} that it may hold; "
+        f"{'run one step by itself to see why' if lost else 'raise time_limit_s'}",
+        device=device.label,
+        device_index=index,
+        requested_bytes=needed,
+        capacity_bytes=capacity_bytes,
+    )

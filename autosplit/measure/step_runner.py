@@ -1,0 +1,334 @@
+"""Run training steps of one workload, or foretell them by traces, and keep count of what was run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from autosplit.accelerators import is_accelerator
+from autosplit.errors import AutosplitError, from_user_code
+from autosplit.oom import OutOfMemoryError, is_kernel_limit
+from autosplit.runtime.affine_traces import AffineTraces
+from autosplit.runtime.protocol import Measurement, Runtime, SeesMemory, StepMemory, StepShape
+from autosplit.runtime.simulated import SimulatedRuntime, traced_parts, traced_peaks
+from autosplit.runtime.tracer import Tracer, Traces
+from autosplit.runtime.trainee import ran_a_step
+from autosplit.solve.memory import MemoryParts, Role
+from autosplit.text import ms_text
+
+__all__ = ["StepRunner", "named_steps"]
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Counts:
+    """Real steps so far, and how many ran out of memory."""
+
+    steps: int = 0
+    ooms: int = 0
+
+
+@dataclass
+class StepRunner:
+    """Runs and foretells steps of one workload on one runtime.
+
+    Attributes:
+        runtime: Where steps run.
+        tracer: Predicts their memory.
+        max_batch_size: Nothing larger is looked at.
+        report: Told what is being done, in a few words.
+        num_ranks: DDP processes in the job; 0 for one on each device.
+        exact: Confirm that one sample more than a ceiling runs out of memory.
+        deadline_s: `time.monotonic()` after which the largest batch that was seen to fit is the ceiling, and two sizes
+            are timed; None for no limit.
+        counts: Real steps and OOMs so far.
+    """
+
+    runtime: Runtime
+    tracer: Tracer
+    max_batch_size: int
+    report: Callable[[str], None] = lambda _message: None
+    num_ranks: int = 0
+    exact: bool = False
+    deadline_s: float | None = None
+    counts: Counts = field(default_factory=Counts)
+    _has_state: bool = False
+    _measured: dict[StepShape, Measurement] = field(default_factory=dict)
+    _memories: dict[StepShape, StepMemory] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        optimizer = self.tracer.workload.optimizer
+        self._has_state = isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.state)
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether no further step may confirm anything."""
+        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
+
+    @functools.cached_property
+    def decides_by_steps(self) -> bool:
+        """Whether real steps say what fits, and traces only where to begin: on accelerators."""
+        return is_accelerator(self.runtime.devices[0].kind)
+
+    @property
+    def has_traces(self) -> bool:
+        """Whether anything can be predicted: a model that runs on nothing but its device has real steps alone."""
+        return self.tracer.fake or not self.decides_by_steps
+
+    @functools.cached_property
+    def _traces(self) -> Traces:
+        return self.runtime.tracer if isinstance(self.runtime, SimulatedRuntime) else AffineTraces(self.tracer)
+
+    def least_batch(self) -> int:
+        """Return the smallest share that a device trains on: 2 where a BatchNorm sees one value per sample, else 1."""
+        if not self.tracer.norms_over_samples:
+            return 1
+        return self._least_traced if self.has_traces else 2
+
+    @functools.cached_property
+    def _least_traced(self) -> int:
+        one = StepShape(((1,),))
+        try:
+            with named_steps(one):
+                self.tracer.trace(one)
+        except AutosplitError as error:
+            # torch nn/functional.py, _verify_batch_size; the wrapper's own words for it are raised from it.
+            if "Expected more than 1 value per channel" not in str(error.__cause__):
+                raise
+            return 2
+        return 1
+
+    # By traces
+
+    def traced(self, shape: StepShape) -> tuple[int, ...]:
+        """Predict each device's peak in a step, in bytes."""
+        before = self.tracer.runs
+        with named_steps(shape):
+            found = traced_peaks(self._traces, shape)
+        if not self.tracer.fake:  # followed with real tensors, a trace is a step
+            self.count(self.tracer.runs - before)
+        return found
+
+    def foretold(self, shape: StepShape) -> bool:
+        """Follow a step, and tell whether it holds what was predicted of it; if not, predictions are mended."""
+        if not isinstance(self._traces, AffineTraces) or not self.tracer.fake:
+            return True
+        told = self.traced(shape)
+        with self._traces.checking():
+            return self.traced(shape) == told
+
+    def parts(self, shape: StepShape, peaks: Sequence[int]) -> tuple[MemoryParts | None, ...]:
+        """Tell what the devices hold at their peaks, as traced; None where that is not known.
+
+        Args:
+            shape: The step.
+            peaks: What each device held, in bytes.
+        """
+        if not (self.tracer.fake or self.runtime.simulated):
+            return (None,) * len(peaks)  # a trace of real tensors is a step, and holds what the devices hold
+        with named_steps(shape):
+            found = traced_parts(self._traces, shape)
+        measured = not self.runtime.simulated
+        return tuple(parts.of_peak(peak, measured=measured) for parts, peak in zip(found, peaks, strict=True))
+
+    def rank_parts(
+        self, batch_sizes: Sequence[int], peaks: Sequence[int], *, accumulates: bool
+    ) -> tuple[MemoryParts | None, ...]:
+        """Tell what DDP's ranks hold at their peaks, as `parts` does.
+
+        Args:
+            batch_sizes: Samples of each.
+            peaks: What each is predicted to hold, in bytes.
+            accumulates: The optimizer step has several forwards.
+        """
+        found: list[MemoryParts | None] = []
+        for index, (samples, peak_bytes) in enumerate(zip(batch_sizes, peaks, strict=True)):
+            shape = self.shapes(index, "rank", (), accumulates)(samples)
+            traced = self.parts(shape, self.traced(shape)) if self.tracer.fake or self.runtime.simulated else ()
+            own = traced[index] if traced else None
+            found.append(None if own is None else own.of_peak(peak_bytes, measured=False))
+        return tuple(found)
+
+    def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
+        """Return fixed bytes and bytes per sample, by the line through a ceiling and half of it."""
+        if batch_size < 2 * self.least_batch():
+            return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
+        half = batch_size // 2
+        slope = (predicted(batch_size) - predicted(half)) / (batch_size - half)
+        return int(predicted(batch_size) - slope * batch_size), int(slope)
+
+    # By running
+
+    def peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a step for its memory, and count the steps that this took."""
+        if not self.decides_by_steps:
+            self.count(self._steps_to_see(shape))
+            return self.runtime.peaks(shape)
+        assert isinstance(self.runtime, SeesMemory), self.runtime
+        try:
+            self._memories[shape] = memory = self.runtime.memory(shape)
+        except Exception:
+            self.count(1)
+            raise
+        self.count(memory.steps)
+        return memory.allocated_bytes
+
+    def confirmed_peaks(self, shape: StepShape) -> tuple[int, ...]:
+        """Run a step for its memory alone, or trace it where memory is never filled.
+
+        Raises:
+            OutOfMemoryError: A device would hold more than it may.
+        """
+        return self.peaks(shape) if self.decides_by_steps else self._peaks_of(shape)
+
+    def _peaks_of(self, shape: StepShape) -> tuple[int, ...]:
+        """Return the peaks of a real step: of a run where that is bounded, traced where memory is never filled."""
+        devices = self.runtime.devices
+        if self.decides_by_steps:
+            return ()  # the timed run measures them
+        if all(device.budgeted for device in devices):
+            return self.peaks(shape)
+        peaks = self.traced(shape)
+        for index, peak_bytes in enumerate(peaks):
+            if peak_bytes > self.runtime.capacities_bytes[index]:
+                raise OutOfMemoryError(
+                    f"{devices[index].label} would hold {peak_bytes} bytes with {shape.splits[0][index]} samples and "
+                    f"may hold {self.runtime.capacities_bytes[index]}; give it fewer samples",
+                    device=devices[index].label,
+                    device_index=index,
+                    requested_bytes=peak_bytes,
+                    capacity_bytes=self.runtime.capacities_bytes[index],
+                )
+        return peaks
+
+    def measured(self, shape: StepShape, *, budget_s: float) -> Measurement:
+        """Time a step, once for each shape; its repeats count as steps run.
+
+        Raises:
+            OutOfMemoryError: A device ran out of memory.
+        """
+        if shape not in self._measured:
+            try:
+                self._measured[shape] = timed = self.runtime.measure(shape, budget_s=budget_s)
+            except OutOfMemoryError as error:
+                _log.info("timed %s: out of memory (%s)", shape, error)
+                self.count(1, ooms=1)
+                raise
+            told = ms_text(timed.seconds), ms_text(timed.error_s), timed.repeats
+            _log.info("timed %s: %s, give or take %s, in %d of it", shape, *told)
+            self.count(timed.repeats)
+        return self._measured[shape]
+
+    def micro_seconds(self, shape: StepShape, *, budget_s: float) -> float:
+        """Time a step of one micro-step, without its optimizer."""
+        measured = self.measured(shape, budget_s=budget_s)
+        return max(1e-9, measured.seconds - measured.update_s)
+
+    def update_seconds(self) -> float:
+        """Return the optimizer's time, by the steps that were timed already: it is the same at any batch."""
+        timed = (measured.update_s for shape, measured in self._measured.items() if shape.updates)
+        return min(timed, default=0.0)
+
+    def step(self, splits: tuple[tuple[int, ...], ...], *, budget_s: float, copies_s: float = 0.0) -> Measurement:
+        """Measure a whole optimizer step: its time, and each device's peak.
+
+        Real steps of many micro-steps are put together from two of them and, where it is another, the last: the
+        rest are alike.
+
+        Args:
+            splits: Samples per device, for each micro-step.
+            budget_s: For each thing that is timed.
+            copies_s: What a step spends on copying parameters and gradients, once for all its micro-steps.
+
+        Raises:
+            OutOfMemoryError: A device would hold more than it may.
+        """
+        if self.runtime.simulated:
+            return self.measured(StepShape(splits), budget_s=budget_s)
+        begin = StepShape(splits[:2])
+        peaks = self._peaks_of(begin)
+        timed = self.measured(begin, budget_s=budget_s)
+        seconds, error_s = timed.seconds, timed.error_s
+        if len(splits) > 2:
+            once_s = min(copies_s, (timed.seconds - timed.update_s) / 2)
+            last_s = micro_s = (timed.seconds - timed.update_s - once_s) / len(begin.splits)
+            if splits[-1] != splits[0]:
+                last_s = self.micro_seconds(StepShape((splits[-1],)), budget_s=budget_s)
+                last_s = max(0.0, last_s - once_s) if any(splits[-1][1:]) else last_s
+            seconds = once_s + micro_s * (len(splits) - 1) + last_s + timed.update_s
+            error_s = timed.error_s * seconds / timed.seconds
+        return replace(timed, seconds=seconds, error_s=error_s, peak_bytes=timed.peak_bytes or peaks)
+
+    def _steps_to_see(self, shape: StepShape) -> int:
+        """Return how many steps a runtime makes to tell the peaks of one."""
+        if self._has_state or shape.arrangement == "eval":
+            return 1
+        self._has_state = True
+        return 2  # in the first of all the optimizer's state appears
+
+    def count(self, steps: int, ooms: int = 0) -> None:
+        """Add steps that were run; simulated ones were not."""
+        if not self.runtime.simulated:
+            self.counts.steps += steps
+            self.counts.ooms += ooms
+
+    # Kinds of steps
+
+    def shapes(
+        self, index: int, role: Role, elsewhere: tuple[int, ...], accumulates: bool
+    ) -> Callable[[int], StepShape]:
+        """Return what makes the step in which a device has n samples in a role."""
+        count = len(self.runtime.devices)
+        assert role != "primary" or index == 0, "the primary is device 0"
+        others = (0, *(elsewhere or (0,) * (count - 1))) if role == "primary" else (0,) * count
+        micro_steps = 2 if accumulates else 1
+
+        def shape(n: int) -> StepShape:
+            split = tuple(n if position == index else samples for position, samples in enumerate(others))
+            if role in ("primary", "replica"):
+                # Of a replica only what it holds itself is asked for, and the optimizer is not on it.
+                updates = role == "primary" or not self.runtime.simulated
+                return replace(balanced(split, accumulates=accumulates), updates=updates)
+            if role == "eval":
+                return StepShape((split,), "eval")
+            return StepShape((split,) * micro_steps, "rank", num_ranks=self.num_ranks or count)
+
+        return shape
+
+    def forward_and_backward(self, index: int) -> Callable[[int], StepShape]:
+        """Return what makes the part of a step that a device does with n samples of its own."""
+        count = len(self.runtime.devices)
+
+        def shape(n: int) -> StepShape:
+            return StepShape((tuple(n if place == index else 0 for place in range(count)),), "rank", updates=False)
+
+        return shape
+
+
+def balanced(split: tuple[int, ...], *, accumulates: bool) -> StepShape:
+    """Return a step over all devices; one that accumulates has two micro-steps."""
+    return StepShape((split,) * (2 if accumulates else 1))
+
+
+@contextmanager
+def named_steps(shape: StepShape) -> Iterator[None]:
+    """Let what the user's own code raises say at which batch: the sample batch's own size is not the only one run."""
+    try:
+        yield
+    except (AutosplitError, OutOfMemoryError):
+        raise
+    except Exception as error:
+        if is_kernel_limit(error) or not ran_a_step(error.__traceback__):
+            raise
+        samples, shares = sum(shape.splits[0]), [share for share in shape.splits[0] if share]
+        cut = f", cut {tuple(shares)}" if len(shares) > 1 else ""
+        what = f"the workload, with a batch of {samples}{cut} (max_batch_size bounds what is run),"
+        raise from_user_code(error, what) from error
