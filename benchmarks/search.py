@@ -65,7 +65,7 @@ from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.op_cost import Move, Work
 from autosplit.runtime.protocol import Measurement, StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, _Composed
+from autosplit.runtime.simulated import SimulatedRuntime, _Composed, _Whole
 from autosplit.runtime.tracer import Event, Trace, Tracer, make_tracer
 from autosplit.solve.fastest_split import fastest_split
 from autosplit.solve.split import even_split, micro_batch_sizes, proportional_split
@@ -311,6 +311,13 @@ class _Below(SimulatedRuntime):
             composed = _Composed(self.tracer, shape)
             return composed if composed.fits_together() else source
         return source
+
+
+class _AsOne(SimulatedRuntime):
+    """Follows every step whole, over all its cards."""
+
+    def _source(self, shape: StepShape) -> Any:
+        return _Whole(self.tracer, shape)
 
 
 @dataclass
@@ -803,7 +810,7 @@ def sampled(judge: Judge, plan: Plan, best: float, seed: int) -> dict[str, Any]:
 def cross_checked(judge: Judge, count: int, seed: int) -> dict[str, Any]:
     """Hold random steps that fit, composed from kept traces, against the same steps followed whole."""
     generator = random.Random(seed)  # noqa: S311 (it guards nothing)
-    whole = SimulatedRuntime(judge.devices, judge.runtime.capacities_bytes, judge.tracer, composed=False)
+    whole = _AsOne(judge.devices, judge.runtime.capacities_bytes, judge.tracer)
     space = Sampled(judge)
     errors: list[float] = []
     splits_seen: set[Split] = set()

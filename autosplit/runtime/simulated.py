@@ -72,7 +72,6 @@ class SimulatedRuntime:
         devices: Simulated devices, each with the row of its card.
         capacities_bytes: What each may hold.
         tracer: Follows the workload.
-        composed: False runs every step whole over all its devices: slower, and what the composition is checked by.
         free: What transfers take no time for: ``"parameter"``, ``"output"`` and so on, see `transfer.transfer`.
     """
 
@@ -85,13 +84,11 @@ class SimulatedRuntime:
         capacities_bytes: tuple[int, ...],
         tracer: Traces,
         *,
-        composed: bool = True,
         free: frozenset[str] = frozenset(),
     ) -> None:
         self.devices = devices
         self.capacities_bytes = capacities_bytes
         self.tracer = tracer
-        self.composed = composed
         self.free = free
         self._specs = [_spec(device) for device in devices]
 
@@ -138,7 +135,7 @@ class SimulatedRuntime:
             clocks.work(0, sum(cost.seconds(self._specs[0]) for cost in self.tracer.zeroing_costs()))
 
     def _source(self, shape: StepShape) -> _Whole | _Composed:
-        return _source_of(self.tracer, shape) if self.composed else _Whole(self.tracer, shape)
+        return _source_of(self.tracer, shape)
 
     def _refuse_overflow(self, peaks: tuple[int, ...], shape: StepShape) -> None:
         for index, (device, peak_bytes) in enumerate(zip(self.devices, peaks, strict=True)):

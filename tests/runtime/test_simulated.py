@@ -20,7 +20,7 @@ from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, traced_parts, traced_peaks
+from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, _Whole, traced_parts, traced_peaks
 from autosplit.runtime.tracer import Tracer, make_tracer
 from autosplit.workload.workload import Workload
 
@@ -76,9 +76,16 @@ def tracers():
     return tracer
 
 
-def runtime(tracer: Tracer, spec: str, *, composed: bool = True, capacities=None) -> SimulatedRuntime:
+def runtime(tracer: Tracer, spec: str, *, capacities=None, kind: type = SimulatedRuntime) -> SimulatedRuntime:
     devices = parse_devices(spec)
-    return SimulatedRuntime(devices, capacities or (UNLIMITED,) * len(devices), tracer, composed=composed)
+    return kind(devices, capacities or (UNLIMITED,) * len(devices), tracer)
+
+
+class Whole(SimulatedRuntime):
+    """Follows every step over all its devices, by which steps that are put together are judged."""
+
+    def _source(self, shape):
+        return _Whole(self.tracer, shape)
 
 
 MACHINES = {
@@ -94,7 +101,7 @@ class TestComposition:
     @pytest.mark.parametrize("machine", MACHINES)
     def test_is_the_whole_step(self, name, machine, tracers):
         tracer = tracers(name)
-        composed, whole = runtime(tracer, machine), runtime(tracer, machine, composed=False)
+        composed, whole = runtime(tracer, machine), runtime(tracer, machine, kind=Whole)
         for splits in MACHINES[machine]:
             shape = StepShape(splits)
             ours, theirs = composed.measure(shape), whole.measure(shape)
