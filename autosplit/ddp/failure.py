@@ -114,7 +114,7 @@ class Watch:
         told: list[Any] = [None]
         if self._rank == 0:
             with _unwatched("rank 0 can't listen"):
-                told = [self._line.listen(self._world_size)]
+                told = [self._line.listen()]
             self._listen()
         dist.broadcast_object_list(told, src=0)
         if self._rank != 0 and told[0] is not None:
