@@ -41,8 +41,8 @@ from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning import confirm as confirming
+from autosplit.tuning import lone_session, session
 from autosplit.tuning import recall as recalling
-from autosplit.tuning import session
 from autosplit.tuning import tune as tuning
 from autosplit.tuning.recall import NOT_REMEMBERED
 from autosplit.tuning.tune import tune
@@ -55,7 +55,7 @@ SIM: dict[str, Any] = {"devices": "sim:1xRTX3090", **OPTIONS}
 
 @pytest.fixture(autouse=True)
 def _short_budgets(monkeypatch):
-    for module in (session, confirming):
+    for module in (lone_session, confirming):
         for name in ("POINT_BUDGET_S", "TRIAL_BUDGET_S", "STEP_BUDGET_S"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, 0.01)
@@ -70,7 +70,7 @@ def no_search(monkeypatch) -> Callable[[], None]:
         def fail(*_args: object, **_options: object) -> None:
             raise AssertionError("a remembered plan needs no search")
 
-        monkeypatch.setattr(tuning, "Session", fail)
+        monkeypatch.setattr(tuning, "LoneSession", fail)
 
     return begin
 

@@ -55,7 +55,16 @@ class Subject:
     @property
     def may_accumulate(self) -> bool:
         """Whether an optimizer step may have several micro-steps: custom steps and losses over a batch forbid it."""
-        return self.workload.step is None and self.workload.loss_scope == "sample"
+        return self.why_single is None
+
+    @property
+    def why_single(self) -> str | None:
+        """Why an optimizer step can't have several micro-steps; None where it can."""
+        if self.workload.step is not None:
+            return "a custom step can't be accumulated"
+        if self.workload.loss_scope == "batch":
+            return "a loss over the whole batch (loss_scope='batch') can't be accumulated"
+        return None
 
     @property
     def accumulates(self) -> bool:

@@ -15,14 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import distributed as dist
 
-from autosplit.ddp.failure import GRACE_S, Watch
 from autosplit.errors import AutosplitError, RankFailedError, from_user_code, one_line
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.trainee import ran_a_step
+
+if TYPE_CHECKING:  # a torch without torch.distributed tunes alone
+    from autosplit.ddp.failure import Watch
 
 __all__ = ["Failure", "Interrupts", "Peers", "has_waited"]
 
@@ -31,6 +33,8 @@ T = TypeVar("T")
 SAME_KEYPRESS_S = 1.0
 """Torchrun passes on the Ctrl-C that its processes have met already: signals so near are one."""
 
+CUT_S = 10.0
+"""A collective that takes longer to break off is not waited for: the process is about to be ended."""
 
 _WAITED = re.compile(r"gloo|NCCL|[Tt]imed out waiting|Connection (?:closed|reset)")
 """What torch says where the other end of a collective is not there (gloo transport/tcp/*.cc, ProcessGroupNCCL.cpp)."""
@@ -151,7 +155,7 @@ class _Attempts:
             with self._lock:
                 self._cut = None
             if self._cutting is not None:
-                self._cutting.join(GRACE_S)
+                self._cutting.join(CUT_S)
 
     def _heard(self, number: str) -> None:
         with self._lock:
@@ -196,6 +200,8 @@ class Peers:
             RuntimeError: A rank has gone.
         """
         self.parted = False
+        if self.world_size == 1:
+            return [value]
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value, group=self._group)
         return found
@@ -215,6 +221,8 @@ class Peers:
             RankFailedError: It raised on another one.
             KeyboardInterrupt: On all ranks, where Ctrl-C had come on any.
         """
+        if self.world_size == 1:
+            return [run()]
         told, own = self._exchanged(run)
         self._raise_first(told, own)
         if any(one.interrupted for one in told):
@@ -242,6 +250,11 @@ class Peers:
             Exception: What else it raised on this rank.
             RankFailedError: It raised on another one.
         """
+        if self.world_size == 1:
+            try:
+                return [run()]
+            except OutOfMemoryError as error:
+                return replace(self.failure(error), message=one_line(error))
         told, own = self._exchanged(run, cut)
         short = next((one.failure for one in told if one.failure is not None and one.failure.lacks_memory), None)
         if short is not None:
@@ -280,6 +293,8 @@ class Peers:
 
         A rank that closes its connections at once may take with it what another has not read yet.
         """
+        if self.world_size == 1:
+            return
         with contextlib.suppress(RuntimeError):  # somebody has heard, and left
             dist.barrier(group=self._group)
         self.parted = True

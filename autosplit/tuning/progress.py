@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-__all__ = ["Progress", "fraction_of"]
+__all__ = ["Progress", "fraction_of", "part_of"]
 
 _STAGES = {"ceilings": (0.0, 0.3), "times": (0.3, 0.45), "search": (0.45, 1.0), "done": (1.0, 1.0)}
 """Where on the whole each stage begins and ends, roughly."""
@@ -40,3 +41,12 @@ def fraction_of(stage: str, done_share: float = 0.0) -> float:
     """
     begin, end = _STAGES[stage]
     return begin + (end - begin) * min(1.0, done_share)
+
+
+def part_of(progress: Callable[[Progress], None], number: int, count: int, name: object) -> Callable[[Progress], None]:
+    """Report one tuning of several, called by a name, as its part of the whole."""
+
+    def tell(part: Progress) -> None:
+        progress(replace(part, message=f"{name}: {part.message}", fraction=(number + part.fraction) / count))
+
+    return tell

@@ -1,4 +1,4 @@
-"""The processes that tune together: who they are, what each brings, and that they were asked for the same.
+"""Meet the other processes of a job: who they are, what each brings, and that they were asked for the same.
 
 each rank   its device of its machine's | all devices in the order of the ranks | one request, one machine, one key
 """
@@ -6,12 +6,11 @@ each rank   its device of its machine's | all devices in the order of the ranks 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import distributed as dist
 
 from autosplit.accelerators import backend, is_accelerator
@@ -23,75 +22,10 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
 from autosplit.measure.request import Request
 from autosplit.profiles.key import machine_of
+from autosplit.tuning.job import Job, refuse_differing, torch_device
 from autosplit.tuning.peers import Interrupts, Peers, has_waited
-from autosplit.workload.fingerprint import digest_of
 
 __all__ = ["Job", "in_a_job", "joined", "own_part"]
-
-T = TypeVar("T")
-
-_CODE = ("model_tree", "model_factory", "loss_fn", "compute_loss", "step", "make_batch")
-"""Parts of a workload's description that are digests of code and of what that holds."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """The processes that tune together, as one of them sees them.
-
-    Attributes:
-        place: Which of them this one is.
-        peers: All of them.
-        own: What was asked for, with this rank's device alone.
-        whole: The same, with every rank's device, in their order.
-        machine: Of the whole job, as `key.machine_of` describes one; with ``ranks_per_machine`` where there are
-            several.
-        backend: Of the group in which gradients meet.
-    """
-
-    place: Place
-    peers: Peers
-    own: Request
-    whole: Request
-    machine: dict[str, Any]
-    backend: str = "gloo"
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        device = self.own.devices[0]
-        return _torch_device(device)
-
-    def told(self, run: Callable[[], T]) -> T:
-        """Return what rank 0 makes of something, on every rank."""
-        return self.peers.all_run(lambda: run() if self.peers.rank == 0 else None)[0]  # type: ignore[return-value]
-
-    def agreed(self, what: str, described: dict[str, Any]) -> dict[str, Any]:
-        """Return a description that is the same on all ranks.
-
-        Code may hold what is a rank's own (its number, its part of the data): where only that differs, a digest of all
-        of them stands for it.
-
-        Raises:
-            InputError: It is another one on some rank.
-        """
-        everyones = self.peers.gathered(described)
-
-        def compare() -> dict[str, Any]:
-            agreed = dict(described)
-            for name in described:
-                values = [one.get(name) for one in everyones]
-                if name in _CODE and None not in values and any(value != values[0] for value in values):
-                    agreed[name] = digest_of(values)
-                else:
-                    _refuse_differing(f"{what}'s {name}", values)
-            return agreed
-
-        return self.peers.each_run(compare)
-
-    @property
-    def is_first_of_machine(self) -> bool:
-        """Whether this rank is the one to write what its machine keeps."""
-        return not self.place.local_rank
 
 
 def own_part(devices: Any) -> Any:
@@ -154,7 +88,7 @@ def _job(request: Request, place: Place, peers: Peers) -> Job:
         capacities_bytes=(request.capacities_bytes[index],),
         reserved_bytes=(request.reserved_bytes[index],),
     )
-    found = peers.gathered((own, machine_of(own.devices), place.local_rank, card_of(_torch_device(device))))
+    found = peers.gathered((own, machine_of(own.devices), place.local_rank, card_of(torch_device(device))))
     requests, machines, locals_, cards = map(list, zip(*found, strict=True))
     peers.all_run(lambda: _refuse_different(requests, machines))
     whole = replace(
@@ -165,10 +99,6 @@ def _job(request: Request, place: Place, peers: Peers) -> Job:
         deadline_s=request.deadline_s,
     )
     return Job(place, peers, own, whole, _machine_of_all(machines, locals_), backend_for(device.kind, cards))
-
-
-def _torch_device(device: Device) -> torch.device:
-    return torch.device(device.kind, device.index) if is_accelerator(device.kind) else torch.device("cpu")
 
 
 def _own_device(devices: Sequence[Device], place: Place) -> int:
@@ -196,20 +126,11 @@ def _refuse_different(requests: Sequence[Request], machines: Sequence[Mapping[st
     """Refuse ranks that were not asked for the same, or run other versions."""
     for name in ("strategy", "effective_batch_sizes", "max_batch_size", "n_trials", "profile", "name", "seed"):
         values = [getattr(request, name) for request in requests]
-        _refuse_differing(name, values)
+        refuse_differing(name, values)
     for name in ("torch", "cuda", "autosplit"):
-        _refuse_differing(f"the version of {name}", [machine[name] for machine in machines])
+        refuse_differing(f"the version of {name}", [machine[name] for machine in machines])
     kinds = [request.kind for request in requests]
-    _refuse_differing("the kind of device", kinds)
-
-
-def _refuse_differing(name: str, values: Sequence[Any]) -> None:
-    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-    if other is not None:
-        raise InputError(
-            f"{name} is {values[0]!r} on rank 0 and {values[other]!r} on rank {other}; expected the same on all; start "
-            "all ranks with one command line and one installation"
-        )
+    refuse_differing("the kind of device", kinds)
 
 
 def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int | None]) -> dict[str, Any]:

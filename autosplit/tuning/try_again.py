@@ -4,67 +4,40 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from autosplit.errors import one_line
-from autosplit.measure.request import Request
-from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.profiles.resolve import solved_again
 from autosplit.runtime.prepare import Followed
 from autosplit.tuning.confirm import Confirmer
-from autosplit.tuning.recall import Recalled, Wanted
+from autosplit.tuning.job import Job
+from autosplit.tuning.peers import Failure
+from autosplit.tuning.recall import REFRESH_HINT, Recalled, Wanted
 
-if TYPE_CHECKING:
-    from autosplit.tuning.job import Job
-
-__all__ = ["REFRESH_HINT", "tried_again", "tried_again_together"]
-
-
-REFRESH_HINT = "--profile refresh (profile='refresh') tunes anew"
+__all__ = ["tried_again"]
 
 
-def tried_again(wanted: Wanted, found: Recalled, followed: Followed) -> tuple[Plan | None, Recalled]:
+def tried_again(wanted: Wanted, found: Recalled, followed: Followed, job: Job) -> tuple[Plan | None, Recalled]:
     """Hold a remembered plan against this machine by one step; solve it again where memory is short.
 
     Returns:
         The plan; or None, and what is to be said of what is tuned anew.
     """
-    assert found.plan is not None
-    try:
-        with ExitStack() as closing:
-            confirmer = Confirmer(wanted.request, followed, closing)
-            if found.short is None:
-                confirmer.run(found.plan)
-                return _confirmed(wanted, found), found
-            again = confirmer.solved_again(found.plan)
-    except OutOfMemoryError as error:
-        return None, _given_up(found, f"one step of it ran out of memory ({one_line(error)})")
-    if again is None:
-        return None, _given_up(found, "its fits have no answer to that")
-    return _makeshift(wanted, found, again), found
-
-
-def tried_again_together(
-    wanted: Wanted, found: Recalled, own: Request, followed: Followed, job: Job
-) -> tuple[Plan | None, Recalled]:
-    """Do as `tried_again` with all ranks of a job: each runs its part of a step on its own device, by itself."""
-    from autosplit.tuning.peers import Failure
-
+    plan = found.plan
+    assert plan is not None
+    ran: list[Plan] = []
     with ExitStack() as closing:
-        confirmer = job.peers.each_run(lambda: Confirmer(own, followed, closing))
-        plan = found.plan
-        assert plan is not None
+        confirmer = job.peers.each_run(lambda: Confirmer(job, followed, closing))
         if found.short is not None:
-            lacks = job.peers.all_run(lambda: confirmer.lack(wanted.request))
+            lacks = job.peers.all_run(confirmer.lack)
             plan = solved_again(plan, lacks[0])
             if plan is None:
                 return None, _given_up(found, "its fits have no answer to that")
-        failed = job.peers.all_try(lambda: confirmer.run_rank(plan, job.place.rank))
+        failed = job.peers.all_try(lambda: ran.append(confirmer.run(plan, measures=found.short is not None)))
     if isinstance(failed, Failure):
-        return None, _given_up(found, f"one step of it ran out of memory (rank {failed.rank}: {failed.message})")
+        who = f"rank {failed.rank}: " if job.several else ""
+        return None, _given_up(found, f"one step of it ran out of memory ({who}{failed.message})")
     if found.short is not None:
-        return _makeshift(wanted, found, plan), found
+        return _makeshift(wanted, found, ran[0]), found
     return _confirmed(wanted, found, stores=job.is_first_of_machine), found
 
 
@@ -74,7 +47,7 @@ def _given_up(found: Recalled, why: str) -> Recalled:
     return Recalled(notes=(*found.notes, f"{changed}, and {why}: tuned anew"))
 
 
-def _confirmed(wanted: Wanted, found: Recalled, *, stores: bool = True) -> Plan:
+def _confirmed(wanted: Wanted, found: Recalled, *, stores: bool) -> Plan:
     """Return a remembered plan that ran here, and keep it with the facts of these devices: once for each twin."""
     assert found.plan is not None
     plan = wanted.with_facts(found.plan).kept_at(found.path)
