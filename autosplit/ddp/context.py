@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.batchnorms import has_synchronised, silence, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
-from autosplit.ddp.fsdp import Layers, begin_step, let_meet, shard
+from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, shard
 from autosplit.ddp.loader_steps import foreign_steps, gathered
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
@@ -96,7 +95,7 @@ class Context:
             BatchNormWarning: Running statistics are rank 0's alone, and rank 0 has not the largest share.
             OtherModelWarning: The plan was made for a model of another size.
         """
-        self._refuse_options(kwargs)
+        refuse_options(kwargs, DistributedDataParallel, ("module",))
         self._doubt_model(model)
         if sync_batchnorm:
             if not is_accelerator(self.device.type):
@@ -155,16 +154,6 @@ class Context:
         self._sharded.add(model)
         self._meets_always = True  # parameters come together in every forward and every backward
         return model
-
-    @staticmethod
-    def _refuse_options(kwargs: Mapping[str, Any]) -> None:
-        known = inspect.signature(DistributedDataParallel).parameters
-        unknown = [name for name in kwargs if name not in known or name == "module"]
-        if unknown:
-            raise InputError(
-                f"{', '.join(unknown)} is given; expected options that DistributedDataParallel of torch "
-                f"{torch.__version__} has: {', '.join(name for name in known if name != 'module')}; leave it out"
-            )
 
     def _doubt_model(self, model: nn.Module) -> None:
         """Warn, on rank 0, where a model has not as many parameters as the one that the plan was made for."""
