@@ -26,7 +26,7 @@ from autosplit.solve.search_space import (
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
-from autosplit.tuning.assemble import DDP_NOTE, Answer, lone_rank, rank_answer, residuals_of, solved_ranks
+from autosplit.tuning.assemble import DDP_NOTE, Answer, measured_ranks, rank_answer, residuals_of, solved_ranks
 from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.sensitivity import simulated_changes
 from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session
@@ -252,7 +252,7 @@ class LoneSession(Session):
     def _ddp(self, best: Trial, ranks: tuple[Ceiling, ...], step_time: StepTime) -> DdpPlan:
         """Solve DDP's batch sizes from the same measurements; one rank alone takes the plan's own."""
         if len(ranks) == 1:
-            return lone_rank(ranks[0], best, self._effective_of(best), self._ddp_options(), self.prober.least_batch())
+            return measured_ranks(ranks, best, self._effective_of(best), self._ddp_options(), self.prober.least_batch())
         return self._solved_ranks(ranks, step_time)[0]
 
     def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[DdpPlan, StepTime]:
