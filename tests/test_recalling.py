@@ -40,11 +40,12 @@ from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.solve.memory import Ceiling
-from autosplit.tuning import confirm as confirming
 from autosplit.tuning import lone_session, session
 from autosplit.tuning import recall as recalling
+from autosplit.tuning import try_again as confirming
 from autosplit.tuning import tune as tuning
-from autosplit.tuning.recall import NOT_REMEMBERED
+from autosplit.tuning.job import alone
+from autosplit.tuning.recall import NOT_REMEMBERED, Recalled, Wanted
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
@@ -296,7 +297,8 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     with staging.ExitStack() as closing:
         built = staging.build(make, lowered.devices)
         followed = staging.follow(built, lowered.devices, closing)
-        again = confirming.Confirmer(lowered, followed, closing).solved_again(whole)
+        found = Recalled(whole, short="less memory is free")
+        again, _ = confirming.tried_again(Wanted(lowered, {}, {}, {}), found, followed, alone(lowered, {}))
     assert again is not None
     assert again != whole
     assert all(device.peak_bytes <= device.capacity_bytes == kib * 1024 for device in again.devices)

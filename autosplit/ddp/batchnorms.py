@@ -23,10 +23,8 @@ __all__ = ["has_synchronised", "silence", "uncounted"]
 def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]:
     """Keep a micro-batch out of the models' BatchNorms.
 
-    Args:
-        models: What runs in it.
-        stands_in: Its samples are other ranks'. Where not, they belong to the batch and to its statistics, and only
-            their gradient is nothing.
+    It `stands_in` where its samples are other ranks'. Where not, they belong to the batch and to its statistics, and
+    only their gradient is nothing.
     """
     forward = _stand_in if stands_in else _silent
     replaced = [(norm, partial(forward, norm)) for norm in _norms_of(models)]

@@ -353,13 +353,10 @@ def _name_of(place: tuple[Any, ...]) -> str:
 
 
 def _refuse_other_files(folder: Path) -> None:
-    others = [each.name for each in folder.iterdir() if not _is_torchs(each)] if folder.exists() else []
+    held = [each.name for each in folder.iterdir()] if folder.exists() else []
+    others = [name for name in held if name != ".metadata" and not name.endswith(".distcp")]
     if others:
         raise CheckpointError(f"it holds {others[0]!r}, which would be lost")
-
-
-def _is_torchs(file: Path) -> bool:
-    return file.name == ".metadata" or file.suffix == ".distcp"
 
 
 def _put_in_place(new: Path, folder: Path) -> str | None:

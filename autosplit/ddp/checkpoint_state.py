@@ -78,22 +78,22 @@ def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None
     own = module.state_dict(keep_vars=True)
     shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
     given = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
+
+    def is_extra(key: str) -> bool:
+        return key.rpartition(".")[2] == _EXTRA_STATE
+
     wrong = [key for key in shapes if key in given and shapes[key] != given[key]]
     for says, keys in (
         ("lacks", [key for key in own if key not in state]),
         ("has in addition", [key for key in state if key not in own]),
         ("has in another shape", [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong]),
-        ("has no such tensor at", [key for key in shapes if key in state and key not in given and not _is_extra(key)]),
+        ("has no such tensor at", [key for key in shapes if key in state and key not in given and not is_extra(key)]),
     ):
         if keys:
             raise CheckpointError(
                 f"{name!r} is of another model: it {says} {listed(keys, _SHOWN)}; expected the very names "
                 "and shapes; build the model as it was when it was saved"
             )
-
-
-def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == _EXTRA_STATE
 
 
 def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> None:

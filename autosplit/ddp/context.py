@@ -451,10 +451,8 @@ def let_go_of_group_last(wrapped: nn.Module) -> None:
     Where a model outlives its group, as it does in most scripts, the last reference to the group ends it and waits for
     gloo's threads. Python's does so without the interpreter's lock, but that of DDP's reducer holds it, which one of
     the threads may be waiting for: both then wait for ever (torch 2.13; about one in thirty models). An object's
-    attributes die in the order in which they were set, so the group is set again, behind the reducer.
-
-    Args:
-        wrapped: Of another class it is left as it is.
+    attributes die in the order in which they were set, so the group is set again, behind the reducer. What is of
+    another class is left as it is.
     """
     if isinstance(wrapped, DistributedDataParallel):
         group = wrapped.__dict__.pop("process_group")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autosplit.measure.check_result import Check
 from autosplit.measure.request import Request
@@ -14,6 +13,7 @@ from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.search_space import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
 from autosplit.solve.solver import RankSolver, Solver
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
+from autosplit.tuning.recall import Wanted
 from autosplit.workload.workload import Workload
 
 __all__ = [
@@ -35,19 +35,20 @@ DDP_NOTE = (
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a plan: request, workload and machine.
+    """The subject of a plan.
 
     Attributes:
-        machine: The kind of machine, by `key.machine_of`.
-        described: The workload, by `key.workload_of`.
-        asked: What of the request is part of the profile's key, with its name.
+        wanted: What was asked for, by which the plan is remembered.
+        workload: What is trained: the one that was described, or a copy.
     """
 
-    request: Request
+    wanted: Wanted
     workload: Workload
-    machine: dict[str, Any]
-    described: dict[str, Any]
-    asked: dict[str, Any]
+
+    @property
+    def request(self) -> Request:
+        """The request, with all devices."""
+        return self.wanted.request
 
     @property
     def may_accumulate(self) -> bool:
@@ -131,9 +132,9 @@ def assembled(
         simulated=request.simulated,
         batch_dim=workload.batch_dim,
         loss_reduction=workload.loss_reduction,
-        machine=subject.machine,
-        workload=subject.described,
-        request=subject.asked,
+        machine=subject.wanted.machine,
+        workload=subject.wanted.described,
+        request=subject.wanted.asked,
         notes=notes,
         real_steps=real_steps,
         real_ooms=real_ooms,

@@ -18,7 +18,6 @@ from autosplit.text import rate_text
 from autosplit.tuning.progress import Progress, part_of
 
 if TYPE_CHECKING:
-    from autosplit.oom import DoesNotFitError
     from autosplit.plan.record import PlanDevice
 
 __all__ = [
@@ -377,7 +376,9 @@ def compared(
         try:
             done.append(_planned(machine, tune_one(machine.spec, timed)))
         except DoesNotFitError as error:
-            done.append(_unfit(machine, error))
+            reason = " ".join(str(error).split()) or one_line(error)
+            misfit = Misfit(reason, error.device, error.requested_bytes, error.capacity_bytes)
+            done.append(ComparedMachine(machine.name, None, misfit, machine.simulated, machine.price_per_hour))
         except KeyboardInterrupt as interrupt:
             best: Plan | None = getattr(interrupt, "plan", None)
             if best is not None:
@@ -391,12 +392,6 @@ def compared(
 def _planned(machine: AskedMachine, plan: Plan) -> ComparedMachine:
     solved = plan.region is None and len(plan.devices) > 1 and not plan.ddp.measured
     return ComparedMachine(machine.name, plan, None, plan.simulated or solved, machine.price_per_hour)
-
-
-def _unfit(machine: AskedMachine, error: DoesNotFitError) -> ComparedMachine:
-    reason = " ".join(str(error).split()) or one_line(error)
-    misfit = Misfit(reason, error.device, error.requested_bytes, error.capacity_bytes)
-    return ComparedMachine(machine.name, None, misfit, machine.simulated, machine.price_per_hour)
 
 
 def _comparison(done: Sequence[ComparedMachine], asked: Sequence[AskedMachine], left: Sequence[str]) -> Comparison:

@@ -134,7 +134,10 @@ class JointSession(Session):
                 self.store.put(f"{rank} rank", ceiling)
         self.stage = "times"
         ceiling, known = found[self.peers.rank]
-        timed = self.peers.each_run(lambda: known or self._times(ceiling))
+        size = ceiling.batch_size
+        timed = self.peers.each_run(
+            lambda: known or tuple(self.prober.timed_sizes(0, size, role="rank", budget_s=POINT_BUDGET_S))
+        )
         everyones = self.peers.all_run(lambda: self._own_findings(ceiling, timed))
         said = self.peers.gathered(tuple(self.notes))
         for rank, notes in enumerate(said[1:], 1):
@@ -142,11 +145,7 @@ class JointSession(Session):
         return everyones
 
     def _ceiling(self, left: Ceiling | None) -> tuple[Ceiling, tuple[TimedSize, ...]]:
-        """Find this rank's ceiling; of a plain processor, which grows until it stops paying, its times as well.
-
-        Args:
-            left: The one that a killed search of the same left in its study.
-        """
+        """Find this rank's ceiling, unless a killed search has left it; of a plain processor its times as well."""
         if self._on_plain_cpu:
             needed = 0 if self.subject.may_accumulate else -(-self.request.least_effective // self.peers.world_size)
             curve, ceiling = self.prober.until_it_stops_paying(needed, "rank")
@@ -157,9 +156,6 @@ class JointSession(Session):
         if ceiling.batch_size == 0:
             raise does_not_fit(self.prober, 0)
         return ceiling, ()
-
-    def _times(self, ceiling: Ceiling) -> tuple[TimedSize, ...]:
-        return tuple(self.prober.timed_sizes(0, ceiling.batch_size, role="rank", budget_s=POINT_BUDGET_S))
 
     def _own_findings(self, ceiling: Ceiling, timed: tuple[TimedSize, ...]) -> Measured:
         return Measured(

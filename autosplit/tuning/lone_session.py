@@ -83,7 +83,9 @@ class LoneSession(Session):
             if best is None:
                 raise
             return best
-        if self._is_compiled():
+        model = self.subject.workload.model
+        given = modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []
+        if any(map(has_compiled_parts, given)):
             plan = plan.with_notes(last=[self._compiled_note(max(plan.split))])
         self._say("done", "done", 1.0)
         return plan
@@ -103,7 +105,11 @@ class LoneSession(Session):
         self._doubt_the_times()
         matters = self.memory.replicas and not self.runtime.shares_processor and not self.prober.out_of_time
         answer = self._answer(best, self._even_rate(best) if matters else None)
-        ddp = self._ddp(best, answer.ceilings if len(ranks) == 1 else ranks, step_time)
+        if len(ranks) > 1:
+            ddp, _ = self._solved_ranks(ranks, step_time)
+        else:  # a plain model on the one device is what the search measured
+            least = self.prober.least_batch()
+            ddp = measured_ranks(answer.ceilings, best, answer.effective_batch_size, self._ddp_options(), least)
         plan = self._assembled(replace(answer, ddp=ddp, memory=self._memory_of(best)))
         if not isinstance(self.runtime, SimulatedRuntime):
             return plan
@@ -131,11 +137,6 @@ class LoneSession(Session):
             self.notes.append(
                 f"no batch over {self.prober.max_batch_size} was looked at: real tensors fill this machine"
             )
-
-    def _is_compiled(self) -> bool:
-        model = self.subject.workload.model
-        given = modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []
-        return any(has_compiled_parts(module) for module in given)
 
     def _compiled_note(self, samples: int) -> str:
         """Run the model once as it was compiled, where it can be, and say what came of it."""
@@ -248,12 +249,6 @@ class LoneSession(Session):
             )
 
     # DDP
-
-    def _ddp(self, best: Trial, ranks: tuple[Ceiling, ...], step_time: StepTime) -> DdpPlan:
-        """Solve DDP's batch sizes from the same measurements; one rank alone takes the plan's own."""
-        if len(ranks) == 1:
-            return measured_ranks(ranks, best, self._effective_of(best), self._ddp_options(), self.prober.least_batch())
-        return self._solved_ranks(ranks, step_time)[0]
 
     def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[DdpPlan, StepTime]:
         """Solve DDP's batch sizes until each rank was timed at its own.

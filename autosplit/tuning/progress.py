@@ -33,12 +33,7 @@ class Progress:
 
 
 def fraction_of(stage: str, done_share: float = 0.0) -> float:
-    """Return how much of a whole tuning is done.
-
-    Args:
-        stage: See `Progress`.
-        done_share: How much of that stage is done, as far as it can be told.
-    """
+    """Return how much of a whole tuning is done, given the share of its stage that is, as far as it can be told."""
     begin, end = _STAGES[stage]
     return begin + (end - begin) * min(1.0, done_share)
 

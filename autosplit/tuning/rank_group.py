@@ -29,11 +29,9 @@ __all__ = ["Job", "in_a_job", "joined", "own_part"]
 
 
 def own_part(devices: Any) -> Any:
-    """Return the part of a device spec that this process computes on: the others' cards it asks for nothing.
+    """Return the part of this machine's device spec that this process computes on: the others' cards are not asked.
 
-    Args:
-        devices: Of all ranks of this machine. What can't be shared out is returned as it is, for `joined` to refuse on
-            all ranks.
+    What can't be shared out is returned as it is, for `joined` to refuse on all ranks.
     """
     place = place_here()
     if place.world_size == 1:
@@ -58,13 +56,7 @@ def in_a_job() -> bool:
 
 @contextmanager
 def joined(request: Request) -> Iterator[Job]:
-    """Meet the other ranks, and tell each other what there is.
-
-    Args:
-        request: What this rank was asked for, with all devices of its machine.
-
-    Yields:
-        The job.
+    """Meet the other ranks, and tell each other what there is; this one was asked for all devices of its machine.
 
     Raises:
         DeviceError: A machine has not one device for each of its ranks, or has simulated ones.
@@ -125,12 +117,10 @@ def _own_device(devices: Sequence[Device], place: Place) -> int:
 def _refuse_different(requests: Sequence[Request], machines: Sequence[Mapping[str, Any]]) -> None:
     """Refuse ranks that were not asked for the same, or run other versions."""
     for name in ("strategy", "effective_batch_sizes", "max_batch_size", "n_trials", "profile", "name", "seed"):
-        values = [getattr(request, name) for request in requests]
-        refuse_differing(name, values)
+        refuse_differing(name, [getattr(request, name) for request in requests])
     for name in ("torch", "cuda", "autosplit"):
         refuse_differing(f"the version of {name}", [machine[name] for machine in machines])
-    kinds = [request.kind for request in requests]
-    refuse_differing("the kind of device", kinds)
+    refuse_differing("the kind of device", [request.kind for request in requests])
 
 
 def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int | None]) -> dict[str, Any]:

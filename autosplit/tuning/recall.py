@@ -110,7 +110,7 @@ class Wanted:
         """Look for a plan, and hold it against what there is now."""
         if self.request.profile != "auto" or self.request.sampler is not None:
             return Recalled()
-        found = profiles.find(self.key, machine=self.machine, workload=self.described, request=self.asked)
+        found = self._remembered()
         if found.plan is None:
             return Recalled(notes=found.notes, unreadable=found.unreadable)
         if not found.plan.complete:
@@ -154,11 +154,7 @@ class Wanted:
         return f"{found.origin}: nothing was run{unused}; {REFRESH_HINT}"
 
     def turn(self, tell: Callable[[str], None]) -> Turn:
-        """Return what waits for another process that tunes the same thing.
-
-        Args:
-            tell: Told once, when the wait begins.
-        """
+        """Return what waits for another process that tunes the same thing, and tells of it when the wait begins."""
         limit_s = wait_limit_s(self.request.remaining_s)
         try:
             return Turn(profiles.turn_path(self.key), limit_s=limit_s, tell=tell)
@@ -166,11 +162,7 @@ class Wanted:
             return Turn(None, limit_s=limit_s, tell=tell, trouble=str(error))
 
     def nearest(self, ignoring: Sequence[str] = ()) -> tuple[str, ...]:
-        """Say which remembered plan is the nearest, and why it does not hold; nothing where there is none.
-
-        Args:
-            ignoring: See `differences.nearest_told`.
-        """
+        """Say which remembered plan is the nearest, and why it does not hold; nothing where there is none."""
         if self.request.profile != "auto":
             return ()
         remembered = profiles.newest(MOST_LOOKED_AT)
@@ -181,14 +173,9 @@ class Wanted:
     def kept(
         self, plan: Plan, found: Recalled, said: tuple[str, ...], always: tuple[str, ...], *, stores: bool = True
     ) -> Plan:
-        """Remember a plan, and say what is to be said of the cache; of one that is of no use, once.
+        """Remember a plan, and add the notes that are of this run alone: what is `said` of the cache, and others.
 
-        Args:
-            plan: It is remembered without the notes that follow, which are of this run alone.
-            found: What was remembered before.
-            said: Notes on the cache.
-            always: Other notes.
-            stores: Another process of this machine does not do it.
+        Of a cache that is of no use is told once. One process of each machine stores the plan.
         """
         if self.request.profile != "off":  # on every rank alike, and now, when nobody waits for a line of it
             plan = plan.with_explanation()
@@ -207,16 +194,16 @@ class Wanted:
         """
         if self.request.profile == "off":
             return None, ()
-        if not plan.complete and self._whole_one_is_there():
+        there = None if plan.complete else self._remembered().plan
+        if there is not None and there.complete:
             return None, (f"{NOT_REMEMBERED}its search was interrupted, and that of the remembered one was not",)
         try:
             return profiles.store(self.key, plan), ()
         except ProfileError as error:
             return None, (f"{NOT_REMEMBERED}{error}",)
 
-    def _whole_one_is_there(self) -> bool:
-        found = profiles.find(self.key, machine=self.machine, workload=self.described, request=self.asked)
-        return found.plan is not None and found.plan.complete
+    def _remembered(self) -> profiles.Found:
+        return profiles.find(self.key, machine=self.machine, workload=self.described, request=self.asked)
 
     def with_facts(self, plan: Plan) -> Plan:
         """Return a plan with the facts of the devices that are here, on which a step has confirmed it."""

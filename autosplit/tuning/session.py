@@ -70,7 +70,8 @@ class Session(ABC):
         self.notes = [*followed.notes]
         runtime = runtime_for(job.own.devices, job.own.capacities_bytes, followed, probing)
         if not job.several:
-            subject = replace(subject, request=replace(subject.request, capacities_bytes=runtime.capacities_bytes))
+            request = replace(subject.request, capacities_bytes=runtime.capacities_bytes)
+            subject = replace(subject, wanted=replace(subject.wanted, request=request))
         self.subject, self.request = subject, subject.request
         self.prober = Prober(
             runtime,
@@ -326,11 +327,7 @@ class Session(ABC):
 
 
 def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:
-    """Return the most accumulation steps that are worth a look.
-
-    Args:
-        sizes: The least and the most samples of an optimizer step; None for one forward of any size.
-        largest_batch: The most samples that a forward holds.
+    """Return the most accumulation steps that are worth a look, given what a forward holds.
 
     Raises:
         InputError: Even the fewest are more than `MOST_FORWARDS`.

@@ -19,7 +19,7 @@ from autosplit.plan.plan import Plan
 from autosplit.profiles.key import machine_of, workload_of
 from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.rng import kept_rng
-from autosplit.runtime.prepare import Source, build, follow, isolated_runtime, workload_source
+from autosplit.runtime.prepare import Built, Followed, Source, build, follow, isolated_runtime, workload_source
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.tuning.assemble import Subject
@@ -27,7 +27,8 @@ from autosplit.tuning.job import Job, alone, refuse_waiting
 from autosplit.tuning.lone_session import LoneSession
 from autosplit.tuning.notebook import notebook_bar
 from autosplit.tuning.progress import Progress, part_of
-from autosplit.tuning.recall import Wanted
+from autosplit.tuning.recall import Recalled, Wanted
+from autosplit.tuning.session import Session
 from autosplit.tuning.try_again import tried_again
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
 
@@ -35,6 +36,8 @@ __all__ = ["Progress", "TuningInterrupted", "tune"]
 
 
 _log = logging.getLogger(__name__)
+
+INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned for: this is the best of those that were"
 
 NO_GPU_NOTE = (
     "no GPU is visible, so this is for the processor; devices='sim:2xRTX3090' (--devices) plans for GPUs elsewhere"
@@ -241,24 +244,16 @@ def _fastest_of(
         except TuningInterrupted as interrupted:
             if not plans:
                 raise
-            found = plans if interrupted.plan is None else [*plans, interrupted.plan]
-            raise _interrupted_among(found) from None
+            best = _fastest(plans if interrupted.plan is None else [*plans, interrupted.plan])
+            # Whole for its precision, as it may be, it is not what was asked for.
+            partial = replace(best, complete=False).with_notes(INTERRUPTED_NOTE)
+            raise TuningInterrupted(partial.kept_at(best.path)) from None
         except DoesNotFitError as misfit:  # the others may
             misfits.append(misfit)
             notes = (*notes, f"precision {one} is left out: {misfit}")
     if not plans:
         raise misfits[0]
     return _fastest(plans).with_notes(*_compared(plans), *notes)
-
-
-INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned for: this is the best of those that were"
-
-
-def _interrupted_among(found: list[Plan]) -> TuningInterrupted:
-    """Return what carries the best of the plans so far, with the file of that very plan."""
-    best = _fastest(found)
-    # Whole for its precision, as it may be, it is not what was asked for.
-    return TuningInterrupted(replace(best, complete=False).with_notes(INTERRUPTED_NOTE).kept_at(best.path))
 
 
 def _fastest(plans: list[Plan]) -> Plan:
@@ -310,36 +305,58 @@ def _tuned(asked: _Asked, job: Job, source: Source) -> Plan:
             return found.told(wanted.nothing_run(found), *found.wait.notes, *defaulted)
         asked.waits.append(found.wait.seconds)
         job = job.with_more_time(found.wait.seconds)
-        wanted = replace(wanted, request=job.whole)
+        return _tuned_anew(asked, job, source, built, replace(wanted, request=job.whole), found, defaulted)
+
+
+def _tuned_anew(
+    asked: _Asked,
+    job: Job,
+    source: Source,
+    built: Built,
+    wanted: Wanted,
+    found: Recalled,
+    defaulted: tuple[str, ...],
+) -> Plan:
+    """Try what is remembered again, else measure and search."""
+    with ExitStack() as closing:
         if job.several:
-            peers.each_run(lambda: refuse_waiting(built.workload))
+            job.peers.each_run(lambda: refuse_waiting(built.workload))
         children = closing.enter_context(ExitStack())
         isolated = _isolated(job, source, children) if asked.isolate else None
-        followed = peers.each_run(lambda: follow(built, job.own.devices, closing, isolated))
+        followed = job.peers.each_run(lambda: follow(built, job.own.devices, closing, isolated))
         probing = closing.enter_context(ExitStack())  # after it: a model that is borrowed is given back last
         probing.callback(children.close)
         if found.plan is not None:
             plan, found = tried_again(wanted, found, followed, job)
             if plan is not None:
-                return plan.with_notes(last=[*defaulted, *_losses(isolated)])
+                return plan.with_notes(last=[*defaulted, *_losses(job, isolated)])
         nearest = job.told(lambda: () if found.notes else wanted.nearest(asked.ignoring))
-        subject = Subject(job.whole, followed.workload, job.machine, described, wanted.asked)
-        told = asked.progress if peers.rank == 0 else _quiet
-        study_name = f"{job.whole.name or 'autosplit'}-{wanted.key}"
-        if job.several:
-            from autosplit.tuning.joint_session import JointSession
-
-            plan = JointSession(job, subject, followed, told, probing, closing, study_name=study_name).plan()
-        else:
-            plan = LoneSession(job, subject, followed, told, probing, study_name=study_name).plan()
+        session = _session(job, Subject(wanted, followed.workload), followed, asked.progress, probing, closing)
+        plan = session.plan().with_notes(last=_losses(job, isolated))
         said = (*found.wait.notes, *found.notes, *nearest)
-        plan = wanted.kept(
-            plan.with_notes(last=_losses(isolated)), found, said, defaulted, stores=job.is_first_of_machine
-        )
+        plan = wanted.kept(plan, found, said, defaulted, stores=job.is_first_of_machine)
         if not plan.complete:
-            peers.part()
+            job.peers.part()
             raise TuningInterrupted(plan)
         return plan
+
+
+def _session(
+    job: Job,
+    subject: Subject,
+    followed: Followed,
+    tell: Callable[[Progress], None],
+    probing: ExitStack,
+    closing: ExitStack,
+) -> Session:
+    """Return the session of a lone process, or of a rank."""
+    study_name = f"{job.whole.name or 'autosplit'}-{subject.wanted.key}"
+    if not job.several:
+        return LoneSession(job, subject, followed, tell, probing, study_name=study_name)
+    from autosplit.tuning.joint_session import JointSession
+
+    told = tell if job.peers.rank == 0 else _quiet
+    return JointSession(job, subject, followed, told, probing, closing, study_name=study_name)
 
 
 def _isolated(job: Job, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
@@ -347,6 +364,7 @@ def _isolated(job: Job, source: Source, closing: ExitStack) -> IsolatedRuntime |
     return isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=job.own.deadline_s)
 
 
-def _losses(isolated: IsolatedRuntime | None) -> tuple[str, ...]:
-    """Tell what became of the processes that steps ran in."""
-    return () if isolated is None else isolated.notes
+def _losses(job: Job, isolated: IsolatedRuntime | None) -> tuple[str, ...]:
+    """Tell what became of the processes that steps ran in, the same on all ranks."""
+    told = job.peers.gathered(() if isolated is None else isolated.notes)
+    return tuple(dict.fromkeys(itertools.chain(*told)))
