@@ -27,7 +27,8 @@ def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]
     only their gradient is nothing.
     """
     forward = _stand_in if stands_in else _silent
-    replaced = [(norm, partial(forward, norm)) for norm in _norms_of(models)]
+    norms: list[Any] = [part for model in models for part in model.modules() if isinstance(part, _BatchNorm)]
+    replaced = [(norm, partial(forward, norm)) for norm in norms]
     for norm, instead in replaced:
         norm.forward = instead
     try:
@@ -50,10 +51,6 @@ def silence(gradient: Tensor) -> Tensor:
 def has_synchronised(model: nn.Module) -> bool:
     """Tell whether ranks meet in every forward and every backward of a model, in its SyncBatchNorms."""
     return any(isinstance(norm, nn.SyncBatchNorm) for norm in model.modules())
-
-
-def _norms_of(models: Iterable[nn.Module]) -> Iterator[Any]:
-    return (part for model in models for part in model.modules() if isinstance(part, _BatchNorm))
 
 
 def _stand_in(norm: Any, inputs: Tensor) -> Tensor:

@@ -282,10 +282,11 @@ class Context:
                 "batch_sampler=ctx.batch_sampler(len(dataset))"
             )
         sizes = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
-        return self._synchronised(steps(loader, **sizes, count=count, over_ranks=self._over_ranks))
 
-    def _over_ranks(self, own: int) -> int:
-        return sum(part for (part,) in gathered((own,), self.device))
+        def over_ranks(own: int) -> int:
+            return sum(part for (part,) in gathered((own,), self.device))
+
+        return self._synchronised(steps(loader, **sizes, count=count, over_ranks=over_ranks))
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
         """Let rank 0 write a checkpoint; on the other ranks it does nothing, unless they share out what it keeps.

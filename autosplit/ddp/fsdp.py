@@ -50,6 +50,8 @@ def shard(
     model: nn.Module, *, device: torch.device, layers: Layers | None = None, options: Mapping[str, Any]
 ) -> nn.Module:
     """Share a model's parameters out over all ranks, in place; as `Context.shard`."""
+    from torch.distributed.device_mesh import DeviceMesh
+
     fully_shard = _fully_shard()
     refuse_options(options, fully_shard, _NOT_TAKEN)
     _refuse_model(model)
@@ -57,7 +59,8 @@ def shard(
     _refuse_ties(model, chosen)
     _compare(model)
     _take_from_rank_0(model, device)
-    options = {"mesh": _mesh_of_all(device), **options}
+    assert dist.group.WORLD is not None, "the context has a group"
+    options = {"mesh": DeviceMesh.from_group(dist.group.WORLD, device.type), **options}
     if options["mesh"].size() != dist.get_world_size():
         raise InputError(
             f"mesh has {options['mesh'].size()} ranks; expected all {dist.get_world_size()}, because each of them has "
@@ -240,13 +243,6 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
         if dist.get_rank():
             with torch.no_grad():
                 tensor.copy_(sent)
-
-
-def _mesh_of_all(device: torch.device) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    assert dist.group.WORLD is not None, "the context has a group"
-    return DeviceMesh.from_group(dist.group.WORLD, device.type)
 
 
 # FSDP2's own state -----------------------------------------------------------------------------------------------

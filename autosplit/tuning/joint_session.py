@@ -7,8 +7,7 @@ rank 0                                search:         proposes, learns          
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.accelerators import backend, bounded, is_accelerator
@@ -18,7 +17,6 @@ from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions
 from autosplit.runtime.accelerator import twinned
-from autosplit.runtime.prepare import Followed
 from autosplit.runtime.protocol import Measurement
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling, MemoryFit, Region
@@ -26,10 +24,8 @@ from autosplit.solve.search_space import LEAST_MEASURED_DIFFERENCE, Space, Trial
 from autosplit.solve.solver import BACKWARD_SHARE, Solver
 from autosplit.solve.step_time import Fit, RankStepTime, StepTime, TimeCurve
 from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
-from autosplit.tuning.assemble import Answer, Subject, measured_ranks, rank_answer, residuals_of, why_no_ranks
-from autosplit.tuning.job import Job
+from autosplit.tuning.assemble import Answer, measured_ranks, rank_answer, residuals_of, why_no_ranks
 from autosplit.tuning.peers import Failure
-from autosplit.tuning.progress import Progress
 from autosplit.tuning.rank_steps import RankSteps
 from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, most_steps
 
@@ -72,29 +68,12 @@ class Measured:
 
 
 class JointSession(Session):
-    """A tuning as one rank of a job sees it; see `Session`.
+    """A tuning as one rank of a job sees it; see `Session`."""
 
-    Args:
-        closing: Gets what has to be undone at the end. What `probing` gets is undone before all ranks step together,
-            since a GPU's memory has to be free of it.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        subject: Subject,
-        followed: Followed,
-        tell: Callable[[Progress], None],
-        probing: ExitStack,
-        closing: ExitStack,
-        *,
-        study_name: str,
-    ) -> None:
-        self.ranks: tuple[Measured, ...] = ()
-        self.steps: RankSteps | None = None
-        super().__init__(job, subject, followed, tell, probing, study_name=study_name)
-        self._probing, self._closing = probing, closing
-        self._stopped = False  # all ranks know that Ctrl-C came
+    ranks: tuple[Measured, ...] = ()
+    steps: RankSteps | None = None
+    _stopped = False
+    """All ranks know that Ctrl-C came."""
 
     def _begin(self) -> None:
         self._open_storage()
@@ -181,7 +160,7 @@ class JointSession(Session):
 
     def _rank_steps(self) -> RankSteps:
         if is_accelerator(self.request.kind):
-            self._probing.close()
+            self._probing.close()  # a card's memory has to be free of it before all ranks step together
             # Until the end the allocator holds no more than this rank's capacity, or the user's own limit.
             most_bytes = self.prober.runtime.capacities_bytes[0]
             self._closing.enter_context(bounded(backend(self.request.kind), self.job.device, most_bytes))

@@ -52,7 +52,7 @@ class Session(ABC):
         followed: The workload with its tracer, in this process.
         tell: Told how far it is.
         probing: Gets what has to be undone once this process's own devices are measured.
-        study_name: Of the search's study.
+        closing: Gets what has to be undone at the end.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class Session(ABC):
         followed: Followed,
         tell: Callable[[Progress], None],
         probing: ExitStack,
-        *,
-        study_name: str,
+        closing: ExitStack,
     ) -> None:
         self.job, self.peers, self.followed = job, job.peers, followed
-        self.tell, self.study_name = tell, study_name
+        self.tell, self._probing, self._closing = tell, probing, closing
         self.notes = [*followed.notes]
         runtime = runtime_for(job.own.devices, job.own.capacities_bytes, followed, probing)
         if not job.several:
             request = replace(subject.request, capacities_bytes=runtime.capacities_bytes)
             subject = replace(subject, wanted=replace(subject.wanted, request=request))
         self.subject, self.request = subject, subject.request
+        self.study_name = f"{subject.request.name or 'autosplit'}-{subject.wanted.key}"
         self.prober = Prober(
             runtime,
             followed.tracer,

@@ -19,14 +19,13 @@ from autosplit.plan.plan import Plan
 from autosplit.profiles.key import machine_of, workload_of
 from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.rng import kept_rng
-from autosplit.runtime.prepare import Built, Followed, Source, build, follow, isolated_runtime, workload_source
+from autosplit.runtime.prepare import Built, Source, build, follow, isolated_runtime, workload_source
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
 from autosplit.tuning.lone_session import LoneSession
-from autosplit.tuning.notebook import notebook_bar
-from autosplit.tuning.progress import Progress, part_of
+from autosplit.tuning.progress import Progress, notebook_bar, part_of
 from autosplit.tuning.recall import Recalled, Wanted
 from autosplit.tuning.session import Session
 from autosplit.tuning.try_again import tried_again
@@ -331,7 +330,8 @@ def _tuned_anew(
             if plan is not None:
                 return plan.with_notes(last=[*defaulted, *_losses(job, isolated)])
         nearest = job.told(lambda: () if found.notes else wanted.nearest(asked.ignoring))
-        session = _session(job, Subject(wanted, followed.workload), followed, asked.progress, probing, closing)
+        told = asked.progress if job.peers.rank == 0 else _quiet
+        session = _session_of(job)(job, Subject(wanted, followed.workload), followed, told, probing, closing)
         plan = session.plan().with_notes(last=_losses(job, isolated))
         said = (*found.wait.notes, *found.notes, *nearest)
         plan = wanted.kept(plan, found, said, defaulted, stores=job.is_first_of_machine)
@@ -341,22 +341,12 @@ def _tuned_anew(
         return plan
 
 
-def _session(
-    job: Job,
-    subject: Subject,
-    followed: Followed,
-    tell: Callable[[Progress], None],
-    probing: ExitStack,
-    closing: ExitStack,
-) -> Session:
-    """Return the session of a lone process, or of a rank."""
-    study_name = f"{job.whole.name or 'autosplit'}-{subject.wanted.key}"
+def _session_of(job: Job) -> type[Session]:
     if not job.several:
-        return LoneSession(job, subject, followed, tell, probing, study_name=study_name)
+        return LoneSession
     from autosplit.tuning.joint_session import JointSession
 
-    told = tell if job.peers.rank == 0 else _quiet
-    return JointSession(job, subject, followed, told, probing, closing, study_name=study_name)
+    return JointSession
 
 
 def _isolated(job: Job, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
