@@ -140,11 +140,10 @@ class RankSteps:
     def _dry_on_gpu(self, sizes: tuple[int, ...]) -> int:
         self._release()  # or the peak would begin at what an earlier step has reserved
         backend(self.device.type).reset_peak_memory_stats(self.device)
-        assert self._trainee is not None, "it is prepared"
         for wrapper in _wrappers(self._models):
             wrapper.require_forward_param_sync = False  # nor do buffers, which the next step sends again
         for _ in range(2):  # the optimizer's state appears in the first
-            self._run(self._trainee, self._models, sizes, meets=False)
+            self._run(sizes, meets=False)
         self._wait()
         return self._reserved_bytes()
 
@@ -177,8 +176,6 @@ class RankSteps:
 
     def _block(self, sizes: tuple[int, ...], count: int) -> tuple[float, float]:
         """Run so many steps with all ranks; return what they took, and the last one's optimizer."""
-        assert self._trainee is not None, "it is prepared"
-        trainee = self._trainee
         begun_s: list[float] = []
 
         def mark(phase: str) -> None:
@@ -189,35 +186,30 @@ class RankSteps:
         self._wait()
         start_s = time.perf_counter()
         for _ in range(count):
-            self._run(trainee, self._models, sizes, mark)
+            self._run(sizes, mark)
         self._wait()
         end_s = time.perf_counter()
         self.steps += count
         return end_s - start_s, end_s - (begun_s[-1] if begun_s else end_s)
 
     def _run(
-        self,
-        trainee: Trainee,
-        models: Any,
-        sizes: tuple[int, ...],
-        mark: Callable[[str], None] = lambda _phase: None,
-        *,
-        meets: bool = True,
+        self, sizes: tuple[int, ...], mark: Callable[[str], None] = lambda _phase: None, *, meets: bool = True
     ) -> None:
+        assert self._trainee is not None, "it is prepared"
         # Here, because not every loss moves its batch: a `loss_fn` has the targets from where they are.
         here = partial(torch.Tensor.to, device=self.device, non_blocking=True)
-        there = {size: map_tensors(here, self._batch(trainee, size)) for size in dict.fromkeys(sizes)}
+        there = {size: map_tensors(here, self._batch(self._trainee, size)) for size in dict.fromkeys(sizes)}
         position = 0
 
         def marked(phase: str) -> None:
             nonlocal position
             if phase == "micro":
                 position += 1
-                for wrapper in _wrappers(models):
+                for wrapper in _wrappers(self._models):
                     wrapper.require_backward_grad_sync = meets and position == len(sizes)
             mark(phase)
 
-        trainee.step(models, [there[size] for size in sizes], sizes, marked)
+        self._trainee.step(self._models, [there[size] for size in sizes], sizes, marked)
 
     def _batch(self, trainee: Trainee, size: int) -> Any:
         """Return a batch as a loader has it ready: making it is no part of a step."""
