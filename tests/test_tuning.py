@@ -565,6 +565,16 @@ class TestInterrupted:
         forbid_search(monkeypatch)
         assert tune(workload, **options).complete
 
+    def test_the_best_is_kept_to_the_very_end(self):
+        def stop(progress):
+            if progress.stage == "done":
+                raise KeyboardInterrupt
+
+        with pytest.raises(TuningInterrupted) as caught:
+            quick(small(), SIM, effective_batch_size=64, n_trials=2, progress=stop)
+        assert caught.value.plan is not None
+        assert not caught.value.plan.complete
+
     def test_nothing_is_kept_where_no_trial_had_succeeded(self, cache_dir):
         def stop(progress):
             raise KeyboardInterrupt

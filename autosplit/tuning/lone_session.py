@@ -78,16 +78,16 @@ class LoneSession(Session):
         self.memory = MemoryBounds(self.subject, self.prober, self.store, on_plain_cpu=self._on_plain_cpu)
         try:
             plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
+            model = self.subject.workload.model
+            given = modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []
+            if any(map(has_compiled_parts, given)):
+                plan = plan.with_notes(last=[self._compiled_note(max(plan.split))])
+            self._say("done", "done", 1.0)
         except KeyboardInterrupt:
             best = self._best_so_far()
             if best is None:
                 raise
             return best
-        model = self.subject.workload.model
-        given = modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []
-        if any(map(has_compiled_parts, given)):
-            plan = plan.with_notes(last=[self._compiled_note(max(plan.split))])
-        self._say("done", "done", 1.0)
         return plan
 
     def _balanced_plan(self) -> Plan:
