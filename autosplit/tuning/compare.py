@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -300,8 +301,10 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
 
 
 def _price(name: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_PRICE:
-        return float(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        price: Any = value  # of Real, mypy knows no order
+        if 0 <= price <= LARGEST_PRICE:
+            return float(price)
     raise InputError(
         f"price {shown(value)} for {shown(name)}: expected money for an hour, a number from 0 to {LARGEST_PRICE:g} "
         "without a currency; correct it, or leave it out"
