@@ -53,6 +53,7 @@ class Misfit:
     """Why a workload does not fit a machine.
 
     Attributes:
+        reason: A sentence.
         device: The device that is too small, as ``"sim:0"``; None where it is no single one.
         needed_bytes: What the smallest step needs there; 0 where that is not known.
         capacity_bytes: What the device may hold; 0 where that is not known.
