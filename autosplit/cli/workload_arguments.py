@@ -53,7 +53,7 @@ def one_of_several() -> bool:
     """Tell whether this process is one of a job's several, without importing torch where it can't be."""
     if not any(os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
         return False
-    from autosplit.tuning.job import in_a_job
+    from autosplit.tuning.rank_group import in_a_job
 
     return in_a_job()
 

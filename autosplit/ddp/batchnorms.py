@@ -23,13 +23,12 @@ __all__ = ["has_synchronised", "silence", "uncounted"]
 def uncounted(models: Iterable[nn.Module], *, stands_in: bool) -> Iterator[None]:
     """Keep a micro-batch out of the models' BatchNorms.
 
-    Args:
-        models: What runs in it.
-        stands_in: Its samples are other ranks'. Where not, they belong to the batch and to its statistics, and only
-            their gradient is nothing.
+    It `stands_in` where its samples are other ranks'. Where not, they belong to the batch and to its statistics, and
+    only their gradient is nothing.
     """
     forward = _stand_in if stands_in else _silent
-    replaced = [(norm, partial(forward, norm)) for norm in _norms_of(models)]
+    norms: list[Any] = [part for model in models for part in model.modules() if isinstance(part, _BatchNorm)]
+    replaced = [(norm, partial(forward, norm)) for norm in norms]
     for norm, instead in replaced:
         norm.forward = instead
     try:
@@ -52,10 +51,6 @@ def silence(gradient: Tensor) -> Tensor:
 def has_synchronised(model: nn.Module) -> bool:
     """Tell whether ranks meet in every forward and every backward of a model, in its SyncBatchNorms."""
     return any(isinstance(norm, nn.SyncBatchNorm) for norm in model.modules())
-
-
-def _norms_of(models: Iterable[nn.Module]) -> Iterator[Any]:
-    return (part for model in models for part in model.modules() if isinstance(part, _BatchNorm))
 
 
 def _stand_in(norm: Any, inputs: Tensor) -> Tensor:

@@ -40,18 +40,7 @@ _VALUES = "(values)"
 
 
 def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> None:
-    """Write a checkpoint on rank 0; the other ranks go on, unless they have a part of what it holds.
-
-    Args:
-        path: The file; it is replaced once the new one is whole and was read back.
-        parts: What has a ``state_dict()`` is kept by that, a wrapped model by that of the model inside; anything else
-            as it is: numbers, strings, tensors, and lists and dicts of them.
-        rank: Of this process.
-
-    Raises:
-        CheckpointError: It can't be written, or could not be read again, and the file is as it was. On rank 0; on all
-            ranks where they share out what it holds.
-    """
+    """Write a checkpoint on rank 0; as `Context.save_checkpoint`."""
     shared = {name: part for name, part in parts.items() if is_shared_out(part)}
     states: dict[str, Any] = {}
     reason = None
@@ -73,12 +62,7 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, r
 
 
 def _meet(rank: int, what: str) -> None:
-    """Wait until all ranks are here; say which call it is where that takes long.
-
-    Args:
-        rank: Of this process.
-        what: What every rank has to call.
-    """
+    """Wait until all ranks are here; say which call it is that every rank has to make, where that takes long."""
     with told_if_long(
         f"rank {rank} has waited {TOLD_AFTER_S:.0f} s for the other ranks in {what}; expected every rank to call it; "
         "call it outside of `if ctx.rank == 0`"
@@ -103,23 +87,9 @@ def _kept_of(name: str, part: Any) -> Any:
 
 
 def load_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
-    """Load a checkpoint into models, optimizers and the like, on all ranks or on none.
+    """Load a checkpoint on all ranks or on none; as `Context.load_checkpoint`.
 
-    The file is mapped into host memory, from where each rank fills its own device; nothing in it is executed.
-
-    Args:
-        path: The file, where every rank's machine sees it.
-        parts: What is loaded, under the names that it was saved with; each has a ``load_state_dict()``. Names of a
-            model may be those of a plain, wrapped or compiled one. A file that is a model's state dict by itself loads
-            as ``model``.
-        rank: Of this process.
-
-    Returns:
-        What else the file holds.
-
-    Raises:
-        CheckpointError: It is missing, cut short, holds more than plain values, or does not fit; on all ranks, and
-            nothing was loaded on any.
+    A file that is a model's state dict by itself loads as ``model``.
     """
     _meet(rank, "load_checkpoint")  # rank 0 may have been writing it
     found: dict[str, Any] = {}
@@ -153,16 +123,7 @@ def _told_by_all(value: Any) -> list[Any]:
 
 
 def _raise_together(path: str | os.PathLike[str], reason: str | None, rank: int) -> None:
-    """Raise on all ranks where one of them can't load.
-
-    Args:
-        path: The checkpoint.
-        reason: Why this rank can't; None where it can.
-        rank: Of this process.
-
-    Raises:
-        CheckpointError: A rank gave a reason.
-    """
+    """Raise on all ranks where one of them can't load, for the reason that it gives."""
     reasons = _told_by_all(reason)
     failed = {other: text for other, text in enumerate(reasons) if text is not None}
     if not failed:
@@ -261,11 +222,7 @@ def _unkept(state: Mapping[str, Any], error: Exception) -> str:
 
 
 def _read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
-    """Map a file into memory.
-
-    Args:
-        path: The file.
-        only_model: Whether it may be a model's state dict by itself.
+    """Map a file into memory; where `only_model` is asked for, it may be that one's state dict by itself.
 
     Raises:
         CheckpointError: It is missing, cut short, or holds more than plain values.
@@ -276,7 +233,7 @@ def _read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
             f"{str(path)!r} is no file; expected one that save_checkpoint or torch.save wrote{folder}"
         )
     try:
-        state = _mapped(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"it holds more than tensors and plain values ({_first_line(error)}); expected numbers, strings, tensors, "
@@ -291,15 +248,6 @@ def _read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
         raise CheckpointError(f"it holds a {type(state).__name__}; expected a dict by name")
     is_state = bool(state) and all(isinstance(value, Tensor) for value in state.values())
     return {MODEL: state} if only_model and MODEL not in state and is_state else dict(state)
-
-
-def _mapped(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:
-        if "mmap can only be used with files saved with" not in str(error):
-            raise
-    return torch.load(path, map_location="cpu", weights_only=True)  # from before torch 1.6, which can't be mapped
 
 
 def _reason_of(error: BaseException) -> str:
@@ -405,13 +353,10 @@ def _name_of(place: tuple[Any, ...]) -> str:
 
 
 def _refuse_other_files(folder: Path) -> None:
-    others = [each.name for each in folder.iterdir() if not _is_torchs(each)] if folder.exists() else []
+    held = [each.name for each in folder.iterdir()] if folder.exists() else []
+    others = [name for name in held if name != ".metadata" and not name.endswith(".distcp")]
     if others:
         raise CheckpointError(f"it holds {others[0]!r}, which would be lost")
-
-
-def _is_torchs(file: Path) -> bool:
-    return file.name == ".metadata" or file.suffix == ".distcp"
 
 
 def _put_in_place(new: Path, folder: Path) -> str | None:

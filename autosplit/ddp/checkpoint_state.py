@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
-from numbers import Number
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ _SHOWN = 5
 """Of names that do not fit, so many are told."""
 _EXTRA_STATE = "_extra_state"
 """What a layer calls a state of its own making, which may be anything."""
-_OLDEST = ("betas", "eps", "weight_decay")
-"""What torch's optimizers have always kept in a group, beside the learning rate; for others they have defaults."""
+_OLDEST = ("lr", "betas", "eps", "weight_decay")
+"""What torch's optimizers have always kept in a group; for what came later they have defaults."""
 _LIKE_PARAMETER = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "acc_delta"),
     *("grad_avg", "ax", "prev", "step_size"),
@@ -51,12 +50,7 @@ def is_shared_out(part: Any) -> bool:
 
 
 def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
-    """Return the state of a part, under the part's own names.
-
-    Args:
-        name: What the part is called in the checkpoint.
-        part: What is loaded.
-        found: What the checkpoint holds, by name.
+    """Return the state of a part in what a checkpoint holds, under the part's own names.
 
     Raises:
         AutosplitError: It does not fit.
@@ -84,15 +78,16 @@ def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None
     own = module.state_dict(keep_vars=True)
     shapes = {key: value.shape for key, value in own.items() if isinstance(value, Tensor)}
     given = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
+
+    def is_extra(key: str) -> bool:
+        return key.rpartition(".")[2] == _EXTRA_STATE
+
     wrong = [key for key in shapes if key in given and shapes[key] != given[key]]
     for says, keys in (
         ("lacks", [key for key in own if key not in state]),
         ("has in addition", [key for key in state if key not in own]),
         ("has in another shape", [f"{key} {tuple(given[key])} for {tuple(shapes[key])}" for key in wrong]),
-        (
-            "has no such tensor at",
-            [key for key in shapes if key in state and not _is_copied(key, own[key], state[key])],
-        ),
+        ("has no such tensor at", [key for key in shapes if key in state and key not in given and not is_extra(key)]),
     ):
         if keys:
             raise CheckpointError(
@@ -101,114 +96,47 @@ def _require_fit(name: str, module: nn.Module, state: Mapping[str, Any]) -> None
             )
 
 
-def _is_copied(key: str, own: Tensor, value: Any) -> bool:
-    """Tell whether a value can be copied into a tensor, and loses nothing but digits."""
-    if key.rpartition(".")[2] == _EXTRA_STATE:
-        return True
-    return (
-        isinstance(value, Tensor)
-        and value.layout == own.layout
-        and (own.is_quantized or not value.is_quantized)
-        and (own.is_complex() or not value.is_complex())
-    )
-
-
 def _require_groups(name: str, optimizer: torch.optim.Optimizer, state: Any) -> None:
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     own = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = [_num_params(group) for group in groups] if isinstance(groups, list) else None
+    theirs = None if groups is None else [len(group["params"]) for group in groups]
     if groups is None or own != theirs:
         raise CheckpointError(
             f"{name!r} is of another optimizer: its groups hold {theirs} parameters; expected {own}; make the "
             "optimizer of the same parameters as when it was saved"
         )
     for number, (mine, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        needed = ("lr", *(_OLDEST if _is_torchs(optimizer) else ()))
-        lacks = [key for key in needed if key in mine and key not in group]
-        other = [key for key in mine if key != "params" and key in group and not _is_alike(mine[key], group[key])]
-        if lacks or other:
-            says = f"lacks {lacks[0]}" if lacks else f"has a {type(group[other[0]]).__name__} as {other[0]}"
+        lacks = [key for key in _OLDEST if key in mine and key not in group]
+        if lacks:
             raise CheckpointError(
-                f"{name!r} is of another optimizer: its group {number} {says}; expected what this "
+                f"{name!r} is of another optimizer: its group {number} lacks {lacks[0]}; expected what this "
                 f"{type(optimizer).__name__} keeps there; make the optimizer as it was when it was saved"
             )
 
 
-def _num_params(group: Any) -> int | None:
-    """Count the parameters of a group that was saved; None where it is none."""
-    params = group.get("params") if isinstance(group, dict) else None
-    return len(params) if isinstance(params, list) and all(isinstance(key, int | str) for key in params) else None
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether it is known what an optimizer keeps; others may give the same names to other things."""
-    kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
-    return any(kind.__module__.startswith("torch.optim.") for kind in kinds)
-
-
-def _is_alike(own: Any, value: Any) -> bool:
-    """Tell whether an option is of one kind with another; None stands for whatever torch chooses."""
-    if own is None or value is None:
-        return True
-    if isinstance(own, tuple):
-        return isinstance(value, list | tuple) and len(value) == len(own) and all(map(_is_alike, own, value))
-    for kinds in ((Number, Tensor), (list, tuple), (str,), (dict,)):
-        if isinstance(own, kinds):
-            return isinstance(value, kinds)
-    return True
-
-
 def _require_moments(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Make sure of what an optimizer keeps for each parameter, its groups being in order."""
-    held = state.get("state")
+    """Make sure that what an optimizer keeps for each element of a parameter is of this one, its groups being alike."""
+    kinds = set(type(optimizer).__mro__) - {torch.optim.Optimizer}
+    if not any(kind.__module__.startswith("torch.optim.") for kind in kinds):
+        return  # others may give the same names to other things
     keys = chain.from_iterable(group["params"] for group in state["param_groups"])
     own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    parameters = dict(zip(keys, own, strict=True))
-    wrong = None if isinstance(held, dict) else f"its state is a {type(held).__name__}, no dict by parameter"
-    # Other keys than those of parameters may be an optimizer's own, and are loaded as they are.
-    for key, kept in held.items() if isinstance(held, dict) else ():
-        if key in parameters:
-            wrong = wrong or _wrong_moment(key, parameters[key], kept, known=_is_torchs(optimizer))
-        elif isinstance(key, int):
-            wrong = wrong or f"it has a state of parameter {key}, which none of its groups has"
-    if wrong:
-        raise CheckpointError(
-            f"{name!r} is of another optimizer: {wrong}; expected what this {type(optimizer).__name__} keeps of its "
-            "parameters; make the optimizer of the same parameters as when it was saved"
-        )
-
-
-def _wrong_moment(key: int | str, parameter: Tensor, kept: Any, *, known: bool) -> str | None:
-    """Say what can't be the state of a parameter, if anything."""
-    if not isinstance(kept, dict):
-        return f"the state of parameter {key} is a {type(kept).__name__}, no dict"
-    for what, value in kept.items():
-        place = f"{what} of parameter {key}"
-        like = known and what in _LIKE_PARAMETER and value is not None
-        if like and not isinstance(value, Tensor):
-            return f"{place} is a {type(value).__name__}, no tensor"
-        if like and value.shape != parameter.shape:
-            return f"{place} has the shape {tuple(value.shape)} for {tuple(parameter.shape)}"
-        # SGD keeps the first gradient, which may be sparse.
-        if isinstance(value, Tensor) and value.layout != torch.strided and what != "momentum_buffer":
-            return f"{place} is sparse"
-        if known and what == "step" and not (value.numel() == 1 if isinstance(value, Tensor) else _is_number(value)):
-            return f"{place} is no number"
-    return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+    for key, parameter in zip(keys, own, strict=True):
+        for what, value in state["state"].get(key, {}).items():
+            if what in _LIKE_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{name!r} is of another optimizer: {what} of parameter {key} has the shape {tuple(value.shape)} "
+                    f"for {tuple(parameter.shape)}; expected what this {type(optimizer).__name__} keeps of its "
+                    "parameters; make the optimizer of the same parameters as when it was saved"
+                )
 
 
 def _require_scale(name: str, scaler: torch.amp.GradScaler, state: Any) -> None:
-    if not scaler.is_enabled():
-        return  # it takes anything, and leaves it
-    wrong = [key for key in scaler.state_dict() if not isinstance(state, dict) or not _is_number(state.get(key))]
-    if wrong:
+    lacks = [key for key in scaler.state_dict() if key not in state] if scaler.is_enabled() else []
+    if lacks:
         raise CheckpointError(
-            f"{name!r} is of no enabled GradScaler: it has no number as {wrong[0]}; expected {', '.join(wrong)}; leave "
-            f"{name}= out, or load the file that has them"
+            f"{name!r} is of no enabled GradScaler: it lacks {', '.join(lacks)}; expected these; leave {name}= out, or "
+            "load the file that has them"
         )
 
 
@@ -216,12 +144,9 @@ def _require_scale(name: str, scaler: torch.amp.GradScaler, state: Any) -> None:
 
 
 def placed(part: Any, state: Any, place: Callable[[Tensor, Tensor | None], Tensor]) -> Any:
-    """Put each tensor of a state where the part has it.
+    """Put each tensor of a state that fits where the part has it.
 
-    Args:
-        part: A model, an optimizer, or something else with a state.
-        state: A state that fits.
-        place: Makes of a tensor what is loaded, given the shared-out tensor of the part that it belongs to, or None.
+    `place` makes of a tensor what is loaded, given the shared-out tensor of the part that it belongs to, or None.
     """
     if isinstance(part, nn.Module):
         tensors = part.state_dict(keep_vars=True)
@@ -242,13 +167,7 @@ def _shard_like(own: Any, value: Tensor) -> Tensor | None:
 
 
 def with_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Any], place: tuple[Any, ...] = ()) -> Any:
-    """Copy a state, with other tensors in it.
-
-    Args:
-        value: Dicts, lists and tuples of tensors and other things.
-        change: Returns what stands for a tensor, given the keys that lead to it.
-        place: The keys that lead to `value`.
-    """
+    """Copy a state, with other tensors in it: those that `change` makes of them and the keys that lead there."""
     if isinstance(value, Tensor):
         return change(place, value)
     if isinstance(value, dict):
@@ -264,8 +183,8 @@ def with_tensors(value: Any, change: Callable[[tuple[Any, ...], Tensor], Any], p
     return value
 
 
-def tensors_in(value: Any) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Go through the tensors of a state, each with the keys that lead to it."""
+def tensors_in(value: Any) -> list[tuple[tuple[Any, ...], Tensor]]:
+    """List the tensors of a state, each with the keys that lead to it."""
     found: list[tuple[tuple[Any, ...], Tensor]] = []
     with_tensors(value, lambda place, tensor: found.append((place, tensor)))
-    return iter(found)
+    return found

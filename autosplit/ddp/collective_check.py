@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -26,57 +25,26 @@ _TIMES = 5
 
 
 def met(devices: Sequence[torch.device]) -> Meeting:
-    """Let a process for each device add up gradients with the others.
-
-    Args:
-        devices: One for each rank, of one kind.
-    """
-    name = dist.get_default_backend_for_device(devices[0].type)
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        answers = context.SimpleQueue()
+    """Let a process for each device, all of one kind, add up gradients with the others."""
+    name, count = dist.get_default_backend_for_device(devices[0].type), len(devices)
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(count) as ranks:
         store = Path(folder) / "store"
-        ranks = [
-            context.Process(target=_rank, args=(rank, len(devices), name, device, store, answers), daemon=True)
-            for rank, device in enumerate(devices)
-        ]
-        for process in ranks:
-            process.start()
-        found = _answers(ranks, answers)
-        for process in ranks:
-            process.kill()
-            process.join()
-    failures = [answer for answer in found if isinstance(answer, str)]
-    cure = "set NCCL_DEBUG=INFO and run it again; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 tell which way is broken"
-    if failures or len(found) < len(devices):
-        failure = failures[0] if failures else f"{len(devices) - len(found)} of {len(devices)} gave no answer"
-        return Meeting(name, len(devices), failure=failure, cure=cure if name == "nccl" else "look at the message")
-    return Meeting(name, len(devices), gb_per_s=_BYTES / max(found) / 1e9)
-
-
-def _answers(ranks: Sequence[Any], answers: Any) -> list[Any]:
-    """Wait for what the ranks say, until one has failed or the time is over."""
-    found: list[Any] = []
-    ends_s = time.monotonic() + LIMIT_S
-    while len(found) < len(ranks) and time.monotonic() < ends_s:
-        if not answers.empty():
-            found.append(answers.get())
-            if isinstance(found[-1], str):
+        asked = [ranks.apply_async(_seconds, (rank, count, name, place, store)) for rank, place in enumerate(devices)]
+        ends_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < ends_s and not all(one.ready() for one in asked):
+            if any(one.ready() and not one.successful() for one in asked):
                 break
-        elif not any(process.is_alive() for process in ranks):
-            break
-        else:
             time.sleep(0.02)
-    return found
-
-
-def _rank(rank: int, size: int, name: str, device: torch.device, store: Path, answers: Any) -> None:
-    try:
-        answers.put(_seconds(rank, size, name, device, store))
-    except Exception as error:  # noqa: BLE001 (whatever it is, it is what the examination is for)
-        answers.put(first_line(error))
-    while True:  # the others may still need this one's end of a connection; it is ended from outside
-        time.sleep(1)
+        answered = [one for one in asked if one.ready()]  # the others are ended with the pool
+        try:
+            seconds = [one.get() for one in answered]
+            failure = None if len(seconds) == count else f"{count - len(seconds)} of {count} gave no answer"
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is what the examination is for)
+            failure = first_line(error)
+    if failure is None:
+        return Meeting(name, count, gb_per_s=_BYTES / max(seconds) / 1e9)
+    cure = "set NCCL_DEBUG=INFO and run it again; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 tell which way is broken"
+    return Meeting(name, count, failure=failure, cure=cure if name == "nccl" else "look at the message")
 
 
 def _seconds(rank: int, size: int, name: str, device: torch.device, store: Path) -> float:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.batchnorms import has_synchronised, silence, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
-from autosplit.ddp.fsdp import Layers, begin_step, let_meet, shard
+from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, shard
 from autosplit.ddp.loader_steps import foreign_steps, gathered
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
@@ -96,7 +95,7 @@ class Context:
             BatchNormWarning: Running statistics are rank 0's alone, and rank 0 has not the largest share.
             OtherModelWarning: The plan was made for a model of another size.
         """
-        self._refuse_options(kwargs)
+        refuse_options(kwargs, DistributedDataParallel, ("module",))
         self._doubt_model(model)
         if sync_batchnorm:
             if not is_accelerator(self.device.type):
@@ -155,16 +154,6 @@ class Context:
         self._sharded.add(model)
         self._meets_always = True  # parameters come together in every forward and every backward
         return model
-
-    @staticmethod
-    def _refuse_options(kwargs: Mapping[str, Any]) -> None:
-        known = inspect.signature(DistributedDataParallel).parameters
-        unknown = [name for name in kwargs if name not in known or name == "module"]
-        if unknown:
-            raise InputError(
-                f"{', '.join(unknown)} is given; expected options that DistributedDataParallel of torch "
-                f"{torch.__version__} has: {', '.join(name for name in known if name != 'module')}; leave it out"
-            )
 
     def _doubt_model(self, model: nn.Module) -> None:
         """Warn, on rank 0, where a model has not as many parameters as the one that the plan was made for."""
@@ -293,10 +282,11 @@ class Context:
                 "batch_sampler=ctx.batch_sampler(len(dataset))"
             )
         sizes = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
-        return self._synchronised(steps(loader, **sizes, count=count, over_ranks=self._over_ranks))
 
-    def _over_ranks(self, own: int) -> int:
-        return sum(part for (part,) in gathered((own,), self.device))
+        def over_ranks(own: int) -> int:
+            return sum(part for (part,) in gathered((own,), self.device))
+
+        return self._synchronised(steps(loader, **sizes, count=count, over_ranks=over_ranks))
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
         """Let rank 0 write a checkpoint; on the other ranks it does nothing, unless they share out what it keeps.
@@ -462,10 +452,8 @@ def let_go_of_group_last(wrapped: nn.Module) -> None:
     Where a model outlives its group, as it does in most scripts, the last reference to the group ends it and waits for
     gloo's threads. Python's does so without the interpreter's lock, but that of DDP's reducer holds it, which one of
     the threads may be waiting for: both then wait for ever (torch 2.13; about one in thirty models). An object's
-    attributes die in the order in which they were set, so the group is set again, behind the reducer.
-
-    Args:
-        wrapped: Of another class it is left as it is.
+    attributes die in the order in which they were set, so the group is set again, behind the reducer. What is of
+    another class is left as it is.
     """
     if isinstance(wrapped, DistributedDataParallel):
         group = wrapped.__dict__.pop("process_group")

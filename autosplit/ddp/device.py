@@ -29,11 +29,6 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
     A GPU is the one that `indices_here` finds among those of the ranks beside this one. A process that was given one
     card of that name (``srun --gpus-per-task=1``) takes it.
 
-    Args:
-        plan: With a rank for each process.
-        place: Of this process.
-        visible: The GPUs that are here. Default: `visible_devices`.
-
     Raises:
         PlanError: The plan's label is no device.
         DeviceError: No such card is visible.
@@ -42,7 +37,11 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
     kind, _, index = label.partition(":")
     if kind == "cpu":
         return torch.device("cpu")
-    if not (is_accelerator(kind) and _is_known(kind) and index.isdigit()):
+    try:
+        known = is_accelerator(kind) and index.isdigit() and bool(torch.device(kind))
+    except RuntimeError:  # of another torch, or nonsense
+        known = False
+    if not known:
         raise PlanError(f"the rank's device is {label!r}; expected 'cpu', 'cpu:0' or 'cuda:0'; tune again")
     gpus = visible_devices(kind) if visible is None else visible
     own = _planned(plan, place.rank)
@@ -73,14 +72,6 @@ def _planned(plan: Plan, rank: int) -> PlanDevice:
     return found
 
 
-def _is_known(kind: str) -> bool:
-    try:
-        torch.device(kind)
-    except RuntimeError:
-        return False
-    return True
-
-
 def card_of(device: torch.device) -> str:
     """Return what tells a rank's card from all others of the job: its UUID, or else where it is."""
     properties = backend(device.type).get_device_properties(device) if is_accelerator(device.type) else None
@@ -90,9 +81,7 @@ def card_of(device: torch.device) -> str:
 def backend_for(kind: str, cards: Sequence[str]) -> str:
     """Return the back end that carries tensors between ranks: torch's own for their kind of device, or gloo.
 
-    Args:
-        kind: Of the ranks' devices.
-        cards: Of each rank, as `card_of` tells them apart. NCCL takes no two ranks of one card.
+    NCCL takes no two ranks of one card, as `card_of` tells these apart.
     """
     if not is_accelerator(kind):
         return "gloo"
@@ -103,12 +92,6 @@ def backend_for(kind: str, cards: Sequence[str]) -> str:
 
 def agreed_backend(store: Any, place: Place, device: torch.device, plan: Plan) -> str:
     """Return the back end of the process group, which rank 0 chooses for all: ranks that differ would never meet.
-
-    Args:
-        store: Of this group alone.
-        place: Of this process.
-        device: This rank's.
-        plan: With a rank for each process.
 
     Raises:
         DeviceError: Two ranks have one card, where the plan has one for each; on all ranks.
@@ -135,9 +118,5 @@ def _first_twice(values: Sequence[object]) -> tuple[int, int] | None:
 
 
 def exchange_device(device: torch.device) -> torch.device:
-    """Return where a rank's tensors have to be for the ranks to exchange them: gloo takes them from the host.
-
-    Args:
-        device: This rank's.
-    """
+    """Return where a rank's tensors have to be for the ranks to exchange them: gloo takes them from the host."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else device

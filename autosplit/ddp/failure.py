@@ -72,11 +72,8 @@ class UnwatchedWarning(UserWarning):
 class Watch:
     """Listens for the failure of any rank, from joining the job until leaving it.
 
-    It costs a connection to rank 0, and a thread that sleeps until a rank has something to say, or for 3 s.
-
-    Args:
-        rank: Of this process.
-        world_size: The processes of the job; alone there is nothing to watch.
+    It costs a connection to rank 0, and a thread that sleeps until a rank has something to say, or for 3 s. Alone there
+    is nothing to watch.
 
     Attributes:
         on_missing: Told the number of what another rank said that it misses; nothing where a rank failed for good.
@@ -102,11 +99,7 @@ class Watch:
         return self._failed is not None
 
     def begin(self, sockets: Mapping[int, str]) -> None:
-        """Start listening; all ranks call it, in a process group.
-
-        Args:
-            sockets: This process's ends of gloo's connections, from `group_sockets`.
-        """
+        """Start listening; all ranks call it, in a process group, with its `group_sockets`."""
         if self._world_size == 1:
             return
         self._sockets = sockets
@@ -114,7 +107,7 @@ class Watch:
         told: list[Any] = [None]
         if self._rank == 0:
             with _unwatched("rank 0 can't listen"):
-                told = [self._line.listen(self._world_size)]
+                told = [self._line.listen()]
             self._listen()
         dist.broadcast_object_list(told, src=0)
         if self._rank != 0 and told[0] is not None:
@@ -133,11 +126,7 @@ class Watch:
             self._line.close()
 
     def say_missing(self, number: str) -> None:
-        """Tell the other ranks that this one does not come to the collectives in which they may wait.
-
-        Args:
-            number: Of what they run, by which they know whether they still do.
-        """
+        """Tell the other ranks that this one does not come to what they may wait in, which has this number."""
         self._tell(Word("missing", self._rank, number))
 
     @contextlib.contextmanager
@@ -154,30 +143,28 @@ class Watch:
             if found is not None:
                 if found.kind == "left":  # nobody else said so: without a word this one would be blamed
                     self._tell(Word("left", self._rank, f"rank {found.rank} had left"))
-                self._let_it_go_first(found)
-                raise self._error_of(found) from error
-            if _is_peaceful(error):
+                raise self._stopped_by(found) from error
+            # sys.exit(0), and a generator that is closed, are ways to leave, and no failure.
+            if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0)):
                 self._tell(Word("left", self._rank, f"{type(error).__name__}, exit code 0"))
             else:
-                self._tell(self._own_failure(error))
+                frames = user_frames(error.__traceback__)
+                where = f" ({frames[-1]})" if frames else ""
+                self._tell(Word("failed", self._rank, f"{one_line(error)}{where}"))
                 if self._thread is not None:
                     self._heard.wait(_VERDICT_S)  # before the group's end makes others ask who failed
             raise
         if self._failed is not None:
-            self._let_it_go_first(self._failed)
-            raise self._error_of(self._failed)
+            raise self._stopped_by(self._failed)
         self._tell(Word("left", self._rank, "its block came to its end"))
 
-    def _let_it_go_first(self, found: Word) -> None:
-        """Wait for the process of the rank that failed to end: torchrun takes the first that ends for the cause."""
-        if found.kind == "failed" and found.rank != self._rank:
+    def _stopped_by(self, word: Word) -> RankFailedError:
+        """Return what this rank raises for another one, once that has ended: torchrun blames the first that ends."""
+        if word.kind == "failed" and word.rank != self._rank:
             time.sleep(_LET_FIRST_S)
+        return RankFailedError(self._message(word), rank=word.rank, cause=word.cause)
 
     # What this rank says
-
-    def _own_failure(self, error: BaseException) -> Word:
-        frames = user_frames(error.__traceback__)
-        return Word("failed", self._rank, one_line(error) + (f" ({frames[-1]})" if frames else ""))
 
     def _tell(self, word: Word) -> None:
         if self._line is not None and self._thread is not None:
@@ -198,9 +185,6 @@ class Watch:
         while not self._heard.wait(0.1) and time.monotonic() < begun + (_OTHER_CAUSE_S if self._gone else _VERDICT_S):
             pass
         return self._failed or next(iter(self._gone.values()), None)
-
-    def _error_of(self, word: Word) -> RankFailedError:
-        return RankFailedError(self._message(word), rank=word.rank, cause=word.cause)
 
     def _message(self, word: Word) -> str:
         if word.cause.startswith("KeyboardInterrupt"):
@@ -279,18 +263,13 @@ class Watch:
         if self._failed.rank != self._rank and not self._left:
             # Now, and not with the traceback: torchrun ends all ranks as soon as one is gone.
             _print(f"autosplit: {self._message(self._failed)}")
-        self._last_resort = threading.Timer(GRACE_S, self._end_process)
+        in_vain = f"rank {self._rank} did not leave autosplit.ddp.setup within {GRACE_S:.0f} s"
+        self._last_resort = threading.Timer(GRACE_S, end_process, (f"{self._message(self._failed)}; {in_vain}",))
         self._last_resort.daemon = True
         self._last_resort.start()
         if self._failed.rank != self._rank:
             cut_off(dist.group.WORLD, self._sockets)
             self.on_missing("")
-
-    def _end_process(self) -> None:
-        assert self._failed is not None, "it was the reason to wait"
-        end_process(
-            f"{self._message(self._failed)}; rank {self._rank} did not leave autosplit.ddp.setup within {GRACE_S:.0f} s"
-        )
 
 
 def end_process(why: str) -> None:
@@ -311,11 +290,6 @@ def _unwatched(what: str) -> Iterator[None]:
             UnwatchedWarning,
             stacklevel=2,
         )
-
-
-def _is_peaceful(error: BaseException) -> bool:
-    """Tell whether an exception is a way to leave, and no failure: sys.exit(0), or a generator that is closed."""
-    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def _is_broken_off(error: BaseException) -> bool:
@@ -380,9 +354,7 @@ def cut_off(group: Any, sockets: Mapping[int, str]) -> None:
     NCCL can be told to abort. Gloo can't (torch 2.13: `abort` does nothing, a time-out holds from the next collective
     on), but it ends a collective as soon as a connection ends, so this side hangs up as well.
 
-    Args:
-        group: The process group.
-        sockets: This process's ends of gloo's connections, from `group_sockets`.
+    `sockets` are this process's ends of gloo's connections, from `group_sockets`.
     """
     abort_group(group)
     still = open_sockets()

@@ -20,15 +20,10 @@ _SHOWN = 5
 def plan_for_job(
     profile: Plan | str | os.PathLike[str] | None, world_size: int | None = None
 ) -> tuple[Plan, Path | None]:
-    """Find the plan of a job.
+    """Find the plan of a job, and its file, if it has one.
 
-    Args:
-        profile: A plan, or the file of one; None for the file that the environment names, or else for the only plan
-            in the cache that this machine and this job can use.
-        world_size: The processes of the job; None where it has none yet.
-
-    Returns:
-        The plan, and its file, if it has one.
+    That is the one given; or the one in the file that the environment names; or else the only plan in the cache that
+    this machine can use, and this job, if its processes are known.
 
     Raises:
         PlanError: There is none, or several could be meant, or it has no ranks.

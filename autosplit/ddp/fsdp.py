@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,7 +26,18 @@ from autosplit.errors import InputError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Layers", "begin_step", "is_shard", "is_sharded", "let_meet", "part_of", "room_for", "shard", "whole"]
+__all__ = [
+    "Layers",
+    "begin_step",
+    "is_shard",
+    "is_sharded",
+    "let_meet",
+    "part_of",
+    "refuse_options",
+    "room_for",
+    "shard",
+    "whole",
+]
 
 Layers = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 """Which modules are shared out one by one: those of a class, of one of several, or those that a function says."""
@@ -38,29 +49,18 @@ _NOT_TAKEN = ("module", "dp_mesh_dims")
 def shard(
     model: nn.Module, *, device: torch.device, layers: Layers | None = None, options: Mapping[str, Any]
 ) -> nn.Module:
-    """Share a model's parameters out over all ranks, in place; all of them call it.
+    """Share a model's parameters out over all ranks, in place; as `Context.shard`."""
+    from torch.distributed.device_mesh import DeviceMesh
 
-    Args:
-        model: The same on every rank; rank 0's weights and buffers are sent to the others.
-        device: Where this rank computes.
-        layers: The modules that come together one at a time; the rest does so with the model itself.
-        options: For fully_shard.
-
-    Returns:
-        The very same model.
-
-    Raises:
-        InputError: This torch has no FSDP2 or not such an option, no module is meant by `layers`, the model is wrapped
-            or shared out already, or it is another one than rank 0's.
-    """
     fully_shard = _fully_shard()
-    _refuse_options(options, fully_shard)
+    refuse_options(options, fully_shard, _NOT_TAKEN)
     _refuse_model(model)
     chosen = _chosen(model, layers)
     _refuse_ties(model, chosen)
     _compare(model)
     _take_from_rank_0(model, device)
-    options = {"mesh": _mesh_of_all(device), **options}
+    assert dist.group.WORLD is not None, "the context has a group"
+    options = {"mesh": DeviceMesh.from_group(dist.group.WORLD, device.type), **options}
     if options["mesh"].size() != dist.get_world_size():
         raise InputError(
             f"mesh has {options['mesh'].size()} ranks; expected all {dist.get_world_size()}, because each of them has "
@@ -69,6 +69,17 @@ def shard(
     for part in (*chosen, model):
         fully_shard(part, **options)
     return model
+
+
+def refuse_options(options: Iterable[str], call: Callable[..., Any], not_taken: Collection[str]) -> None:
+    """Refuse options that a call of this torch does not have, and those that are not the user's to give."""
+    known = [name for name in inspect.signature(call).parameters if name not in not_taken]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InputError(
+            f"{', '.join(unknown)} is given; expected options that {call.__name__} of torch {torch.__version__} has: "
+            f"{', '.join(known)}; leave it out"
+        )
 
 
 def let_meet(model: nn.Module, meets: bool) -> None:
@@ -109,11 +120,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def whole(shared: Tensor, *, keep: bool) -> Tensor | None:
-    """Bring a tensor together; all ranks call it, in the same order.
+    """Bring a tensor together of which this rank has a part; all ranks call it, in the same order.
 
-    Args:
-        shared: This rank's part of it.
-        keep: Whether this rank wants it, in host memory; where it does not, nothing is left here.
+    Nothing is left on a rank that does not `keep` it, in host memory.
     """
     mesh_type = cast("DTensor", shared).device_mesh.device_type
     tensor = shared.detach()
@@ -129,12 +138,7 @@ def room_for(shared: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def part_of(full: Tensor, shared: Tensor) -> Tensor:
-    """Cut this rank's part out of a whole tensor, in host memory.
-
-    Args:
-        full: The whole of it.
-        shared: A tensor of the same shape that is shared out as the part is to be.
-    """
+    """Cut this rank's part out of a whole tensor, in host memory; `shared` is shared out as the part is to be."""
     part = cast("DTensor", room_for(shared, full.dtype))
     for chunk in part.__create_chunk_list__():
         for dim, (begin, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
@@ -156,16 +160,6 @@ def _fully_shard() -> Callable[..., Any]:
             "ctx.wrap"
         ) from error
     return fully_shard
-
-
-def _refuse_options(options: Mapping[str, Any], fully_shard: Callable[..., Any]) -> None:
-    known = [name for name in inspect.signature(fully_shard).parameters if name not in _NOT_TAKEN]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise InputError(
-            f"{', '.join(unknown)} is given; expected options that fully_shard of torch {torch.__version__} has: "
-            f"{', '.join(known)}; leave it out"
-        )
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -202,25 +196,17 @@ def _chosen(model: nn.Module, layers: Layers | None) -> list[nn.Module]:
 
 def _refuse_ties(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
     """Refuse a parameter of two groups: each would share out its own, and they would be one no longer."""
-    alone = set(chosen)
+    alone = {path: part for path, part in model.named_modules(remove_duplicate=False) if part in set(chosen)}
     owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
-    for owner, path, name, tensor in _placed(model, model, "", alone):
-        known, group = owners.setdefault(tensor, (f"{path}{name}", owner))
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        path = max((path for path in alone if name.startswith(f"{path}.")), key=len, default="")
+        owner = alone.get(path, model)
+        known, group = owners.setdefault(tensor, (name, owner))
         if group is not owner:
             raise InputError(
-                f"{path}{name} is the same parameter as {known}, and they are in different layers; expected one "
+                f"{name} is the same parameter as {known}, and they are in different layers; expected one "
                 "parameter in one of them; let layers leave both out, so that they stay with the model itself"
             )
-
-
-def _placed(
-    part: nn.Module, owner: nn.Module, path: str, alone: set[nn.Module]
-) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
-    owner = part if part in alone else owner
-    for name, tensor in part.named_parameters(recurse=False, remove_duplicate=False):
-        yield owner, path, name, tensor
-    for name, inner in part.named_children():
-        yield from _placed(inner, owner, f"{path}{name}.", alone)
 
 
 # Rank 0's weights ------------------------------------------------------------------------------------------------
@@ -257,13 +243,6 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
         if dist.get_rank():
             with torch.no_grad():
                 tensor.copy_(sent)
-
-
-def _mesh_of_all(device: torch.device) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    assert dist.group.WORLD is not None, "the context has a group"
-    return DeviceMesh.from_group(dist.group.WORLD, device.type)
 
 
 # FSDP2's own state -----------------------------------------------------------------------------------------------

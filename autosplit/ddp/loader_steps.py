@@ -25,12 +25,7 @@ class LeftOverWarning(UserWarning):
 
 
 def gathered(values: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Return every rank's numbers, in the order of the ranks; all of them call it, with equally many.
-
-    Args:
-        values: This rank's.
-        device: This rank's.
-    """
+    """Return every rank's numbers, in the order of the ranks; all of them call it, with equally many."""
     own = torch.tensor(list(values), dtype=torch.int64, device=exchange_device(device))
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
@@ -49,16 +44,7 @@ def foreign_steps(
 
     A step's micro-batches are held back until the ranks have told each other what theirs count for. A rank that has
     fewer runs its last one again, counting for nothing, and all end when the first has none.
-
-    Args:
-        loader: This rank's; what the ranks' loaders give together is the epoch.
-        micro_steps: Micro-batches of a step, equal on all ranks.
-        device: See `gathered`.
-        count: What a batch's mean loss averages over. Default: its samples.
-        has_share: Whether this rank's batches count at all: one without a share runs them for the others.
-
-    Yields:
-        The optimizer steps.
+    A rank without a share runs its batches for the others, and they count for nothing, either.
 
     Raises:
         InputError: A batch holds no tensor to count, or counts for less than nothing.

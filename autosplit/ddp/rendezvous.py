@@ -38,8 +38,6 @@ class Place:
     """Which process of the job this is.
 
     Attributes:
-        rank: Its number, from 0.
-        world_size: The processes of the job.
         local_rank: Its number among those of its machine; None where nobody says.
         local_world_size: The processes of its machine; None where nobody says.
         address: Where rank 0 listens, as ``host:port``; None where the environment says it in torchrun's words, or
@@ -104,15 +102,16 @@ def _place_in_slurm() -> Place:
             f"MASTER_ADDR is not set, and srun has {world_size} processes on several nodes; expected the first node's "
             'name; before srun, export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         )
-    port = _number_in("MASTER_PORT") or _port_of_job()
+    job, step = _number_in("SLURM_JOB_ID") or 0, _number_in("SLURM_STEP_ID") or 0
+    # One that all ranks of a job step agree on, and other jobs of the same machine seldom.
+    port = _number_in("MASTER_PORT") or 20_000 + (31 * job + step) % 10_000
     return Place(rank, world_size, local_rank, world_size if one_node else _tasks_of_node(), f"{host}:{port}")
 
 
 def _tasks_of_node() -> int | None:
-    """Return how many of the step's processes Slurm started on this node; None where it does not say.
+    """Return how many of the step's processes Slurm started on this node: "4(x2),3" are 4, 4 and 3.
 
-    Raises:
-        InputError: Slurm's list of them is none: "4(x2),3" are 4, 4 and 3.
+    None where it does not say.
     """
     name = next((name for name in _TASKS_PER_NODE if os.environ.get(name)), None)
     if name is None:
@@ -128,12 +127,6 @@ def _tasks_of_node() -> int | None:
         return counts[0]
     node = _number_in("SLURM_NODEID")
     return None if node is None or node >= len(counts) else counts[node]
-
-
-def _port_of_job() -> int:
-    """Return a port that all ranks of a job step agree on, and others of the same machine seldom."""
-    job, step = _number_in("SLURM_JOB_ID") or 0, _number_in("SLURM_STEP_ID") or 0
-    return 20_000 + (31 * job + step) % 10_000
 
 
 def _number_in(name: str) -> int | None:
@@ -171,11 +164,6 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
     Torchrun restarts processes and keeps the store: a rank that comes first would take the addresses that the dead
     left there for the new ones'. Its count of restarts can't tell the rounds apart, as each machine counts its own.
 
-    Args:
-        store: Of this group alone.
-        place: Of this process.
-        limit_s: How long to wait for the others.
-
     Raises:
         InputError: Rank 0 did not answer in time.
     """
@@ -205,12 +193,9 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
 
 
 def _refuse_other_job(store: Any, place: Place, name: str, word: str) -> None:
-    """Refuse a round whose ranks are all there without this one, in a store that its own rank 0 keeps.
+    """Refuse a round whose ranks are all there without this one, in a store that its own rank 0 keeps: another job's.
 
     Torchrun keeps one for all rounds of a job, and the next may follow; rank 0's own ends with it.
-
-    Raises:
-        InputError: Another job meets there.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) or not store.check(["closed"]):
         return
@@ -226,11 +211,7 @@ def _address_of(place: Place) -> str:
 
 
 def explain_taken_port(error: RuntimeError, place: Place) -> None:
-    """Raise what to do where rank 0 can't listen because another program does.
-
-    Raises:
-        InputError: It was that.
-    """
+    """Raise an InputError with what to do where rank 0 can't listen because another program does."""
     if place.rank == 0 and ("EADDRINUSE" in str(error) or "address already in use" in str(error).lower()):
         raise InputError(
             f"rank 0 can't listen at {_address_of(place)}, where another program does; expected a free port; give each "
@@ -239,16 +220,9 @@ def explain_taken_port(error: RuntimeError, place: Place) -> None:
 
 
 def explain_loopback(error: RuntimeError, place: Place) -> None:
-    """Raise what to do where gloo sought a rank of another machine on this one's loopback.
+    """Raise an InputError with what to do where gloo sought a rank of another machine on this one's loopback.
 
     Gloo tells the others the address that its machine's own name has there, and Debian gives that one to loopback.
-
-    Args:
-        error: What making the process group raised.
-        place: Of this process.
-
-    Raises:
-        InputError: It was that.
     """
     found = re.search(r"remote=\[(127\.[0-9.]+|::1)\]", str(error))
     if found is None or place.local_world_size == place.world_size:

@@ -94,11 +94,7 @@ def setup(profile: Plan | str | os.PathLike[str] | None = None) -> Iterator[Cont
 
 @contextmanager
 def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping[int, str]]:
-    """Make the process group, and destroy it at the end; do neither where there is one.
-
-    Yields:
-        What `group_sockets` found of it; nothing of a group that is not made here.
-    """
+    """Make the process group with its `group_sockets`, and destroy it at the end; do neither where there is one."""
     if dist.is_initialized():
         yield {}
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autosplit.measure.check_result import Check
 from autosplit.measure.request import Request
@@ -14,13 +13,13 @@ from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.search_space import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
 from autosplit.solve.solver import RankSolver, Solver
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
+from autosplit.tuning.recall import Wanted
 from autosplit.workload.workload import Workload
 
 __all__ = [
     "Answer",
     "Subject",
     "assembled",
-    "lone_rank",
     "measured_ranks",
     "rank_answer",
     "residuals_of",
@@ -36,26 +35,34 @@ DDP_NOTE = (
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a plan: request, workload and machine.
+    """The subject of a plan.
 
     Attributes:
-        request: What was asked for.
-        workload: What is trained.
-        machine: The kind of machine, by `key.machine_of`.
-        described: The workload, by `key.workload_of`.
-        asked: What of the request is part of the profile's key, with its name.
+        wanted: What was asked for, by which the plan is remembered.
+        workload: What is trained: the one that was described, or a copy.
     """
 
-    request: Request
+    wanted: Wanted
     workload: Workload
-    machine: dict[str, Any]
-    described: dict[str, Any]
-    asked: dict[str, Any]
+
+    @property
+    def request(self) -> Request:
+        """The request, with all devices."""
+        return self.wanted.request
 
     @property
     def may_accumulate(self) -> bool:
         """Whether an optimizer step may have several micro-steps: custom steps and losses over a batch forbid it."""
-        return self.workload.step is None and self.workload.loss_scope == "sample"
+        return self.why_single is None
+
+    @property
+    def why_single(self) -> str | None:
+        """Why an optimizer step can't have several micro-steps; None where it can."""
+        if self.workload.step is not None:
+            return "a custom step can't be accumulated"
+        if self.workload.loss_scope == "batch":
+            return "a loss over the whole batch (loss_scope='batch') can't be accumulated"
+        return None
 
     @property
     def accumulates(self) -> bool:
@@ -68,17 +75,10 @@ class Answer:
     """The solution that a plan is made of.
 
     Attributes:
-        split: Samples per device in one forward.
-        accumulation_steps: Forwards per optimizer step.
-        effective_batch_size: Samples per optimizer step.
-        samples_per_s: Throughput of whole optimizer steps.
-        peak_bytes: The most each device holds.
+        samples_per_s: Of whole optimizer steps.
         ceilings: Of each device, all at once.
-        curves: Each device's time.
-        ddp: The answer for DistributedDataParallel.
         even_samples_per_s: Of the even split; None where it is not known.
         region: Which splits fit; None where nothing was split.
-        fit: The cost of a step.
         memory: What each device's peak is made of; empty where that is not known of any.
     """
 
@@ -106,17 +106,7 @@ def assembled(
     real_steps: int = 0,
     real_ooms: int = 0,
 ) -> Plan:
-    """Make the plan.
-
-    Args:
-        subject: What it is for.
-        answer: What was found.
-        trials: What the search tried.
-        checks: What splitting changes about the training.
-        notes: What was assumed or could not be done.
-        real_steps: Training steps that were run.
-        real_ooms: How many of them ran out of memory.
-    """
+    """Make the plan."""
     request, workload = subject.request, subject.workload
     batch_size = sum(answer.split)
     return Plan(
@@ -142,9 +132,9 @@ def assembled(
         simulated=request.simulated,
         batch_dim=workload.batch_dim,
         loss_reduction=workload.loss_reduction,
-        machine=subject.machine,
-        workload=subject.described,
-        request=subject.asked,
+        machine=subject.wanted.machine,
+        workload=subject.wanted.described,
+        request=subject.wanted.asked,
         notes=notes,
         real_steps=real_steps,
         real_ooms=real_ooms,
@@ -174,21 +164,6 @@ def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
 # ----------------------------------------------------------------------------------------------------------- DDP
 
 
-def lone_rank(rank: Ceiling, best: Trial, effective_batch_size: int, options: DdpOptions, least_batch: int) -> DdpPlan:
-    """Return the answer for a single rank: a plain model on one device, which is what the search measured."""
-    assert best.samples_per_s is not None
-    peak_bytes = best.peak_bytes[0]
-    settings = RankSettings(0, rank.device, best.batch_size, best.accumulation_steps, rank, peak_bytes)
-    return DdpPlan(
-        (settings,),
-        best.samples_per_s,
-        effective_batch_size=effective_batch_size,
-        measured=True,
-        options=options,
-        least_batch=least_batch,
-    )
-
-
 def solved_ranks(
     subject: Subject,
     ranks: tuple[Ceiling, ...],
@@ -198,19 +173,7 @@ def solved_ranks(
     all_reduce_s: float,
     least_batch: int,
 ) -> DdpPlan:
-    """Solve DDP's batch sizes.
-
-    Args:
-        subject: What they are for.
-        ranks: Each device's ceiling as a rank.
-        step_time: The devices' curves, and the optimizer's time.
-        options: For DistributedDataParallel.
-        all_reduce_s: The all-reduce of the gradients alone.
-        least_batch: The fewest samples that a rank can train on.
-
-    Returns:
-        The answer, or why there is none.
-    """
+    """Solve DDP's batch sizes from each device's ceiling as a rank and its times, or say why there is no answer."""
     why_not = why_no_ranks(subject, ranks, least_batch)
     if why_not is not None:
         return DdpPlan((), 0.0, why_not)
@@ -228,7 +191,21 @@ def solved_ranks(
         tells_apart=LEAST_DIFFERENCE if request.simulated else LEAST_MEASURED_DIFFERENCE,
     ).answer()
     if answer is None:
-        return DdpPlan((), 0.0, _why_no_answer(subject, ranks, least_batch))
+        held, needed = sum(rank.batch_size for rank in ranks), len(ranks) * least_batch
+        if not subject.may_accumulate and held < request.least_effective:
+            why_not = (
+                f"the ranks hold {held} samples together, fewer than the {request.least_effective} of a step that "
+                "can't be accumulated"
+            )
+        else:
+            also = (
+                f", and in the shorter last forward each none or {least_batch} (BatchNorm)" if least_batch > 1 else ""
+            )
+            why_not = (
+                f"{len(ranks)} ranks need a batch of at least {needed} samples{also}; ask for more by "
+                "effective_batch_size or max_batch_size"
+            )
+        return DdpPlan((), 0.0, why_not)
     settings = tuple(
         RankSettings(
             rank=index,
@@ -253,15 +230,7 @@ def solved_ranks(
 def measured_ranks(
     ceilings: tuple[Ceiling, ...], best: Trial, effective_batch_size: int, options: DdpOptions, least_batch: int
 ) -> DdpPlan:
-    """Return the answer that all ranks ran together.
-
-    Args:
-        ceilings: Of each rank.
-        best: The trial.
-        effective_batch_size: Samples of its optimizer step.
-        options: What DistributedDataParallel was given.
-        least_batch: The fewest samples that a rank can train on.
-    """
+    """Return the answer that the search measured: ranks that stepped together, or a plain model on one device."""
     assert best.samples_per_s is not None
     settings = tuple(
         RankSettings(rank, ceiling.device, share, best.accumulation_steps, ceiling, peak_bytes)
@@ -290,24 +259,8 @@ def why_no_ranks(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int)
     return None
 
 
-def _why_no_answer(subject: Subject, ranks: tuple[Ceiling, ...], least_batch: int) -> str:
-    effective, held = subject.request.least_effective, sum(rank.batch_size for rank in ranks)
-    if not subject.may_accumulate and held < effective:
-        return f"the ranks hold {held} samples together, fewer than the {effective} of a step that can't be accumulated"
-    needed = f"{len(ranks)} ranks need a batch of at least {len(ranks) * least_batch} samples"
-    if least_batch > 1:
-        needed += f", and in the shorter last forward each none or {least_batch} (BatchNorm)"
-    return f"{needed}; ask for more by effective_batch_size or max_batch_size"
-
-
 def residuals_of(solver: Solver, step_time: StepTime, trials: Sequence[Trial]) -> tuple[Residual, ...]:
-    """Hold a fitted model against every trial that ran.
-
-    Args:
-        solver: Tells each trial's micro-steps.
-        step_time: Fitted to the trials.
-        trials: In order; failed ones are left out.
-    """
+    """Hold a fitted model against every trial that ran, in order."""
     residuals = []
     for trial in trials:
         if trial.samples_per_s is not None:

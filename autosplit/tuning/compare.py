@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,10 @@ from autosplit.errors import DeviceError, InputError, one_line, shown
 from autosplit.measure.request import checked_request
 from autosplit.plan.plan import Plan
 from autosplit.text import rate_text
-from autosplit.tuning.progress import Progress
+from autosplit.tuning.progress import Progress, part_of
 
 if TYPE_CHECKING:
-    from autosplit.oom import DoesNotFitError
+    from autosplit.plan.record import PlanDevice
 
 __all__ = [
     "AskedMachine",
@@ -47,8 +47,6 @@ UNCOMPARED = (
 LARGEST_PRICE = 1e15
 """Of an hour, in whatever money: more is a typing error."""
 
-# ------------------------------------------------------------------------------------------------------- values
-
 
 @dataclass(frozen=True)
 class Misfit:
@@ -73,10 +71,9 @@ class ComparedMachine:
 
     Attributes:
         devices: Its device spec, as it was given.
-        plan: The plan; None where the workload does not fit.
-        misfit: Why it does not; None where it does.
+        plan: None where the workload does not fit.
         predicted: The samples/s are computed and not measured: its cards are not here, or DDP was solved.
-        price_per_hour: Money for an hour, in whatever currency it was given; None where it was not.
+        price_per_hour: In whatever currency it was given.
     """
 
     devices: str
@@ -100,15 +97,18 @@ class ComparedMachine:
     @property
     def headroom_bytes(self) -> int | None:
         """The bytes that the plan leaves free on the device where it leaves the least; None where there is no plan."""
-        return None if self.plan is None else min(_headrooms(self.plan))
+        tightest = self._tightest
+        return None if tightest is None else _headroom(tightest)
 
     @property
     def headroom_device(self) -> str | None:
         """That device, as ``"sim:0"``."""
-        if self.plan is None:
-            return None
-        headrooms = _headrooms(self.plan)
-        return self.plan.devices[headrooms.index(min(headrooms))].label
+        tightest = self._tightest
+        return None if tightest is None else tightest.label
+
+    @property
+    def _tightest(self) -> PlanDevice | None:
+        return None if self.plan is None else min(self.plan.devices, key=_headroom)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -140,8 +140,8 @@ def _cost_per_million(price_per_hour: float, samples_per_s: float) -> float:
     return price_per_hour / 3600 * (1e6 / samples_per_s)
 
 
-def _headrooms(plan: Plan) -> list[int]:
-    return [device.capacity_bytes - device.peak_bytes for device in plan.devices]
+def _headroom(device: PlanDevice) -> int:
+    return device.capacity_bytes - device.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,6 @@ class Comparison:
     Attributes:
         machines: The best first: by cost where there are prices, machines without one after those with one; otherwise
             by samples/s. Those that the workload does not fit come last.
-        notes: What is to be said, a sentence each.
         not_compared: Machines that were left out because of Ctrl-C.
     """
 
@@ -207,18 +206,13 @@ class ComparisonInterrupted(KeyboardInterrupt):
         return "comparing was interrupted"
 
 
-# ---------------------------------------------------------------------------------------------------- what is asked
-
-
 @dataclass(frozen=True)
 class AskedMachine:
     """A machine to compare.
 
     Attributes:
         name: As it was given, or the devices' labels where it was no text.
-        spec: For `tune`.
         devices: What it names.
-        price_per_hour: None where none was given.
     """
 
     name: str
@@ -254,7 +248,8 @@ def asked_machines(
     machines: list[AskedMachine] = []
     for spec in devices:
         found = checked_request(devices=spec, **checked).devices
-        machine = AskedMachine(_name_of(spec, found), spec, found)
+        name = " ".join(spec.split()) if isinstance(spec, str) else ", ".join(device.label for device in found)
+        machine = AskedMachine(name, spec, found)
         twin = next((one for one in machines if _identity(one.devices) == _identity(found)), None)
         if twin is not None:
             raise InputError(
@@ -268,10 +263,6 @@ def asked_machines(
             "--devices sim:A100-40GB"
         )
     return _with_prices(machines, prices)
-
-
-def _name_of(spec: Any, devices: tuple[Device, ...]) -> str:
-    return " ".join(spec.split()) if isinstance(spec, str) else ", ".join(device.label for device in devices)
 
 
 def _identity(devices: Sequence[Device]) -> tuple[Any, ...]:
@@ -296,15 +287,13 @@ def _with_prices(
 
 def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
     """Return which machine a price is for."""
-    if isinstance(name, str):
-        plain = name.strip()
-        wanted: tuple[object, ...] = ()
-        for spec in (f"sim:{plain}", plain):
-            with suppress(DeviceError):
-                wanted = wanted or _identity(parse_devices(spec))
-        for place, machine in enumerate(machines):
-            if machine.name == plain or _identity(machine.devices) == wanted:
-                return place
+    identities = []
+    for spec in (f"sim:{name.strip()}", name.strip()) if isinstance(name, str) else ():
+        with suppress(DeviceError):
+            identities.append(_identity(parse_devices(spec)))
+    for place, machine in enumerate(machines):
+        if machine.name == str(name).strip() or _identity(machine.devices) in identities[:1]:
+            return place
     named = ", ".join(repr(machine.name) for machine in machines)
     raise InputError(
         f"price for {shown(name)}: no such machine is compared; expected one of {named}; name one of these, or add "
@@ -321,9 +310,6 @@ def _price(name: str, value: object) -> float:
         f"price {shown(value)} for {shown(name)}: expected money for an hour, a number from 0 to {LARGEST_PRICE:g} "
         "without a currency; correct it, or leave it out"
     )
-
-
-# ------------------------------------------------------------------------------------------------------- compare
 
 
 def compare(
@@ -387,13 +373,16 @@ def compared(
     ends_s = None if time_limit_s is None else time.monotonic() + time_limit_s
     done: list[ComparedMachine] = []
     for number, machine in enumerate(machines):
-        timed: dict[str, Any] = {"progress": _part_of(progress, number, machines)}
+        told = None if progress is None else part_of(progress, number, len(machines), machine.name)
+        timed: dict[str, Any] = {"progress": told}
         if ends_s is not None:
             timed["time_limit_s"] = max(1e-3, (ends_s - time.monotonic()) / (len(machines) - number))
         try:
             done.append(_planned(machine, tune_one(machine.spec, timed)))
         except DoesNotFitError as error:
-            done.append(_unfit(machine, error))
+            reason = " ".join(str(error).split()) or one_line(error)
+            misfit = Misfit(reason, error.device, error.requested_bytes, error.capacity_bytes)
+            done.append(ComparedMachine(machine.name, None, misfit, machine.simulated, machine.price_per_hour))
         except KeyboardInterrupt as interrupt:
             best: Plan | None = getattr(interrupt, "plan", None)
             if best is not None:
@@ -404,29 +393,9 @@ def compared(
     return _comparison(done, machines, [])
 
 
-def _part_of(
-    progress: Callable[[Progress], None] | None, number: int, machines: Sequence[AskedMachine]
-) -> Callable[[Progress], None] | None:
-    """Report the tuning for one machine as its part of the whole."""
-    if progress is None:
-        return None
-
-    def tell(part: Progress) -> None:
-        message = f"{machines[number].name}: {part.message}"
-        progress(replace(part, message=message, fraction=(number + part.fraction) / len(machines)))
-
-    return tell
-
-
 def _planned(machine: AskedMachine, plan: Plan) -> ComparedMachine:
     solved = plan.region is None and len(plan.devices) > 1 and not plan.ddp.measured
     return ComparedMachine(machine.name, plan, None, plan.simulated or solved, machine.price_per_hour)
-
-
-def _unfit(machine: AskedMachine, error: DoesNotFitError) -> ComparedMachine:
-    reason = " ".join(str(error).split()) or one_line(error)
-    misfit = Misfit(reason, error.device, error.requested_bytes, error.capacity_bytes)
-    return ComparedMachine(machine.name, None, misfit, machine.simulated, machine.price_per_hour)
 
 
 def _comparison(done: Sequence[ComparedMachine], asked: Sequence[AskedMachine], left: Sequence[str]) -> Comparison:
@@ -441,32 +410,25 @@ def _rank(machine: ComparedMachine) -> tuple[bool, bool, float, float]:
     return machine.plan is None, cost is None, cost or 0.0, -(machine.samples_per_s or 0.0)
 
 
-def _by_ddp(machine: ComparedMachine) -> str:
-    """Name a machine with what DDP would give and cost there."""
-    assert machine.plan is not None, "it is asked of plans"
-    rate = machine.plan.ddp.samples_per_s
-    said = rate_text(rate)
-    if machine.price_per_hour is not None:
-        said += f", {_cost_per_million(machine.price_per_hour, rate):.3g} for a million"
-    return f"{machine.devices} ({said})"
-
-
-def _remarks(machines: Sequence[ComparedMachine]) -> tuple[str, ...]:
+def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
     """Say where the plans are not quite alike, or not the fastest way to train."""
     plans = [(machine.devices, machine.plan) for machine in machines if machine.plan is not None]
-    said = []
     if len({plan.effective_batch_size for _, plan in plans}) > 1:
-        said.append(
+        yield (
             "each machine has the optimizer step that suits it; --effective-batch-size N (effective_batch_size=N) "
             "makes them train alike"
         )
-    faster = [_by_ddp(machine) for machine in machines if machine.plan is not None and machine.plan.fastest == "ddp"]
+    faster = []
+    for machine in machines:
+        if machine.plan is not None and machine.plan.fastest == "ddp":
+            rate = machine.plan.ddp.samples_per_s
+            cost = "" if machine.price_per_hour is None else f", {_cost_per_million(machine.price_per_hour, rate):.3g}"
+            faster.append(f"{machine.devices} ({rate_text(rate)}{cost and f'{cost} for a million'})")
     if faster:
-        said.append(
+        yield (
             f"DDP is predicted to be faster on {', '.join(faster)}, by which nothing is sorted here; --strategy ddp "
             "(strategy='ddp') compares by it"
         )
     interrupted = [name for name, plan in plans if not plan.complete]
     if interrupted:
-        said.append(f"the search for {', '.join(interrupted)} was interrupted: that is the best so far")
-    return tuple(said)
+        yield f"the search for {', '.join(interrupted)} was interrupted: that is the best so far"

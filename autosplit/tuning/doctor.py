@@ -158,7 +158,9 @@ def _card_of(device: Device, place: torch.device, report: DeviceReport | None, n
         memory_bytes=total,
         free_bytes=None if report is None else report.free_bytes,
         used_by_others_bytes=None if report is None else report.used_by_others_bytes,
-        compute_capability=_capability_of(place),
+        compute_capability=".".join(map(str, torch.cuda.get_device_capability(place)))
+        if place.type == "cuda"
+        else None,
         compute_mode=_compute_mode(nvml, device.uuid),
         catalogue=None if row is None else row.name,
         tflops=tflops,
@@ -169,13 +171,6 @@ def _card_of(device: Device, place: torch.device, report: DeviceReport | None, n
         memory_of_catalogue=None if row is None else memory / row.memory_bytes_per_s,
         launch_s=launch_s,
     )
-
-
-def _capability_of(place: torch.device) -> str | None:
-    if place.type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability(place)
-    return f"{major}.{minor}"
 
 
 def _compute_mode(nvml: Any, uuid: str | None) -> str | None:
@@ -189,17 +184,15 @@ def _compute_mode(nvml: Any, uuid: str | None) -> str | None:
 def _problems_of_rates(card: Card) -> list[Problem]:
     found = []
     cool = "look at its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE), and at who else computes on it"
-    product = card.tflops_of_catalogue.get("float16")
-    if product is not None and product < SLOW_PRODUCTS:
-        what = f"{card.device} reaches {product:.0%} of the catalogue's rate for float16 products"
-        found.append(Problem(what, cool))
-    if card.memory_of_catalogue is not None and card.memory_of_catalogue < SLOW_MEMORY:
-        what = f"{card.device} reaches {card.memory_of_catalogue:.0%} of the catalogue's rate for its memory"
-        found.append(Problem(what, cool))
+    for what, reached, least in (
+        ("float16 products", card.tflops_of_catalogue.get("float16"), SLOW_PRODUCTS),
+        ("its memory", card.memory_of_catalogue, SLOW_MEMORY),
+    ):
+        if reached is not None and reached < least:
+            found.append(Problem(f"{card.device} reaches {reached:.0%} of the catalogue's rate for {what}", cool))
     if card.compute_mode in {"exclusive process", "prohibited"}:
         mode = f"{card.device} is in compute mode {card.compute_mode}: one process at a time may use it"
-        cure = "tune with --no-isolate, or have it set back (nvidia-smi -c DEFAULT)"
-        found.append(Problem(mode, cure))
+        found.append(Problem(mode, "tune with --no-isolate, or have it set back (nvidia-smi -c DEFAULT)"))
     return found
 
 
@@ -224,14 +217,11 @@ _STEPS = 8
 
 def _small_model() -> nn.Module:
     hidden = 4 * _FEATURES
-    layers = (
-        nn.Linear(_FEATURES, hidden),
-        nn.GELU(),
-        nn.Linear(hidden, hidden),
-        nn.GELU(),
+    return nn.Sequential(
+        *(nn.Linear(_FEATURES, hidden), nn.GELU()),
+        *(nn.Linear(hidden, hidden), nn.GELU()),
         nn.Linear(hidden, _CLASSES),
     )
-    return nn.Sequential(*layers)
 
 
 def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | None:
@@ -253,12 +243,8 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
         took_s = time.perf_counter() - began_s
         measured_s, peaks = _by_the_plan(plan)
     except (AutosplitError, RuntimeError) as error:
-        problems.append(
-            Problem(
-                f"a small model is not tuned here: {first_line(error)}",
-                "mend that, or report it with what doctor prints",
-            )
-        )
+        what = f"a small model is not tuned here: {first_line(error)}"
+        problems.append(Problem(what, "mend that, or report it with what doctor prints"))
         return None
     found = Training(
         devices=",".join(device.label for device in devices),

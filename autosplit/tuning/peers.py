@@ -15,14 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import distributed as dist
 
-from autosplit.ddp.failure import GRACE_S, Watch
 from autosplit.errors import AutosplitError, RankFailedError, from_user_code, one_line
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.trainee import ran_a_step
+
+if TYPE_CHECKING:  # a torch without torch.distributed tunes alone
+    from autosplit.ddp.failure import Watch
 
 __all__ = ["Failure", "Interrupts", "Peers", "has_waited"]
 
@@ -31,6 +33,8 @@ T = TypeVar("T")
 SAME_KEYPRESS_S = 1.0
 """Torchrun passes on the Ctrl-C that its processes have met already: signals so near are one."""
 
+CUT_S = 10.0
+"""A collective that takes longer to break off is not waited for: the process is about to be ended."""
 
 _WAITED = re.compile(r"gloo|NCCL|[Tt]imed out waiting|Connection (?:closed|reset)")
 """What torch says where the other end of a collective is not there (gloo transport/tcp/*.cc, ProcessGroupNCCL.cpp)."""
@@ -41,7 +45,6 @@ class Failure:
     """Why a rank could not do its part.
 
     Attributes:
-        rank: Which.
         message: What it raised, on one line.
         exit_code: What the command line exits with for it.
         frames: The user's own frames, where it was the user's code.
@@ -76,11 +79,7 @@ class _Told(Generic[T]):
 
 
 class Interrupts:
-    """Ctrl-C while ranks talk: it is noted, and told to all at the next agreement, since no rank may leave alone.
-
-    Attributes:
-        came: One came.
-    """
+    """Ctrl-C while ranks talk: it is noted, and told to all at the next agreement, since no rank may leave alone."""
 
     def __init__(self) -> None:
         self.came = False
@@ -110,10 +109,8 @@ class Interrupts:
 class _Attempts:
     """The attempts of ranks together, one after the other; a rank that can't go on breaks them off for all.
 
-    Whoever waits in a collective of NCCL's hears of nothing, and spins until a watchdog ends its process.
-
-    Args:
-        watch: By which ranks hear of each other meanwhile; without it each waits for its back end's time-out.
+    Whoever waits in a collective of NCCL's hears of nothing, and spins until a watchdog ends its process. Without a
+    watch, by which ranks hear of each other meanwhile, each waits for its back end's time-out.
     """
 
     def __init__(self, watch: Watch | None) -> None:
@@ -129,11 +126,7 @@ class _Attempts:
 
     @contextmanager
     def next(self, cut: Callable[[], None] | None) -> Iterator[None]:
-        """Run one of them.
-
-        Args:
-            cut: Breaks its collectives off; it is called in another thread. Without it, there are none.
-        """
+        """Run one of them, whose collectives, if it has any, `cut` breaks off in another thread."""
         with self._lock:
             self._number += 1
             self._cut, self._cutting = cut, None
@@ -151,7 +144,7 @@ class _Attempts:
             with self._lock:
                 self._cut = None
             if self._cutting is not None:
-                self._cutting.join(GRACE_S)
+                self._cutting.join(CUT_S)
 
     def _heard(self, number: str) -> None:
         with self._lock:
@@ -166,14 +159,7 @@ class _Attempts:
 
 
 class Peers:
-    """The ranks of a job, as one of them sees them.
-
-    Args:
-        rank: Of this process.
-        world_size: The processes of the job.
-        group: A gloo group for plain values.
-        interrupts: Where Ctrl-C is noted.
-        watch: By which a rank hears of the others while it waits for them.
+    """The ranks of a job, as one of them sees them; they talk in a gloo group.
 
     Attributes:
         parted: The last that was said is why all leave.
@@ -190,12 +176,10 @@ class Peers:
         self._attempts = _Attempts(watch)
 
     def gathered(self, value: T) -> list[T]:
-        """Return every rank's value, in the order of the ranks.
-
-        Raises:
-            RuntimeError: A rank has gone.
-        """
+        """Return every rank's value, in the order of the ranks; a RuntimeError says that one of them has gone."""
         self.parted = False
+        if self.world_size == 1:
+            return [value]
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value, group=self._group)
         return found
@@ -205,16 +189,15 @@ class Peers:
         return self.gathered(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def all_run(self, run: Callable[[], T]) -> list[T]:
-        """Run something on every rank.
-
-        Returns:
-            What each of them made of it.
+        """Run something on every rank, and return what each of them made of it.
 
         Raises:
             Exception: What it raised on this rank.
             RankFailedError: It raised on another one.
             KeyboardInterrupt: On all ranks, where Ctrl-C had come on any.
         """
+        if self.world_size == 1:
+            return [run()]
         told, own = self._exchanged(run)
         self._raise_first(told, own)
         if any(one.interrupted for one in told):
@@ -229,19 +212,16 @@ class Peers:
         return kept[0]
 
     def all_try(self, run: Callable[[], T], *, cut: Callable[[], None] | None = None) -> list[T] | Failure:
-        """Run something on every rank that may lack memory.
-
-        Args:
-            run: What to run.
-            cut: Breaks off the collectives in it, where a rank does not come to them; called in another thread.
+        """Run something on every rank that may lack memory; raise, for other reasons, as `all_run`.
 
         Returns:
             What each made of it; or the first that ran out of memory, on all ranks.
-
-        Raises:
-            Exception: What else it raised on this rank.
-            RankFailedError: It raised on another one.
         """
+        if self.world_size == 1:
+            try:
+                return [run()]
+            except OutOfMemoryError as error:
+                return replace(self.failure(error), message=one_line(error))
         told, own = self._exchanged(run, cut)
         short = next((one.failure for one in told if one.failure is not None and one.failure.lacks_memory), None)
         if short is not None:
@@ -271,7 +251,12 @@ class Peers:
                 value = run()
         except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever it is, the others wait to hear of it
             waited = self._attempts.was_cut or has_waited(error)
-            own = error if waited else _named(error)
+            users = isinstance(error, SystemExit) or ran_a_step(error.__traceback__)
+            own = (
+                from_user_code(error, "the workload")
+                if users and not (waited or isinstance(error, AutosplitError))
+                else error
+            )
             failure = replace(self.failure(own), waited=waited)
         return self.gathered(_Told(value, failure, self.interrupts.came)), own
 
@@ -280,6 +265,8 @@ class Peers:
 
         A rank that closes its connections at once may take with it what another has not read yet.
         """
+        if self.world_size == 1:
+            return
         with contextlib.suppress(RuntimeError):  # somebody has heard, and left
             dist.barrier(group=self._group)
         self.parted = True
@@ -300,12 +287,3 @@ class Peers:
 def has_waited(error: BaseException) -> bool:
     """Tell whether an error is that of a collective whose other end is not there."""
     return isinstance(error, RuntimeError) and bool(_WAITED.search(str(error)))
-
-
-def _named(error: BaseException) -> BaseException:
-    """Turn what the workload's own code raised into an error that shows where."""
-    if isinstance(error, AutosplitError):
-        return error
-    if isinstance(error, SystemExit) or ran_a_step(error.__traceback__):
-        return from_user_code(error, "the workload")
-    return error

@@ -61,13 +61,8 @@ REDUCES = 6
 class RankSteps:
     """Runs steps of all ranks together, and measures them; every rank calls the same, in the same order.
 
-    Args:
-        workload: What is trained; a copy of it is.
-        runtime: Of this rank's device: it runs the dry pass on a processor, where memory is what the tracker counts.
-        device: This rank's.
-        peers: All ranks.
-        backend: Of the group in which gradients meet.
-        options: For DistributedDataParallel.
+    The runtime of this rank's device runs the dry pass on a processor, where memory is what the tracker counts. The
+    back end is that of the group in which gradients meet, the options are DistributedDataParallel's.
     """
 
     def __init__(
@@ -92,11 +87,7 @@ class RankSteps:
         self._batches: dict[int, Any] = {}
 
     def measured(self, sizes: Sequence[int], *, budget_s: float) -> tuple[list[int], Measurement] | Failure:
-        """Run a step of all ranks repeatedly.
-
-        Args:
-            sizes: This rank's samples in each micro-step; without any it runs one that would count for nothing.
-            budget_s: Stop repeating after this long.
+        """Run a step of all ranks repeatedly; without samples this one runs one that would count for nothing.
 
         Returns:
             Every rank's peak in bytes and the time of a step; or the rank that ran out of memory.
@@ -132,10 +123,6 @@ class RankSteps:
             seconds.append(time.perf_counter() - start_s)
         return statistics.median(seconds[1:]) * nbytes / whole
 
-    def close(self) -> None:
-        """Give the copies' memory and the group back."""
-        self._drop()
-
     # The dry pass
 
     def _dry(self, sizes: tuple[int, ...]) -> int:
@@ -153,11 +140,10 @@ class RankSteps:
     def _dry_on_gpu(self, sizes: tuple[int, ...]) -> int:
         self._release()  # or the peak would begin at what an earlier step has reserved
         backend(self.device.type).reset_peak_memory_stats(self.device)
-        assert self._trainee is not None, "it is prepared"
         for wrapper in _wrappers(self._models):
             wrapper.require_forward_param_sync = False  # nor do buffers, which the next step sends again
         for _ in range(2):  # the optimizer's state appears in the first
-            self._run(self._trainee, self._models, sizes, meets=False)
+            self._run(sizes, meets=False)
         self._wait()
         return self._reserved_bytes()
 
@@ -190,8 +176,6 @@ class RankSteps:
 
     def _block(self, sizes: tuple[int, ...], count: int) -> tuple[float, float]:
         """Run so many steps with all ranks; return what they took, and the last one's optimizer."""
-        assert self._trainee is not None, "it is prepared"
-        trainee = self._trainee
         begun_s: list[float] = []
 
         def mark(phase: str) -> None:
@@ -202,34 +186,30 @@ class RankSteps:
         self._wait()
         start_s = time.perf_counter()
         for _ in range(count):
-            self._run(trainee, self._models, sizes, mark)
+            self._run(sizes, mark)
         self._wait()
         end_s = time.perf_counter()
         self.steps += count
         return end_s - start_s, end_s - (begun_s[-1] if begun_s else end_s)
 
     def _run(
-        self,
-        trainee: Trainee,
-        models: Any,
-        sizes: tuple[int, ...],
-        mark: Callable[[str], None] = lambda _phase: None,
-        *,
-        meets: bool = True,
+        self, sizes: tuple[int, ...], mark: Callable[[str], None] = lambda _phase: None, *, meets: bool = True
     ) -> None:
+        assert self._trainee is not None, "it is prepared"
         # Here, because not every loss moves its batch: a `loss_fn` has the targets from where they are.
-        there = {size: map_tensors(self._here, self._batch(trainee, size)) for size in dict.fromkeys(sizes)}
+        here = partial(torch.Tensor.to, device=self.device, non_blocking=True)
+        there = {size: map_tensors(here, self._batch(self._trainee, size)) for size in dict.fromkeys(sizes)}
         position = 0
 
         def marked(phase: str) -> None:
             nonlocal position
             if phase == "micro":
                 position += 1
-                for wrapper in _wrappers(models):
+                for wrapper in _wrappers(self._models):
                     wrapper.require_backward_grad_sync = meets and position == len(sizes)
             mark(phase)
 
-        trainee.step(models, [there[size] for size in sizes], sizes, marked)
+        self._trainee.step(self._models, [there[size] for size in sizes], sizes, marked)
 
     def _batch(self, trainee: Trainee, size: int) -> Any:
         """Return a batch as a loader has it ready: making it is no part of a step."""
@@ -282,9 +262,6 @@ class RankSteps:
         ids = [self.device.index] if is_accelerator(self.device.type) else None
         return DistributedDataParallel(module, device_ids=ids, process_group=self._group, **self.options)
 
-    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
-
     def _wait(self) -> None:
         if is_accelerator(self.device.type):
             backend(self.device.type).synchronize(self.device)
@@ -292,16 +269,14 @@ class RankSteps:
     # Lacking memory
 
     def _try(self, run: Callable[[], Any], *, together: bool = False) -> Any:
-        """Run something on every rank; where one lacks memory, all drop what they have and begin anew.
+        """Run something on every rank, `together` if they wait for each other in it.
 
-        Args:
-            run: What to run.
-            together: Ranks wait for each other in it.
+        Where one lacks memory, all drop what they have and begin anew.
         """
         result = self.peers.all_try(lambda: self._guarded(run), cut=self._break_off if together else None)
         if isinstance(result, Failure):
             self.ooms += 1
-            self._drop()
+            self.close()
         return result
 
     def _guarded(self, run: Callable[[], Any]) -> Any:
@@ -318,7 +293,8 @@ class RankSteps:
         label = self.runtime.devices[0].label
         raise OutOfMemoryError(f"{label} is out of memory; give it fewer samples. {message}", device=label)
 
-    def _drop(self) -> None:
+    def close(self) -> None:
+        """Give the copies' memory and the group back."""
         self._models = None
         if self._trainee is not None:
             self._trainee.restore()

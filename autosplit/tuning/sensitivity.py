@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.devices.catalog import GpuSpec
-from autosplit.devices.device import Device
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.explain import (
     FASTER,
@@ -46,10 +45,7 @@ class _Machine:
     """A machine, or what is asked of it, that differs from a plan's in one thing.
 
     Attributes:
-        what: In what.
-        device: Which device; None where none in particular.
-        runtime: It.
-        problem: What is to be solved there.
+        device: None where none in particular is another.
         trials: The plan's, as far as they are steps of that problem, too.
         updates: The optimizer takes time.
     """
@@ -66,11 +62,6 @@ def simulated_changes(
     plan: Solved, runtime: SimulatedRuntime, *, deadline_s: float | None = None
 ) -> tuple[Change, ...] | None:
     """Simulate what bounds a plan away, one thing at a time, and other machines that the user might choose.
-
-    Args:
-        plan: Of simulated cards.
-        runtime: Where its trials were simulated.
-        deadline_s: `time.monotonic()` after which no further machine is simulated; None for no limit.
 
     Returns:
         What each of them does; None where the plan says nothing of splits, or there was no time for all of them.
@@ -106,13 +97,19 @@ def _machines(plan: Solved, problem: Problem, runtime: SimulatedRuntime) -> Iter
         faster = _with_specs(runtime, (index,), _faster)
         yield _Machine("device", labels[index], faster, problem.faster((index,), FASTER), trials)
     if len(labels) > 1:
-        linked = _with_specs(runtime, range(len(labels)), _linked)
+        every = range(len(labels))
+        linked = _with_specs(
+            runtime, every, lambda spec: replace(spec, link_bytes_per_s=FASTER * spec.link_bytes_per_s)
+        )
         yield _Machine("link", None, linked, problem.with_links(FASTER), trials)
-        yield _Machine("copies", None, _with_free(runtime, _COPIES), problem.without("copies"), trials)
-        yield _Machine("gather", None, _with_free(runtime, _OUTPUTS), problem.without("gather"), trials)
+        own = runtime.devices, runtime.capacities_bytes, runtime.tracer
+        yield _Machine("copies", None, SimulatedRuntime(*own, free=_COPIES), problem.without("copies"), trials)
+        yield _Machine("gather", None, SimulatedRuntime(*own, free=_OUTPUTS), problem.without("gather"), trials)
     yield _Machine("update", None, runtime, problem.without("update"), trials, updates=False)
     for index, ceiling in alone_of(plan) if len(labels) > 1 else ():
-        yield _Machine("alone", labels[index], _alone(runtime, index), problem.alone(index, ceiling))
+        one = slice(index, index + 1)
+        alone = SimulatedRuntime(runtime.devices[one], runtime.capacities_bytes[one], runtime.tracer)
+        yield _Machine("alone", labels[index], alone, problem.alone(index, ceiling))
 
 
 def _larger(plan: Solved, problem: Problem, runtime: SimulatedRuntime, trials: tuple[Trial, ...]) -> Iterator[_Machine]:
@@ -150,15 +147,6 @@ def _with_specs(
     return SimulatedRuntime(devices, runtime.capacities_bytes, runtime.tracer)
 
 
-def _with_free(runtime: SimulatedRuntime, free: frozenset[str]) -> SimulatedRuntime:
-    return SimulatedRuntime(runtime.devices, runtime.capacities_bytes, runtime.tracer, free=free)
-
-
-def _alone(runtime: SimulatedRuntime, index: int) -> SimulatedRuntime:
-    devices: tuple[Device, ...] = (runtime.devices[index],)
-    return SimulatedRuntime(devices, (runtime.capacities_bytes[index],), runtime.tracer)
-
-
 def _faster(spec: GpuSpec) -> GpuSpec:
     """Return a card of so many times the rates; a launch is the host's, and takes what it takes."""
     return replace(
@@ -166,10 +154,6 @@ def _faster(spec: GpuSpec) -> GpuSpec:
         peak_flops={rate: FASTER * flops for rate, flops in spec.peak_flops.items()},
         memory_bytes_per_s=FASTER * spec.memory_bytes_per_s,
     )
-
-
-def _linked(spec: GpuSpec) -> GpuSpec:
-    return replace(spec, link_bytes_per_s=FASTER * spec.link_bytes_per_s)
 
 
 # Their rates

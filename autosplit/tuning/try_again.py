@@ -4,68 +4,86 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from autosplit.errors import one_line
-from autosplit.measure.request import Request
-from autosplit.oom import OutOfMemoryError
+from autosplit.measure.prober import Prober
 from autosplit.plan.plan import Plan
-from autosplit.profiles.resolve import solved_again
-from autosplit.runtime.prepare import Followed
-from autosplit.tuning.confirm import Confirmer
-from autosplit.tuning.recall import Recalled, Wanted
+from autosplit.profiles.resolve import Lack, solved_again
+from autosplit.runtime.prepare import Followed, runtime_for
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.tracked_step import bucket_bytes
+from autosplit.solve.split import micro_batch_sizes, proportional_split
+from autosplit.tuning.job import Job
+from autosplit.tuning.peers import Failure
+from autosplit.tuning.recall import REFRESH_HINT, Recalled, Wanted
 
-if TYPE_CHECKING:
-    from autosplit.tuning.job import Job
+__all__ = ["tried_again"]
 
-__all__ = ["REFRESH_HINT", "tried_again", "tried_again_together"]
-
-
-REFRESH_HINT = "--profile refresh (profile='refresh') tunes anew"
+STEP_BUDGET_S = 1.0
+"""Repeating the step of a plan that was solved again stops after this long: its throughput is that of the step."""
 
 
-def tried_again(wanted: Wanted, found: Recalled, followed: Followed) -> tuple[Plan | None, Recalled]:
+def tried_again(wanted: Wanted, found: Recalled, followed: Followed, job: Job) -> tuple[Plan | None, Recalled]:
     """Hold a remembered plan against this machine by one step; solve it again where memory is short.
 
     Returns:
         The plan; or None, and what is to be said of what is tuned anew.
     """
-    assert found.plan is not None
-    try:
-        with ExitStack() as closing:
-            confirmer = Confirmer(wanted.request, followed, closing)
-            if found.short is None:
-                confirmer.run(found.plan)
-                return _confirmed(wanted, found), found
-            again = confirmer.solved_again(found.plan)
-    except OutOfMemoryError as error:
-        return None, _given_up(found, f"one step of it ran out of memory ({one_line(error)})")
-    if again is None:
-        return None, _given_up(found, "its fits have no answer to that")
-    return _makeshift(wanted, found, again), found
+    plan, own = found.plan, job.own
+    assert plan is not None
+    ran: list[Plan] = []
 
+    def prepared() -> Prober:
+        return Prober(
+            runtime_for(own.devices, own.capacities_bytes, followed, closing), followed.tracer, own.largest_batch
+        )
 
-def tried_again_together(
-    wanted: Wanted, found: Recalled, own: Request, followed: Followed, job: Job
-) -> tuple[Plan | None, Recalled]:
-    """Do as `tried_again` with all ranks of a job: each runs its part of a step on its own device, by itself."""
-    from autosplit.tuning.peers import Failure
+    def lack() -> Lack:
+        nbytes = bucket_bytes(prober.tracer.trainee)
+        return Lack(job.whole.capacities_bytes, nbytes, prober.least_batch())
 
     with ExitStack() as closing:
-        confirmer = job.peers.each_run(lambda: Confirmer(own, followed, closing))
-        plan = found.plan
-        assert plan is not None
+        prober = job.peers.each_run(prepared)
         if found.short is not None:
-            lacks = job.peers.all_run(lambda: confirmer.lack(wanted.request))
+            lacks = job.peers.all_run(lack)
             plan = solved_again(plan, lacks[0])
             if plan is None:
                 return None, _given_up(found, "its fits have no answer to that")
-        failed = job.peers.all_try(lambda: confirmer.run_rank(plan, job.place.rank))
+        failed = job.peers.all_try(lambda: ran.append(_run(plan, prober, job, measures=found.short is not None)))
     if isinstance(failed, Failure):
-        return None, _given_up(found, f"one step of it ran out of memory (rank {failed.rank}: {failed.message})")
+        who = f"rank {failed.rank}: " if job.several else ""
+        return None, _given_up(found, f"one step of it ran out of memory ({who}{failed.message})")
     if found.short is not None:
-        return _makeshift(wanted, found, plan), found
+        return _makeshift(wanted, found, ran[0]), found
     return _confirmed(wanted, found, stores=job.is_first_of_machine), found
+
+
+def _run(plan: Plan, prober: Prober, job: Job, *, measures: bool) -> Plan:
+    """Run a step of a plan; where it `measures`, and can, return the plan with that step's throughput and peaks.
+
+    Raises:
+        OutOfMemoryError: It does not fit.
+    """
+    if job.several or plan.region is None:
+        # Each rank's part on its device by itself: one process has no others to run it with.
+        for rank in (job.peers.rank,) if job.several else range(len(plan.split)):
+            here = (rank,) if job.several else range(len(plan.split))
+            split = tuple(plan.split[rank] if place == rank else 0 for place in here)
+            shape = StepShape((split,) * min(2, plan.accumulation_steps), "rank", num_ranks=len(plan.split))
+            prober.confirmed_peaks(shape)
+        return plan
+    sizes = micro_batch_sizes(plan.effective_batch_size, plan.batch_size)
+    splits = tuple(proportional_split(size, plan.split) for size in sizes)
+    if not measures:
+        prober.confirmed_peaks(StepShape(splits[:2]))
+        return plan
+    measured = prober.step(splits, budget_s=STEP_BUDGET_S)
+    peaks = measured.peak_bytes or tuple(device.peak_bytes for device in plan.devices)
+    devices = tuple(replace(device, peak_bytes=peak) for device, peak in zip(plan.devices, peaks, strict=True))
+    rate, ddp = plan.effective_batch_size / measured.seconds, plan.ddp
+    if len(devices) == 1 and ddp.ranks:
+        alone = replace(ddp.ranks[0], peak_bytes=peaks[0])
+        ddp = replace(ddp, ranks=(alone,), samples_per_s=rate, measured=True)
+    return replace(plan, devices=devices, samples_per_s=rate, ddp=ddp)
 
 
 def _given_up(found: Recalled, why: str) -> Recalled:
@@ -74,7 +92,7 @@ def _given_up(found: Recalled, why: str) -> Recalled:
     return Recalled(notes=(*found.notes, f"{changed}, and {why}: tuned anew"))
 
 
-def _confirmed(wanted: Wanted, found: Recalled, *, stores: bool = True) -> Plan:
+def _confirmed(wanted: Wanted, found: Recalled, *, stores: bool) -> Plan:
     """Return a remembered plan that ran here, and keep it with the facts of these devices: once for each twin."""
     assert found.plan is not None
     plan = wanted.with_facts(found.plan).kept_at(found.path)
@@ -89,9 +107,7 @@ def _makeshift(wanted: Wanted, found: Recalled, again: Plan) -> Plan:
     said = f"{found.short}: solved again from its fits, confirmed by one step, and not remembered"
     if again.region is None:
         said += "; its samples/s are predicted"
-    memories = [device.capacity_bytes for device in wanted.request.devices]
-    devices = tuple(
-        replace(device, memory_bytes=memory) for device, memory in zip(again.devices, memories, strict=True)
-    )
+    here = zip(again.devices, wanted.request.devices, strict=True)
+    devices = tuple(replace(planned, memory_bytes=device.capacity_bytes) for planned, device in here)
     again = wanted.with_facts(replace(again, devices=devices))
     return replace(found, plan=again).told(said, f"{found.origin}; {REFRESH_HINT}")

@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -18,34 +17,31 @@ from autosplit.measure.request import Request, checked_request
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
 from autosplit.profiles.key import machine_of, workload_of
-from autosplit.profiles.tuning_lock import Turn, WaitingWarning
+from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.rng import kept_rng
-from autosplit.runtime.prepare import Source, build, follow, isolated_runtime, workload_source
+from autosplit.runtime.prepare import Built, Source, build, follow, isolated_runtime, workload_source
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.tuning.assemble import Subject
-from autosplit.tuning.notebook import notebook_bar
-from autosplit.tuning.progress import Progress
+from autosplit.tuning.job import Job, alone, refuse_waiting
+from autosplit.tuning.lone_session import LoneSession
+from autosplit.tuning.progress import Progress, notebook_bar, part_of
 from autosplit.tuning.recall import Recalled, Wanted
 from autosplit.tuning.session import Session
-from autosplit.tuning.try_again import REFRESH_HINT, tried_again, tried_again_together
+from autosplit.tuning.try_again import tried_again
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
-
-if TYPE_CHECKING:
-    from autosplit.tuning.job import Job
 
 __all__ = ["Progress", "TuningInterrupted", "tune"]
 
 
 _log = logging.getLogger(__name__)
 
+INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned for: this is the best of those that were"
+
 NO_GPU_NOTE = (
     "no GPU is visible, so this is for the processor; devices='sim:2xRTX3090' (--devices) plans for GPUs elsewhere"
 )
 """Said where no devices were named and there is no GPU."""
-
-JOB_SLICE_S = 0.5
-"""So often the ranks of a job that waits hear of each other: Ctrl-C reaches all, and no collective times out."""
 
 
 class TuningInterrupted(KeyboardInterrupt):
@@ -152,7 +148,7 @@ def tune(
         WaitingWarning: Another process tunes the same thing, and no `progress` was given to hear of it.
     """
     if strategy == "ddp":
-        from autosplit.tuning.job import own_part
+        from autosplit.tuning.rank_group import own_part
 
         devices = own_part(devices)
     request = checked_request(
@@ -178,10 +174,7 @@ def tune(
     }
     with _job(request) as job:
         wanted = precision_list(precision)
-        if job is None:
-            lacking = without_bf16(wanted, request.devices)
-        else:
-            lacking = [*itertools.chain(*job.peers.all_run(lambda: without_bf16(wanted, job.own.devices)))]
+        lacking = [*itertools.chain(*job.peers.all_run(lambda: without_bf16(wanted, job.own.devices)))]
         precisions, notes = native_ones(wanted, lacking)
 
         def make(one: str | None) -> Source:
@@ -201,7 +194,6 @@ class _Asked:
         reserve: As it was asked for.
         progress: Told how far it is.
         isolate: Real steps run in a process of their own.
-        job: The ranks that tune together; None where this process does it alone.
         heard: Somebody hears of the progress.
         ignoring: What the nearest remembered plan must not differ in alone: several of it are tuned for.
         waits: Seconds spent waiting for other processes so far, which the time limit does not count.
@@ -211,30 +203,29 @@ class _Asked:
     reserve: object
     progress: Callable[[Progress], None]
     isolate: bool
-    job: Job | None
+    job: Job
     heard: bool = False
     ignoring: tuple[str, ...] = ()
     waits: list[float] = field(default_factory=list)
 
-    def waited(self, seconds: float) -> Request:
-        """Return the request with as much more time as was spent waiting."""
-        self.waits.append(seconds)
-        return self.request.with_more_time(seconds)
+    def tell_waiting(self, message: str) -> None:
+        """Tell of a wait by the progress that was asked for, else by a warning; it may last for minutes."""
+        if not self.heard:
+            warnings.warn(f"{message}; profile='off' waits for nobody", WaitingWarning, stacklevel=2)
+        self.progress(Progress("waiting", message, 0.0))
 
 
 @contextmanager
-def _job(request: Request) -> Iterator[Job | None]:
+def _job(request: Request) -> Iterator[Job]:
     """Meet the other ranks, where DDP is to be tuned by several."""
-    if request.strategy != "ddp":
-        yield None
-        return
-    from autosplit.tuning.job import in_a_job, joined
+    if request.strategy == "ddp":
+        from autosplit.tuning.rank_group import in_a_job, joined
 
-    if not in_a_job():
-        yield None
-        return
-    with joined(request) as job:
-        yield job
+        if in_a_job():
+            with joined(request) as job:
+                yield job
+            return
+    yield alone(request, machine_of(request.devices))
 
 
 def _fastest_of(
@@ -245,31 +236,23 @@ def _fastest_of(
     misfits: list[DoesNotFitError] = []
     for number, one in enumerate(precisions):
         timed = asked.request.with_more_time(sum(asked.waits)).with_share_of_time(len(precisions) - number)
-        told = _part_of(asked.progress, number, len(precisions), one)
+        told = asked.progress if len(precisions) == 1 else part_of(asked.progress, number, len(precisions), one)
         try:
             ignoring = ("precision",) if len(precisions) > 1 else ()
             plans.append(_tune_source(replace(asked, request=timed, progress=told, ignoring=ignoring), make(one)))
         except TuningInterrupted as interrupted:
             if not plans:
                 raise
-            found = plans if interrupted.plan is None else [*plans, interrupted.plan]
-            raise _interrupted_among(found) from None
+            best = _fastest(plans if interrupted.plan is None else [*plans, interrupted.plan])
+            # Whole for its precision, as it may be, it is not what was asked for.
+            partial = replace(best, complete=False).with_notes(INTERRUPTED_NOTE)
+            raise TuningInterrupted(partial.kept_at(best.path)) from None
         except DoesNotFitError as misfit:  # the others may
             misfits.append(misfit)
             notes = (*notes, f"precision {one} is left out: {misfit}")
     if not plans:
         raise misfits[0]
     return _fastest(plans).with_notes(*_compared(plans), *notes)
-
-
-INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned for: this is the best of those that were"
-
-
-def _interrupted_among(found: list[Plan]) -> TuningInterrupted:
-    """Return what carries the best of the plans so far, with the file of that very plan."""
-    best = _fastest(found)
-    # Whole for its precision, as it may be, it is not what was asked for.
-    return TuningInterrupted(replace(best, complete=False).with_notes(INTERRUPTED_NOTE).kept_at(best.path))
 
 
 def _fastest(plans: list[Plan]) -> Plan:
@@ -284,29 +267,13 @@ def _compared(plans: list[Plan]) -> tuple[str, ...]:
     return (f"precisions: {rates}; {_fastest(plans).precision} is the plan's",)
 
 
-def _part_of(
-    progress: Callable[[Progress], None], number: int, count: int, precision: str | None
-) -> Callable[[Progress], None]:
-    """Report one tuning of several as its part of the whole."""
-    if count == 1:
-        return progress
-
-    def tell(part: Progress) -> None:
-        message = f"{precision}: {part.message}"
-        progress(replace(part, message=message, fraction=(number + part.fraction) / count))
-
-    return tell
-
-
 def _quiet(progress: Progress) -> None:
     """Report to nobody."""
 
 
 def _tune_source(asked: _Asked, source: Source) -> Plan:
     try:
-        if asked.job is not None:
-            return _tuned_together(asked, asked.job, source)
-        return _tuned(asked, source)
+        return _tuned(asked, asked.job, source)
     except TuningInterrupted:
         raise
     except KeyboardInterrupt:  # before there was anything to keep
@@ -320,185 +287,74 @@ def _tune_source(asked: _Asked, source: Source) -> Plan:
         raise
 
 
-def _tuned(asked: _Asked, source: Source) -> Plan:
+def _tuned(asked: _Asked, job: Job, source: Source) -> Plan:
+    """Tune as one process of a job; all of them return the same plan, and each machine remembers it."""
+    peers, deadline_s = job.peers, asked.request.deadline_s
+    job = replace(job, own=replace(job.own, deadline_s=deadline_s), whole=replace(job.whole, deadline_s=deadline_s))
     with kept_rng(), ExitStack() as closing:
-        built = build(source, asked.request.devices)
-        machine, described = machine_of(asked.request.devices), workload_of(built.workload)
-        wanted = Wanted(asked.request, machine, described, asked.request.facts(asked.reserve))
-        turn = closing.enter_context(wanted.turn(_waiting_told(asked)))
-        found, waited = _recalled(wanted, turn, lambda run: run())
+        built = peers.each_run(lambda: build(source, job.own.devices))
+        described = job.agreed("the workload", workload_of(built.workload))
+        wanted = Wanted(job.whole, job.machine, described, job.whole.facts(asked.reserve), measured=job.several)
+        turn = closing.enter_context(wanted.turn(asked.tell_waiting)) if peers.rank == 0 else None
+        found = wanted.recalled_in_turn(turn, job)
         _log.info("profile %s: %s", wanted.key, "remembered" if found.plan else "; ".join(found.notes) or "not there")
         # Of this run and not of the plan, which is remembered for whoever names the processor, too.
-        defaulted = (NO_GPU_NOTE,) if asked.request.defaulted and asked.request.kind == "cpu" else ()
+        defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
         if found.holds:
-            return found.told(_nothing_run(found, asked.request), *waited.notes, *defaulted)
-        request = asked.waited(waited.seconds)
-        isolated = _isolated(request, source, closing) if asked.isolate else None
-        followed = follow(built, request.devices, closing, isolated)
+            return found.told(wanted.nothing_run(found), *found.wait.notes, *defaulted)
+        asked.waits.append(found.wait.seconds)
+        job = job.with_more_time(found.wait.seconds)
+        return _tuned_anew(asked, job, source, built, replace(wanted, request=job.whole), found, defaulted)
+
+
+def _tuned_anew(
+    asked: _Asked,
+    job: Job,
+    source: Source,
+    built: Built,
+    wanted: Wanted,
+    found: Recalled,
+    defaulted: tuple[str, ...],
+) -> Plan:
+    """Try what is remembered again, else measure and search."""
+    with ExitStack() as closing:
+        if job.several:
+            job.peers.each_run(lambda: refuse_waiting(built.workload))
+        children = closing.enter_context(ExitStack())
+        isolated = _isolated(job, source, children) if asked.isolate else None
+        followed = job.peers.each_run(lambda: follow(built, job.own.devices, closing, isolated))
+        probing = closing.enter_context(ExitStack())  # after it: a model that is borrowed is given back last
+        probing.callback(children.close)
         if found.plan is not None:
-            plan, found = tried_again(replace(wanted, request=request), found, followed)
+            plan, found = tried_again(wanted, found, followed, job)
             if plan is not None:
-                return _with_losses(plan.with_notes(last=defaulted), isolated)
-        said = (*waited.notes, *found.notes, *(() if found.notes else wanted.nearest(asked.ignoring)))
-        subject = Subject(request, followed.workload, machine, described, wanted.asked)
-        study_name = _study_name(request, wanted.key)
-        session = Session(subject, followed, asked.progress, closing, study_name=study_name)
-        kept = partial(_kept, wanted, said=said, always=defaulted, unreadable=found.unreadable, trouble=waited.trouble)
-        try:
-            plan = session.plan()
-        except KeyboardInterrupt:
-            best = session.best_so_far()
-            raise TuningInterrupted(None if best is None else kept(_with_losses(best, isolated))) from None
-        return kept(_with_losses(plan, isolated))
-
-
-def _tuned_together(asked: _Asked, job: Job, source: Source) -> Plan:
-    """Tune as one rank of a job; all of them return the same plan, and each machine remembers it."""
-    from autosplit.tuning.joint_session import JointSession, refuse_waiting
-
-    own = replace(job.own, deadline_s=asked.request.deadline_s)
-    whole = replace(job.whole, deadline_s=asked.request.deadline_s)
-    with kept_rng(), ExitStack() as closing:
-        built = job.peers.each_run(lambda: build(source, own.devices))
-        described = job.agreed("the workload", workload_of(built.workload))
-        wanted = Wanted(whole, job.machine, described, whole.facts(asked.reserve), measured=True)
-        first = job.place.rank == 0
-        turn = closing.enter_context(wanted.turn(_waiting_told(asked))) if first else None
-        found, waited = _recalled(wanted, turn, job.told, slice_s=JOB_SLICE_S)
-        if found.holds:
-            return found.told(_nothing_run(found, whole), *waited.notes)
-        own, whole = own.with_more_time(waited.seconds), whole.with_more_time(waited.seconds)
-        asked.waited(waited.seconds)
-        job.peers.each_run(lambda: refuse_waiting(built.workload))
-        probing = closing.enter_context(ExitStack())
-        isolated = _isolated(own, source, probing) if asked.isolate else None
-        followed = job.peers.each_run(lambda: follow(built, own.devices, closing, isolated))
-        if found.plan is not None:
-            plan, found = tried_again_together(replace(wanted, request=whole), found, own, followed, job)
-            if plan is not None:
-                return plan
+                return plan.with_notes(last=[*defaulted, *_losses(job, isolated)])
         nearest = job.told(lambda: () if found.notes else wanted.nearest(asked.ignoring))
-        subject = Subject(whole, followed.workload, job.machine, described, wanted.asked)
-        tell = asked.progress if first else _quiet
-        study_name = _study_name(whole, wanted.key)
-        session = JointSession(job, subject, followed, tell, closing, probing, study_name=study_name)
-        plan = _explained(wanted, session.plan())  # by each rank, so that all have the very same plan
-        said = (*waited.notes, *found.notes, *nearest)
-        if job.is_first_of_machine:
-            plan = _kept(wanted, plan, said=said, unreadable=found.unreadable, trouble=waited.trouble)
-        else:
-            plan = plan.with_notes(*said)
+        told = asked.progress if job.peers.rank == 0 else _quiet
+        session = _session_of(job)(job, Subject(wanted, followed.workload), followed, told, probing, closing)
+        plan = session.plan().with_notes(last=_losses(job, isolated))
+        said = (*found.wait.notes, *found.notes, *nearest)
+        plan = wanted.kept(plan, found, said, defaulted, stores=job.is_first_of_machine)
         if not plan.complete:
             job.peers.part()
             raise TuningInterrupted(plan)
         return plan
 
 
-def _nothing_run(found: Recalled, request: Request) -> str:
-    unused = "" if request.storage is None else ", and the storage was not opened"
-    return f"{found.origin}: nothing was run{unused}; {REFRESH_HINT}"
+def _session_of(job: Job) -> type[Session]:
+    if not job.several:
+        return LoneSession
+    from autosplit.tuning.joint_session import JointSession
+
+    return JointSession
 
 
-@dataclass(frozen=True)
-class _Waited:
-    """The outcome of waiting for another process that tunes the same thing.
-
-    Attributes:
-        seconds: How long it took.
-        notes: What is to be said of it.
-        trouble: Why nobody could be waited for; None where somebody could.
-    """
-
-    seconds: float = 0.0
-    notes: tuple[str, ...] = ()
-    trouble: str | None = None
+def _isolated(job: Job, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
+    devices, capacities_bytes = job.own.devices, job.own.capacities_bytes
+    return isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=job.own.deadline_s)
 
 
-def _recalled(
-    wanted: Wanted, turn: Turn | None, run: Callable[[Callable[[], Any]], Any], slice_s: float = float("inf")
-) -> tuple[Recalled, _Waited]:
-    """Look for a plan; where there is none that holds, wait for the turn to tune, and look again.
-
-    Args:
-        wanted: What the plan is wanted for.
-        turn: Of the process that looks; None in others of its job.
-        run: Runs something on the process that looks, and returns what it made of it on all of them.
-        slice_s: After so long of waiting they hear of each other, so that Ctrl-C reaches all.
-    """
-    found: Recalled = run(wanted.recalled)
-    if found.holds or wanted.request.profile == "off":
-        return found, _Waited()
-
-    def wait() -> bool:
-        assert turn is not None, "run runs it where there is one"
-        return turn.wait(slice_s)
-
-    def waited() -> _Waited:
-        assert turn is not None, "run runs it where there is one"
-        return _Waited(turn.waited_s, turn.notes, turn.trouble)
-
-    while not run(wait):
-        pass
-    # Also where nobody was waited for: another may have ended between the first look and the lock.
-    again: Recalled = run(wanted.recalled)
-    if again.plan is None and not again.notes:  # what the first look has moved out of the way is to be told of
-        again = replace(again, notes=found.notes, unreadable=found.unreadable)
-    return again, run(waited)
-
-
-def _waiting_told(asked: _Asked) -> Callable[[str], None]:
-    """Return what tells of a wait: the progress that was asked for, else a warning; it may last for minutes."""
-
-    def tell(message: str) -> None:
-        if not asked.heard:
-            warnings.warn(f"{message}; profile='off' waits for nobody", WaitingWarning, stacklevel=2)
-        asked.progress(Progress("waiting", message, 0.0))
-
-    return tell
-
-
-def _kept(
-    wanted: Wanted,
-    plan: Plan,
-    *,
-    said: tuple[str, ...],
-    unreadable: bool,
-    trouble: str | None,
-    always: tuple[str, ...] = (),
-) -> Plan:
-    """Remember a plan, and say what is to be said of the cache; of one that is of no use, once.
-
-    Args:
-        wanted: What it is for.
-        plan: It is remembered without what follows, which is of this run alone.
-        said: Notes.
-        unreadable: Some of these are that a profile could not be read.
-        trouble: Why nobody could be waited for.
-        always: Notes that do not concern the cache.
-    """
-    plan = _explained(wanted, plan)
-    path, failed = wanted.stored(plan)
-    if failed and unreadable:
-        said = ()
-    if path is not None and trouble is not None:
-        said = (*said, f"others that tune the same could not be waited for: {trouble}")
-    return plan.with_notes(*said, *always, last=failed).kept_at(path)
-
-
-def _explained(wanted: Wanted, plan: Plan) -> Plan:
-    """Return a plan that is to be remembered with its explanation: now, when nobody waits for a line of it."""
-    return plan if wanted.request.profile == "off" else plan.with_explanation()
-
-
-def _isolated(request: Request, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
-    devices, capacities_bytes = request.devices, request.capacities_bytes
-    return isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=request.deadline_s)
-
-
-def _with_losses(plan: Plan, isolated: IsolatedRuntime | None) -> Plan:
-    """Add to a plan's notes what became of the processes that its steps ran in."""
-    return plan if isolated is None else plan.with_notes(last=isolated.notes)
-
-
-def _study_name(request: Request, key: str) -> str:
-    return f"{request.name or 'autosplit'}-{key}"
+def _losses(job: Job, isolated: IsolatedRuntime | None) -> tuple[str, ...]:
+    """Tell what became of the processes that steps ran in, the same on all ranks."""
+    told = job.peers.gathered(() if isolated is None else isolated.notes)
+    return tuple(dict.fromkeys(itertools.chain(*told)))

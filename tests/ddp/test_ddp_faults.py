@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -559,14 +559,6 @@ def stranger_at(address: Address) -> socket.socket:
     return socket.create_connection(("127.0.0.1", address.port), timeout=SOON_S)
 
 
-def is_let_go(stranger: socket.socket) -> bool:
-    """Wait until the other end is closed, without an answer."""
-    try:
-        return stranger.recv(100) == b""
-    except ConnectionResetError:  # with something unread
-        return True
-
-
 class Full:
     """A listener of a process that has as many files open as it may, the first time."""
 
@@ -608,33 +600,12 @@ class TestLine:
 
     def test_strangers_are_not_heard(self, hub: Any) -> None:
         line, address = hub
-        thread, heard = listening(line)
-        told = {"token": address.token, "rank": 1}
-        for words in ({**told, "token": "another"}, {"token": address.token}, {**told, "rank": "1"}, [], "GET / HTTP"):
-            with closing(socket.create_connection(("127.0.0.1", address.port), timeout=SOON_S)) as stranger:
-                stranger.sendall(json.dumps(words).encode() + b"\n")
-                assert stranger.recv(100) == b"", "the other end is closed without an answer"
-        line.say(Word("over", 0))
-        thread.join()
-        assert heard == [Word("over", 0)]
-
-    @pytest.mark.parametrize(
-        "said",
-        [
-            b"[" * 4000 + b"\n",
-            b"[" * 100000 + b"\n",
-            b"1" * 4000 + b"\n",
-            b'{"token": "\\ud800", "rank": 1}\n',
-            b"\x80\xff\n",
-            b"x" * 5000,  # no end of it in sight
-        ],
-        ids=["nested", "nested and long", "a long number", "half a character", "no text", "endless"],
-    )
-    def test_whatever_strangers_say_the_thread_goes_on(self, hub: Any, said: bytes) -> None:
-        line, address = hub
-        with telling_of(line) as heard, closing(stranger_at(address)) as stranger, closing(Line(1)) as other:
-            stranger.sendall(said)
-            assert is_let_go(stranger)
+        with telling_of(line) as heard, closing(Line(1)) as other:
+            for said in (b"x" * 5000, b"GET / HTTP\r\n\r\n" * 10, secrets.token_hex(16).encode() + bytes(4)):
+                with closing(stranger_at(address)) as stranger:
+                    stranger.sendall(said)
+                    with contextlib.suppress(ConnectionResetError):  # with something unread
+                        assert stranger.recv(100) == b"", "the other end is closed without an answer"
             other.join(address)
             until(lambda: bool(heard))
             assert heard == [Word("joined", 1)]
@@ -643,13 +614,11 @@ class TestLine:
         "said",
         [
             b"[" * 10000 + b"\n",
-            b"x" * 20000,
-            b'{"kind": "over", "rank": 0, "cause": ""}\n',
             b'{"kind": "failed", "rank": 1, "cause": null}\n',
             b'{"kind": "failed"}\n',
             b"\n",
         ],
-        ids=["nested", "endless", "over", "no cause", "half a word", "nothing"],
+        ids=["nested", "no cause", "half a word", "nothing"],
     )
     def test_a_rank_that_says_no_word_is_lost(self, hub: Any, said: bytes) -> None:
         line, address = hub
@@ -671,42 +640,14 @@ class TestLine:
         assert heard[1] == Word("failed", 1, "\U0001f642" * 1000 + "...")
 
     def test_strangers_that_say_nothing_have_their_time(self, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lines, "_STRANGER_S", 0.2)
+        monkeypatch.setattr(lines, "_GREETING_S", 0.2)
         line, address = hub
-        with telling_of(line) as heard, closing(Line(1)) as other, closing(stranger_at(address)) as stranger:
+        with telling_of(line) as heard, closing(stranger_at(address)) as stranger, closing(Line(1)) as other:
             other.join(address)
-            assert is_let_go(stranger)
+            assert stranger.recv(100) == b""
             assert list(line._peers) == [1], "a rank has no such time"
+            until(lambda: bool(heard))
             assert heard == [Word("joined", 1)]
-
-    def test_the_oldest_of_too_many_strangers_goes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lines, "_STRANGERS", 2)
-        monkeypatch.setattr(lines, "_STRANGER_S", LONG_S)
-        with closing(Line(0)) as line, closing(Line(1)) as other:
-            address = line.listen(world_size=2)
-            with telling_of(line) as heard:
-                strangers = [stranger_at(address) for _ in range(5)]
-                assert is_let_go(strangers[0])
-                until(lambda: len(line._strangers) == 4)
-                other.join(address)  # the sixth
-                assert is_let_go(strangers[1])
-                until(lambda: len(line._strangers) == 3)
-            for stranger in strangers:
-                stranger.close()
-        assert heard == [Word("joined", 1), Word("over", 0)]
-
-    def test_connections_that_cannot_be_accepted_do_not_keep_it_busy(
-        self, hub: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(lines, "_BACK_OFF_S", LONG_S)
-        line, address = hub
-        full = line._listener = Full(line._listener)
-        with telling_of(line) as heard, closing(stranger_at(address)):
-            until(lambda: full.asked == 1)
-            for rank in range(5):  # each lets it look again who is ready
-                line.say(Word("left", rank))
-                until(lambda: Word("left", rank) in heard)  # noqa: B023 - called at once
-            assert full.asked == 1
 
     def test_connections_are_accepted_again_later(self, hub: Any) -> None:
         line, address = hub
@@ -719,8 +660,8 @@ class TestLine:
 
     @pytest.mark.parametrize(
         "answer",
-        [b'{"token": "another"}\n', b"", b"[" * 4000 + b"\n", b"x" * 5000],
-        ids=["another token", "nothing", "nested", "endless"],
+        [b"another", b"", b"x" * 5000],
+        ids=["another token", "nothing", "endless"],
     )
     def test_another_program_on_the_port_is_not_rank_0(self, answer: bytes) -> None:
         with closing(socket.create_server(("127.0.0.1", 0))) as server:
@@ -731,30 +672,12 @@ class TestLine:
                 with closing(made):
                     made.recv(1000)
                     made.sendall(answer)
-                    if answer:
+                    if len(answer) > 100:
                         done.wait(SOON_S)
 
             thread = threading.Thread(target=serve)
             thread.start()
             with closing(Line(1)) as line, pytest.raises(OSError, match=r"127\.0\.0\.1: another program listens there"):
-                line.join(Address(("127.0.0.1",), server.getsockname()[1], "a token"))
-            done.set()
-            thread.join()
-
-    def test_another_program_that_answers_bit_by_bit_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lines, "_TRY_S", 0.3)
-        with closing(socket.create_server(("127.0.0.1", 0))) as server:
-            done = threading.Event()
-
-            def serve() -> None:
-                made, _ = server.accept()
-                with closing(made):
-                    while not done.wait(0.05):
-                        made.sendall(b"x")
-
-            thread = threading.Thread(target=serve)
-            thread.start()
-            with closing(Line(1)) as line, pytest.raises(OSError, match="timed out"):
                 line.join(Address(("127.0.0.1",), server.getsockname()[1], "a token"))
             done.set()
             thread.join()

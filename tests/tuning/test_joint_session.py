@@ -51,7 +51,7 @@ from autosplit.solve.proposals import Proposer
 from autosplit.solve.search_space import Space, Trial
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import RankStepTime, StepTime, TimeCurve
-from autosplit.tuning import job as jobs
+from autosplit.tuning import rank_group as jobs
 from autosplit.tuning import rank_steps
 from autosplit.tuning.peers import Failure, Interrupts, Peers
 from autosplit.tuning.rank_steps import RankSteps

@@ -46,7 +46,7 @@ from autosplit.runtime import tracer as tracing
 from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.solve.memory import Ceiling
-from autosplit.tuning import session
+from autosplit.tuning import lone_session
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload, modules_of
@@ -72,7 +72,11 @@ def _loaded():
 @pytest.fixture(autouse=True)
 def _short_budgets(monkeypatch):
     """What is timed is not looked at here."""
-    for module, name in ((session, "POINT_BUDGET_S"), (session, "TRIAL_BUDGET_S"), (stopwatch, "DOUBLING_BUDGET_S")):
+    for module, name in (
+        (lone_session, "POINT_BUDGET_S"),
+        (lone_session, "TRIAL_BUDGET_S"),
+        (stopwatch, "DOUBLING_BUDGET_S"),
+    ):
         monkeypatch.setattr(module, name, 0.001)
 
 
@@ -762,7 +766,7 @@ def train(devices):
 gone = train(sys.argv[1])
 gc.collect()
 kinds = {type(o).__name__ for o in gc.get_objects()}
-print(gone() is None, sorted(kinds & {"Trainee", "Session", "Tracer", "Prober", "Workload"}))
+print(gone() is None, sorted(kinds & {"Trainee", "LoneSession", "Tracer", "Prober", "Workload"}))
 """
 
 

@@ -9,9 +9,8 @@ import types
 import pytest
 from pages import Reader
 
-from autosplit.tuning import notebook
-from autosplit.tuning.notebook import notebook_bar
-from autosplit.tuning.progress import Progress
+from autosplit.tuning import progress as notebook
+from autosplit.tuning.progress import Progress, notebook_bar
 
 
 class Screen:

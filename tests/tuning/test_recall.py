@@ -39,11 +39,12 @@ from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.solve.memory import Ceiling
-from autosplit.tuning import confirm as confirming
+from autosplit.tuning import lone_session, session
 from autosplit.tuning import recall as recalling
-from autosplit.tuning import session
+from autosplit.tuning import try_again as confirming
 from autosplit.tuning import tune as tuning
-from autosplit.tuning.recall import NOT_REMEMBERED
+from autosplit.tuning.job import alone
+from autosplit.tuning.recall import NOT_REMEMBERED, Recalled, Wanted
 from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
@@ -54,7 +55,7 @@ SIM: dict[str, Any] = {"devices": "sim:1xRTX3090", **OPTIONS}
 
 @pytest.fixture(autouse=True)
 def _short_budgets(monkeypatch):
-    for module in (session, confirming):
+    for module in (lone_session, confirming):
         for name in ("POINT_BUDGET_S", "TRIAL_BUDGET_S", "STEP_BUDGET_S"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, 0.01)
@@ -69,7 +70,7 @@ def no_search(monkeypatch) -> Callable[[], None]:
         def fail(*_args: object, **_options: object) -> None:
             raise AssertionError("a remembered plan needs no search")
 
-        monkeypatch.setattr(tuning, "Session", fail)
+        monkeypatch.setattr(tuning, "LoneSession", fail)
 
     return begin
 
@@ -295,7 +296,8 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     with staging.ExitStack() as closing:
         built = staging.build(make, lowered.devices)
         followed = staging.follow(built, lowered.devices, closing)
-        again = confirming.Confirmer(lowered, followed, closing).solved_again(whole)
+        found = Recalled(whole, short="less memory is free")
+        again, _ = confirming.tried_again(Wanted(lowered, {}, {}, {}), found, followed, alone(lowered, {}))
     assert again is not None
     assert again != whole
     assert all(device.peak_bytes <= device.capacity_bytes == kib * 1024 for device in again.devices)

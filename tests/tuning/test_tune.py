@@ -33,7 +33,7 @@ from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import Tracer, make_tracer
 from autosplit.solve.split import micro_batch_sizes
 from autosplit.solve.step_time import StepTime, TimeCurve
-from autosplit.tuning import session
+from autosplit.tuning import lone_session, memory_bounds, session
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload
 
@@ -43,8 +43,8 @@ KIB, MIB = 2**10, 2**20
 @pytest.fixture(autouse=True)
 def _short_budgets(monkeypatch):
     """What is timed is not looked at here."""
-    monkeypatch.setattr(session, "POINT_BUDGET_S", 0.01)
-    monkeypatch.setattr(session, "TRIAL_BUDGET_S", 0.01)
+    monkeypatch.setattr(lone_session, "POINT_BUDGET_S", 0.01)
+    monkeypatch.setattr(lone_session, "TRIAL_BUDGET_S", 0.01)
     monkeypatch.setattr(stopwatch, "DOUBLING_BUDGET_S", 0.01)
 
 
@@ -564,6 +564,16 @@ class TestInterrupted:
         forbid_search(monkeypatch)
         assert tune(workload, **options).complete
 
+    def test_the_best_is_kept_to_the_very_end(self):
+        def stop(progress):
+            if progress.stage == "done":
+                raise KeyboardInterrupt
+
+        with pytest.raises(TuningInterrupted) as caught:
+            quick(small(), SIM, effective_batch_size=64, n_trials=2, progress=stop)
+        assert caught.value.plan is not None
+        assert not caught.value.plan.complete
+
     def test_nothing_is_kept_where_no_trial_had_succeeded(self, cache_dir):
         def stop(progress):
             raise KeyboardInterrupt
@@ -1008,7 +1018,7 @@ class TestErrors:
             quick(small(), SIM, progress=stop, **options)
         with monkeypatch.context() as patched:
             patched.setattr(Prober, "_by_traces", lambda *_: pytest.fail("measured again"))
-            patched.setattr(session.Session, "_final_ceilings", lambda self, best: (self.primary_alone, *self.replicas))
+            patched.setattr(memory_bounds.MemoryBounds, "of_plan", lambda self, *_: (self.primary, *self.replicas))
             resumed = quick(small(), SIM, **options)
         assert any("ceilings are those of a search that was cut off" in note for note in resumed.notes)
         again = quick(small(), SIM, **options)
@@ -1065,7 +1075,7 @@ class TestErrors:
         assert any("No space left on device" in note and "went on without it" in note for note in plan.notes)
 
     def test_a_storage_is_opened_before_anything_is_measured(self, monkeypatch):
-        monkeypatch.setattr(session.Session, "_ceilings", lambda self: pytest.fail("measured"))
+        monkeypatch.setattr(memory_bounds.MemoryBounds, "of_roles", lambda self: pytest.fail("measured"))
         with pytest.raises(InputError, match=r"storage is 'nosuch://me:\*\*\*@host/db'"):
             quick(small(), SIM, effective_batch_size=64, storage="nosuch://me:secret@host/db")
 
@@ -1096,4 +1106,4 @@ def test_an_all_reduce_takes_no_longer_than_the_slowest_links_copies(copies_s, r
     curves = (TimeCurve(((1, 1.0),)),) * len(copies_s)
     step_time = StepTime(curves, copies_s, (0.0,) * len(copies_s), 0.0, adds_up=False)
     asked = SimpleNamespace(request=SimpleNamespace(devices=curves, simulated=False))
-    assert session.Session._all_reduce_seconds(asked, step_time) == pytest.approx(reduce_s)
+    assert lone_session.LoneSession._all_reduce_seconds(asked, step_time) == pytest.approx(reduce_s)

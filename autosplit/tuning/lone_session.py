@@ -1,0 +1,341 @@
+"""A tuning by one process: it measures all devices, and searches for the split, or solves DDP's batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from autosplit.errors import WorkloadError, one_line
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.plan.plan import Plan
+from autosplit.plan.record import DdpOptions, DdpPlan
+from autosplit.runtime.protocol import Measurement, Runtime, StepShape
+from autosplit.runtime.simulated import SimulatedRuntime
+from autosplit.runtime.tracked_step import bucket_bytes
+from autosplit.solve.memory import Ceiling, MemoryParts, Role
+from autosplit.solve.proposals import PATIENCE, error_of
+from autosplit.solve.search_space import (
+    LEAST_DIFFERENCE,
+    LEAST_MEASURED_DIFFERENCE,
+    Space,
+    Trial,
+    configuration_of,
+)
+from autosplit.solve.solver import Solver
+from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
+from autosplit.tuning.assemble import DDP_NOTE, Answer, measured_ranks, rank_answer, residuals_of, solved_ranks
+from autosplit.tuning.memory_bounds import MemoryBounds
+from autosplit.tuning.sensitivity import simulated_changes
+from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session
+from autosplit.workload.compiled import has_compiled_parts
+from autosplit.workload.workload import modules_of
+
+__all__ = ["LoneSession"]
+
+DOUBTFUL_ERROR = 0.3
+"""Times that miss the model, fitted to themselves, by so much are not to be trusted."""
+
+EXACT_PATIENCE = 1
+"""As `proposals.PATIENCE`, where times are exact: the solver's answer and its neighbours tell it all."""
+
+MOST_SOLVED = 4
+"""Times that DDP's shares are solved and timed: each moves a share to where it was not timed by less."""
+
+UNTIMED = TimedSize(1, 1.0)
+"""The time of a device that has none: a second for each sample."""
+
+
+class LoneSession(Session):
+    """A tuning by one process; see `Session`."""
+
+    memory: MemoryBounds
+
+    @property
+    def runtime(self) -> Runtime:
+        """Where steps run."""
+        return self.prober.runtime
+
+    @property
+    def _patience(self) -> int:
+        # More trials would only chase noise where times are exact, or no split is faster than another.
+        return EXACT_PATIENCE if self.runtime.simulated or self.runtime.shares_processor else PATIENCE
+
+    def _begin(self) -> None:
+        least, most = self.request.least_effective, self.request.max_batch_size
+        if most is not None and most < least and self.subject.why_single is not None:
+            raise WorkloadError(
+                f"max_batch_size is {most} and effective_batch_size at least {least}, and {self.subject.why_single}; "
+                f"expected one forward to hold them all; raise max_batch_size to {least}, or ask for fewer samples"
+            )
+        if self.request.strategy != "ddp":
+            self._open_storage()
+
+    def _found(self) -> Plan:
+        self.memory = MemoryBounds(self.subject, self.prober, self.store, on_plain_cpu=self._on_plain_cpu)
+        try:
+            plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
+            model = self.subject.workload.model
+            given = modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []
+            if any(map(has_compiled_parts, given)):
+                plan = plan.with_notes(last=[self._compiled_note(max(plan.split))])
+            self._say("done", "done", 1.0)
+        except KeyboardInterrupt:
+            best = self._best_so_far()
+            if best is None:
+                raise
+            return best
+        return plan
+
+    def _balanced_plan(self) -> Plan:
+        ranks = self.memory.of_roles()
+        space = self.memory.space()
+        step_time = self._step_time(space, self._curves(ranks))
+        self.solver = Solver(
+            self.memory.with_several(space, step_time),
+            step_time,
+            tells_apart=LEAST_DIFFERENCE if self.runtime.simulated else LEAST_MEASURED_DIFFERENCE,
+        )
+        self.recalled = self.memory.recalled
+        best = self._searched()
+        self.memory.store = None
+        self._doubt_the_times()
+        matters = self.memory.replicas and not self.runtime.shares_processor and not self.prober.out_of_time
+        answer = self._answer(best, self._even_rate(best) if matters else None)
+        if len(ranks) > 1:
+            ddp, _ = self._solved_ranks(ranks, step_time)
+        else:  # a plain model on the one device is what the search measured
+            least = self.prober.least_batch()
+            ddp = measured_ranks(answer.ceilings, best, answer.effective_batch_size, self._ddp_options(), least)
+        plan = self._assembled(replace(answer, ddp=ddp, memory=self._memory_of(best)))
+        if not isinstance(self.runtime, SimulatedRuntime):
+            return plan
+        self._say("search", "other machines", 1.0)
+        return replace(plan, changes=simulated_changes(plan.solved(), self.runtime, deadline_s=self.request.deadline_s))
+
+    def _ddp_plan(self) -> Plan:
+        """Solve DDP's batch sizes from what each device does by itself; nothing is searched."""
+        ranks = self.memory.of_ranks()
+        step_time = self._rank_time(self._curves(ranks), ranks)
+        ddp, step_time = self._solved_ranks(ranks, step_time)
+        if not ddp.ranks:
+            raise DoesNotFitError(
+                f"DDP has no answer on {', '.join(device.label for device in self.request.devices)}: {ddp.reason}; "
+                "expected a rank on each device; leave strategy='ddp' out, or use a smaller model or larger devices"
+            )
+        answer = rank_answer(ddp, Fit(step_time, self._all_reduce_seconds(step_time)))
+        memory = self.prober.rank_parts(answer.split, answer.peak_bytes, accumulates=answer.accumulation_steps > 1)
+        return self._assembled(replace(answer, memory=memory), DDP_NOTE)
+
+    def _compiled_note(self, samples: int) -> str:
+        """Run the model once as it was compiled, where it can be, and say what came of it."""
+        note = "the model is compiled, and its memory and time are those of its eager form"
+        if self.runtime.simulated:
+            return f"{note}; no compiled step was run"
+        self._report("a compiled step")
+        try:
+            peaks = self.runtime.peaks(StepShape(((samples, *(0 for _ in self.request.devices[1:])),), compiled=True))
+        except OutOfMemoryError as error:
+            return f"{note}; compiled, {samples} samples do not fit: {error}"
+        except Exception as error:  # noqa: BLE001  # whatever a compiler can't do
+            return f"{note}; compiled, no step could be run ({one_line(error)})"
+        held = f", and holds {peaks[0]} bytes" if peaks else "; how much it holds can't be followed on a cpu"
+        return f"{note}; a compiled step of {samples} samples on {self.request.devices[0].label} ran{held}"
+
+    # Times
+
+    def _curves(self, ranks: tuple[Ceiling, ...]) -> tuple[TimeCurve, ...]:
+        """Time each device alone; devices that share a processor share a curve."""
+        self.stage = "times"
+        if self.memory.plain_cpu_curve is not None:
+            return (self.memory.plain_cpu_curve,)
+        if self.runtime.shares_processor:
+            widest = max(range(len(ranks)), key=lambda index: ranks[index].batch_size)
+            return (curve_of(self._timed_sizes(widest, ranks[widest])),) * len(ranks)
+        kinds = [
+            (device.name, most)
+            for device, most in zip(self.request.devices, self.runtime.capacities_bytes, strict=True)
+        ]
+        timed = [self._timed_sizes(index, rank) for index, rank in enumerate(ranks)]
+        return tuple(map(curve_of, pooled(timed, kinds)))
+
+    def _timed_sizes(self, index: int, rank: Ceiling) -> list[TimedSize]:
+        """Time a device as a rank; where it holds much less so, with gradient buckets and all, as what it is here."""
+        role: Role = "rank"
+        ceiling = rank.batch_size
+        own = self.memory.primary if index == 0 else next(iter(self.memory.replicas[index - 1 : index]), None)
+        if own is not None and own.batch_size > 2 * ceiling:
+            role, ceiling = own.role, own.batch_size
+        if ceiling == 0:
+            return [UNTIMED]  # it gets no samples, so its time is never asked for
+        label = self.request.devices[index].label
+        for alone in (True, False) if role == "replica" else (True,):
+            try:
+                timed = self.prober.timed_sizes(index, ceiling, role=role, budget_s=POINT_BUDGET_S, alone=alone)
+            except OutOfMemoryError as error:
+                why = str(error)
+                continue
+            if not alone:
+                self.notes.append(f"{label} holds too little to be timed by itself; its time is that of whole steps")
+            return timed
+        self.notes.append(f"{label} could not be timed, and is taken for slow: {why}")
+        return [UNTIMED]
+
+    def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
+        """Fit the time of a step: the devices' own curves, and what replicas add."""
+        update_s = self.prober.update_seconds()
+        fitted = StepTime.bare(curves, update_s, adds_up=self.runtime.shares_processor)
+        if not self.memory.replicas or self.runtime.shares_processor:
+            return fitted
+        known: dict[tuple[str, int], tuple[float, float]] = {}
+        for index in range(1, len(curves)):
+            kind = self.request.devices[index].name, self.runtime.capacities_bytes[index]
+            if kind not in known:
+                measured = self._steps_of_two(space, index)
+                one = fitted.with_overhead(index, measured) if measured else fitted
+                known[kind] = one.copies_s[index], one.gather_s_per_sample[index]
+            fitted = fitted.with_costs_of(index, *known[kind])
+        return fitted
+
+    def _steps_of_two(self, space: Space, index: int) -> list[tuple[tuple[int, ...], float]]:
+        """Time two steps that device 0 and another make together, equally: a small one and one as large as fits."""
+        least = self.prober.least_batch()
+        region = space.region
+        most = min(region.primary_ceiling, region.replica_ceilings[index - 1], self.prober.max_batch_size // 2)
+        while most > least and region.primary_most(2 * most) < most:
+            most //= 2
+        measured = []
+        for share in sorted({least, max(least, most)}):
+            split = tuple(share if place in (0, index) else 0 for place in range(len(self.request.devices)))
+            if share > most:
+                continue
+            self._report(f"time of the split {split}")
+            try:
+                seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
+            except OutOfMemoryError:
+                continue  # the plane was a little too good there; the trials will tell
+            measured.append((split, seconds))
+        return measured
+
+    # The search
+
+    def _measured(self, splits: tuple[tuple[int, ...], ...]) -> Measurement:
+        assert self.solver is not None
+        return self.prober.step(splits, budget_s=TRIAL_BUDGET_S, copies_s=self.solver.step_time.copying_s(splits))
+
+    def _can_train(self, splits: tuple[tuple[int, ...], ...]) -> bool:
+        return not any(0 < share < self._least_share for split in splits for share in split)
+
+    def _doubt_the_times(self) -> None:
+        """Say so where the times that were measured do not go together."""
+        assert self.solver is not None
+        off = error_of(self.solver.refitted(self.trials), self.trials)
+        if not self.runtime.simulated and off > DOUBTFUL_ERROR:
+            self.notes.append(
+                f"the times do not go together (off by {off:.0%}): is the machine busy with something else? tune again "
+                "with profile='refresh' (--profile refresh) when it is not; where others compute, too, "
+                "OMP_NUM_THREADS=1 may steady a processor"
+            )
+
+    # DDP
+
+    def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[DdpPlan, StepTime]:
+        """Solve DDP's batch sizes until each rank was timed at its own.
+
+        Between sizes that were timed a curve is a line, and the rate that is told would be of no step.
+
+        Returns:
+            The answer, and the times with these sizes among them.
+        """
+        for _ in range(MOST_SOLVED):
+            ddp = solved_ranks(
+                self.subject,
+                ranks,
+                step_time,
+                self._ddp_options(),
+                all_reduce_s=self._all_reduce_seconds(step_time),
+                least_batch=self.prober.least_batch(),
+            )
+            curves = self._timed_at([rank.batch_size for rank in ddp.ranks], step_time.curves)
+            if curves == step_time.curves or self.prober.out_of_time:
+                break
+            step_time = replace(step_time, curves=curves)
+        return ddp, step_time
+
+    def _timed_at(self, shares: Sequence[int], curves: tuple[TimeCurve, ...]) -> tuple[TimeCurve, ...]:
+        """Return the ranks' curves with the times of these shares; where one can't be timed, the curve as it was."""
+        if self.runtime.shares_processor or self._on_plain_cpu:
+            return curves  # one curve for all, of sizes that really ran
+        timed = list(curves)
+        for index, share in enumerate(shares):
+            if any(samples == share for samples, _ in curves[index].points):
+                continue
+            try:
+                seconds = self.prober.rank_seconds(index, share, budget_s=POINT_BUDGET_S)
+            except OutOfMemoryError:
+                continue
+            timed[index] = TimeCurve.of([*curves[index].points, (share, seconds)])
+        return tuple(timed)
+
+    def _rank_time(self, curves: tuple[TimeCurve, ...], ranks: tuple[Ceiling, ...]) -> StepTime:
+        """Return the ranks' curves with the time of copying parameters and gradients, by one small balanced step."""
+        bare = StepTime.bare(curves, self.prober.update_seconds(), adds_up=self.runtime.shares_processor)
+        if len(ranks) == 1 or self.runtime.shares_processor or self.runtime.simulated:
+            return bare  # a simulated all-reduce is computed; on one processor nothing is copied
+        split = (max(1, min(rank.batch_size for rank in ranks) // 4),) * len(ranks)
+        try:
+            seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
+        except OutOfMemoryError:
+            return bare
+        return bare.with_copies(split, seconds)
+
+    def _ddp_options(self) -> DdpOptions:
+        return DdpOptions(find_unused_parameters=self.prober.tracer.leaves_unused())
+
+    def _all_reduce_seconds(self, step_time: StepTime) -> float:
+        """Return the time of DDP's all-reduce: a ring over simulated links, or those that replicas' copies took."""
+        count = len(self.request.devices)
+        if count == 1:
+            return 0.0
+        if self.request.simulated:
+            link = min(device.spec.link_bytes_per_s for device in self.request.devices if device.spec is not None)
+            # A ring sends 2 (W - 1) / W of the gradients over each link (Patarasuk and Yuan 2009).
+            return 2 * (count - 1) / count * bucket_bytes(self.prober.tracer.trainee) / link
+        # A replica's copies are its parameters' way out and its gradients' way home, one replica after the other. A
+        # ring sends over all links at once, both ways, and the slowest decides.
+        return (count - 1) / count * max(step_time.copies_s)
+
+    # The answer
+
+    def _answer(self, best: Trial, even_samples_per_s: float | None) -> Answer:
+        assert self.solver is not None
+        ceilings = self.memory.of_plan(best)
+        return replace(self._quick_answer(best), ceilings=ceilings, even_samples_per_s=even_samples_per_s)
+
+    def _quick_answer(self, best: Trial) -> Answer:
+        assert self.solver is not None
+        assert best.samples_per_s is not None
+        step_time = self.solver.refitted(self.trials).step_time
+        residuals = residuals_of(self.solver, step_time, self.trials)
+        return Answer(
+            split=best.split,
+            accumulation_steps=best.accumulation_steps,
+            effective_batch_size=self._effective_of(best),
+            samples_per_s=best.samples_per_s,
+            peak_bytes=best.peak_bytes,
+            ceilings=self.memory.known_of(best, self.solver.space),
+            curves=self.solver.step_time.curves,
+            ddp=DdpPlan((), 0.0, "the search was interrupted before DDP was solved"),
+            region=self.solver.space.region_of(best.accumulation_steps),
+            fit=Fit(step_time, self._all_reduce_seconds(step_time), residuals),
+        )
+
+    def _memory_of(self, best: Trial) -> tuple[MemoryParts | None, ...]:
+        """Tell what each device's memory is full of."""
+        if not best.peak_bytes:
+            return ()
+        assert self.solver is not None
+        splits = self.solver.splits_of(configuration_of(best), best.split)
+        return self.prober.parts(StepShape(splits[:2]), best.peak_bytes)

@@ -1,0 +1,196 @@
+"""Meet the other processes of a job: who they are, what each brings, and that they were asked for the same.
+
+each rank   its device of its machine's | all devices in the order of the ranks | one request, one machine, one key
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+from torch import distributed as dist
+
+from autosplit.accelerators import backend, is_accelerator
+from autosplit.ddp.device import backend_for, card_of
+from autosplit.ddp.failure import Watch, group_sockets, open_sockets
+from autosplit.ddp.rendezvous import Place, explain_loopback, import_without_group, meeting_place, place_here
+from autosplit.devices.device import Device
+from autosplit.devices.spec import parse_devices
+from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
+from autosplit.measure.request import Request
+from autosplit.profiles.key import machine_of
+from autosplit.tuning.job import Job, refuse_differing, torch_device
+from autosplit.tuning.peers import Interrupts, Peers, has_waited
+
+__all__ = ["Job", "in_a_job", "joined", "own_part"]
+
+
+def own_part(devices: Any) -> Any:
+    """Return the part of this machine's device spec that this process computes on: the others' cards are not asked.
+
+    What can't be shared out is returned as it is, for `joined` to refuse on all ranks.
+    """
+    place = place_here()
+    if place.world_size == 1:
+        return devices
+    found = parse_devices(devices, ask_memory=False)
+    if not is_accelerator(found[0].kind):
+        return devices
+    try:
+        return found[_own_device(found, place)].label
+    except DeviceError:
+        return devices
+
+
+def in_a_job() -> bool:
+    """Tell whether torchrun, Slurm or a process group says that this process is one of several.
+
+    Raises:
+        InputError: What torchrun or Slurm should have set is wrong.
+    """
+    return place_here().world_size > 1
+
+
+@contextmanager
+def joined(request: Request) -> Iterator[Job]:
+    """Meet the other ranks, and tell each other what there is; this one was asked for all devices of its machine.
+
+    Raises:
+        DeviceError: A machine has not one device for each of its ranks, or has simulated ones.
+        InputError: The ranks were not asked for the same, do not run the same versions, or not all of them came.
+    """
+    place = place_here()
+    with _talking(place) as peers, peers.interrupts.noted():
+        peers.all_run(lambda: _own_device(request.devices, place))  # what is wrong on one machine ends all
+        yield _job(request, place, peers)
+        peers.part()
+
+
+def _job(request: Request, place: Place, peers: Peers) -> Job:
+    index = _own_device(request.devices, place)
+    device = request.devices[index]
+    if is_accelerator(device.kind):
+        backend(device.kind).set_device(device.index)  # NCCL sends from the current device
+    own = replace(
+        request,
+        devices=(device,),
+        capacities_bytes=(request.capacities_bytes[index],),
+        reserved_bytes=(request.reserved_bytes[index],),
+    )
+    found = peers.gathered((own, machine_of(own.devices), place.local_rank, card_of(torch_device(device))))
+    requests, machines, locals_, cards = map(list, zip(*found, strict=True))
+    peers.all_run(lambda: _refuse_different(requests, machines))
+    whole = replace(
+        requests[0],
+        devices=tuple(one.devices[0] for one in requests),
+        capacities_bytes=tuple(one.capacities_bytes[0] for one in requests),
+        reserved_bytes=tuple(one.reserved_bytes[0] for one in requests),
+        deadline_s=request.deadline_s,
+    )
+    return Job(place, peers, own, whole, _machine_of_all(machines, locals_), backend_for(device.kind, cards))
+
+
+def _own_device(devices: Sequence[Device], place: Place) -> int:
+    """Return which of the machine's devices is this rank's."""
+    kind, count = devices[0].kind, len(devices)
+    if kind == "sim":
+        raise DeviceError(
+            f"the devices are simulated, and {place.world_size} ranks were started; expected real ones to run steps "
+            "on; leave torchrun out: one process simulates them all"
+        )
+    here = place.local_world_size or place.world_size
+    local = place.local_rank if place.local_rank is not None else place.rank
+    if count == 1 and is_accelerator(kind) and here > 1:
+        return 0  # its own part, or all that the process was given
+    if count != here or local >= count:
+        raise DeviceError(
+            f"there are {count} devices ({', '.join(device.label for device in devices)}) for {here} ranks of "
+            "this machine; expected one for each; name as many (--devices cpu:2GiB,cpu:1GiB), or start torchrun with "
+            f"--nproc-per-node {count}"
+        )
+    return local
+
+
+def _refuse_different(requests: Sequence[Request], machines: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that were not asked for the same, or run other versions."""
+    for name in ("strategy", "effective_batch_sizes", "max_batch_size", "n_trials", "profile", "name", "seed"):
+        refuse_differing(name, [getattr(request, name) for request in requests])
+    for name in ("torch", "cuda", "autosplit"):
+        refuse_differing(f"the version of {name}", [machine[name] for machine in machines])
+    refuse_differing("the kind of device", [request.kind for request in requests])
+
+
+def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int | None]) -> dict[str, Any]:
+    """Describe the devices of all ranks as those of one machine; of several, say how many each has."""
+    kinds = [{k: v for k, v in machine["devices"][0].items() if k != "count"} for machine in machines]
+    runs = [{**kind, "count": len(list(group))} for kind, group in itertools.groupby(kinds)]
+    counts: list[int] = []
+    for local in locals_:
+        if not counts or local == 0:
+            counts.append(0)
+        counts[-1] += 1
+    several = {"ranks_per_machine": counts} if len(counts) > 1 else {}
+    return {**machines[0], "devices": runs, **several}
+
+
+@contextmanager
+def _talking(place: Place) -> Iterator[Peers]:
+    """Make a gloo group for plain values, and end it; where there is a process group already, it stays.
+
+    Raises:
+        InputError: Not all ranks came.
+        RankFailedError: One has gone in between.
+    """
+    adopted = dist.is_initialized()
+    before = open_sockets()
+    group = dist.new_group(backend="gloo") if adopted else _met(place)
+    watch = Watch(place.rank, place.world_size)
+    try:
+        watch.begin({} if adopted else group_sockets(before))
+        with _broken_off_named(place), watch.telling():
+            agreed = None
+            peers = Peers(place.rank, place.world_size, group, Interrupts(), watch)
+            try:
+                yield peers
+            except BaseException as error:
+                if not peers.parted:
+                    raise
+                agreed = error  # which all ranks raise: there is nothing left to tell
+        if agreed is not None:
+            raise agreed
+    finally:
+        with suppress(RuntimeError) if watch.failed else nullcontext():  # what failed is what has to be heard of
+            dist.destroy_process_group(group if adopted else None)
+        watch.end()
+
+
+def _met(place: Place) -> Any:
+    """Wait until every rank is here, and make the process group."""
+    import_without_group()
+    try:
+        store = meeting_place(place)
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+    except RuntimeError as error:
+        explain_loopback(error, place)
+        raise InputError(
+            f"rank {place.rank} of {place.world_size} does not meet the others ({one_line(error)}); expected all of "
+            "them to call autosplit.tune; call it on every rank, with the same arguments"
+        ) from error
+    return dist.group.WORLD
+
+
+@contextmanager
+def _broken_off_named(place: Place) -> Iterator[None]:
+    """Say what it means that a collective broke off, where nobody has heard of a rank that failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, AutosplitError) or not has_waited(error):
+            raise
+        raise RankFailedError(
+            f"rank {place.rank} stops: another rank has gone without a word ({one_line(error)}); expected all "
+            f"{place.world_size} until the end; see what that rank printed, or whether the system ended it"
+        ) from error
