@@ -6,7 +6,7 @@ Imported where a search begins, since it imports Optuna.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import optuna
@@ -15,11 +15,9 @@ from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from autosplit.solve.proposals import Proposal
-from autosplit.solve.search_space import Configuration, Space, Trial
+from autosplit.solve.search_space import PARAMETERS, Configuration, Space, Trial
 
-__all__ = ["PARAMETERS", "CostModelSampler"]
-
-PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
+__all__ = ["CostModelSampler"]
 
 _ANY_NUMBER = IntDistribution(0, 2**31 - 1)
 """The bounds of a proposal; those that a trial suggests within are the search space's own."""
@@ -42,7 +40,7 @@ class CostModelSampler(BaseSampler):
     def __init__(
         self,
         propose: Callable[[Sequence[Trial]], Proposal],
-        trials: Callable[[], Sequence[Trial]],
+        trials: Callable[[], Collection[Trial]],
         space: Space,
         *,
         seed: int,

@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ import msgspec
 from autosplit.errors import InputError
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.proposals import Proposal
-from autosplit.solve.search_space import Configuration, Space, Trial
+from autosplit.solve.search_space import PARAMETERS, Configuration, Space, Trial
 from autosplit.text import rate_text, without_passwords
 
 __all__ = ["CeilingStore", "search"]
@@ -104,18 +104,7 @@ def search(
 
 
 class _Search:
-    """The objective that Optuna's loop calls.
-
-    Args:
-        space: What may be searched.
-        evaluate: See `search`.
-        propose: See `search`.
-        n_trials: See `search`.
-        seed: See `search`.
-        sampler: See `search`.
-        deadline_s: See `search`.
-        on_trial: See `search`.
-    """
+    """The objective that Optuna's loop calls; its arguments are those of `search`."""
 
     def __init__(
         self,
@@ -134,14 +123,15 @@ class _Search:
         self.deadline_s, self.on_trial = deadline_s, on_trial
         self.done: dict[Configuration, Trial] = {}
         self.asked = 0
-        self.model = None if sampler is not None else CostModelSampler(propose, self._trials, space, seed=seed)
+        self.model: CostModelSampler | None = None
+        if sampler is None:
+            self.model = CostModelSampler(propose, self._trials, space, seed=seed)
         self.sampler = sampler or self.model
         self.raised: BaseException | None = None
         self.fresh: tuple[Trial, str] | None = None
-        self.ran: int | None = None  # the number in the study of a trial that is not told yet
 
-    def _trials(self) -> Sequence[Trial]:
-        return tuple(self.done.values())
+    def _trials(self) -> Collection[Trial]:
+        return self.done.values()
 
     def resume(self, study: Any) -> None:
         """Take over the trials of a search that did not come to its end; what it left running is failed."""
@@ -160,18 +150,8 @@ class _Search:
         try:
             with _quiet_optuna():
                 study.optimize(self._objective, callbacks=[self._told])
-        except Exception as error:
-            if error is self.raised or not self._was_taken(study):
-                raise
         finally:
             self._tell_fresh()  # it ran, whatever became of its place in the study
-
-    def _was_taken(self, study: Any) -> bool:
-        """Tell whether another search of the same study took the last trial, which ran, for one that was cut off."""
-        import optuna
-
-        ran, self.ran = self.ran, None
-        return ran is not None and study.get_trials(deepcopy=False)[ran].state == optuna.trial.TrialState.FAIL
 
     @property
     def is_over(self) -> bool:
@@ -184,7 +164,6 @@ class _Search:
 
     def _told(self, study: Any, _trial: Any) -> None:
         """Tell of the trial that the study has now, and end the loop where it was the last."""
-        self.ran = None
         self._tell_fresh()
         if self.is_over:
             proposal = Proposal() if self.model is None else self.model.next()
@@ -220,9 +199,10 @@ class _Search:
         self.asked += 1
         enqueued = asking.study.get_trials(deepcopy=False)[asking.number].system_attrs.get("fixed_params")
         try:
-            configuration = _suggested(asking, self.space, enqueued or {})
+            configuration = _suggested(asking, self.space)
         finally:
-            why = self._reason() if enqueued is None else "enqueued in the study"
+            drawn = f"drawn by {type(self.sampler).__name__}" if self.model is None else self.model.reason
+            why = drawn if enqueued is None else "enqueued in the study"
             asking.set_user_attr("why", why)
         trial = self.done.get(configuration)
         if trial is None:
@@ -230,7 +210,6 @@ class _Search:
                 trial = self.evaluate(len(self.done), configuration)
             self.done[configuration] = trial
             self.fresh = trial, why
-        self.ran = asking.number
         asking.set_user_attr("split", list(trial.split))
         asking.set_user_attr("error_share", trial.error_share)
         asking.set_user_attr("peak_bytes", list(trial.peak_bytes))
@@ -240,9 +219,6 @@ class _Search:
             asking.set_user_attr("failed_device", trial.failed_device)
             raise optuna.TrialPruned(trial.failure)
         return trial.samples_per_s
-
-    def _reason(self) -> str:
-        return f"drawn by {type(self.sampler).__name__}" if self.model is None else self.model.reason
 
 
 def _log_trial(trial: Trial, why: str) -> None:
@@ -375,7 +351,7 @@ def _remembered(frozen: Any, number: int) -> tuple[Configuration, Trial] | None:
     """Return a trial that an earlier process told the study of; None for one that is not whole."""
     attributes = frozen.user_attrs
     try:
-        configuration = Configuration(**{name: int(frozen.params[name]) for name in _PARAMETERS})
+        configuration = Configuration(**{name: int(frozen.params[name]) for name in PARAMETERS})
         trial = Trial(
             number,
             configuration.gpu0_bsz,
@@ -408,21 +384,18 @@ def _is_sound(trial: Trial) -> bool:
     )
 
 
-_PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
-
 LEAST_RATE = 1e-9
 """Samples per second below which, and above whose inverse, nothing was measured."""
 
 
-def _suggested(trial: Any, space: Space, enqueued: Mapping[str, Any]) -> Configuration:
+def _suggested(trial: Any, space: Space) -> Configuration:
     """Ask for the parameters one within the bounds that the one before leaves.
 
     Raises:
         optuna.TrialPruned: They are none of the space's.
     """
-    odd = {name: value for name, value in enqueued.items() if name in _PARAMETERS and not _is_whole(value)}
-    if odd:  # Optuna can't take it, or not read it again: the whole study would be lost
-        raise _outside(trial, f"enqueued with {odd}, and they are whole numbers")
+    import optuna
+
     fewest, most = space.steps_bounds()
     steps = trial.suggest_int("accumulation_steps", fewest, most)
     batches = space.batch_bounds(max(1, steps)) or (1, 1)
@@ -431,19 +404,7 @@ def _suggested(trial: Any, space: Space, enqueued: Mapping[str, Any]) -> Configu
     configuration = Configuration(trial.suggest_int("gpu0_bsz", *shares), batch_size, steps)
     if not space.holds(configuration):
         # No batch makes an effective batch in so many micro-steps, or somebody enqueued what does not fit.
-        raise _outside(trial, "see the bounds of its parameters")
+        trial.set_constraint("fits", 1.0)
+        trial.set_user_attr("failure", "not in the search space: see the bounds of its parameters")
+        raise optuna.TrialPruned(trial.user_attrs["failure"])
     return configuration
-
-
-def _is_whole(value: object) -> bool:
-    """Tell whether a value that somebody enqueued is a whole number that a database keeps."""
-    return isinstance(value, (int, float)) and abs(value) < 2**53 and value == int(value)
-
-
-def _outside(trial: Any, reason: str) -> Exception:
-    """Return what prunes a trial that is none of the space's, and say so in the study."""
-    import optuna
-
-    trial.set_constraint("fits", 1.0)
-    trial.set_user_attr("failure", f"not in the search space: {reason}")
-    return optuna.TrialPruned(f"trial {trial.number} is not in the search space: {reason}")

@@ -12,7 +12,16 @@ from msgspec import Meta
 from autosplit.solve.memory import Region
 from autosplit.solve.split import accumulation_steps
 
-__all__ = ["KNEE_SHARE", "Configuration", "Space", "Trial", "best_trial", "configuration_of", "told_apart"]
+__all__ = [
+    "KNEE_SHARE",
+    "PARAMETERS",
+    "Configuration",
+    "Space",
+    "Trial",
+    "best_trial",
+    "configuration_of",
+    "told_apart",
+]
 
 KNEE_SHARE = 0.97
 """With no effective batch asked for: the smallest batch with at least this share of the best throughput."""
@@ -35,6 +44,10 @@ class Configuration:
     gpu0_bsz: int
     batch_size: int
     accumulation_steps: int = 1
+
+
+PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
+"""Of a configuration, in the order in which a sampler suggests them: each is bounded by the one before."""
 
 
 @dataclass(frozen=True)
