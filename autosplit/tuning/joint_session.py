@@ -7,10 +7,9 @@ rank 0                                search:         proposes, learns          
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -47,7 +46,7 @@ from autosplit.tuning.peers import Failure
 from autosplit.tuning.progress import Progress, fraction_of
 from autosplit.tuning.rank_steps import RankSteps
 from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, most_steps
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.workload import Workload
 
 __all__ = ["JointSession", "refuse_waiting"]
 
@@ -96,9 +95,7 @@ def refuse_waiting(workload: Workload) -> None:
     Raises:
         WorkloadError: It has such a module, which is named.
     """
-    model: Any = workload.model
-    modules = modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []
-    for part in (part for one in modules for part in one.modules()):
+    for part in (part for one in workload.modules for part in one.modules()):
         if isinstance(part, nn.SyncBatchNorm) or type(part).__name__.startswith("FSDP"):
             raise WorkloadError(
                 f"the model has a {type(part).__name__}, which waits for all ranks in every forward, and each rank "

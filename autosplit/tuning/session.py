@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
-
-from torch import nn
 
 from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line
 from autosplit.measure.check_result import Check
@@ -50,7 +48,6 @@ from autosplit.tuning.assemble import (
 from autosplit.tuning.progress import Progress, fraction_of
 from autosplit.tuning.sensitivity import simulated_changes
 from autosplit.workload.compiled import has_compiled_parts
-from autosplit.workload.workload import modules_of
 
 __all__ = ["Session", "most_steps"]
 
@@ -208,9 +205,7 @@ class Session:
         return self._assembled(replace(answer, memory=memory), DDP_NOTE)
 
     def _is_compiled(self) -> bool:
-        model = self.subject.workload.model
-        given = modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []
-        return any(has_compiled_parts(module) for module in given)
+        return any(map(has_compiled_parts, self.subject.workload.modules))
 
     def _compiled_note(self, samples: int) -> str:
         """Run the model once as it was compiled, where it can be, and say what came of it."""
