@@ -162,13 +162,7 @@ class SharesLoader(DataLoaderShard):
 
 
 class SharesOptimizer(AcceleratedOptimizer):
-    """accelerate's optimizer, which steps at the end of the plan's optimizer steps, whatever the loop looks like.
-
-    Args:
-        optimizer: PyTorch's.
-        position: Of the loop.
-        **options: AcceleratedOptimizer's.
-    """
+    """accelerate's optimizer, which steps at the end of the plan's optimizer steps, whatever the loop looks like."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, position: LoopPosition, **options: Any) -> None:
         super().__init__(optimizer, **options)

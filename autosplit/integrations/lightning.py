@@ -66,11 +66,6 @@ class SharesLoader:
 
     It is no DataLoader, so that Lightning puts no sampler of its own into it.
 
-    Args:
-        loader: PyTorch's, with a `MarkingBatchSampler`.
-        share: What this process does.
-        count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples.
-
     Attributes:
         batch_sampler: The plan's.
         sampler: Lightning tells it the epoch, and looks at it in order to overfit.
@@ -97,11 +92,7 @@ class SharesLoader:
         return len(self.batch_sampler)
 
     def weigh_by(self, rule: str) -> None:
-        """Let micro-batches count by a rule that was found.
-
-        Args:
-            rule: One of `autosplit.measure.loss_mean`.
-        """
+        """Let micro-batches count by a rule that was found."""
         self._sums = rule == SUM
         self._count = partial(count_by, rule) if rule in {"labels", "shifted labels"} else None
 
@@ -112,11 +103,7 @@ class SharesLoader:
         return collate([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
 
     def follow(self, trainer: lightning.pytorch.Trainer) -> None:
-        """Keep to a Trainer's limits, and to its count of micro-batches: it is what ends an optimizer step.
-
-        Args:
-            trainer: It fits.
-        """
+        """Keep to a Trainer's limits, and to its count of micro-batches: it is what ends an optimizer step."""
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self._end = int(trainer.num_training_batches)
         if trainer.overfit_batches > 0:
@@ -249,9 +236,6 @@ class Shares(lightning.pytorch.Callback):
         Args:
             datamodule: It is changed.
             **options: As for `loader`.
-
-        Returns:
-            The data module.
         """
         made: Any = datamodule.train_dataloader
         datamodule.train_dataloader = lambda: self.loader(made(), **options)

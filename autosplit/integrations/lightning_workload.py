@@ -118,9 +118,6 @@ def workload(
         **options: The other arguments of `Workload`, such as ``precision``, ``make_batch`` or ``loss_reduction``; an
             ``optimizer`` replaces what `configure_optimizers` returns.
 
-    Returns:
-        The workload.
-
     Raises:
         InputError: Manual optimization, several optimizers, several loaders, a step over an iterator, a precision that
             is not mixed, or code that asks for a Trainer where none is given.

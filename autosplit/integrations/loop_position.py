@@ -98,10 +98,6 @@ class LoopPosition:
     def draw(self, one: Weighed, iteration: int) -> None:
         """Note that a micro-batch is handed out.
 
-        Args:
-            one: The micro-batch.
-            iteration: What `begin` returned.
-
         Raises:
             InputError: One drawn before has yet to run, or others are of another loader.
         """

@@ -139,10 +139,6 @@ class Share:
 
         What runs there counts for nothing in the loss, and a BatchNorm would count it.
 
-        Args:
-            model: What is trained.
-            sampler: What it is trained on.
-
         Raises:
             InputError: There is one.
         """
@@ -192,11 +188,6 @@ class Share:
     def refuse_other_job(self, num_processes: int, device: torch.device, tool: str) -> None:
         """Make sure that the tool's processes are the plan's, and compute where it says.
 
-        Args:
-            num_processes: Of the tool's job.
-            device: The tool's, of this process.
-            tool: Its name.
-
         Raises:
             PlanError: There are more or fewer: each would train a model of its own.
             DeviceError: It is another GPU.
@@ -220,10 +211,6 @@ class Share:
 
 def share_of(plan: Plan, place: Place) -> Share:
     """Return what a process does of a plan.
-
-    Args:
-        plan: The plan.
-        place: Of the process.
 
     Raises:
         DeviceError: The plan is for simulated cards.

@@ -35,11 +35,7 @@ class _Fetched(list[Any]):
 
 
 class MarkingDataset:
-    """A data set whose samples say whether they count.
-
-    Args:
-        dataset: One with a length and samples by index.
-    """
+    """A data set whose samples say whether they count."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -127,9 +123,6 @@ def loader_options(
             batch that is.
         marks: Put a mark on batches that count for nothing, which have to be mappings; for a tool that draws batches
             where nobody knows their place in the schedule.
-
-    Returns:
-        The keywords.
 
     Raises:
         InputError: It is no DataLoader, or its data set is iterable, or a sampler chooses the samples.

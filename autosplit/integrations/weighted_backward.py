@@ -67,9 +67,6 @@ def weighed(
         over_processes: Adds a number up over the processes.
         begin: The micro-batch of the epoch to begin with, in the step that the sampler begins with.
         end: How many of the epoch there are; None for all.
-
-    Yields:
-        The micro-batches.
     """
     start, schedule = sampler.start_step, sampler.schedule
     first = batches_of(sampler, start)
@@ -99,12 +96,7 @@ def weighed(
 
 
 def batches_of(sampler: ScheduledBatchSampler, steps: int) -> int:
-    """Count the micro-batches of an epoch's first optimizer steps.
-
-    Args:
-        sampler: The batch sampler.
-        steps: How many.
-    """
+    """Count the micro-batches of an epoch's first optimizer steps."""
     return sum(len(step.micro_batch_sizes) for step in sampler.schedule[:steps])
 
 

@@ -47,11 +47,7 @@ class Accumulation:
 
     @contextmanager
     def running(self, *, is_last: bool) -> Iterator[None]:
-        """Name this step's micro-step as the one that runs.
-
-        Args:
-            is_last: Whether it is the step's last.
-        """
+        """Name this step's micro-step as the one that runs."""
         self.is_last = is_last
         _running.set((*_running.get(), self))
         try:

@@ -308,10 +308,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         """Let gradients of zeros wait on the devices of a placement, as after a micro-step within `no_sync`.
 
         For whoever follows one micro-step of many.
-
-        Args:
-            split: Samples per device.
-            parameters: Those of the module that get gradients.
         """
         self._kept = KeptReplicas(PlacedCopies())
         self._kept.hold(self.module, [index for index, samples in enumerate(split) if samples], parameters)

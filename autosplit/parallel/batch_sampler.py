@@ -70,11 +70,7 @@ class RankSlice:
         return sum(self.batch_sizes)
 
     def size_of(self, num_samples: int) -> int:
-        """Return how many samples of a micro-batch are this rank's.
-
-        Args:
-            num_samples: Samples of the micro-batch over all ranks, at most `batch_size`.
-        """
+        """Return how many samples of a micro-batch are this rank's."""
         return short_split(num_samples, self.batch_sizes)[self.rank]
 
     def part_of(self, batch: list[int]) -> list[int]:
@@ -83,9 +79,6 @@ class RankSlice:
         A rank without a share gets the first samples, to be counted as nothing: it has to run the forward and the
         backward all the same, because the ranks' gradients meet there. One, or two where its full share is as many:
         on fewer a BatchNorm may not train.
-
-        Args:
-            batch: The micro-batch of all ranks, not empty.
         """
         whole = len(batch) == self.batch_size
         sizes = self.batch_sizes if whole else short_split(len(batch), self.batch_sizes)

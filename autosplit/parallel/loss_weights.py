@@ -76,12 +76,6 @@ _said: set[type[nn.Module]] = set()
 def checked_reduce(reduce: Reduce | None) -> Reduce | None:
     """Check how scalar outputs are to be combined.
 
-    Args:
-        reduce: ``"samples"``, ``"tokens"``, ``"next tokens"``, ``"sum"``, a callable, or None where nobody knows.
-
-    Returns:
-        The very same.
-
     Raises:
         InputError: It is none of them.
     """

@@ -107,11 +107,7 @@ class PlacedCopies(Copies):
 
 @dataclass(frozen=True)
 class GpuCopies(Copies):
-    """Between GPUs, on CUDA by what nn.DataParallel stands on; a GPU that is used twice gets copies of its own.
-
-    Attributes:
-        devices: The wrapper's.
-    """
+    """Between GPUs, on CUDA by what nn.DataParallel stands on; a GPU that is used twice gets copies of its own."""
 
     devices: tuple[torch.device, ...]
     together: ClassVar[bool] = True

@@ -117,12 +117,7 @@ class EvenProblem:
         return found
 
     def rate(self, batch_size: int, accumulation_steps: int) -> float | None:
-        """Predict the samples/s of even ranks; None without a fit.
-
-        Args:
-            batch_size: Samples per forward on each rank.
-            accumulation_steps: Forwards per optimizer step.
-        """
+        """Predict the samples/s of even ranks; None without a fit."""
         if self.fit is None:
             return None
         split = (batch_size,) * len(self.ceilings)

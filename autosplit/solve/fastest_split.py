@@ -36,9 +36,6 @@ def fastest_split(
         caps: The most samples that each device may get.
         floors: The fewest samples that each device must get; None for 0 everywhere.
 
-    Returns:
-        One share per device, which minimises the largest ``times[i](share[i])``.
-
     Raises:
         InputError: A number is negative or not whole, the lengths differ, a floor is above its cap, the caps add up to
             less than `batch_size` or the floors to more, or a time is not finite.

@@ -74,9 +74,6 @@ def search(
         on_trial: Told of each trial, also of those that a killed search left.
         on_trouble: Told why the storage is done without, where it fails in mid-search.
 
-    Returns:
-        The trials in order, each configuration once; none where nothing fits.
-
     Raises:
         InputError: Optuna can't open the storage.
     """
@@ -234,10 +231,6 @@ def _log_trial(trial: Trial, why: str) -> None:
 class CeilingStore:
     """Keeps the ceilings of a search in its study, so that one which was killed need not measure them again.
 
-    Args:
-        storage: An Optuna URL, opened before anything is measured.
-        study_name: The search's study.
-
     Raises:
         InputError: Optuna can't open it, or write to it.
     """
@@ -253,12 +246,7 @@ class CeilingStore:
             raise _unusable(storage, error) from error
 
     def get(self, key: str, largest_batch: int) -> Ceiling | None:
-        """Return a ceiling that a killed search left; None where there is none, or what is there can't be one.
-
-        Args:
-            key: What it is of.
-            largest_batch: The most samples that are worth a look.
-        """
+        """Return a ceiling that a killed search left; None where there is none, or what is there can't be one."""
         try:
             found = msgspec.convert(self._kept[key], Ceiling)
         except (KeyError, msgspec.ValidationError):

@@ -41,14 +41,7 @@ Overhead = Literal["copies", "gather", "overhead", "update"]
 
 @dataclass(frozen=True)
 class Solution:
-    """An answer of the model.
-
-    Attributes:
-        split: Samples per device in one forward.
-        accumulation_steps: Forwards per optimizer step.
-        effective_batch_size: Samples per optimizer step.
-        samples_per_s: Predicted throughput of whole optimizer steps.
-    """
+    """An answer of the model."""
 
     split: tuple[int, ...]
     accumulation_steps: int
@@ -93,18 +86,7 @@ class Problem:
         least_batch: int = 1,
         tells_apart: float = LEAST_DIFFERENCE,
     ) -> Problem:
-        """Put together what a plan holds.
-
-        Args:
-            fit: The cost of a step.
-            ceilings: Each device's.
-            region: Which splits fit; None for DDP's ranks, each of which has its ceiling.
-            effective_batch_sizes: As asked for.
-            max_batch_size: As asked for.
-            accumulates: An optimizer step may have several forwards.
-            least_batch: The fewest samples that a rank can train on.
-            tells_apart: See `Solver`.
-        """
+        """Put together what a plan holds."""
         held = region
         if held is None:
             caps = [ceiling.batch_size for ceiling in ceilings]
@@ -156,12 +138,7 @@ class Problem:
         return Solver(Space(self.region, self.effective_batch_sizes, most), self.step_time)
 
     def rate(self, split: Sequence[int], effective_batch_size: int) -> float:
-        """Predict the samples/s of a split.
-
-        Args:
-            split: Samples per device in a full forward.
-            effective_batch_size: Samples per optimizer step.
-        """
+        """Predict the samples/s of a split."""
         full, rest = divmod(effective_batch_size, sum(split))
         counted = {tuple(split): full} if full else {}
         if rest:
@@ -240,10 +217,6 @@ class Problem:
         """Return the problem of a device with more memory: its ceiling grows by ``more_bytes / bytes_per_sample``.
 
         A ceiling that a kernel or the time of a step limits stays.
-
-        Args:
-            index: The device.
-            more_bytes: How much more.
         """
         if self.ceilings[index].limited_by in ("kernel", "time"):
             return self
@@ -255,11 +228,7 @@ class Problem:
         return replace(self, region=region).with_caps(caps)
 
     def with_most(self, most_samples: int) -> Problem:
-        """Return the problem of larger forwards; a ceiling that was looked for no further grows along its line.
-
-        Args:
-            most_samples: Per forward.
-        """
+        """Return the problem of larger forwards; a ceiling that was looked for no further grows along its line."""
         caps = list(self.region.ceilings)
         for index, ceiling in enumerate(self.ceilings):
             if caps[index] >= self.region.max_batch_size:
@@ -278,12 +247,7 @@ class Problem:
         return replace(self, region=replace(self.region, primary_ceiling=first, replica_ceilings=tuple(others)))
 
     def with_effective(self, most_samples: int, *, max_batch_size: int | None) -> Problem:
-        """Return the problem of optimizer steps that may be larger.
-
-        Args:
-            most_samples: Per optimizer step.
-            max_batch_size: As asked for.
-        """
+        """Return the problem of optimizer steps that may be larger."""
         assert self.effective_batch_sizes is not None
         least, most = self.effective_batch_sizes
         larger = replace(self, effective_batch_sizes=(least, most_samples))
@@ -292,12 +256,7 @@ class Problem:
         return larger.with_most(min(most_samples, max_batch_size or most_samples))
 
     def faster(self, indices: Sequence[int], times: float) -> Problem:
-        """Return the problem of devices that work so many times as fast.
-
-        Args:
-            indices: The devices.
-            times: How much faster.
-        """
+        """Return the problem of devices that work so many times as fast."""
         curves = tuple(
             TimeCurve(tuple((n, seconds / times) for n, seconds in curve.points)) if index in indices else curve
             for index, curve in enumerate(self.step_time.curves)
@@ -330,12 +289,7 @@ class Problem:
         return self._with_step_time(replace(time, copies_s=copies_s, gather_s_per_sample=gather_s))
 
     def alone(self, index: int, ceiling: int) -> Problem:
-        """Return the problem of a single device; the optimizer takes what it takes on device 0.
-
-        Args:
-            index: The device.
-            ceiling: The most samples that it runs by itself.
-        """
+        """Return the problem of a single device; the optimizer takes what it takes on device 0."""
         most = self.region.max_batch_size
         region = Region.apart([min(ceiling, most)], most)
         ceilings = self.ceilings[index : index + 1]

@@ -161,9 +161,6 @@ def best_trial(
         space: What was searched.
         trials: Failed ones never count.
         rate: Predicts samples/s, to tell apart what noise can't. Default: each trial's own.
-
-    Returns:
-        The trial; None where all failed.
     """
     rates = {trial: trial.samples_per_s for trial in trials if trial.samples_per_s is not None}
     if not rates:

@@ -52,11 +52,7 @@ class Solver:
         self._teams: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     def refitted(self, trials: Iterable[Trial]) -> Solver:
-        """Return a solver whose model is fitted to trials as well.
-
-        Args:
-            trials: Of this space; failed ones say nothing of time.
-        """
+        """Return a solver whose model is fitted to trials as well."""
         measured = []
         for trial in trials:
             if trial.samples_per_s is not None:
@@ -67,11 +63,7 @@ class Solver:
         return solver
 
     def split_of(self, configuration: Configuration) -> tuple[int, ...]:
-        """Return the fastest split that gives device 0 its share, under the other devices' ceilings.
-
-        Args:
-            configuration: In the space.
-        """
+        """Return the fastest split that gives device 0 its share, under the other devices' ceilings."""
         rest = configuration.batch_size - configuration.gpu0_bsz
         ceilings = self._ceilings(configuration.accumulation_steps)
         if not ceilings:

@@ -78,15 +78,7 @@ def _rebuilt_sequence(old: Any, items: list[Any]) -> Any:
 
 
 def rebuilt(old: Any, items: dict[Any, Any]) -> Any:
-    """Make a mapping or dataclass like `old` with other values.
-
-    Args:
-        old: A mapping, a `UserDict`-like encoding, or a dataclass instance.
-        items: A value for each of its keys or fields.
-
-    Returns:
-        An object of the same type.
-    """
+    """Make a mapping or dataclass like `old` with other values."""
     if type(old) is dict:
         return items
     if isinstance(old, Mapping) and not isinstance(old, MutableMapping):
@@ -113,12 +105,7 @@ def _rebuilt_dataclass(old: Any, items: dict[str, Any]) -> Any:
 
 
 def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a tree in order, each with its place, as in ``batch[0]['mask']``; a `Whole` is one leaf.
-
-    Args:
-        tree: The tree.
-        name: What it is called.
-    """
+    """Yield the leaves of a tree in order, each with its place, as in ``batch[0]['mask']``; a `Whole` is one leaf."""
     if isinstance(tree, Whole):
         yield name, tree
     elif isinstance(tree, (tuple, list)):
@@ -178,9 +165,6 @@ def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int
         dim: The batch dimension.
         may_be_empty: Return 0 for a batch without samples instead of refusing it.
 
-    Returns:
-        The number of samples, at least 1 unless it may be empty.
-
     Raises:
         WorkloadError: No tensor has a batch dimension, the batch is empty, or its tensors disagree.
     """
@@ -214,9 +198,6 @@ def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
         leaves: Of a batch, by `named_leaves`.
         size: Its samples.
         dim: The batch dimension.
-
-    Returns:
-        A sentence with what to do; an empty one where there is none.
     """
     cut = [(place, leaf) for place, leaf in leaves if _is_cut(leaf, size, dim)]
     found = [

@@ -185,12 +185,7 @@ class Describer:
         return [self.tree(module, depth), tensors_in(module), text_of(module)]
 
     def tree(self, module: Any, depth: int = 0) -> list[Any]:
-        """Return each module of a model with its class and plain attributes.
-
-        Args:
-            module: The model.
-            depth: How deep it lies.
-        """
+        """Return each module of a model with its class and plain attributes."""
         lines: list[Any] = []
         for name, part in module.named_modules():
             self._seen.setdefault(id(part), (len(self._seen), part))
