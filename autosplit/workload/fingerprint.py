@@ -18,7 +18,7 @@ import sysconfig
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from types import CodeType, GetSetDescriptorType, MemberDescriptorType, ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 __all__ = ["Describer", "digest_of", "qualified_name", "shape_of"]
@@ -130,9 +130,6 @@ class Describer:
             return [name, {field.name: self.of(getattr(value, field.name, None), depth) for field in fields(value)}]
         if isinstance(value, ModuleType):
             return value.__name__
-        inner = getattr(value, "__wrapped__", None)
-        if inner is not None:  # a function in a cache
-            return [name, self.of(inner, depth)]
         described = [name, *_torch_text(value), qualified_name(value), self.of(kind, depth), _plain_attributes(value)]
         others = self._other_attributes(value, depth)
         return [*described, others] if others else described
@@ -175,7 +172,7 @@ class Describer:
         for key, member in sorted(vars(kind).items()):
             function = getattr(member, "__func__", getattr(member, "fget", member))
             is_code = isinstance(getattr(function, "__code__", None), CodeType)
-            if is_code or not (key.startswith("__") or _is_slot(member)):
+            if is_code or not key.startswith("__"):
                 members[key] = self.of(function, depth)
         return [name, members, [self.of(base, depth) for base in kind.__bases__]]
 
@@ -232,30 +229,14 @@ def text_of(module: Any) -> str:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return what an instance holds, also in slots."""
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    held = {name: getattr(value, name) for name in slots if isinstance(name, str) and hasattr(value, name)}
-    try:
-        return {**held, **{str(name): item for name, item in vars(value).items()}}
-    except TypeError:  # no __dict__
-        return held
+    """Return what an instance holds."""
+    return {str(name): item for name, item in getattr(value, "__dict__", {}).items()}
 
 
 def _extends_library(kind: type) -> bool:
     """Tell whether a class has a base that an installed package brings, which keeps things in private attributes."""
     roots = (base.__module__.partition(".")[0] for base in kind.__mro__ if _is_installed(base.__module__))
     return any(root != "torch" and root not in sys.stdlib_module_names for root in roots)
-
-
-def _slots_of(kind: type) -> tuple[Any, ...]:
-    """Return the names of a class's own slots, if it is one of the user's."""
-    slots = () if _is_installed(kind.__module__) else kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _is_slot(member: Any) -> bool:
-    """Tell whether a class's member is only the place of its instances' attribute."""
-    return isinstance(member, (MemberDescriptorType, GetSetDescriptorType))
 
 
 def _plain_attributes(value: Any) -> dict[str, Any]:
