@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.dataloader import default_collate
 
 from autosplit.accelerators import accelerator_kind
+from autosplit.ddp.batchnorms import silenced
 from autosplit.ddp.context import let_go_of_group_last
 from autosplit.ddp.loader_steps import gathered
 from autosplit.ddp.setup import agree_on
@@ -203,6 +205,7 @@ class Shares(lightning.pytorch.Callback):
         self._loader: SharesLoader | None = None
         self._rule: str | None = None
         self._weight = 1.0
+        self._backward = ExitStack()
         if self.share is None:
             tell_of_no_plan()
         elif self.share.wraps:
@@ -319,10 +322,9 @@ class Shares(lightning.pytorch.Callback):
         weight = self._weight * trainer.accumulate_grad_batches
         loss.register_hook(lambda gradient: gradient * weight)
         if not weight:  # a mean over nothing is 0/0, and 0 times its gradient is no zero
-            self._silenced = [p.register_hook(torch.zeros_like) for p in pl_module.parameters() if p.requires_grad]
+            self._backward.enter_context(silenced([pl_module]))
 
     def on_after_backward(self, trainer: Any, pl_module: nn.Module) -> None:
         """Let gradients through again."""
         del trainer, pl_module
-        for handle in self.__dict__.pop("_silenced", []):
-            handle.remove()
+        self._backward.close()

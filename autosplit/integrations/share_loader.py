@@ -159,7 +159,7 @@ def loader_options(
             len(dataset),
             shuffle=in_new_order if shuffle is None else shuffle,
             seed=seed,
-            drop_last=_drops_last(loader) if drop_last is None else drop_last,
+            drop_last=getattr(loader.batch_sampler, "drop_last", False) if drop_last is None else drop_last,
         ),
         "collate_fn": MarkingCollate(collate) if marks else collate,
         "num_workers": workers,
@@ -178,7 +178,3 @@ def _drawn_by(loader: DataLoader[Any]) -> str:
     while hasattr(drawn, "batch_sampler"):
         drawn = drawn.batch_sampler
     return type(drawn.sampler if type(drawn) is BatchSampler else drawn).__name__
-
-
-def _drops_last(loader: DataLoader[Any]) -> bool:
-    return bool(getattr(loader.batch_sampler, "drop_last", False))

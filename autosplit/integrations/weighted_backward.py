@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autosplit.ddp.batchnorms import silenced
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import counted
 from autosplit.solve.split import micro_batch_sizes
@@ -118,10 +119,5 @@ def weighted_backward(
     if weight:
         backward(loss * weight, **kwargs)
         return
-    parameters = [one for model in models for one in model.parameters() if one.requires_grad]
-    handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
-    try:
+    with silenced(models):
         backward(loss * 0.0, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()

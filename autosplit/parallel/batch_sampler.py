@@ -282,7 +282,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             part = order[first : first + step.num_samples]
             indices = part.tolist() if isinstance(part, torch.Tensor) else [*part]
             sizes = micro_batch_sizes(step.num_samples, self.batch_size)
-            yield from map(self.rank_slice.part_of, _cut(indices, sizes))
+            for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
+                yield self.rank_slice.part_of(indices[end - size : end])
 
     def _order(self) -> Sequence[int] | torch.Tensor:
         if not self.shuffle:
@@ -293,8 +294,3 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     def _step_of(self, num_samples: int) -> StepSchedule:
         sizes = micro_batch_sizes(num_samples, self.batch_size)
         return StepSchedule(tuple(map(self.rank_slice.size_of, sizes)), num_samples)
-
-
-def _cut(indices: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    ends = itertools.accumulate(sizes)
-    return (indices[end - size : end] for size, end in zip(sizes, ends, strict=True))

@@ -114,20 +114,17 @@ class Solver:
 
     def _alike(self, ceilings: tuple[int, ...]) -> list[list[int]]:
         """Return the other devices, counted without the first, by what they are to the model."""
+        time = self._unfitted
         alike: dict[object, list[int]] = {}
-        for other, ceiling in enumerate(ceilings):
-            alike.setdefault((ceiling, *self._kind(other)), []).append(other)
+        for other, ceiling in enumerate(ceilings, 1):
+            kind = ceiling, time.curves[other], time.copies_s[other], time.gather_s_per_sample[other]
+            alike.setdefault(kind, []).append(other - 1)
         return list(alike.values())
 
     @staticmethod
     def _team(ceilings: tuple[int, ...], kinds: list[list[int]], taken: tuple[int, ...]) -> tuple[int, ...]:
         present = {index for kind, count in zip(kinds, taken, strict=True) for index in kind[len(kind) - count :]}
         return tuple(ceiling if index in present else 0 for index, ceiling in enumerate(ceilings))
-
-    def _kind(self, other: int) -> tuple[object, ...]:
-        """Tell other devices apart, counted without the first, as far as the model of time does."""
-        time = self._unfitted
-        return time.curves[other + 1], time.copies_s[other + 1], time.gather_s_per_sample[other + 1]
 
     def _own_cost(self, other: int, ceiling: int) -> float:
         """Return what a device makes of its ceiling by itself, in seconds a sample."""

@@ -1,4 +1,13 @@
-"""Model the time of a step from what was measured: a curve for each device, transfers, waits, and the fit of them."""
+"""Model the time of a step from what was measured: a curve for each device, transfers, waits, and the fit of them.
+
+Seconds of a step of k micro-steps, whose replicas are kept from the first to the last, over those that take part::
+
+    sum of copies_i + k * (sum of gather_i * n_i + contention * slowest device) + update
+
+Seconds of a DDP step::
+
+    slowest rank's k micro-steps + what its last backward does not hide of the all-reduce + update
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if is_namedtuple(tree):
         return type(tree)(*(map_leaves(function, item) for item in tree))
     if isinstance(tree, (tuple, list)):
-        return _rebuilt_sequence(tree, [map_leaves(function, item) for item in tree])
+        items = [map_leaves(function, item) for item in tree]
+        return items if type(tree) is list else type(tree)(items)
     # Before mappings in general: a ModelOutput is a dataclass and an OrderedDict, and is built as a mapping.
     if isinstance(tree, (Mapping, UserDict)):
         return rebuilt(tree, {key: map_leaves(function, item) for key, item in tree.items()})
@@ -71,10 +72,6 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
             tree, {field.name: map_leaves(function, getattr(tree, field.name)) for field in dataclasses.fields(tree)}
         )
     return function(tree)
-
-
-def _rebuilt_sequence(old: Any, items: list[Any]) -> Any:
-    return items if type(old) is list else type(old)(items)
 
 
 def rebuilt(old: Any, items: dict[Any, Any]) -> Any:

@@ -103,7 +103,7 @@ class Describer:
 
     def _compound(self, value: Any, depth: int) -> Any:
         if callable(getattr(value, "named_modules", None)) and not isinstance(value, type):
-            return self._module(value, depth)
+            return [self.tree(value, depth), tensors_in(value), text_of(value)]
         if isinstance(value, (tuple, list)):
             return [qualified_name(type(value)), len(value), *(self.of(item, depth) for item in value[:_ITEMS])]
         if isinstance(value, (set, frozenset)):
@@ -177,9 +177,6 @@ class Describer:
         return [name, members, [self.of(base, depth) for base in kind.__bases__]]
 
     # Modules
-
-    def _module(self, module: Any, depth: int) -> Any:
-        return [self.tree(module, depth), tensors_in(module), text_of(module)]
 
     def tree(self, module: Any, depth: int = 0) -> list[Any]:
         """Return each module of a model with its class and plain attributes."""
