@@ -62,13 +62,6 @@ __all__ = ["Accelerator", "NoPlanWarning", "UnevenLossWarning"]
 class SharesLoader(DataLoaderShard):
     """A loader that hands out this process's share, and tells what each batch counts for.
 
-    Args:
-        share: What this process does.
-        position: Of the loop that draws from it.
-        count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples.
-        over_processes: Adds a number up over the processes.
-        **options: DataLoaderShard's.
-
     Attributes:
         weight: What the batch that it gave last counts for.
     """
@@ -91,9 +84,6 @@ class SharesLoader(DataLoaderShard):
 
     def skipping(self, num_batches: int) -> SharesLoader:
         """Let the next iteration, and only that one, begin after so many micro-batches, of whatever epoch it is.
-
-        Args:
-            num_batches: The end of an optimizer step.
 
         Raises:
             InputError: It is within an optimizer step, or past the epoch.

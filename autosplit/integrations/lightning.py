@@ -67,12 +67,6 @@ class SharesLoader:
     """Hands out this process's share of every micro-batch, and knows what each counts for.
 
     It is no DataLoader, so that Lightning puts no sampler of its own into it.
-
-    Attributes:
-        batch_sampler: The plan's.
-        sampler: Lightning tells it the epoch, and looks at it in order to overfit.
-        dataset: As of a DataLoader.
-        weights: What the micro-batches of this epoch that were handed out count for, by their number.
     """
 
     def __init__(self, loader: DataLoader[Any], share: Share, count: Callable[[Any], int] | None) -> None:

@@ -67,12 +67,7 @@ class TrainingStep(nn.Module):
 
 
 def asked_loss(module: lightning.pytorch.LightningModule, batch: Any) -> float:
-    """Return the loss of a training step that is none, by a copy of the module in evaluation mode, which tells nobody.
-
-    Args:
-        module: One that a Trainer fits.
-        batch: On its device, as all hooks leave it.
-    """
+    """Return the loss of a training step that is none, by a copy of the module in evaluation mode."""
     asked = copy.deepcopy(module).eval()
     with torch.no_grad(), kept_rng(), _attached(asked, module.trainer), redirect_stdout(StringIO()):
         return float(_loss_of_step(asked, batch))

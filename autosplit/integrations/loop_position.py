@@ -79,9 +79,6 @@ class LoopPosition:
     def begin(self) -> int:
         """Begin a loader's iteration; what is left of another one is dropped.
 
-        Returns:
-            Its number.
-
         Raises:
             InputError: The last optimizer step was made of all its micro-batches, and never taken.
         """

@@ -58,11 +58,7 @@ class MarkingDataset:
 
 
 class MarkingCollate:
-    """A collator that puts the mark on the batch.
-
-    Args:
-        collate: The tool's; it is to return a mapping.
-    """
+    """A collator that puts the mark on the batch."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -85,11 +81,7 @@ def taken_mark(batch: Any) -> bool:
 
 
 def is_shuffled(loader: Any) -> bool | None:
-    """Tell whether a loader draws every sample once in a new order, or in the data set's own; None where neither.
-
-    Args:
-        loader: PyTorch's own, also with a tool's samplers around its batch sampler.
-    """
+    """Tell whether a loader draws every sample once in a new order, or in the data set's own; None where neither."""
     drawn = getattr(loader, "batch_sampler", None)
     while (inner := getattr(drawn, "batch_sampler", None)) is not None:
         drawn = inner  # accelerate's own deal the batches of this one out

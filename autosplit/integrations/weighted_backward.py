@@ -108,13 +108,6 @@ def weighted_backward(
 
     One of weight 0 sends zeros, whatever its loss is: a mean over no labels is 0/0, and 0 times that is no zero. It has
     to run all the same, because the processes' gradients meet in it.
-
-    Args:
-        backward: The tool's.
-        loss: The mean loss of the micro-batch.
-        weight: What it counts for.
-        models: Whose parameters get gradients.
-        **kwargs: For the tool's backward.
     """
     if weight:
         backward(loss * weight, **kwargs)

@@ -221,9 +221,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make sure that a state can be loaded, and load nothing.
 
-        Args:
-            state: What `state_dict` returned.
-
         Raises:
             InputError: The state is of another order of samples, or ends within an optimizer step.
         """

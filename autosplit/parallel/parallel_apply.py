@@ -42,15 +42,7 @@ def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
 def run_placed(
     module: nn.Module, placement: Placement, active: list[int], chunks: list[Any], kept: KeptReplicas | None
 ) -> list[Any]:
-    """Scatter all, replicate, run all: on devices that are there for the placement only.
-
-    Args:
-        module: On the first device.
-        placement: Who knows which tensor is where.
-        active: Positions of the devices that have samples.
-        chunks: A call for each of them.
-        kept: Replicas that outlive this forward; None for such as don't.
-    """
+    """Scatter all, replicate, run all: on devices that are there for the placement only."""
     adopt_module(placement, module, 0)
     placed = [map_tensors(partial(_moved, placement, index), call) for index, call in zip(active, chunks, strict=True)]
     if active == [0]:

@@ -190,11 +190,6 @@ def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
     """Say which tensors are cut that may hold no samples: that they have as many rows may be an accident.
 
     So it may be where another tensor has that size in another dimension, too: ``(T, E)`` beside ``(n, T)``, and n = T.
-
-    Args:
-        leaves: Of a batch, by `named_leaves`.
-        size: Its samples.
-        dim: The batch dimension.
     """
     cut = [(place, leaf) for place, leaf in leaves if _is_cut(leaf, size, dim)]
     found = [
@@ -276,12 +271,6 @@ def _map_batched(
 
 def chunk(tree: Any, sizes: tuple[int, ...], dim: int = 0, size: int | None = None) -> list[Any]:
     """Cut a batch into chunks of the given sizes; what holds no samples goes whole into each.
-
-    Args:
-        tree: The batch.
-        sizes: Samples per chunk; they add up to the batch size.
-        dim: The batch dimension.
-        size: The batch size, where the caller knows it already.
 
     Returns:
         One tree per size, with views of the batch's tensors.

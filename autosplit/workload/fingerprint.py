@@ -77,13 +77,7 @@ class Describer:
         self._left = _VALUES
 
     def of(self, value: Any, depth: int = 0) -> Any:
-        """Return the description of any value.
-
-        Args:
-            value: A number, a text, a tensor, a nesting of them, a function, a class, a module, or anything else.
-            depth: How deep it lies; beyond 16 levels, or after 20,000 values, only the
-                type counts.
-        """
+        """Return the description of any value."""
         self._left -= 1
         if value is None or isinstance(value, (bool, int)):
             return value

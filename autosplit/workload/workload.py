@@ -240,11 +240,7 @@ class Workload:
         return self.loss_fn is None and self.compute_loss is None and self.step is None
 
     def assumptions(self, outputs: Any = None) -> tuple[str, ...]:
-        """Return what was taken for granted because it was not given, one sentence each.
-
-        Args:
-            outputs: Outputs of the model, where the loss is taken from them.
-        """
+        """Return what was taken for granted because it was not given, one sentence each."""
         said = []
         if self.optimizer is None and self.step is None:
             said.append("no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer=")
