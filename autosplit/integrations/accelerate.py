@@ -20,6 +20,7 @@ the Accelerator is accelerate's own.
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -88,16 +89,14 @@ class SharesLoader(DataLoaderShard):
         Raises:
             InputError: It is within an optimizer step, or past the epoch.
         """
-        ends, batches = [0], 0
-        for step in self.sampler_of_shares.schedule:
-            batches += len(step.micro_batch_sizes)
-            ends.append(batches)
+        schedule = self.sampler_of_shares.schedule
+        ends = [0, *itertools.accumulate(len(step.micro_batch_sizes) for step in schedule)]
         if num_batches not in ends:
             raise InputError(
                 f"num_batches is {num_batches}; expected the end of an optimizer step, of "
-                f"{self.share.accumulation_steps} micro-batches each, and {batches} in an epoch; resume from one"
+                f"{self.share.accumulation_steps} micro-batches each, and {ends[-1]} in an epoch; resume from one"
             )
-        self._consumed = sum(step.num_samples for step in self.sampler_of_shares.schedule[: ends.index(num_batches)])
+        self._consumed = sum(step.num_samples for step in schedule[: ends.index(num_batches)])
         return self
 
     @property

@@ -22,7 +22,7 @@ import msgspec
 from autosplit.errors import InputError
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.proposals import Proposal
-from autosplit.solve.search_space import PARAMETERS, Configuration, Space, Trial
+from autosplit.solve.search_space import Configuration, Space, Trial, configuration_of
 from autosplit.text import rate_text, without_passwords
 
 __all__ = ["CeilingStore", "search"]
@@ -328,33 +328,23 @@ def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]
         if isinstance(ended, int) and frozen.number < ended:
             continue
         asked += 1
-        found = _remembered(frozen, len(done))
-        others = len(space.region.replica_ceilings)
-        if found is not None and found[0] not in done and space.holds(found[0]) and len(found[1].split) == 1 + others:
-            done[found[0]] = found[1]
+        trial = _remembered(frozen, len(done))
+        if trial is None or len(trial.split) != len(space.region.ceilings):
+            continue
+        configuration = configuration_of(trial)
+        if configuration not in done and space.holds(configuration):
+            done[configuration] = trial
     return done, asked
 
 
-def _remembered(frozen: Any, number: int) -> tuple[Configuration, Trial] | None:
+def _remembered(frozen: Any, number: int) -> Trial | None:
     """Return a trial that an earlier process told the study of; None for one that is not whole."""
-    attributes = frozen.user_attrs
+    told = {**frozen.user_attrs, **frozen.params, "number": number, "samples_per_s": frozen.value}
     try:
-        configuration = Configuration(**{name: int(frozen.params[name]) for name in PARAMETERS})
-        trial = Trial(
-            number,
-            configuration.gpu0_bsz,
-            configuration.batch_size,
-            configuration.accumulation_steps,
-            split=tuple(int(share) for share in attributes["split"]),
-            samples_per_s=frozen.value,
-            error_share=float(attributes["error_share"]),
-            peak_bytes=tuple(int(nbytes) for nbytes in attributes["peak_bytes"]),
-            failure=attributes.get("failure"),
-            failed_device=attributes.get("failed_device"),
-        )
-    except (KeyError, TypeError, ValueError):
+        trial = msgspec.convert(told, Trial)
+    except msgspec.ValidationError:
         return None
-    return (configuration, trial) if _is_sound(trial) else None
+    return trial if _is_sound(trial) else None
 
 
 def _is_sound(trial: Trial) -> bool:

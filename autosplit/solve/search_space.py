@@ -14,7 +14,6 @@ from autosplit.solve.split import accumulation_steps
 
 __all__ = [
     "KNEE_SHARE",
-    "PARAMETERS",
     "Configuration",
     "Space",
     "Trial",
@@ -44,10 +43,6 @@ class Configuration:
     gpu0_bsz: int
     batch_size: int
     accumulation_steps: int = 1
-
-
-PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
-"""Of a configuration, in the order in which a sampler suggests them: each is bounded by the one before."""
 
 
 @dataclass(frozen=True)
