@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from autosplit.errors import InputError
+from autosplit.solve.memory import largest_size
 from autosplit.solve.split import as_text, even_split, limits_of, require_room, whole_number
 
 __all__ = ["fastest_split"]
@@ -158,13 +159,7 @@ def _count(time: Callable[[int], float], finish_s: float, least: int, most: int)
     within: Callable[[float, int, int], int] | None = getattr(time, "most_within", None)
     if within is not None:  # a curve knows by itself
         return within(finish_s, least, most)
-    while least < most:
-        middle = (least + most + 1) // 2
-        if time(middle) <= finish_s:
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    return least + largest_size(most - least, lambda more: time(least + more) <= finish_s)
 
 
 def _level(batch_size: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
@@ -172,13 +167,7 @@ def _level(batch_size: int, low: Sequence[int], high: Sequence[int]) -> list[int
     even = even_split(batch_size, len(low))
     if max(low) <= even[-1] and even[0] <= min(high):  # nothing is in the way
         return list(even)
-    floor, ceiling = 0, max(high)
-    while floor < ceiling:
-        middle = (floor + ceiling + 1) // 2
-        if sum(_clamped(middle, low, high)) <= batch_size:
-            floor = middle
-        else:
-            ceiling = middle - 1
+    floor = largest_size(max(high), lambda level: sum(_clamped(level, low, high)) <= batch_size)
     shares = _clamped(floor, low, high)
     left = batch_size - sum(shares)
     for index, share in enumerate(shares):
