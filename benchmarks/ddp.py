@@ -46,8 +46,8 @@ from autosplit.accelerators import accelerator_kind, backend, is_accelerator
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
 from autosplit.solve.memory import Ceiling
-from autosplit.solve.solver import BACKWARD_SHARE, RankSolver
-from autosplit.solve.step_time import TimeCurve, overlapped_seconds
+from autosplit.solve.problem import Problem
+from autosplit.solve.step_time import BACKWARD_SHARE, Fit, StepTime, TimeCurve, overlapped_seconds
 
 RANKS = 2
 COST_LIMIT = 0.01
@@ -420,23 +420,22 @@ def unlike(rank: int, job: Job) -> dict[str, Any]:
     curves: list[Any] = [None] * RANKS
     distributed.all_gather_object(curves, curve_of(rank, job, max(3, job.rounds // 16)))
     all_reduce_s, update_s = shared_costs(job, rank, max(3, job.rounds // 8))
-    solver = RankSolver(
-        tuple(curves),
-        (effective,) * RANKS,
-        all_reduce_s=all_reduce_s,
-        update_s=update_s,
+    ceilings = tuple(Ceiling(str(index), "rank", effective, "max_batch_size", 0, 0, 0, 0) for index in range(RANKS))
+    answer = Problem.of(
+        Fit(StepTime.bare(tuple(curves), update_s, adds_up=False), all_reduce_s),
+        ceilings,
+        None,
         effective_batch_sizes=(effective, effective),
         max_batch_size=effective,
-        adds_up=False,
-    )
-    answer = solver.answer()
+        accumulates=True,
+    ).solve()
     assert answer is not None
     times = [curve(UNLIKE.share) for curve in curves]
     even_s = overlapped_seconds(times, all_reduce_s, update_s, BACKWARD_SHARE * max(times))
     predicted = even_s * answer.samples_per_s / effective
     rounds = max(WARM_UP, job.rounds // 4)
     even_plan = plan_of(job.devices, (UNLIKE.share,) * RANKS, 1, effective)
-    solved_plan = plan_of(job.devices, answer.batch_sizes, answer.accumulation_steps, effective)
+    solved_plan = plan_of(job.devices, answer.split, answer.accumulation_steps, effective)
     with ddp.setup(even_plan) as even, ddp.setup(solved_plan) as solved:
         found = rounds_of([slowed_step(ctx, rounds) for ctx in (even, solved)], rounds, even.device)
     gain = with_interval("gain", lambda rows: statistics.median(found[r][0] / found[r][1] for r in rows), len(found))
@@ -444,7 +443,7 @@ def unlike(rank: int, job: Job) -> dict[str, Any]:
     return {
         "work": list(UNLIKE_WORK),
         "even": [UNLIKE.share] * RANKS,
-        "solved": list(answer.batch_sizes),
+        "solved": list(answer.split),
         "accumulation_steps": answer.accumulation_steps,
         **gain,
         "predicted": round(predicted, 5),

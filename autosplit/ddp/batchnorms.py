@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["has_synchronised", "silence", "uncounted"]
+__all__ = ["has_synchronised", "silenced", "uncounted"]
 
 
 @contextmanager
@@ -46,6 +46,23 @@ def silence(gradient: Tensor) -> Tensor:
     nothing, 0/0, has made it NaN, it is 0.
     """
     return gradient.nan_to_num(0.0, 0.0, 0.0)
+
+
+@contextmanager
+def silenced(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Let a backward send zeros, whatever its loss is: the mean over no labels is 0/0, and 0 times that no zero."""
+    handles = [
+        parameter.register_hook(hook)
+        for model in models
+        for hook in [silence if has_synchronised(model) else torch.zeros_like]
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def has_synchronised(model: nn.Module) -> bool:

@@ -6,7 +6,8 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from autosplit.accelerators import is_accelerator, moved
-from autosplit.ddp.batchnorms import has_synchronised, silence, uncounted
+from autosplit.ddp.batchnorms import has_synchronised, silenced, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
 from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, shard
 from autosplit.ddp.loader_steps import foreign_steps, gathered
@@ -389,7 +390,8 @@ class Context:
                 self._synchronise(True)
                 for model in self._sharded:
                     begin_step(model)
-                step.on_draw, step.silenced, step.uncounted = self._synchronise, self._silenced, self._uncounted
+                step.on_draw, step.uncounted = self._synchronise, self._uncounted
+                step.silenced = partial(silenced, self._wrapped)
                 yield step
         finally:
             # A loop that is collected late must not touch the flag within one that began after it.
@@ -411,22 +413,6 @@ class Context:
     def _uncounted(self, stands_in: bool) -> AbstractContextManager[None]:
         """Keep a micro-batch that counts for nothing out of what BatchNorms compute over samples."""
         return uncounted([*self._wrapped, *self._sharded], stands_in=stands_in)
-
-    @contextmanager
-    def _silenced(self) -> Iterator[None]:
-        """Let a backward send zeros, whatever its loss is: the mean over no labels is 0/0, and 0 times that no zero."""
-        handles = [
-            parameter.register_hook(hook)
-            for wrapped in self._wrapped
-            for hook in [silence if has_synchronised(wrapped) else torch.zeros_like]
-            for parameter in wrapped.parameters()
-            if parameter.requires_grad
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _has_graph_to_learn(wrapped: DistributedDataParallel) -> bool:

@@ -20,6 +20,7 @@ the Accelerator is accelerate's own.
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -62,13 +63,6 @@ __all__ = ["Accelerator", "NoPlanWarning", "UnevenLossWarning"]
 class SharesLoader(DataLoaderShard):
     """A loader that hands out this process's share, and tells what each batch counts for.
 
-    Args:
-        share: What this process does.
-        position: Of the loop that draws from it.
-        count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples.
-        over_processes: Adds a number up over the processes.
-        **options: DataLoaderShard's.
-
     Attributes:
         weight: What the batch that it gave last counts for.
     """
@@ -92,22 +86,17 @@ class SharesLoader(DataLoaderShard):
     def skipping(self, num_batches: int) -> SharesLoader:
         """Let the next iteration, and only that one, begin after so many micro-batches, of whatever epoch it is.
 
-        Args:
-            num_batches: The end of an optimizer step.
-
         Raises:
             InputError: It is within an optimizer step, or past the epoch.
         """
-        ends, batches = [0], 0
-        for step in self.sampler_of_shares.schedule:
-            batches += len(step.micro_batch_sizes)
-            ends.append(batches)
+        schedule = self.sampler_of_shares.schedule
+        ends = [0, *itertools.accumulate(len(step.micro_batch_sizes) for step in schedule)]
         if num_batches not in ends:
             raise InputError(
                 f"num_batches is {num_batches}; expected the end of an optimizer step, of "
-                f"{self.share.accumulation_steps} micro-batches each, and {batches} in an epoch; resume from one"
+                f"{self.share.accumulation_steps} micro-batches each, and {ends[-1]} in an epoch; resume from one"
             )
-        self._consumed = sum(step.num_samples for step in self.sampler_of_shares.schedule[: ends.index(num_batches)])
+        self._consumed = sum(step.num_samples for step in schedule[: ends.index(num_batches)])
         return self
 
     @property
@@ -162,13 +151,7 @@ class SharesLoader(DataLoaderShard):
 
 
 class SharesOptimizer(AcceleratedOptimizer):
-    """accelerate's optimizer, which steps at the end of the plan's optimizer steps, whatever the loop looks like.
-
-    Args:
-        optimizer: PyTorch's.
-        position: Of the loop.
-        **options: AcceleratedOptimizer's.
-    """
+    """accelerate's optimizer, which steps at the end of the plan's optimizer steps, whatever the loop looks like."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, position: LoopPosition, **options: Any) -> None:
         super().__init__(optimizer, **options)

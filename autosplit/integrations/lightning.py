@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.dataloader import default_collate
 
 from autosplit.accelerators import accelerator_kind
+from autosplit.ddp.batchnorms import silenced
 from autosplit.ddp.context import let_go_of_group_last
 from autosplit.ddp.loader_steps import gathered
 from autosplit.ddp.setup import agree_on
@@ -65,17 +67,6 @@ class SharesLoader:
     """Hands out this process's share of every micro-batch, and knows what each counts for.
 
     It is no DataLoader, so that Lightning puts no sampler of its own into it.
-
-    Args:
-        loader: PyTorch's, with a `MarkingBatchSampler`.
-        share: What this process does.
-        count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples.
-
-    Attributes:
-        batch_sampler: The plan's.
-        sampler: Lightning tells it the epoch, and looks at it in order to overfit.
-        dataset: As of a DataLoader.
-        weights: What the micro-batches of this epoch that were handed out count for, by their number.
     """
 
     def __init__(self, loader: DataLoader[Any], share: Share, count: Callable[[Any], int] | None) -> None:
@@ -97,11 +88,7 @@ class SharesLoader:
         return len(self.batch_sampler)
 
     def weigh_by(self, rule: str) -> None:
-        """Let micro-batches count by a rule that was found.
-
-        Args:
-            rule: One of `autosplit.measure.loss_mean`.
-        """
+        """Let micro-batches count by a rule that was found."""
         self._sums = rule == SUM
         self._count = partial(count_by, rule) if rule in {"labels", "shifted labels"} else None
 
@@ -112,11 +99,7 @@ class SharesLoader:
         return collate([dataset[index] for index in range(min(len(dataset), MOST_SAMPLES))])
 
     def follow(self, trainer: lightning.pytorch.Trainer) -> None:
-        """Keep to a Trainer's limits, and to its count of micro-batches: it is what ends an optimizer step.
-
-        Args:
-            trainer: It fits.
-        """
+        """Keep to a Trainer's limits, and to its count of micro-batches: it is what ends an optimizer step."""
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self._end = int(trainer.num_training_batches)
         if trainer.overfit_batches > 0:
@@ -216,6 +199,7 @@ class Shares(lightning.pytorch.Callback):
         self._loader: SharesLoader | None = None
         self._rule: str | None = None
         self._weight = 1.0
+        self._backward = ExitStack()
         if self.share is None:
             tell_of_no_plan()
         elif self.share.wraps:
@@ -249,9 +233,6 @@ class Shares(lightning.pytorch.Callback):
         Args:
             datamodule: It is changed.
             **options: As for `loader`.
-
-        Returns:
-            The data module.
         """
         made: Any = datamodule.train_dataloader
         datamodule.train_dataloader = lambda: self.loader(made(), **options)
@@ -335,10 +316,9 @@ class Shares(lightning.pytorch.Callback):
         weight = self._weight * trainer.accumulate_grad_batches
         loss.register_hook(lambda gradient: gradient * weight)
         if not weight:  # a mean over nothing is 0/0, and 0 times its gradient is no zero
-            self._silenced = [p.register_hook(torch.zeros_like) for p in pl_module.parameters() if p.requires_grad]
+            self._backward.enter_context(silenced([pl_module]))
 
     def on_after_backward(self, trainer: Any, pl_module: nn.Module) -> None:
         """Let gradients through again."""
         del trainer, pl_module
-        for handle in self.__dict__.pop("_silenced", []):
-            handle.remove()
+        self._backward.close()

@@ -67,12 +67,7 @@ class TrainingStep(nn.Module):
 
 
 def asked_loss(module: lightning.pytorch.LightningModule, batch: Any) -> float:
-    """Return the loss of a training step that is none, by a copy of the module in evaluation mode, which tells nobody.
-
-    Args:
-        module: One that a Trainer fits.
-        batch: On its device, as all hooks leave it.
-    """
+    """Return the loss of a training step that is none, by a copy of the module in evaluation mode."""
     asked = copy.deepcopy(module).eval()
     with torch.no_grad(), kept_rng(), _attached(asked, module.trainer), redirect_stdout(StringIO()):
         return float(_loss_of_step(asked, batch))
@@ -117,9 +112,6 @@ def workload(
         batches: How many batches are drawn, of which the one with the most elements per sample is the sample batch.
         **options: The other arguments of `Workload`, such as ``precision``, ``make_batch`` or ``loss_reduction``; an
             ``optimizer`` replaces what `configure_optimizers` returns.
-
-    Returns:
-        The workload.
 
     Raises:
         InputError: Manual optimization, several optimizers, several loaders, a step over an iterator, a precision that

@@ -79,9 +79,6 @@ class LoopPosition:
     def begin(self) -> int:
         """Begin a loader's iteration; what is left of another one is dropped.
 
-        Returns:
-            Its number.
-
         Raises:
             InputError: The last optimizer step was made of all its micro-batches, and never taken.
         """
@@ -97,10 +94,6 @@ class LoopPosition:
 
     def draw(self, one: Weighed, iteration: int) -> None:
         """Note that a micro-batch is handed out.
-
-        Args:
-            one: The micro-batch.
-            iteration: What `begin` returned.
 
         Raises:
             InputError: One drawn before has yet to run, or others are of another loader.

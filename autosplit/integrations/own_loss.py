@@ -17,11 +17,7 @@ __all__ = ["OwnLoss"]
 
 
 class OwnLoss:
-    """Watches a model's forwards until the first backward.
-
-    Args:
-        model: As the loop calls it.
-    """
+    """Watches a model's forwards until the first backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept: tuple[dict[str, Any], weakref.ref[torch.Tensor]] | None = None

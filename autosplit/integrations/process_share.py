@@ -110,12 +110,6 @@ class Share:
     ) -> MarkingBatchSampler:
         """Return a batch sampler that hands out this process's part of every micro-batch.
 
-        Args:
-            num_samples: Length of the data set, the same in every process.
-            shuffle: Draw in a new order each epoch.
-            seed: Of that order, the same in every process.
-            drop_last: Leave out the epoch's last step where it is short of samples.
-
         Raises:
             InputError: The short last forward has a sample too few for the model's BatchNorms.
         """
@@ -139,10 +133,6 @@ class Share:
 
         What runs there counts for nothing in the loss, and a BatchNorm would count it.
 
-        Args:
-            model: What is trained.
-            sampler: What it is trained on.
-
         Raises:
             InputError: There is one.
         """
@@ -161,10 +151,6 @@ class Share:
 
     def tell_of_other_model(self, model: Any, *, stacklevel: int = 3) -> None:
         """Warn where the plan is for a model of another size.
-
-        Args:
-            model: What is trained.
-            stacklevel: Whose line it is that is warned of.
 
         Warns:
             OtherModelWarning: It has another number of parameters.
@@ -192,11 +178,6 @@ class Share:
     def refuse_other_job(self, num_processes: int, device: torch.device, tool: str) -> None:
         """Make sure that the tool's processes are the plan's, and compute where it says.
 
-        Args:
-            num_processes: Of the tool's job.
-            device: The tool's, of this process.
-            tool: Its name.
-
         Raises:
             PlanError: There are more or fewer: each would train a model of its own.
             DeviceError: It is another GPU.
@@ -220,10 +201,6 @@ class Share:
 
 def share_of(plan: Plan, place: Place) -> Share:
     """Return what a process does of a plan.
-
-    Args:
-        plan: The plan.
-        place: Of the process.
 
     Raises:
         DeviceError: The plan is for simulated cards.
@@ -260,9 +237,6 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
             remembered plan for this machine, this number of processes and a model of this size.
         parameters: Of the model that is to be trained; None where that is unknown, and nothing remembered is taken for
             its plan.
-
-    Returns:
-        It; None where nothing is given and nothing remembered.
 
     Raises:
         PlanError: What is given can't be read or is for another number of processes; or several are remembered.

@@ -35,11 +35,7 @@ class _Fetched(list[Any]):
 
 
 class MarkingDataset:
-    """A data set whose samples say whether they count.
-
-    Args:
-        dataset: One with a length and samples by index.
-    """
+    """A data set whose samples say whether they count."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -62,11 +58,7 @@ class MarkingDataset:
 
 
 class MarkingCollate:
-    """A collator that puts the mark on the batch.
-
-    Args:
-        collate: The tool's; it is to return a mapping.
-    """
+    """A collator that puts the mark on the batch."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -89,11 +81,7 @@ def taken_mark(batch: Any) -> bool:
 
 
 def is_shuffled(loader: Any) -> bool | None:
-    """Tell whether a loader draws every sample once in a new order, or in the data set's own; None where neither.
-
-    Args:
-        loader: PyTorch's own, also with a tool's samplers around its batch sampler.
-    """
+    """Tell whether a loader draws every sample once in a new order, or in the data set's own; None where neither."""
     drawn = getattr(loader, "batch_sampler", None)
     while (inner := getattr(drawn, "batch_sampler", None)) is not None:
         drawn = inner  # accelerate's own deal the batches of this one out
@@ -127,9 +115,6 @@ def loader_options(
             batch that is.
         marks: Put a mark on batches that count for nothing, which have to be mappings; for a tool that draws batches
             where nobody knows their place in the schedule.
-
-    Returns:
-        The keywords.
 
     Raises:
         InputError: It is no DataLoader, or its data set is iterable, or a sampler chooses the samples.
@@ -166,7 +151,7 @@ def loader_options(
             len(dataset),
             shuffle=in_new_order if shuffle is None else shuffle,
             seed=seed,
-            drop_last=_drops_last(loader) if drop_last is None else drop_last,
+            drop_last=getattr(loader.batch_sampler, "drop_last", False) if drop_last is None else drop_last,
         ),
         "collate_fn": MarkingCollate(collate) if marks else collate,
         "num_workers": workers,
@@ -185,7 +170,3 @@ def _drawn_by(loader: DataLoader[Any]) -> str:
     while hasattr(drawn, "batch_sampler"):
         drawn = drawn.batch_sampler
     return type(drawn.sampler if type(drawn) is BatchSampler else drawn).__name__
-
-
-def _drops_last(loader: DataLoader[Any]) -> bool:
-    return bool(getattr(loader.batch_sampler, "drop_last", False))

@@ -38,11 +38,7 @@ def gather_uneven(data: Any) -> Any:
 
 
 def without_rows(data: Any) -> Any:
-    """Return what is to be gathered of a process that has nothing to add.
-
-    Args:
-        data: Tensors as for `gather_uneven`, or other objects.
-    """
+    """Return what is to be gathered of a process that has nothing to add."""
     try:
         return recursively_apply(
             lambda tensor: tensor[:0] if tensor.dim() else tensor[None][:0], data, error_on_other_type=True

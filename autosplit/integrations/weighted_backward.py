@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autosplit.ddp.batchnorms import silenced
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import counted
 from autosplit.solve.split import micro_batch_sizes
@@ -67,9 +68,6 @@ def weighed(
         over_processes: Adds a number up over the processes.
         begin: The micro-batch of the epoch to begin with, in the step that the sampler begins with.
         end: How many of the epoch there are; None for all.
-
-    Yields:
-        The micro-batches.
     """
     start, schedule = sampler.start_step, sampler.schedule
     first = batches_of(sampler, start)
@@ -99,12 +97,7 @@ def weighed(
 
 
 def batches_of(sampler: ScheduledBatchSampler, steps: int) -> int:
-    """Count the micro-batches of an epoch's first optimizer steps.
-
-    Args:
-        sampler: The batch sampler.
-        steps: How many.
-    """
+    """Count the micro-batches of an epoch's first optimizer steps."""
     return sum(len(step.micro_batch_sizes) for step in sampler.schedule[:steps])
 
 
@@ -115,21 +108,9 @@ def weighted_backward(
 
     One of weight 0 sends zeros, whatever its loss is: a mean over no labels is 0/0, and 0 times that is no zero. It has
     to run all the same, because the processes' gradients meet in it.
-
-    Args:
-        backward: The tool's.
-        loss: The mean loss of the micro-batch.
-        weight: What it counts for.
-        models: Whose parameters get gradients.
-        **kwargs: For the tool's backward.
     """
     if weight:
         backward(loss * weight, **kwargs)
         return
-    parameters = [one for model in models for one in model.parameters() if one.requires_grad]
-    handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
-    try:
+    with silenced(models):
         backward(loss * 0.0, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()

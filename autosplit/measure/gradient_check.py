@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -150,9 +150,9 @@ def _without_rounding(found: Check) -> Check:
 
 def _with_model(workload: Workload) -> Workload:
     """Call a model's factory: what it returns is copied, since it may return the same one every time."""
-    model: Any = workload.model
-    if isinstance(model, (nn.Module, tuple, list, Mapping)):
+    if workload.modules:
         return workload
+    model: Any = workload.model
     try:
         made = model()
     except AutosplitError:
@@ -178,9 +178,9 @@ def _batch_of(workload: Workload) -> Any:
 def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
     """Refuse what has too many parameters to be run here, or no memory; tell whether it has memory."""
     model: Any = workload.model
-    is_made = isinstance(model, (nn.Module, tuple, list, Mapping))
-    models = model if is_made else built_without_memory(model, fake_mode())
-    tensors = [t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())]
+    is_made = bool(workload.modules)
+    modules = workload.modules if is_made else modules_of(built_without_memory(model, fake_mode()))
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     has_no_memory = is_made and (mode_of(workload) is not None or any(t.is_meta for t in tensors))
     has_no_memory |= any(t.is_meta for t in tensors_of(workload.sample_batch))
     if has_no_memory and not can_be_rebuilt:
@@ -258,8 +258,7 @@ def _begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | 
 
 def _shares_of(workload: Workload, size: int) -> tuple[int, int]:
     """Cut a batch unevenly; a BatchNorm may need two samples in each part."""
-    modules = modules_of(workload.model) if isinstance(workload.model, (nn.Module, tuple, list, Mapping)) else []
-    normed = any(isinstance(part, _BatchNorm) for module in modules for part in module.modules())
+    normed = any(isinstance(part, _BatchNorm) for module in workload.modules for part in module.modules())
     first = max(2 if normed or size > LEAST_SAMPLES else 1, size // 3)
     return first, size - first
 

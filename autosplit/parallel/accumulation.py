@@ -25,13 +25,11 @@ class Accumulation:
     """One optimizer step as wrappers see it.
 
     Attributes:
-        num_micro_steps: Forwards of the step.
         is_last: Whether the running micro-step is its last: gradients have to come home in its backward.
     """
 
-    def __init__(self, num_micro_steps: int) -> None:
-        self.num_micro_steps = num_micro_steps
-        self.is_last = num_micro_steps <= 1
+    def __init__(self) -> None:
+        self.is_last = False
         self._keepers: list[Keeper] = []
 
     def join(self, keeper: Keeper) -> None:
@@ -47,11 +45,7 @@ class Accumulation:
 
     @contextmanager
     def running(self, *, is_last: bool) -> Iterator[None]:
-        """Name this step's micro-step as the one that runs.
-
-        Args:
-            is_last: Whether it is the step's last.
-        """
+        """Name this step's micro-step as the one that runs."""
         self.is_last = is_last
         _running.set((*_running.get(), self))
         try:

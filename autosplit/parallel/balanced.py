@@ -7,7 +7,6 @@ It takes plain integers and never tunes itself. What of a batch goes where is de
 from __future__ import annotations
 
 import itertools
-import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.rnn import PackedSequence
 
-from autosplit.accelerators import accelerator_kind, backend, moved
+from autosplit.accelerators import moved
 from autosplit.devices.peer_copy_check import check_links
 from autosplit.devices.transfer import active_placement
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.accumulation import current_accumulation
+from autosplit.parallel.arguments import (
+    checked_sizes,
+    devices_from,
+    output_device_from,
+    refuse_compiled,
+    refuse_packed,
+    refuse_wrong_order,
+    whole_size,
+)
 from autosplit.parallel.gather import Gathering, Link, PlacedLink
 from autosplit.parallel.loss_weights import Reduce, checked_reduce, weights_of
 from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus, run_placed
@@ -42,7 +49,6 @@ from autosplit.workload.batch import (
     tensors_of,
     unmarked,
 )
-from autosplit.workload.compiled import is_compiled, scripted_part
 
 __all__ = ["AmbiguousBatchWarning", "BalancedDataParallel", "Reduce", "data_parallel"]
 
@@ -112,25 +118,25 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         ceilings: Sequence[int] | None = None,
         reduce: Reduce | None = None,
     ) -> None:
-        _refuse_wrong_order(gpu0_bsz, module)
+        refuse_wrong_order(gpu0_bsz, module)
         # Not nn.DataParallel's own: it warns of unlike GPUs, which are what this class is for, and drops its
         # arguments where there is no GPU.
         nn.Module.__init__(self)
-        _refuse_compiled(module)
-        devices = _devices_from(device_ids)
+        refuse_compiled(module)
+        devices = devices_from(device_ids)
         self.module = module
         self.dim = dim
         ids: list[Any] = [device if device.type == "cpu" else device.index for device in devices]
         self.device_ids = ids
         self.devices = devices
         if devices:
-            self.output_device = _output_device(output_device, devices[0])
+            self.output_device = output_device_from(output_device, devices[0])
             self.src_device_obj = devices[0]
             tensors = itertools.chain(self.module.parameters(), self.module.buffers())
             if len(devices) == 1 and devices[0].type != "cpu" and any(one.device != devices[0] for one in tensors):
                 moved(self.module, devices[0])  # as nn.DataParallel does, and with one device only
         self.reduce = checked_reduce(reduce)
-        self.ceilings = _checked_sizes("ceilings", ceilings, len(devices))
+        self.ceilings = checked_sizes("ceilings", ceilings, len(devices))
         self._split: tuple[int, ...] | None = None
         self._gpu0_bsz: int | None = None
         self._set_shares(gpu0_bsz, split)
@@ -159,10 +165,10 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._set_shares(value, None)
 
     def _set_shares(self, gpu0_bsz: int | None, split: Sequence[int] | None) -> None:
-        if gpu0_bsz is not None and _whole(gpu0_bsz) is None:
+        if gpu0_bsz is not None and whole_size(gpu0_bsz) is None:
             raise InputError(f"gpu0_bsz is {gpu0_bsz!r}; expected a number of samples, 0 or more; pass an int, or None")
-        gpu0_bsz = _whole(gpu0_bsz)
-        sizes = _checked_sizes("split", split, len(self.devices))
+        gpu0_bsz = whole_size(gpu0_bsz)
+        sizes = checked_sizes("split", split, len(self.devices))
         if sizes is not None and not any(sizes):
             raise InputError(f"split is {sizes}; expected at least one sample on one device; raise one")
         if sizes is not None and gpu0_bsz is not None and sizes and sizes[0] != gpu0_bsz:
@@ -302,10 +308,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         """Let gradients of zeros wait on the devices of a placement, as after a micro-step within `no_sync`.
 
         For whoever follows one micro-step of many.
-
-        Args:
-            split: Samples per device.
-            parameters: Those of the module that get gradients.
         """
         self._kept = KeptReplicas(PlacedCopies())
         self._kept.hold(self.module, [index for index, samples in enumerate(split) if samples], parameters)
@@ -317,7 +319,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
     def _sizes_of(self, call: Any) -> tuple[tuple[int, ...], int]:
         """Return each device's share of a call, and the samples of all."""
         inputs, kwargs = call
-        _refuse_packed((*inputs, *kwargs.values()))
+        refuse_packed((*inputs, *kwargs.values()))
         if any(isinstance(leaf, Tensor) and leaf.dim() > self.dim for leaf in leaves_of(call)):
             batch_size = batch_size_of(call, self.dim, may_be_empty=True)
             if batch_size:
@@ -394,7 +396,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                     f"{name} is on {tensor.device}; expected the first device, {home}; call .to('{home}') on the model"
                 )
         if not self._checked:
-            _refuse_compiled(self.module)  # it may have been compiled since
+            refuse_compiled(self.module)  # it may have been compiled since
             if active_placement() is None:  # there all devices are one, and nothing is copied between two
                 check_links(self.devices)
                 check_links((torch.device(self.output_device), *self.devices))
@@ -476,125 +478,5 @@ def data_parallel(
     return wrapper(*args, **(module_kwargs or {}))
 
 
-# Checking arguments
-
-
-def _refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
-    if isinstance(module, nn.Module):
-        return
-    if isinstance(gpu0_bsz, nn.Module):
-        raise InputError(
-            f"gpu0_bsz is a {type(gpu0_bsz).__name__} and module is {module!r:.80}; expected the samples of the first "
-            "device, or None, before the module; write BalancedDataParallel(None, module, device_ids)"
-        )
-    raise InputError(
-        f"module is {module!r:.80}; expected an nn.Module; write BalancedDataParallel(gpu0_bsz, module, device_ids)"
-    )
-
-
 def _leaves_of(call: Any) -> Iterator[tuple[str, Any]]:
     return itertools.chain(named_leaves(call[0], "inputs"), named_leaves(call[1], "kwargs"))
-
-
-def _refuse_packed(values: tuple[Any, ...]) -> None:
-    if any(isinstance(value, PackedSequence) for value in values):
-        raise WorkloadError(
-            "an argument is a PackedSequence, whose time steps lie one after the other over all samples; expected a "
-            "tensor with the batch in one dimension; pass the padded tensor and the lengths, and pack inside the module"
-        )
-
-
-def _refuse_compiled(module: nn.Module) -> None:
-    # Replicating an OptimizedModule empties the original's parameters; a module compiled in place would run
-    # every replica with the first device's weights.
-    for name, part in module.named_modules():
-        if is_compiled(part):
-            what = "the module is" if not name else f"its part {name} is"
-            raise InputError(
-                f"{what} a compiled {type(part).__name__}; expected an eager one; wrap the eager module and compile "
-                "the wrapper: torch.compile(BalancedDataParallel(...))"
-            )
-    scripted = scripted_part(module)
-    if scripted is not None:
-        raise InputError(
-            f"of the module, {scripted}; expected a Python module; wrap the one that was scripted or traced"
-        )
-
-
-def _devices_from(device_ids: Sequence[int | str | torch.device] | None) -> tuple[torch.device, ...]:
-    if device_ids is None:
-        kind = accelerator_kind()
-        return () if kind is None else tuple(torch.device(kind, i) for i in range(backend(kind).device_count()))
-    if isinstance(device_ids, (str, torch.device)) or not isinstance(device_ids, Iterable):
-        raise DeviceError(f"device_ids is {device_ids!r:.80}; expected a list of devices; write [{device_ids!r:.80}]")
-    devices = tuple(map(_device_named, device_ids))
-    kinds = {device.type for device in devices}
-    here = accelerator_kind()
-    if len(kinds) > 1 or not kinds <= {"cuda", "cpu", here}:
-        raise DeviceError(
-            f"device_ids are {[str(d) for d in devices]}; expected all of them {here or 'cuda'}, or all of them cpu"
-        )
-    if kinds == {"cuda"} and here is None:
-        return ()  # as nn.DataParallel: without any usable GPU, a pass-through
-    return tuple(_indexed(device) for device in devices)
-
-
-def _device_named(item: Any) -> torch.device:
-    try:
-        return torch.device(accelerator_kind() or "cuda", item) if isinstance(item, int) else torch.device(item)
-    except (RuntimeError, TypeError):
-        raise DeviceError(
-            f"a device is {item!r:.80}; expected a GPU's number, 'cuda:1', or 'cpu'; see autosplit.list_devices()"
-        ) from None
-
-
-def _output_device(given: int | str | torch.device | None, first: torch.device) -> Any:
-    # Any: nn.DataParallel declares an index where it keeps whatever it was given.
-    if given is None:
-        return first
-    if not isinstance(given, int):
-        place = _indexed(_device_named(given))
-    elif given >= 0:
-        place = torch.device(accelerator_kind() or "cuda", given)
-    else:
-        place = torch.device("cpu")  # what nn.DataParallel means by -1
-    if place.type != first.type:
-        raise DeviceError(
-            f"output_device is {given!r}; expected a device of the kind of {first}, where the loss is computed; "
-            "leave it out, and call .cpu() on what comes back"
-        )
-    return place
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Name a device as its tensors do: an accelerator with an index, `cpu` without one."""
-    if device.type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device.type, backend(device.type).current_device()) if device.index is None else device
-
-
-def _whole(size: Any) -> int | None:
-    """Return a number of samples as an int, also numpy's; None where it is none."""
-    try:
-        number = None if isinstance(size, bool) else operator.index(size)
-    except TypeError:
-        return None
-    return number if number is None or number >= 0 else None
-
-
-def _checked_sizes(name: str, sizes: Sequence[int] | None, num_devices: int) -> tuple[int, ...] | None:
-    if sizes is None:
-        return None
-    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
-        raise InputError(f"{name} is {sizes!r:.80}; expected a number of samples for each device; pass a list of them")
-    checked = tuple(_whole(size) for size in sizes)
-    if any(size is None for size in checked):
-        raise InputError(
-            f"{name} is {tuple(sizes)}; expected a number of samples, 0 or more, for each device; pass ints"
-        )
-    if num_devices and len(checked) != num_devices:
-        raise InputError(
-            f"{name} has {len(checked)} entries, {checked}; expected one for each of {num_devices} devices; "
-            f"pass {num_devices}"
-        )
-    return tuple(size for size in checked if size is not None)

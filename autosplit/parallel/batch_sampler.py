@@ -70,11 +70,7 @@ class RankSlice:
         return sum(self.batch_sizes)
 
     def size_of(self, num_samples: int) -> int:
-        """Return how many samples of a micro-batch are this rank's.
-
-        Args:
-            num_samples: Samples of the micro-batch over all ranks, at most `batch_size`.
-        """
+        """Return how many samples of a micro-batch are this rank's."""
         return short_split(num_samples, self.batch_sizes)[self.rank]
 
     def part_of(self, batch: list[int]) -> list[int]:
@@ -83,9 +79,6 @@ class RankSlice:
         A rank without a share gets the first samples, to be counted as nothing: it has to run the forward and the
         backward all the same, because the ranks' gradients meet there. One, or two where its full share is as many:
         on fewer a BatchNorm may not train.
-
-        Args:
-            batch: The micro-batch of all ranks, not empty.
         """
         whole = len(batch) == self.batch_size
         sizes = self.batch_sizes if whole else short_split(len(batch), self.batch_sizes)
@@ -228,9 +221,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make sure that a state can be loaded, and load nothing.
 
-        Args:
-            state: What `state_dict` returned.
-
         Raises:
             InputError: The state is of another order of samples, or ends within an optimizer step.
         """
@@ -289,7 +279,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             part = order[first : first + step.num_samples]
             indices = part.tolist() if isinstance(part, torch.Tensor) else [*part]
             sizes = micro_batch_sizes(step.num_samples, self.batch_size)
-            yield from map(self.rank_slice.part_of, _cut(indices, sizes))
+            for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
+                yield self.rank_slice.part_of(indices[end - size : end])
 
     def _order(self) -> Sequence[int] | torch.Tensor:
         if not self.shuffle:
@@ -300,8 +291,3 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     def _step_of(self, num_samples: int) -> StepSchedule:
         sizes = micro_batch_sizes(num_samples, self.batch_size)
         return StepSchedule(tuple(map(self.rank_slice.size_of, sizes)), num_samples)
-
-
-def _cut(indices: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    ends = itertools.accumulate(sizes)
-    return (indices[end - size : end] for size, end in zip(sizes, ends, strict=True))

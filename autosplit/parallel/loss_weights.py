@@ -76,12 +76,6 @@ _said: set[type[nn.Module]] = set()
 def checked_reduce(reduce: Reduce | None) -> Reduce | None:
     """Check how scalar outputs are to be combined.
 
-    Args:
-        reduce: ``"samples"``, ``"tokens"``, ``"next tokens"``, ``"sum"``, a callable, or None where nobody knows.
-
-    Returns:
-        The very same.
-
     Raises:
         InputError: It is none of them.
     """
@@ -114,7 +108,9 @@ def weights_of(
         WorkloadError: Tokens are to be counted, and a call has no tensor named `labels`.
     """
     if callable(reduce):
-        return _normalised([float(reduce(call)) for call in chunks])
+        amounts = [float(reduce(call)) for call in chunks]
+        total = sum(amounts)  # a callable sees one replica's call, and can't know the others'
+        return [amount / total if total else amount for amount in amounts]
     if reduce == "sum" or any(kwargs.get(_DIVISOR) is not None for _, kwargs in chunks):
         return [1.0] * len(chunks)
     if reduce == "samples":
@@ -122,12 +118,6 @@ def weights_of(
     if reduce is None:
         return [1.0] if len(chunks) == 1 else _by_samples_with_doubts(module, chunks, sizes)
     return _shares([_count(_labels_in(kwargs, reduce)) for _, kwargs in chunks], sizes)
-
-
-def _normalised(amounts: list[float]) -> list[float | Tensor]:
-    """Return amounts as shares of their sum; a callable sees one replica's call, and can't know the others'."""
-    total = sum(amounts)
-    return [amount / total if total else amount for amount in amounts]
 
 
 def _by_samples(sizes: Sequence[int]) -> list[float]:
@@ -183,7 +173,7 @@ def _by_samples_with_doubts(
         return weights
     labels = [kwargs.get("labels") for _, kwargs in chunks]
     found = [item for item in labels if is_integer(item)]
-    if not found or not all(_can_be_looked_at(item) for item in found):
+    if not found or torch.compiler.is_compiling() or any(isinstance(one, FakeTensor) or one.is_meta for one in found):
         return weights
     _looked_at.add(kind)  # this look waits for the labels' device, and is the only one
     if not any(bool((item == IGNORED_LABEL).any()) for item in found):
@@ -195,7 +185,3 @@ def _by_samples_with_doubts(
         "replicas' losses were weighted by their samples; pass reduce='tokens' if it does ('next tokens' if it shifts "
         "labels by one, as causal language models do), reduce='samples' if not",
     )
-
-
-def _can_be_looked_at(tensor: Tensor) -> bool:
-    return not (isinstance(tensor, FakeTensor) or tensor.is_meta or torch.compiler.is_compiling())

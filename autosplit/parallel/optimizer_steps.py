@@ -149,13 +149,11 @@ class OptimizerStep:
             return
         weighted = loss * weight
         if weight:
-            self._add(weighted.detach().reshape(()))
+            # Added up in the first one's place: a block kept for each is not in a plan's memory.
+            own = weighted.detach().reshape(())
+            self._loss = own if self._loss is None else self._loss.add_(own)
         with nullcontext() if weight else self.silenced():
             (weighted if scaler is None else scaler.scale(weighted)).backward()
-
-    def _add(self, loss: torch.Tensor) -> None:
-        """Add a loss to those before, in the first one's place: a block kept for each is not in a plan's memory."""
-        self._loss = loss if self._loss is None else self._loss.add_(loss)
 
     def check_finished(self) -> None:
         """Make sure that every micro-batch of the step had its backward; `steps` does so before it goes on.
@@ -171,7 +169,7 @@ class OptimizerStep:
             )
 
     def _draw(self) -> Iterator[Any]:
-        accumulation = Accumulation(len(self))
+        accumulation = Accumulation()
         for _ in self.micro_batch_sizes:
             self._check_backward()
             batch = next(self._batches, _MISSING)
@@ -331,14 +329,10 @@ def _held_steps(
         held.append(batch)
         sizes.append(counted(count, batch))
         if len(held) == most_batches or (enough is not None and sum(sizes) >= enough):
-            yield _held_step(held, sizes, index)
+            yield OptimizerStep(_let_go(held), sizes, index=index)
             held, sizes, index = [], [], index + 1
     if held:
-        yield _held_step(held, sizes, index)
-
-
-def _held_step(held: list[Any], sizes: Sequence[int], index: int) -> OptimizerStep:
-    return OptimizerStep(_let_go(held), sizes, index=index)
+        yield OptimizerStep(_let_go(held), sizes, index=index)
 
 
 def _let_go(held: list[Any]) -> Iterator[Any]:

@@ -26,15 +26,7 @@ __all__ = ["run_in_turn", "run_on_gpus", "run_placed"]
 
 
 def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
-    """Run chunks through the one module; its buffers keep what the first of them leaves, as on GPUs.
-
-    Args:
-        module: The module.
-        chunks: A call, ``(args, kwargs)``, for each device that has samples.
-
-    Returns:
-        What each call returns.
-    """
+    """Run chunks through the one module; its buffers keep what the first of them leaves, as on GPUs."""
     if len(chunks) > 1:
         # As on GPUs each replica gets a copy: a module that changes its input in place must not reach the others'.
         chunks = [map_tensors(torch.clone, call) for call in chunks]
@@ -50,18 +42,7 @@ def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
 def run_placed(
     module: nn.Module, placement: Placement, active: list[int], chunks: list[Any], kept: KeptReplicas | None
 ) -> list[Any]:
-    """Scatter all, replicate, run all: on devices that are there for the placement only.
-
-    Args:
-        module: On the first device.
-        placement: Who knows which tensor is where.
-        active: Positions of the devices that have samples.
-        chunks: A call for each of them.
-        kept: Replicas that outlive this forward; None for such as don't.
-
-    Returns:
-        What each call returns, on its device.
-    """
+    """Scatter all, replicate, run all: on devices that are there for the placement only."""
     adopt_module(placement, module, 0)
     placed = [map_tensors(partial(_moved, placement, index), call) for index, call in zip(active, chunks, strict=True)]
     if active == [0]:
@@ -95,9 +76,6 @@ def run_on_gpus(
         chunks: A call for each of them.
         kept: Replicas that outlive this forward; None for such as don't.
         dim: The batch dimension, to count the samples of a GPU that runs out of memory.
-
-    Returns:
-        What each call returns, on its GPU.
 
     Raises:
         OutOfMemoryError: A GPU ran out of memory; it is named, with the samples it held.

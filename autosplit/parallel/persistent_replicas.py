@@ -100,11 +100,7 @@ def _accumulated(known: weakref.ref[_Master], tensor: Tensor) -> None:
 
 
 class KeptReplicas:
-    """Replicas of one module that outlive a micro-step.
-
-    Args:
-        copies: How tensors travel.
-    """
+    """Replicas of one module that outlive a micro-step."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -128,10 +124,6 @@ class KeptReplicas:
         """Return a replica of the module for each device, the first device's on the module's own parameters.
 
         Values are copied anew unless gradients wait, or a backward may be to come: these belong to what is there.
-
-        Args:
-            module: On the first device.
-            devices: Positions of the devices that have samples.
         """
         tensors = unique((*module.parameters(), *module.buffers()))
         kept = [tensor for tensor in tensors if _can_be_kept(tensor)]
@@ -149,13 +141,7 @@ class KeptReplicas:
         return [replica_of(module, tables[device]) for device in devices]
 
     def hold(self, module: nn.Module, devices: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
-        """Let gradients of zeros wait, as if a micro-step had been before: for whoever follows just one of many.
-
-        Args:
-            module: On the first device.
-            devices: Positions of the devices that have samples.
-            parameters: Those that have a gradient.
-        """
+        """Let gradients of zeros wait, as if a micro-step had been before: for whoever follows just one of many."""
         self.replicas(module, devices)
         for parameter in parameters:
             master = self._masters.get(id(parameter))

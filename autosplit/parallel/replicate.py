@@ -114,13 +114,7 @@ def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def replicate(module: nn.Module, devices: Sequence[int], copies: Copies) -> list[nn.Module]:
-    """Build a replica of the module on each device, by the protocol that nn.DataParallel's replicas follow.
-
-    Args:
-        module: On the first device.
-        devices: Positions of the devices that have samples.
-        copies: How tensors travel.
-    """
+    """Build a replica of the module on each device, by the protocol that nn.DataParallel's replicas follow."""
     spread = unique((*module.parameters(), *module.buffers()))
     moving = [tensor for tensor in spread if tensor.requires_grad]
     fixed = [tensor for tensor in spread if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]

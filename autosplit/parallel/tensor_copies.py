@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,44 +21,72 @@ BUCKET_BYTES = 10 * 2**20
 """Of what travels as one: what torch's own broadcast of a module's parameters takes (10 MiB)."""
 
 
-class Copies(Protocol):
-    """How tensors travel. Devices are positions in the wrapper's list.
+class Copies(ABC):
+    """How tensors travel, one after the other. Devices are positions in the wrapper's list.
 
     Attributes:
         together: Many small tensors go to and from a device as one.
     """
 
-    together: ClassVar[bool]
+    together: ClassVar[bool] = False
 
+    @abstractmethod
     def name_of(self, device: int) -> str:
         """Name a device for a message."""
 
+    @abstractmethod
     def copy(self, tensor: Tensor, device: int, purpose: str) -> Tensor:
         """Copy a tensor of the first device to another one, differentiably."""
 
+    @abstractmethod
     def copy_into(self, block: Tensor, tensor: Tensor, device: int) -> None:
         """Copy a tensor of the first device into one that is on another already."""
 
-    def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
-        """Copy tensors of the first device into such as are on another already."""
-
+    @abstractmethod
     def bring(self, tensor: Tensor, device: int) -> Tensor:
         """Copy a gradient of a device to the first."""
 
+    def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
+        """Copy tensors of the first device into such as are on another already."""
+        for block, tensor in zip(blocks, tensors, strict=True):
+            self.copy_into(block, tensor, device)
+
     def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:
         """Copy dense gradients of a device to the first, and yield each with its position when it is there."""
+        for position, tensor in enumerate(tensors):
+            yield position, self.bring(tensor, device)
 
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
         """Copy tensors of the first device to each device: for each tensor, one for each; the first's own is a view."""
+        return [
+            [
+                tensor.view_as(tensor) if device == 0 else self.copy(tensor.detach(), device, "parameter")
+                for device in devices
+            ]
+            for tensor in tensors
+        ]
 
     def gathered(self, grads: Sequence[Grads], devices: Sequence[int]) -> list[Tensor | None]:
         """Add up gradients on the first device: for each tensor, of what each device has; None where none has any."""
+        return [self._sum_on_first(parts, devices) for parts in grads]
+
+    def _sum_on_first(self, grads: Grads, devices: Sequence[int]) -> Tensor | None:
+        total: Tensor | None = None
+        owned = False  # a sum of ours is added to in place; the first replica's gradient is autograd's
+        for grad, device in zip(grads, devices, strict=True):
+            if grad is None:
+                continue
+            brought = grad if device == 0 else self.bring(grad, device)
+            if total is None:
+                total, owned = brought, device != 0
+            else:
+                total, owned = total.add_(brought) if owned else total + brought, True
+            del brought  # before the next one comes
+        return total
 
 
-class PlacedCopies:
-    """Between the devices of a placement, one tensor after the other: each is accounted by itself."""
-
-    together: ClassVar[bool] = False
+class PlacedCopies(Copies):
+    """Between the devices of a placement: each tensor is accounted by itself."""
 
     def name_of(self, device: int) -> str:
         """Name a device for a message."""
@@ -71,36 +100,14 @@ class PlacedCopies:
         """Copy a tensor of the first device into one that is on another already."""
         transfer_into(block, tensor.detach(), 0, device, "parameter")
 
-    def copy_all_into(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor], device: int) -> None:
-        """Copy tensors of the first device into such as are on another already."""
-        for block, tensor in zip(blocks, tensors, strict=True):
-            self.copy_into(block, tensor, device)
-
     def bring(self, tensor: Tensor, device: int) -> Tensor:
         """Copy a gradient of a device to the first."""
         return transfer(tensor, device, 0, "gradient")
 
-    def bring_all(self, tensors: Sequence[Tensor], device: int) -> Iterator[tuple[int, Tensor]]:
-        """Copy dense gradients of a device to the first, and yield each with its position when it is there."""
-        for position, tensor in enumerate(tensors):
-            yield position, self.bring(tensor, device)
-
-    def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
-        """Copy tensors of the first device to each device: for each tensor, one for each; the first's own is a view."""
-        return _spread_singly(self, tensors, devices)
-
-    def gathered(self, grads: Sequence[Grads], devices: Sequence[int]) -> list[Tensor | None]:
-        """Add up gradients on the first device, one after the other."""
-        return [_sum_on_first(self, parts, devices) for parts in grads]
-
 
 @dataclass(frozen=True)
-class GpuCopies:
-    """Between GPUs, on CUDA by what nn.DataParallel stands on; a GPU that is used twice gets copies of its own.
-
-    Attributes:
-        devices: The wrapper's.
-    """
+class GpuCopies(Copies):
+    """Between GPUs, on CUDA by what nn.DataParallel stands on; a GPU that is used twice gets copies of its own."""
 
     devices: tuple[torch.device, ...]
     together: ClassVar[bool] = True
@@ -140,7 +147,7 @@ class GpuCopies:
     def spread(self, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
         """Copy tensors of the first device to each device, small ones together; the first's own is a view."""
         if not self._in_one_go:
-            return _spread_singly(self, tensors, devices)
+            return super().spread(tensors, devices)
         others = [device for device in devices if device != 0]
         # torch copies from the first of its list, so that is there, also when it gets no samples.
         targets = [self.devices[device] for device in (0, *others)]
@@ -164,7 +171,7 @@ class GpuCopies:
             for i, total in zip(together, comm.reduce_add_coalesced(by_device, self.devices[0]), strict=True):
                 totals[i] = total
         for i in set(range(len(grads))) - set(together):
-            totals[i] = _sum_on_first(self, grads[i], devices)
+            totals[i] = self._sum_on_first(grads[i], devices)
         return totals
 
 
@@ -201,28 +208,3 @@ def _as_complex(copy: Tensor, tensor: Tensor) -> Tensor:
 def _plain(grad: Tensor | None) -> bool:
     """Tell whether torch's reduction takes a gradient: there, dense, real, and without a graph of its own."""
     return grad is not None and grad.layout is torch.strided and not grad.is_complex() and not grad.requires_grad
-
-
-def _spread_singly(copies: Copies, tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
-    return [
-        [
-            tensor.view_as(tensor) if device == 0 else copies.copy(tensor.detach(), device, "parameter")
-            for device in devices
-        ]
-        for tensor in tensors
-    ]
-
-
-def _sum_on_first(copies: Copies, grads: Grads, devices: Sequence[int]) -> Tensor | None:
-    total: Tensor | None = None
-    owned = False  # a sum of ours is added to in place; the first replica's gradient is autograd's
-    for grad, device in zip(grads, devices, strict=True):
-        if grad is None:
-            continue
-        brought = grad if device == 0 else copies.bring(grad, device)
-        if total is None:
-            total, owned = brought, device != 0
-        else:
-            total, owned = total.add_(brought) if owned else total + brought, True
-        del brought  # before the next one comes
-    return total

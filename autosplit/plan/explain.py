@@ -24,8 +24,8 @@ from autosplit.plan.explanation import (
     Solved,
     What,
 )
+from autosplit.solve.problem import MOST_WORK, NO_LIMIT_BYTES, Problem
 from autosplit.solve.split import even_split
-from autosplit.solve.what_if import MOST_WORK, NO_LIMIT_BYTES, Problem
 
 __all__ = [
     "FASTER",

@@ -23,7 +23,7 @@ from autosplit.plan.redact import shareable
 from autosplit.plan.torchrun import PLAN_VARIABLE, command_for, refuse_without_ranks
 from autosplit.solve.even_ranks import EvenProblem, EvenRanks
 from autosplit.solve.memory import Ceiling
-from autosplit.solve.what_if import MOST_WORK, Problem
+from autosplit.solve.problem import MOST_WORK, Problem
 from autosplit.text import printable, rate_text
 
 __all__ = ["FORMATS", "export"]

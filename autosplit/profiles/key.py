@@ -84,7 +84,7 @@ def workload_of(workload: Workload) -> dict[str, Any]:
         Plain JSON values, equal for equal workloads in every process.
     """
     models: Any = workload.model
-    parts = [models] if callable(models) else list(models.values() if isinstance(models, Mapping) else models)
+    parts = workload.modules or (models,)
     modules = [part for part in parts if hasattr(part, "named_modules") and not isinstance(part, type)]
     described = {
         "model": ", ".join(qualified_name(_kind(part) if part in modules else part) for part in parts),

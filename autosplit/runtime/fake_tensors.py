@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autosplit.accelerators import accelerator_kind
 from autosplit.runtime.build_small import settings_kept_on_failure
 from autosplit.workload.batch import Whole, map_tensors, tensors_of
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.workload import Workload
 
 __all__ = ["built_without_memory", "fake_leaf", "fake_like", "fake_mode", "fake_scalar", "holds_fakes", "mode_of"]
 
@@ -52,9 +52,7 @@ def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
 
 def mode_of(workload: Workload) -> FakeTensorMode | None:
     """Return the mode that a workload was built under; None where its tensors are real."""
-    models = workload.model
-    modules = modules_of(models) if isinstance(models, (nn.Module, tuple, list, Mapping)) else []
-    tensors = [*(p for module in modules for p in module.parameters()), *tensors_of(workload.sample_batch)]
+    tensors = [*(p for module in workload.modules for p in module.parameters()), *tensors_of(workload.sample_batch)]
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -411,7 +411,7 @@ def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | No
         failure = error
     else:
         return tracer, None
-    if any(parameter.is_meta for module in _known_modules(workload) for parameter in module.parameters()):
+    if any(parameter.is_meta for module in workload.modules for parameter in module.parameters()):
         raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
     try:
         tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu)
@@ -436,8 +436,3 @@ def _traced_once(
         tracer.trainee.restore()
         raise
     return tracer
-
-
-def _known_modules(workload: Workload) -> list[nn.Module]:
-    model = workload.model
-    return modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []

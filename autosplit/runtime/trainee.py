@@ -147,7 +147,7 @@ class Trainee:
             mark("update")
         else:
             # `loss` is held from one micro-step to the next, as the variable of a training loop holds it.
-            accumulation = Accumulation(len(batches))
+            accumulation = Accumulation()
             total = num_samples or sum(sizes)
             for position, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
                 mark("micro")

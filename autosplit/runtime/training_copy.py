@@ -107,7 +107,7 @@ def _nothing() -> None:
 def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Any, bool]:
     """Return the workload's model or models, and whether a factory made them just now."""
     models: Any = workload.model
-    if isinstance(models, (nn.Module, tuple, list, Mapping)):
+    if workload.modules:
         return map_modules(eager_of, models), False
     made = models() if mode is None else built_without_memory(models, mode)
     if not isinstance(made, nn.Module):
@@ -332,9 +332,7 @@ def _choose_gpu_variants(optimizers: Any) -> None:
 
 def bytes_on_accelerators(workload: Workload) -> dict[torch.device, int]:
     """Return what a live model and its live optimizers hold of each accelerator."""
-    given: Any = workload.model
-    models = modules_of(given) if isinstance(given, (nn.Module, tuple, list, Mapping)) else []
-    tensors = [t for model in models for p in (*model.parameters(), *model.buffers()) for t in (p, p.grad)]
+    tensors = [t for model in workload.modules for p in (*model.parameters(), *model.buffers()) for t in (p, p.grad)]
     tensors += [t for optimizer in _live_optimizers(workload) for t in state_tensors(optimizer)]
     held = {t.untyped_storage()._cdata: t for t in tensors if t is not None and t.layout is torch.strided}
     found: dict[torch.device, int] = {}

@@ -6,7 +6,7 @@ Imported where a search begins, since it imports Optuna.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import optuna
@@ -17,12 +17,12 @@ from optuna.trial import FrozenTrial, TrialState
 from autosplit.solve.proposals import Proposal
 from autosplit.solve.search_space import Configuration, Space, Trial
 
-__all__ = ["PARAMETERS", "CostModelSampler"]
-
-PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
+__all__ = ["CostModelSampler"]
 
 _ANY_NUMBER = IntDistribution(0, 2**31 - 1)
 """The bounds of a proposal; those that a trial suggests within are the search space's own."""
+
+_PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
 
 STARTUP_TRIALS = 4
 """Trials that TPE draws at random before it models them: the study begins with the model's own."""
@@ -42,7 +42,7 @@ class CostModelSampler(BaseSampler):
     def __init__(
         self,
         propose: Callable[[Sequence[Trial]], Proposal],
-        trials: Callable[[], Sequence[Trial]],
+        trials: Callable[[], Collection[Trial]],
         space: Space,
         *,
         seed: int,
@@ -63,7 +63,7 @@ class CostModelSampler(BaseSampler):
         """Return the parameters that the model proposes together; none where the explorer draws them."""
         del study, trial
         wanted = self._wanted()
-        return {} if wanted is None else dict.fromkeys(PARAMETERS, _ANY_NUMBER)
+        return {} if wanted is None else dict.fromkeys(_PARAMETERS, _ANY_NUMBER)
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]

@@ -7,11 +7,11 @@ samples: no rank has more than another, and no forward is shorter than the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autosplit.solve.solver import BACKWARD_SHARE, MOST_STEPS, WITHIN_REACH
-from autosplit.solve.step_time import Fit, TimeCurve, overlapped_seconds
+from autosplit.solve.solver import MOST_STEPS, WITHIN_REACH
+from autosplit.solve.step_time import Fit
 
 __all__ = ["EvenProblem", "EvenRanks"]
 
@@ -105,44 +105,30 @@ class EvenProblem:
             return None
         found: tuple[tuple[int, ...], EvenRanks] | None = None
         fastest = everyone.samples_per_s
-        by_pace = sorted(range(len(self.ceilings)), key=self._seconds_per_sample)
+        curves = self.fit.step_time.curves
+        sizes = [max(1, min(ceiling, self.effective_batch_size)) for ceiling in self.ceilings]
+        by_pace = sorted(range(len(sizes)), key=lambda rank: curves[rank](sizes[rank]) / sizes[rank])
         for count in range(len(by_pace) - 1, 0, -1):
             kept = tuple(sorted(by_pace[:count]))
-            even = self._of(kept).best()
+            ceilings = tuple(self.ceilings[rank] for rank in kept)
+            even = replace(self, ceilings=ceilings, fit=self.fit.among(kept)).best()
             if even is not None and even.samples_per_s is not None and even.samples_per_s > fastest:
                 found, fastest = (kept, even), even.samples_per_s
         return found
 
     def rate(self, batch_size: int, accumulation_steps: int) -> float | None:
-        """Predict the samples/s of even ranks; None without a fit.
-
-        Args:
-            batch_size: Samples per forward on each rank.
-            accumulation_steps: Forwards per optimizer step.
-        """
+        """Predict the samples/s of even ranks; None without a fit."""
         if self.fit is None:
             return None
-        step_time = self.fit.step_time
-        forwards_s = [curve(batch_size) for curve in step_time.curves]
-        busy_s = [sum(forwards_s)] if step_time.adds_up else forwards_s
-        seconds = overlapped_seconds(
-            [accumulation_steps * busy for busy in busy_s],
-            self.fit.all_reduce_s,
-            step_time.update_s,
-            BACKWARD_SHARE * max(forwards_s),
-        )
-        return len(self.ceilings) * batch_size * accumulation_steps / seconds
+        split = (batch_size,) * len(self.ceilings)
+        return sum(split) * accumulation_steps / self.fit.rank_seconds({split: accumulation_steps})
 
     # Parts
 
-    @property
-    def _largest(self) -> int:
-        """The most samples per forward that every rank holds."""
-        held = min(self.ceilings)
-        return held if self.max_batch_size is None else min(held, self.max_batch_size // len(self.ceilings))
-
     def _looked_at(self) -> list[EvenRanks]:
-        largest = self._largest
+        largest = min(self.ceilings)
+        if self.max_batch_size is not None:
+            largest = min(largest, self.max_batch_size // len(self.ceilings))
         if largest < max(1, self.least_batch):
             return []
         sizes = dict.fromkeys(self._sizes(largest))
@@ -174,16 +160,3 @@ class EvenProblem:
         least, most = self.effective_batch_sizes or (0, math.inf)
         rate = float(f"{even.samples_per_s or 0.0:.6g}")  # what differs by rounding only is as fast
         return not least <= step <= most, abs(step - wanted), -rate, even.accumulation_steps, even.batch_size
-
-    def _seconds_per_sample(self, rank: int) -> float:
-        assert self.fit is not None
-        most = max(1, min(self.ceilings[rank], self.effective_batch_size))
-        return self.fit.step_time.curves[rank](most) / most
-
-    def _of(self, ranks: Sequence[int]) -> EvenProblem:
-        """Return the problem of some of the ranks; a single one has nothing to reduce."""
-        assert self.fit is not None
-        curves: tuple[TimeCurve, ...] = tuple(self.fit.step_time.curves[rank] for rank in ranks)
-        step_time = self.fit.step_time.bare(curves, self.fit.step_time.update_s, adds_up=self.fit.step_time.adds_up)
-        fit = Fit(step_time, self.fit.all_reduce_s if len(curves) > 1 else 0.0)
-        return replace(self, ceilings=tuple(self.ceilings[rank] for rank in ranks), fit=fit)

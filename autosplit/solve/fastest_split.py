@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from autosplit.errors import InputError
+from autosplit.solve.memory import largest_size
 from autosplit.solve.split import as_text, even_split, limits_of, require_room, whole_number
 
 __all__ = ["fastest_split"]
@@ -35,9 +36,6 @@ def fastest_split(
         times: Per device, seconds for n samples: 0 at n = 0, finite, never falling as n grows up to its cap.
         caps: The most samples that each device may get.
         floors: The fewest samples that each device must get; None for 0 everywhere.
-
-    Returns:
-        One share per device, which minimises the largest ``times[i](share[i])``.
 
     Raises:
         InputError: A number is negative or not whole, the lengths differ, a floor is above its cap, the caps add up to
@@ -161,13 +159,7 @@ def _count(time: Callable[[int], float], finish_s: float, least: int, most: int)
     within: Callable[[float, int, int], int] | None = getattr(time, "most_within", None)
     if within is not None:  # a curve knows by itself
         return within(finish_s, least, most)
-    while least < most:
-        middle = (least + most + 1) // 2
-        if time(middle) <= finish_s:
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    return least + largest_size(most - least, lambda more: time(least + more) <= finish_s)
 
 
 def _level(batch_size: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
@@ -175,13 +167,7 @@ def _level(batch_size: int, low: Sequence[int], high: Sequence[int]) -> list[int
     even = even_split(batch_size, len(low))
     if max(low) <= even[-1] and even[0] <= min(high):  # nothing is in the way
         return list(even)
-    floor, ceiling = 0, max(high)
-    while floor < ceiling:
-        middle = (floor + ceiling + 1) // 2
-        if sum(_clamped(middle, low, high)) <= batch_size:
-            floor = middle
-        else:
-            ceiling = middle - 1
+    floor = largest_size(max(high), lambda level: sum(_clamped(level, low, high)) <= batch_size)
     shares = _clamped(floor, low, high)
     left = batch_size - sum(shares)
     for index, share in enumerate(shares):

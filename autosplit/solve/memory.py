@@ -7,24 +7,17 @@ Peak bytes of device 0::
 Peak bytes of another one::
 
     fixed + per_share * share
-
-Seconds of a step of k micro-steps, whose replicas are kept from the first to the last, over those that take part::
-
-    sum of copies_i + k * (sum of gather_i * n_i + contention * slowest device) + update
-
-Seconds of a DDP step::
-
-    slowest rank's k micro-steps + what its last backward does not hide of the all-reduce + update
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-__all__ = ["Ceiling", "MemoryFit", "MemoryParts", "Region", "largest_fitting"]
+__all__ = ["Ceiling", "MemoryFit", "MemoryParts", "Region", "largest_fitting", "largest_size", "samples_within"]
 
 
 Role = Literal["primary", "replica", "rank", "eval"]
@@ -75,6 +68,28 @@ class Ceiling:
     def headroom_bytes(self) -> int:
         """The bytes that are left of the capacity at the ceiling."""
         return self.capacity_bytes - self.peak_bytes
+
+    def bytes_at(self, samples: int) -> int:
+        """Return what so many samples hold: by the line, and no less than what fewer of them were seen to take."""
+        known = (nbytes for size, nbytes, _ in self.points if size <= samples)
+        return max(0, self.fixed_bytes + self.bytes_per_sample * samples, *known)
+
+    def most_within(self, capacity_bytes: int, most: int) -> int:
+        """Return the most samples that fit so much memory, up to `most`."""
+        return largest_size(most, lambda samples: self.bytes_at(samples) <= capacity_bytes)
+
+    def with_capacity(self, capacity_bytes: int, batch_size: int) -> Ceiling:
+        """Return the ceiling of a device that may hold so much, which is so many samples."""
+        if batch_size == self.batch_size:
+            return replace(self, capacity_bytes=capacity_bytes)
+        return replace(
+            self,
+            batch_size=batch_size,
+            limited_by="memory",
+            peak_bytes=self.bytes_at(batch_size),
+            capacity_bytes=capacity_bytes,
+            confirmed=False,
+        )
 
 
 @dataclass(frozen=True)
@@ -175,6 +190,16 @@ class Region:
     max_batch_size: int
     least_share: int = 1
 
+    @classmethod
+    def apart(cls, ceilings: Sequence[int], max_batch_size: int, least_share: int = 1) -> Region:
+        """Return the region of devices whose memory is their own, as that of ranks is: their ceilings say it all."""
+        return cls(MemoryFit(0.0, 0.0), 0, ceilings[0], tuple(ceilings[1:]), max_batch_size, least_share)
+
+    @property
+    def ceilings(self) -> tuple[int, ...]:
+        """The most samples that each device runs, whatever the others do."""
+        return (self.primary_ceiling, *self.replica_ceilings)
+
     @property
     def largest_batch(self) -> int:
         """The largest batch that some split of it fits."""
@@ -205,11 +230,24 @@ class Region:
 
 @functools.lru_cache(maxsize=256)  # asked for thousands of times while a plan is solved
 def _largest_batch(region: Region) -> int:
-    low, high = 0, min(region.max_batch_size, region.primary_ceiling + sum(region.replica_ceilings))
+    most = min(region.max_batch_size, sum(region.ceilings))
+    return largest_size(most, lambda batch_size: region.gpu0_bounds(batch_size) is not None)
+
+
+def largest_size(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest size up to `most` that fits, by halving, where all that is smaller fits; 0 where none does."""
+    low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if region.gpu0_bounds(middle) is not None else (low, middle - 1)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+def samples_within(nbytes: float, bytes_per_sample: float, most: int) -> int:
+    """Return how many samples bytes hold, up to `most`."""
+    if nbytes < 0:
+        return 0
+    return most if bytes_per_sample <= 0 else math.floor(min(most, nbytes / bytes_per_sample))
 
 
 def largest_fitting(

@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ import msgspec
 from autosplit.errors import InputError
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.proposals import Proposal
-from autosplit.solve.search_space import Configuration, Space, Trial
+from autosplit.solve.search_space import Configuration, Space, Trial, configuration_of
 from autosplit.text import rate_text, without_passwords
 
 __all__ = ["CeilingStore", "search"]
@@ -74,9 +74,6 @@ def search(
         on_trial: Told of each trial, also of those that a killed search left.
         on_trouble: Told why the storage is done without, where it fails in mid-search.
 
-    Returns:
-        The trials in order, each configuration once; none where nothing fits.
-
     Raises:
         InputError: Optuna can't open the storage.
     """
@@ -104,18 +101,7 @@ def search(
 
 
 class _Search:
-    """The objective that Optuna's loop calls.
-
-    Args:
-        space: What may be searched.
-        evaluate: See `search`.
-        propose: See `search`.
-        n_trials: See `search`.
-        seed: See `search`.
-        sampler: See `search`.
-        deadline_s: See `search`.
-        on_trial: See `search`.
-    """
+    """The objective that Optuna's loop calls; its arguments are those of `search`."""
 
     def __init__(
         self,
@@ -134,14 +120,15 @@ class _Search:
         self.deadline_s, self.on_trial = deadline_s, on_trial
         self.done: dict[Configuration, Trial] = {}
         self.asked = 0
-        self.model = None if sampler is not None else CostModelSampler(propose, self._trials, space, seed=seed)
+        self.model: CostModelSampler | None = None
+        if sampler is None:
+            self.model = CostModelSampler(propose, self._trials, space, seed=seed)
         self.sampler = sampler or self.model
         self.raised: BaseException | None = None
         self.fresh: tuple[Trial, str] | None = None
-        self.ran: int | None = None  # the number in the study of a trial that is not told yet
 
-    def _trials(self) -> Sequence[Trial]:
-        return tuple(self.done.values())
+    def _trials(self) -> Collection[Trial]:
+        return self.done.values()
 
     def resume(self, study: Any) -> None:
         """Take over the trials of a search that did not come to its end; what it left running is failed."""
@@ -160,18 +147,8 @@ class _Search:
         try:
             with _quiet_optuna():
                 study.optimize(self._objective, callbacks=[self._told])
-        except Exception as error:
-            if error is self.raised or not self._was_taken(study):
-                raise
         finally:
             self._tell_fresh()  # it ran, whatever became of its place in the study
-
-    def _was_taken(self, study: Any) -> bool:
-        """Tell whether another search of the same study took the last trial, which ran, for one that was cut off."""
-        import optuna
-
-        ran, self.ran = self.ran, None
-        return ran is not None and study.get_trials(deepcopy=False)[ran].state == optuna.trial.TrialState.FAIL
 
     @property
     def is_over(self) -> bool:
@@ -184,7 +161,6 @@ class _Search:
 
     def _told(self, study: Any, _trial: Any) -> None:
         """Tell of the trial that the study has now, and end the loop where it was the last."""
-        self.ran = None
         self._tell_fresh()
         if self.is_over:
             proposal = Proposal() if self.model is None else self.model.next()
@@ -220,9 +196,10 @@ class _Search:
         self.asked += 1
         enqueued = asking.study.get_trials(deepcopy=False)[asking.number].system_attrs.get("fixed_params")
         try:
-            configuration = _suggested(asking, self.space, enqueued or {})
+            configuration = _suggested(asking, self.space)
         finally:
-            why = self._reason() if enqueued is None else "enqueued in the study"
+            drawn = f"drawn by {type(self.sampler).__name__}" if self.model is None else self.model.reason
+            why = drawn if enqueued is None else "enqueued in the study"
             asking.set_user_attr("why", why)
         trial = self.done.get(configuration)
         if trial is None:
@@ -230,7 +207,6 @@ class _Search:
                 trial = self.evaluate(len(self.done), configuration)
             self.done[configuration] = trial
             self.fresh = trial, why
-        self.ran = asking.number
         asking.set_user_attr("split", list(trial.split))
         asking.set_user_attr("error_share", trial.error_share)
         asking.set_user_attr("peak_bytes", list(trial.peak_bytes))
@@ -240,9 +216,6 @@ class _Search:
             asking.set_user_attr("failed_device", trial.failed_device)
             raise optuna.TrialPruned(trial.failure)
         return trial.samples_per_s
-
-    def _reason(self) -> str:
-        return f"drawn by {type(self.sampler).__name__}" if self.model is None else self.model.reason
 
 
 def _log_trial(trial: Trial, why: str) -> None:
@@ -257,10 +230,6 @@ def _log_trial(trial: Trial, why: str) -> None:
 
 class CeilingStore:
     """Keeps the ceilings of a search in its study, so that one which was killed need not measure them again.
-
-    Args:
-        storage: An Optuna URL, opened before anything is measured.
-        study_name: The search's study.
 
     Raises:
         InputError: Optuna can't open it, or write to it.
@@ -277,12 +246,7 @@ class CeilingStore:
             raise _unusable(storage, error) from error
 
     def get(self, key: str, largest_batch: int) -> Ceiling | None:
-        """Return a ceiling that a killed search left; None where there is none, or what is there can't be one.
-
-        Args:
-            key: What it is of.
-            largest_batch: The most samples that are worth a look.
-        """
+        """Return a ceiling that a killed search left; None where there is none, or what is there can't be one."""
         try:
             found = msgspec.convert(self._kept[key], Ceiling)
         except (KeyError, msgspec.ValidationError):
@@ -364,33 +328,23 @@ def _resumed(study: Any, space: Space) -> tuple[dict[Configuration, Trial], int]
         if isinstance(ended, int) and frozen.number < ended:
             continue
         asked += 1
-        found = _remembered(frozen, len(done))
-        others = len(space.region.replica_ceilings)
-        if found is not None and found[0] not in done and space.holds(found[0]) and len(found[1].split) == 1 + others:
-            done[found[0]] = found[1]
+        trial = _remembered(frozen, len(done))
+        if trial is None or len(trial.split) != len(space.region.ceilings):
+            continue
+        configuration = configuration_of(trial)
+        if configuration not in done and space.holds(configuration):
+            done[configuration] = trial
     return done, asked
 
 
-def _remembered(frozen: Any, number: int) -> tuple[Configuration, Trial] | None:
+def _remembered(frozen: Any, number: int) -> Trial | None:
     """Return a trial that an earlier process told the study of; None for one that is not whole."""
-    attributes = frozen.user_attrs
+    told = {**frozen.user_attrs, **frozen.params, "number": number, "samples_per_s": frozen.value}
     try:
-        configuration = Configuration(**{name: int(frozen.params[name]) for name in _PARAMETERS})
-        trial = Trial(
-            number,
-            configuration.gpu0_bsz,
-            configuration.batch_size,
-            configuration.accumulation_steps,
-            split=tuple(int(share) for share in attributes["split"]),
-            samples_per_s=frozen.value,
-            error_share=float(attributes["error_share"]),
-            peak_bytes=tuple(int(nbytes) for nbytes in attributes["peak_bytes"]),
-            failure=attributes.get("failure"),
-            failed_device=attributes.get("failed_device"),
-        )
-    except (KeyError, TypeError, ValueError):
+        trial = msgspec.convert(told, Trial)
+    except msgspec.ValidationError:
         return None
-    return (configuration, trial) if _is_sound(trial) else None
+    return trial if _is_sound(trial) else None
 
 
 def _is_sound(trial: Trial) -> bool:
@@ -408,21 +362,18 @@ def _is_sound(trial: Trial) -> bool:
     )
 
 
-_PARAMETERS = ("accumulation_steps", "batch_size", "gpu0_bsz")
-
 LEAST_RATE = 1e-9
 """Samples per second below which, and above whose inverse, nothing was measured."""
 
 
-def _suggested(trial: Any, space: Space, enqueued: Mapping[str, Any]) -> Configuration:
+def _suggested(trial: Any, space: Space) -> Configuration:
     """Ask for the parameters one within the bounds that the one before leaves.
 
     Raises:
         optuna.TrialPruned: They are none of the space's.
     """
-    odd = {name: value for name, value in enqueued.items() if name in _PARAMETERS and not _is_whole(value)}
-    if odd:  # Optuna can't take it, or not read it again: the whole study would be lost
-        raise _outside(trial, f"enqueued with {odd}, and they are whole numbers")
+    import optuna
+
     fewest, most = space.steps_bounds()
     steps = trial.suggest_int("accumulation_steps", fewest, most)
     batches = space.batch_bounds(max(1, steps)) or (1, 1)
@@ -431,19 +382,7 @@ def _suggested(trial: Any, space: Space, enqueued: Mapping[str, Any]) -> Configu
     configuration = Configuration(trial.suggest_int("gpu0_bsz", *shares), batch_size, steps)
     if not space.holds(configuration):
         # No batch makes an effective batch in so many micro-steps, or somebody enqueued what does not fit.
-        raise _outside(trial, "see the bounds of its parameters")
+        trial.set_constraint("fits", 1.0)
+        trial.set_user_attr("failure", "not in the search space: see the bounds of its parameters")
+        raise optuna.TrialPruned(trial.user_attrs["failure"])
     return configuration
-
-
-def _is_whole(value: object) -> bool:
-    """Tell whether a value that somebody enqueued is a whole number that a database keeps."""
-    return isinstance(value, (int, float)) and abs(value) < 2**53 and value == int(value)
-
-
-def _outside(trial: Any, reason: str) -> Exception:
-    """Return what prunes a trial that is none of the space's, and say so in the study."""
-    import optuna
-
-    trial.set_constraint("fits", 1.0)
-    trial.set_user_attr("failure", f"not in the search space: {reason}")
-    return optuna.TrialPruned(f"trial {trial.number} is not in the search space: {reason}")

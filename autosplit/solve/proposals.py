@@ -52,12 +52,7 @@ class Proposal:
 
 
 class Proposer:
-    """Proposes trials, one after another.
-
-    Args:
-        solver: Of the model as it was before any trial.
-        patience: See `PATIENCE`.
-    """
+    """Proposes trials, one after another."""
 
     def __init__(self, solver: Solver, *, patience: int = PATIENCE) -> None:
         self.solver = solver

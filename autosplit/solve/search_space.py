@@ -12,7 +12,15 @@ from msgspec import Meta
 from autosplit.solve.memory import Region
 from autosplit.solve.split import accumulation_steps
 
-__all__ = ["KNEE_SHARE", "Configuration", "Space", "Trial", "best_trial", "configuration_of", "told_apart"]
+__all__ = [
+    "KNEE_SHARE",
+    "Configuration",
+    "Space",
+    "Trial",
+    "best_trial",
+    "configuration_of",
+    "told_apart",
+]
 
 KNEE_SHARE = 0.97
 """With no effective batch asked for: the smallest batch with at least this share of the best throughput."""
@@ -148,9 +156,6 @@ def best_trial(
         space: What was searched.
         trials: Failed ones never count.
         rate: Predicts samples/s, to tell apart what noise can't. Default: each trial's own.
-
-    Returns:
-        The trial; None where all failed.
     """
     rates = {trial: trial.samples_per_s for trial in trials if trial.samples_per_s is not None}
     if not rates:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autosplit.errors import InputError
 from autosplit.solve.fastest_split import fastest_split
 from autosplit.solve.search_space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space, Trial, configuration_of
-from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes, proportional_split, short_split
-from autosplit.solve.step_time import StepTime, TimeCurve, overlapped_seconds
+from autosplit.solve.split import even_split, micro_batch_sizes, proportional_split
+from autosplit.solve.step_time import StepTime
 
-__all__ = ["BACKWARD_SHARE", "MOST_STEPS", "WITHIN_REACH", "RankAnswer", "RankSolver", "Solver", "geometric", "spread"]
+__all__ = ["MOST_STEPS", "WITHIN_REACH", "Solver", "geometric", "spread"]
 
 MOST_STEPS = 64
 """Accumulation steps beyond the fewest that are worth a look: each costs a copy and brings nothing but memory."""
@@ -52,11 +52,7 @@ class Solver:
         self._teams: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     def refitted(self, trials: Iterable[Trial]) -> Solver:
-        """Return a solver whose model is fitted to trials as well.
-
-        Args:
-            trials: Of this space; failed ones say nothing of time.
-        """
+        """Return a solver whose model is fitted to trials as well."""
         measured = []
         for trial in trials:
             if trial.samples_per_s is not None:
@@ -67,11 +63,7 @@ class Solver:
         return solver
 
     def split_of(self, configuration: Configuration) -> tuple[int, ...]:
-        """Return the fastest split that gives device 0 its share, under the other devices' ceilings.
-
-        Args:
-            configuration: In the space.
-        """
+        """Return the fastest split that gives device 0 its share, under the other devices' ceilings."""
         rest = configuration.batch_size - configuration.gpu0_bsz
         ceilings = self._ceilings(configuration.accumulation_steps)
         if not ceilings:
@@ -122,20 +114,17 @@ class Solver:
 
     def _alike(self, ceilings: tuple[int, ...]) -> list[list[int]]:
         """Return the other devices, counted without the first, by what they are to the model."""
+        time = self._unfitted
         alike: dict[object, list[int]] = {}
-        for other, ceiling in enumerate(ceilings):
-            alike.setdefault((ceiling, *self._kind(other)), []).append(other)
+        for other, ceiling in enumerate(ceilings, 1):
+            kind = ceiling, time.curves[other], time.copies_s[other], time.gather_s_per_sample[other]
+            alike.setdefault(kind, []).append(other - 1)
         return list(alike.values())
 
     @staticmethod
     def _team(ceilings: tuple[int, ...], kinds: list[list[int]], taken: tuple[int, ...]) -> tuple[int, ...]:
         present = {index for kind, count in zip(kinds, taken, strict=True) for index in kind[len(kind) - count :]}
         return tuple(ceiling if index in present else 0 for index, ceiling in enumerate(ceilings))
-
-    def _kind(self, other: int) -> tuple[object, ...]:
-        """Tell other devices apart, counted without the first, as far as the model of time does."""
-        time = self._unfitted
-        return time.curves[other + 1], time.copies_s[other + 1], time.gather_s_per_sample[other + 1]
 
     def _own_cost(self, other: int, ceiling: int) -> float:
         """Return what a device makes of its ceiling by itself, in seconds a sample."""
@@ -332,123 +321,6 @@ class Solver:
             bounds = self.space.batch_bounds(steps)
             for size in () if bounds is None else spread(*bounds, SIZES_OF_STEPS):
                 yield size, steps
-
-
-@dataclass(frozen=True)
-class RankAnswer:
-    """DDP's answer by the model.
-
-    Attributes:
-        batch_sizes: Samples per forward, for each rank.
-        accumulation_steps: Forwards per optimizer step, equal on all ranks.
-        samples_per_s: Predicted throughput of whole optimizer steps.
-        effective_batch_size: Samples of an optimizer step.
-    """
-
-    batch_sizes: tuple[int, ...]
-    accumulation_steps: int
-    samples_per_s: float
-    effective_batch_size: int
-
-
-BACKWARD_SHARE = 2 / 3
-"""Of a micro-step: a backward does twice the arithmetic of its forward."""
-
-
-class RankSolver:
-    """Solves DDP's batch sizes: the fastest split over the ranks, at least one sample on each.
-
-    Args:
-        curves: For each rank, its time on its share.
-        ceilings: The most samples each rank runs.
-        all_reduce_s: The all-reduce of the gradients alone.
-        update_s: The optimizer.
-        effective_batch_sizes: The least and the most samples per optimizer step; None for one micro-step of any size.
-        max_batch_size: The most samples per forward, over all ranks.
-        adds_up: The ranks share one processor, so that their times add.
-        least_batch: The fewest samples that a rank can train on.
-        accumulates: False where an optimizer step has to be a single forward.
-        tells_apart: See `Solver`.
-    """
-
-    def __init__(
-        self,
-        curves: tuple[TimeCurve, ...],
-        ceilings: tuple[int, ...],
-        *,
-        all_reduce_s: float,
-        update_s: float,
-        effective_batch_sizes: tuple[int, int] | None,
-        max_batch_size: int,
-        adds_up: bool,
-        least_batch: int = 1,
-        accumulates: bool = True,
-        tells_apart: float = LEAST_DIFFERENCE,
-    ) -> None:
-        self.tells_apart = tells_apart
-        self.least_batch = least_batch
-        self.accumulates = accumulates
-        self.curves = curves
-        self.ceilings = ceilings
-        self.all_reduce_s = all_reduce_s
-        self.update_s = update_s
-        self.effective_batch_sizes = effective_batch_sizes
-        self.max_batch_size = max_batch_size
-        self.adds_up = adds_up
-
-    def answer(self) -> RankAnswer | None:
-        """Return the best by the objective; None where a rank holds nothing, or there are more ranks than samples."""
-        found = [answer for size, total in self._sizes() if self._trains(answer := self._at(size, total))]
-        if not found:
-            return None
-        top = max(answer.samples_per_s for answer in found)
-        least_share = 1 - self.tells_apart if self.effective_batch_sizes is not None else KNEE_SHARE
-
-        def plainness(answer: RankAnswer) -> tuple[int, bool, int]:
-            batch_size = sum(answer.batch_sizes)
-            return answer.accumulation_steps, answer.effective_batch_size % batch_size != 0, batch_size
-
-        return min((answer for answer in found if answer.samples_per_s >= least_share * top), key=plainness)
-
-    def _sizes(self) -> list[tuple[int, int]]:
-        """Return batch sizes worth a look, each with the samples of its optimizer step."""
-        most = min(sum(self.ceilings), self.max_batch_size)
-        least = len(self.curves) * self.least_batch
-        if min(self.ceilings) < self.least_batch or most < least:
-            return []
-        if self.effective_batch_sizes is None:
-            return [(size, size) for size in geometric(most) if size >= least]
-        fewest_samples, most_samples = self.effective_batch_sizes
-        fewest = accumulation_steps(fewest_samples, most)
-        if not self.accumulates and fewest > 1:
-            return []
-        found = set()
-        for steps in range(fewest, fewest + MOST_STEPS if self.accumulates else 2):
-            upper = most_samples if steps == 1 else -(-most_samples // (steps - 1)) - 1
-            smallest, largest = max(least, -(-fewest_samples // steps)), min(most, upper)
-            if smallest <= largest:
-                sizes = [smallest] if fewest_samples == most_samples else spread(smallest, largest)
-                found |= {(size, min(size * steps, most_samples)) for size in sizes}
-        return sorted(found)
-
-    def _trains(self, answer: RankAnswer) -> bool:
-        """Tell whether the last micro-step, which may be shorter, gives no rank fewer samples than it can train on."""
-        last = micro_batch_sizes(answer.effective_batch_size, sum(answer.batch_sizes))[-1]
-        return not any(0 < share < self.least_batch for share in short_split(last, answer.batch_sizes))
-
-    def _at(self, batch_size: int, total: int) -> RankAnswer:
-        floors = (self.least_batch,) * len(self.curves)
-        split = fastest_split(batch_size, self.curves, self.ceilings, floors)
-        sizes = micro_batch_sizes(total, batch_size)
-        # The last micro-step may be shorter; a rank without a share in it runs as few samples as it can.
-        last_split = split if sizes[-1] == batch_size else short_split(sizes[-1], split)
-        last_s = [curve(max(self.least_batch, n)) for curve, n in zip(self.curves, last_split, strict=True)]
-        full_s = [curve(n) * (len(sizes) - 1) for curve, n in zip(self.curves, split, strict=True)]
-        times = [full + last for full, last in zip(full_s, last_s, strict=True)]
-        seconds = overlapped_seconds(
-            [sum(times)] if self.adds_up else times, self.all_reduce_s, self.update_s, BACKWARD_SHARE * max(last_s)
-        )
-        return RankAnswer(split, len(sizes), total / seconds, total)
 
 
 def geometric(largest: int) -> list[int]:

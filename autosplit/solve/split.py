@@ -30,10 +30,6 @@ __all__ = [
 def even_split(batch_size: int, num_devices: int) -> tuple[int, ...]:
     """Split a batch as evenly as whole samples allow.
 
-    Args:
-        batch_size: Samples to split, 0 or more.
-        num_devices: Devices to split over, 1 or more.
-
     Returns:
         One share per device; shares differ by at most 1 sample, the larger ones first.
 
@@ -51,11 +47,6 @@ def split_from_gpu0(batch_size: int, gpu0_bsz: int, num_devices: int) -> tuple[i
 
     Device 0 may take more than the others, fewer, or none. A batch below `gpu0_bsz` is all on device 0, and on one
     device everything is on it, because there is nowhere else to go.
-
-    Args:
-        batch_size: Samples to split, 0 or more.
-        gpu0_bsz: Samples for device 0, 0 or more.
-        num_devices: Devices to split over, device 0 included, 1 or more.
 
     Returns:
         One share per device; what doesn't divide evenly goes to devices 1, 2, ... one sample each.
@@ -139,10 +130,6 @@ def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
 def cap_split(sizes: Sequence[int], ceilings: Sequence[int]) -> tuple[int, ...]:
     """Move what is above a device's ceiling to the devices with room, in proportion to their own sizes.
 
-    Args:
-        sizes: Samples per device.
-        ceilings: The most samples that each device may get.
-
     Returns:
         One size per device, with the sum of `sizes`; `sizes` itself where no ceiling is exceeded.
 
@@ -155,10 +142,6 @@ def cap_split(sizes: Sequence[int], ceilings: Sequence[int]) -> tuple[int, ...]:
 
 def micro_batch_sizes(effective_batch_size: int, batch_size: int) -> tuple[int, ...]:
     """Cut one optimizer step into micro-batches: full ones, then what is left.
-
-    Args:
-        effective_batch_size: Samples of the optimizer step, 1 or more.
-        batch_size: Samples per forward, 1 or more.
 
     Returns:
         `accumulation_steps(effective_batch_size, batch_size)` sizes that add up to `effective_batch_size`; only the
@@ -175,13 +158,6 @@ def micro_batch_sizes(effective_batch_size: int, batch_size: int) -> tuple[int, 
 def accumulation_steps(effective_batch_size: int, batch_size: int) -> int:
     """Count the forwards of one optimizer step: the effective batch over the batch, rounded up.
 
-    Args:
-        effective_batch_size: Samples of the optimizer step, 1 or more.
-        batch_size: Samples per forward, 1 or more.
-
-    Returns:
-        The number of micro-batches, 1 or more.
-
     Raises:
         InputError: Either number is below 1 or not a whole number.
     """
@@ -197,9 +173,6 @@ def whole_number(name: str, value: SupportsIndex, *, minimum: int = 0) -> int:
         name: What the user calls it; the message begins with it.
         value: What was given. A bool is a slip, not a number of samples, and a float is refused even when it is whole.
         minimum: The least it may be.
-
-    Returns:
-        `value` as an int.
 
     Raises:
         InputError: `value` is not a whole number, or is below `minimum`.

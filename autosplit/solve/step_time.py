@@ -1,4 +1,13 @@
-"""Model the time of a step from what was measured: a curve for each device, transfers, waits, and the fit of them."""
+"""Model the time of a step from what was measured: a curve for each device, transfers, waits, and the fit of them.
+
+Seconds of a step of k micro-steps, whose replicas are kept from the first to the last, over those that take part::
+
+    sum of copies_i + k * (sum of gather_i * n_i + contention * slowest device) + update
+
+Seconds of a DDP step::
+
+    slowest rank's k micro-steps + what its last backward does not hide of the all-reduce + update
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-__all__ = ["PRIOR_WEIGHT", "Fit", "RankStepTime", "Residual", "StepTime", "TimeCurve", "overlapped_seconds"]
+__all__ = [
+    "BACKWARD_SHARE",
+    "PRIOR_WEIGHT",
+    "Fit",
+    "RankStepTime",
+    "Residual",
+    "StepTime",
+    "TimeCurve",
+    "overlapped_seconds",
+]
 
 
 @dataclass(frozen=True)
@@ -271,14 +289,7 @@ def _non_negative_fit(
 
 @dataclass(frozen=True)
 class Residual:
-    """A measured optimizer step beside what the fit says of it.
-
-    Attributes:
-        split: Samples per device in a full forward.
-        accumulation_steps: Forwards of the step.
-        measured_s: What it took.
-        predicted_s: What the fit says that it takes.
-    """
+    """A measured optimizer step beside what the fit says of it."""
 
     split: tuple[int, ...]
     accumulation_steps: int
@@ -299,6 +310,36 @@ class Fit:
     step_time: StepTime
     all_reduce_s: float = 0.0
     residuals: tuple[Residual, ...] = ()
+
+    def among(self, devices: Sequence[int]) -> Fit:
+        """Return the cost where only these devices take part, each by itself; a single one has nothing to reduce."""
+        curves = tuple(self.step_time.curves[device] for device in devices)
+        bare = StepTime.bare(curves, self.step_time.update_s, adds_up=self.step_time.adds_up)
+        return Fit(bare, self.all_reduce_s if len(curves) > 1 else 0.0)
+
+    def rank_seconds(self, counted: Mapping[tuple[int, ...], int], least_batch: int = 1) -> float:
+        """Return the time of a DDP step.
+
+        Args:
+            counted: Splits over the ranks, each with how many forwards have it; the last is that of the last forward.
+            least_batch: Samples that a rank runs where a forward has none for it.
+        """
+        busy_s = [0.0] * len(self.step_time.curves)
+        forward_s = busy_s
+        for split, count in counted.items():
+            shares = zip(self.step_time.curves, split, strict=True)
+            forward_s = [curve(max(least_batch, share)) for curve, share in shares]
+            busy_s = [busy + count * seconds for busy, seconds in zip(busy_s, forward_s, strict=True)]
+        return overlapped_seconds(
+            [sum(busy_s)] if self.step_time.adds_up else busy_s,
+            self.all_reduce_s,
+            self.step_time.update_s,
+            BACKWARD_SHARE * max(forward_s),
+        )
+
+
+BACKWARD_SHARE = 2 / 3
+"""Of a micro-step: a backward does twice the arithmetic of its forward."""
 
 
 def overlapped_seconds(

@@ -75,9 +75,6 @@ def curve_of(timed: Sequence[TimedSize]) -> TimeCurve:
     """Make a curve; each size that has an error is averaged with the line through all, by inverse variances.
 
     The line's own variance is what the sizes lie beside it beyond their errors, so that a curve which is none stays.
-
-    Args:
-        timed: At least one size.
     """
     return TimeCurve.of([(size.samples, size.seconds) for size in _steadied(timed)])
 

@@ -10,8 +10,9 @@ from autosplit.measure.request import Request
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan, PlanDevice, RankSettings
 from autosplit.solve.memory import Ceiling, MemoryParts, Region
+from autosplit.solve.problem import Problem
 from autosplit.solve.search_space import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of
-from autosplit.solve.solver import RankSolver, Solver
+from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 from autosplit.tuning.recall import Wanted
 from autosplit.workload.workload import Workload
@@ -178,18 +179,16 @@ def solved_ranks(
     if why_not is not None:
         return DdpPlan((), 0.0, why_not)
     request = subject.request
-    answer = RankSolver(
-        step_time.curves,
-        tuple(rank.batch_size for rank in ranks),
-        all_reduce_s=all_reduce_s,
-        update_s=step_time.update_s,
+    answer = Problem.of(
+        Fit(step_time, all_reduce_s),
+        ranks,
+        None,
         effective_batch_sizes=request.effective_batch_sizes,
         max_batch_size=request.largest_batch,
-        adds_up=step_time.adds_up,
-        least_batch=least_batch,
         accumulates=subject.may_accumulate,
+        least_batch=least_batch,
         tells_apart=LEAST_DIFFERENCE if request.simulated else LEAST_MEASURED_DIFFERENCE,
-    ).answer()
+    ).solve()
     if answer is None:
         held, needed = sum(rank.batch_size for rank in ranks), len(ranks) * least_batch
         if not subject.may_accumulate and held < request.least_effective:
@@ -216,7 +215,7 @@ def solved_ranks(
             # The line is laid near the ceiling: below, another moment of the step may be the fullest, but no fuller.
             peak_bytes=max(0, min(ceiling.peak_bytes, ceiling.fixed_bytes + ceiling.bytes_per_sample * samples)),
         )
-        for index, (ceiling, samples) in enumerate(zip(ranks, answer.batch_sizes, strict=True))
+        for index, (ceiling, samples) in enumerate(zip(ranks, answer.split, strict=True))
     )
     return DdpPlan(
         settings,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +15,7 @@ from autosplit.errors import InputError, WorkloadError
 from autosplit.measure.request import Request
 from autosplit.tuning.peers import Interrupts, Peers
 from autosplit.workload.fingerprint import digest_of
-from autosplit.workload.workload import Workload, modules_of
+from autosplit.workload.workload import Workload
 
 if TYPE_CHECKING:  # a torch without torch.distributed tunes alone
     from autosplit.ddp.rendezvous import Place
@@ -106,9 +106,7 @@ def refuse_waiting(workload: Workload) -> None:
     Raises:
         WorkloadError: It has such a module, which is named.
     """
-    model: Any = workload.model
-    modules = modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []
-    for part in (part for one in modules for part in one.modules()):
+    for part in (part for one in workload.modules for part in one.modules()):
         if isinstance(part, nn.SyncBatchNorm) or type(part).__name__.startswith("FSDP"):
             raise WorkloadError(
                 f"the model has a {type(part).__name__}, which waits for all ranks in every forward, and each rank "

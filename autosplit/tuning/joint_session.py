@@ -19,10 +19,10 @@ from autosplit.plan.record import DdpOptions
 from autosplit.runtime.accelerator import twinned
 from autosplit.runtime.protocol import Measurement
 from autosplit.runtime.tracked_step import bucket_bytes
-from autosplit.solve.memory import Ceiling, MemoryFit, Region
+from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.search_space import LEAST_MEASURED_DIFFERENCE, Space, Trial
-from autosplit.solve.solver import BACKWARD_SHARE, Solver
-from autosplit.solve.step_time import Fit, RankStepTime, StepTime, TimeCurve
+from autosplit.solve.solver import Solver
+from autosplit.solve.step_time import BACKWARD_SHARE, Fit, RankStepTime, StepTime, TimeCurve
 from autosplit.solve.timed_sizes import TimedSize, curve_of, pooled
 from autosplit.tuning.assemble import Answer, measured_ranks, rank_answer, residuals_of, why_no_ranks
 from autosplit.tuning.peers import Failure
@@ -234,14 +234,7 @@ class JointSession(Session):
                 "asked for; expected as many; raise effective_batch_size or max_batch_size, or name fewer devices"
             )
         ceilings = tuple(rank.ceiling.batch_size for rank in self.ranks)
-        region = Region(
-            primary=MemoryFit(0, 0),  # a rank's memory is its own: its ceiling says it all
-            primary_capacity_bytes=self.request.capacities_bytes[0],
-            primary_ceiling=ceilings[0],
-            replica_ceilings=ceilings[1:],
-            max_batch_size=min(asked, sum(ceilings)),
-            least_share=self._least_batch(),
-        )
+        region = Region.apart(ceilings, min(asked, sum(ceilings)), self._least_batch())
         sizes = self.request.effective_batch_sizes
         if self.subject.may_accumulate:
             return Space(region, sizes, most_steps(sizes, region.largest_batch))
@@ -300,7 +293,7 @@ class JointSession(Session):
         return rank_answer(ddp, self._fit(best))
 
     def _fit(self, best: Trial) -> Fit:
-        """Return the model as it was fitted to the trials, in the words in which `RankSolver` solves again."""
+        """Return the model as it was fitted to the trials, in the words in which `Problem` solves ranks again."""
         assert self.solver is not None
         fitted = self.solver.refitted(self.trials).step_time
         slower = max(LEAST_CONTENTION, fitted.contention)

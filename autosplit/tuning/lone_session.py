@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-
-from torch import nn
 
 from autosplit.errors import WorkloadError, one_line
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
@@ -31,7 +29,6 @@ from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.sensitivity import simulated_changes
 from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session
 from autosplit.workload.compiled import has_compiled_parts
-from autosplit.workload.workload import modules_of
 
 __all__ = ["LoneSession"]
 
@@ -77,9 +74,7 @@ class LoneSession(Session):
         self.memory = MemoryBounds(self.subject, self.prober, self.store, on_plain_cpu=self._on_plain_cpu)
         try:
             plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
-            model = self.subject.workload.model
-            given = modules_of(model) if isinstance(model, (nn.Module, tuple, list, Mapping)) else []
-            if any(map(has_compiled_parts, given)):
+            if any(map(has_compiled_parts, self.subject.workload.modules)):
                 plan = plan.with_notes(last=[self._compiled_note(max(plan.split))])
             self._say("done", "done", 1.0)
         except KeyboardInterrupt:

@@ -27,9 +27,9 @@ from autosplit.plan.explain import (
 from autosplit.plan.explanation import BINDING_SHARE, Change, Changed, Solved
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
+from autosplit.solve.problem import NO_LIMIT_BYTES, Problem
 from autosplit.solve.search_space import Configuration, Trial, configuration_of
 from autosplit.solve.solver import Solver
-from autosplit.solve.what_if import NO_LIMIT_BYTES, Problem
 
 __all__ = ["simulated_changes"]
 

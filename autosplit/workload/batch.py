@@ -62,7 +62,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if is_namedtuple(tree):
         return type(tree)(*(map_leaves(function, item) for item in tree))
     if isinstance(tree, (tuple, list)):
-        return _rebuilt_sequence(tree, [map_leaves(function, item) for item in tree])
+        items = [map_leaves(function, item) for item in tree]
+        return items if type(tree) is list else type(tree)(items)
     # Before mappings in general: a ModelOutput is a dataclass and an OrderedDict, and is built as a mapping.
     if isinstance(tree, (Mapping, UserDict)):
         return rebuilt(tree, {key: map_leaves(function, item) for key, item in tree.items()})
@@ -73,20 +74,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
-def _rebuilt_sequence(old: Any, items: list[Any]) -> Any:
-    return items if type(old) is list else type(old)(items)
-
-
 def rebuilt(old: Any, items: dict[Any, Any]) -> Any:
-    """Make a mapping or dataclass like `old` with other values.
-
-    Args:
-        old: A mapping, a `UserDict`-like encoding, or a dataclass instance.
-        items: A value for each of its keys or fields.
-
-    Returns:
-        An object of the same type.
-    """
+    """Make a mapping or dataclass like `old` with other values."""
     if type(old) is dict:
         return items
     if isinstance(old, Mapping) and not isinstance(old, MutableMapping):
@@ -113,12 +102,7 @@ def _rebuilt_dataclass(old: Any, items: dict[str, Any]) -> Any:
 
 
 def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a tree in order, each with its place, as in ``batch[0]['mask']``; a `Whole` is one leaf.
-
-    Args:
-        tree: The tree.
-        name: What it is called.
-    """
+    """Yield the leaves of a tree in order, each with its place, as in ``batch[0]['mask']``; a `Whole` is one leaf."""
     if isinstance(tree, Whole):
         yield name, tree
     elif isinstance(tree, (tuple, list)):
@@ -178,9 +162,6 @@ def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int
         dim: The batch dimension.
         may_be_empty: Return 0 for a batch without samples instead of refusing it.
 
-    Returns:
-        The number of samples, at least 1 unless it may be empty.
-
     Raises:
         WorkloadError: No tensor has a batch dimension, the batch is empty, or its tensors disagree.
     """
@@ -209,14 +190,6 @@ def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
     """Say which tensors are cut that may hold no samples: that they have as many rows may be an accident.
 
     So it may be where another tensor has that size in another dimension, too: ``(T, E)`` beside ``(n, T)``, and n = T.
-
-    Args:
-        leaves: Of a batch, by `named_leaves`.
-        size: Its samples.
-        dim: The batch dimension.
-
-    Returns:
-        A sentence with what to do; an empty one where there is none.
     """
     cut = [(place, leaf) for place, leaf in leaves if _is_cut(leaf, size, dim)]
     found = [
@@ -298,12 +271,6 @@ def _map_batched(
 
 def chunk(tree: Any, sizes: tuple[int, ...], dim: int = 0, size: int | None = None) -> list[Any]:
     """Cut a batch into chunks of the given sizes; what holds no samples goes whole into each.
-
-    Args:
-        tree: The batch.
-        sizes: Samples per chunk; they add up to the batch size.
-        dim: The batch dimension.
-        size: The batch size, where the caller knows it already.
 
     Returns:
         One tree per size, with views of the batch's tensors.

@@ -61,12 +61,7 @@ def with_eager_parts(module: nn.Module) -> nn.Module:
 
 
 def compiled_like(original: nn.Module, module: nn.Module) -> nn.Module:
-    """Compile a module as another one was.
-
-    Args:
-        original: Compiled, by ``torch.compile(module)`` with its options or ``module.compile()``.
-        module: Eager.
-    """
+    """Compile a module as another one was."""
     if not isinstance(_eager(original), nn.Module):
         module.compile()
         return module

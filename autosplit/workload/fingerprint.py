@@ -18,7 +18,7 @@ import sysconfig
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from types import CodeType, GetSetDescriptorType, MemberDescriptorType, ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 __all__ = ["Describer", "digest_of", "qualified_name", "shape_of"]
@@ -77,13 +77,7 @@ class Describer:
         self._left = _VALUES
 
     def of(self, value: Any, depth: int = 0) -> Any:
-        """Return the description of any value.
-
-        Args:
-            value: A number, a text, a tensor, a nesting of them, a function, a class, a module, or anything else.
-            depth: How deep it lies; beyond 16 levels, or after 20,000 values, only the
-                type counts.
-        """
+        """Return the description of any value."""
         self._left -= 1
         if value is None or isinstance(value, (bool, int)):
             return value
@@ -103,7 +97,7 @@ class Describer:
 
     def _compound(self, value: Any, depth: int) -> Any:
         if callable(getattr(value, "named_modules", None)) and not isinstance(value, type):
-            return self._module(value, depth)
+            return [self.tree(value, depth), tensors_in(value), text_of(value)]
         if isinstance(value, (tuple, list)):
             return [qualified_name(type(value)), len(value), *(self.of(item, depth) for item in value[:_ITEMS])]
         if isinstance(value, (set, frozenset)):
@@ -130,9 +124,6 @@ class Describer:
             return [name, {field.name: self.of(getattr(value, field.name, None), depth) for field in fields(value)}]
         if isinstance(value, ModuleType):
             return value.__name__
-        inner = getattr(value, "__wrapped__", None)
-        if inner is not None:  # a function in a cache
-            return [name, self.of(inner, depth)]
         described = [name, *_torch_text(value), qualified_name(value), self.of(kind, depth), _plain_attributes(value)]
         others = self._other_attributes(value, depth)
         return [*described, others] if others else described
@@ -175,22 +166,14 @@ class Describer:
         for key, member in sorted(vars(kind).items()):
             function = getattr(member, "__func__", getattr(member, "fget", member))
             is_code = isinstance(getattr(function, "__code__", None), CodeType)
-            if is_code or not (key.startswith("__") or _is_slot(member)):
+            if is_code or not key.startswith("__"):
                 members[key] = self.of(function, depth)
         return [name, members, [self.of(base, depth) for base in kind.__bases__]]
 
     # Modules
 
-    def _module(self, module: Any, depth: int) -> Any:
-        return [self.tree(module, depth), tensors_in(module), text_of(module)]
-
     def tree(self, module: Any, depth: int = 0) -> list[Any]:
-        """Return each module of a model with its class and plain attributes.
-
-        Args:
-            module: The model.
-            depth: How deep it lies.
-        """
+        """Return each module of a model with its class and plain attributes."""
         lines: list[Any] = []
         for name, part in module.named_modules():
             self._seen.setdefault(id(part), (len(self._seen), part))
@@ -237,30 +220,14 @@ def text_of(module: Any) -> str:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return what an instance holds, also in slots."""
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    held = {name: getattr(value, name) for name in slots if isinstance(name, str) and hasattr(value, name)}
-    try:
-        return {**held, **{str(name): item for name, item in vars(value).items()}}
-    except TypeError:  # no __dict__
-        return held
+    """Return what an instance holds."""
+    return {str(name): item for name, item in getattr(value, "__dict__", {}).items()}
 
 
 def _extends_library(kind: type) -> bool:
     """Tell whether a class has a base that an installed package brings, which keeps things in private attributes."""
     roots = (base.__module__.partition(".")[0] for base in kind.__mro__ if _is_installed(base.__module__))
     return any(root != "torch" and root not in sys.stdlib_module_names for root in roots)
-
-
-def _slots_of(kind: type) -> tuple[Any, ...]:
-    """Return the names of a class's own slots, if it is one of the user's."""
-    slots = () if _is_installed(kind.__module__) else kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _is_slot(member: Any) -> bool:
-    """Tell whether a class's member is only the place of its instances' attribute."""
-    return isinstance(member, (MemberDescriptorType, GetSetDescriptorType))
 
 
 def _plain_attributes(value: Any) -> dict[str, Any]:

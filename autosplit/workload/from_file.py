@@ -197,7 +197,8 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
     value: Any = getattr(module, name)
     if isinstance(value, Workload):
         return value
-    if not _is_function(value):
+    # A module is callable, too, but that is its forward.
+    if not callable(value) or inspect.isclass(value) or hasattr(value, "named_parameters"):
         raise InputError(
             f"{where} is of type {_type_name(value)}; expected an autosplit.Workload or a function that returns one; "
             f"{_suggestion(place, name, _candidates(module))}"
@@ -213,11 +214,6 @@ def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
 
 def _type_name(value: object) -> str:
     return "class" if inspect.isclass(value) else type(value).__name__
-
-
-def _is_function(value: Any) -> bool:
-    """Tell whether something is there to be called for a workload; a module is callable, but that is its forward."""
-    return callable(value) and not inspect.isclass(value) and not hasattr(value, "named_parameters")
 
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:

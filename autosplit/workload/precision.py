@@ -25,9 +25,6 @@ Architecture, "RDNA3" Instruction Set Architecture. Their compute capability is 
 def precision_list(value: Any) -> tuple[str | None, ...]:
     """Read the precisions to search: one, several as ``("none", "bf16")`` or ``"none,bf16"``, or None.
 
-    Args:
-        value: What was given.
-
     Returns:
         Each once, in order; a lone None for what the workload says itself.
 
@@ -65,10 +62,6 @@ def native_ones(
     precisions: Sequence[str | None], lacking: Sequence[str]
 ) -> tuple[tuple[str | None, ...], tuple[str, ...]]:
     """Leave out of several precisions those that some device has no units for.
-
-    Args:
-        precisions: Of `precision_list`.
-        lacking: By `without_bf16`, of all ranks.
 
     Returns:
         What is left, and a sentence for each that was left out.

@@ -34,9 +34,6 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
         batches: How many to draw, at least 1; fewer if it ends before.
         dim: The batch dimension of their tensors.
 
-    Returns:
-        A copy of that batch.
-
     Raises:
         WorkloadError: No batch with samples in it was drawn, or one whose batch size can't be found.
     """

@@ -6,9 +6,9 @@ A `Workload` only describes; `autosplit.runtime.trainee` makes a copy of it that
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -80,6 +80,8 @@ class Workload:
     loss_scope: str = "sample"
     batch_dim: int = 0
     make_batch: MakeBatch | None = None
+    modules: tuple[nn.Module, ...] = field(init=False, repr=False)
+    """The model, or each of several; none where a function makes it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", self.precision or "none")
@@ -95,8 +97,9 @@ class Workload:
                 raise WorkloadError(f"{name} is {value!r}; expected a function; pass one, or leave it out")
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
             raise WorkloadError(f"batch_dim is {self.batch_dim!r}; expected a dimension, 0 or more")
-        self._check_model()
-        if self.loss_fn is not None and not _is_pair(self.sample_batch):
+        object.__setattr__(self, "modules", self._checked_modules())
+        is_pair = isinstance(self.sample_batch, (tuple, list)) and len(self.sample_batch) == 2
+        if self.loss_fn is not None and not is_pair:
             raise WorkloadError(
                 f"loss_fn is given and the sample batch is a {type(self.sample_batch).__name__}; "
                 "expected a pair (inputs, targets); pass such a pair, or compute_loss=(model, batch) -> loss"
@@ -138,20 +141,23 @@ class Workload:
         """
         return cls(model, largest_batch(loader, batches, batch_dim), batch_dim=batch_dim, **options)
 
-    def _check_model(self) -> None:
-        several = isinstance(self.model, (tuple, list, Mapping)) and not isinstance(self.model, nn.Module)
-        if several:
-            parts = list(self.model.values()) if isinstance(self.model, Mapping) else list(self.model)  # type: ignore[arg-type]
+    def _checked_modules(self) -> tuple[nn.Module, ...]:
+        if isinstance(self.model, nn.Module):
+            return (self.model,)
+        if isinstance(self.model, (tuple, list, Mapping)):
+            parts = tuple(modules_of(self.model))
             if self.step is None or not parts or not all(isinstance(part, nn.Module) for part in parts):
                 raise WorkloadError(
                     f"model is a {type(self.model).__name__} of {[type(part).__name__ for part in parts]}; "
                     "expected several nn.Modules only together with step=; pass one model, or a step"
                 )
-        elif not isinstance(self.model, nn.Module) and not callable(self.model):
+            return parts
+        if not callable(self.model):
             raise WorkloadError(
                 f"model is {self.model!r:.80}; expected an nn.Module, or a function that returns one; "
                 "pass the model as the first argument"
             )
+        return ()
 
     @property
     def sample_batch_size(self) -> int:
@@ -234,11 +240,7 @@ class Workload:
         return self.loss_fn is None and self.compute_loss is None and self.step is None
 
     def assumptions(self, outputs: Any = None) -> tuple[str, ...]:
-        """Return what was taken for granted because it was not given, one sentence each.
-
-        Args:
-            outputs: Outputs of the model, where the loss is taken from them.
-        """
+        """Return what was taken for granted because it was not given, one sentence each."""
         said = []
         if self.optimizer is None and self.step is None:
             said.append("no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer=")
@@ -250,10 +252,6 @@ class Workload:
 def _expect(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise WorkloadError(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}")
-
-
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
 def call_model(model: Any, inputs: Any) -> Any:
@@ -318,13 +316,12 @@ def on_first_device(batch: Any, model: Any) -> Any:
     batch = unmarked(batch)
     if active_placement() is not None:
         return _placed_on(0, batch)
-    parameter = next(_parameters_of(model), None)
+    parameter = _first_parameter(model)
     return batch if parameter is None else map_tensors(lambda tensor: tensor.to(parameter.device), batch)
 
 
-def _parameters_of(models: Any) -> Iterator[nn.Parameter]:
-    for module in modules_of(models):
-        yield from module.parameters()
+def _first_parameter(models: Any) -> nn.Parameter | None:
+    return next((parameter for module in modules_of(models) for parameter in module.parameters()), None)
 
 
 def modules_of(models: Any) -> list[nn.Module]:
@@ -363,5 +360,5 @@ def map_modules(function: Callable[[nn.Module], Any], models: Any) -> Any:
 
 def device_type_of(models: Any) -> str:
     """Return the type of device that the first parameter is on; the processor's where there is none."""
-    parameter = next((p for module in modules_of(models) for p in module.parameters()), None)
+    parameter = _first_parameter(models)
     return "cpu" if parameter is None else parameter.device.type

@@ -810,7 +810,7 @@ class TestWalks:
 
 class TestAccumulation:
     def test_nested(self):
-        outer, inner = Accumulation(2), Accumulation(3)
+        outer, inner = Accumulation(), Accumulation()
         assert current_accumulation() is None
         with outer.running(is_last=False):
             with inner.running(is_last=True):
@@ -826,7 +826,7 @@ class TestAccumulation:
             def synchronize(self):
                 told.append(self)
 
-        step, keeper = Accumulation(2), Keeper()
+        step, keeper = Accumulation(), Keeper()
         step.join(keeper)
         step.join(keeper)
         step.finish()

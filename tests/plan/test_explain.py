@@ -19,9 +19,9 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, RankSettings
 from autosplit.profiles.store import profile_paths, read_profile
 from autosplit.solve.memory import Ceiling, MemoryFit, Region
+from autosplit.solve.problem import NO_LIMIT_BYTES, Problem
 from autosplit.solve.search_space import Trial
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
-from autosplit.solve.what_if import NO_LIMIT_BYTES, Problem
 from autosplit.text import rate_text
 
 MS = 1e-3

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from autosplit.solve.even_ranks import EvenProblem, EvenRanks
 from autosplit.solve.memory import Ceiling
+from autosplit.solve.problem import Problem
 from autosplit.solve.solver import MOST_STEPS, WITHIN_REACH
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
-from autosplit.solve.what_if import Problem
 
 
 def line(per_sample_s: float, fixed_s: float = 0.0) -> TimeCurve:

@@ -187,23 +187,6 @@ def test_what_somebody_enqueued_that_is_not_in_the_space_is_pruned_and_says_why(
     assert "not in the search space" in study.get_trials()[0].user_attrs["failure"]
 
 
-@pytest.mark.parametrize("odd", [0, "abc", math.nan, 10**400, *map(slow, [-3, 3.7, None, [1, 2], math.inf])])
-@pytest.mark.parametrize("name", [slow("accumulation_steps"), "batch_size", slow("gpu0_bsz")])
-@pytest.mark.filterwarnings("ignore:Fixed parameter")  # Optuna's own word for it
-def test_what_somebody_enqueued_that_is_no_number_for_it_costs_that_trial_only(tmp_path, name, odd):
-    """The study was given up for it, with a note that its storage can't be used; inf made it unreadable."""
-    study = optuna.create_study(study_name="autosplit", storage=url_of(tmp_path), direction="maximize")
-    study.enqueue_trial({name: odd})
-    troubles: list[str] = []
-    trials = run(Evaluation(), n_trials=2, storage=url_of(tmp_path), on_trouble=troubles.append)
-    assert not troubles
-    first, *others = study.get_trials()
-    assert len(others) + (first.value is not None) == len(trials) == 2
-    assert first.user_attrs["why"] == "enqueued in the study"
-    if first.value is None:
-        assert "not in the search space" in first.user_attrs["failure"]
-
-
 def test_every_trial_of_the_study_says_why_it_was_made(tmp_path):
     proposed = proposing([Configuration(14, 86, 3)])
     reasons = iter(["the model promises it"])
@@ -358,7 +341,7 @@ class TestStorage:
         for trial in (replace(sound, **changed), replace(sound, gpu0_bsz=15, split=(15, 71, 0))):
             study.enqueue_trial({"gpu0_bsz": trial.gpu0_bsz, "batch_size": 86, "accumulation_steps": 3})
             asked = study.ask()
-            search_module._suggested(asked, SPACE, {})
+            search_module._suggested(asked, SPACE)
             for name in ("split", "error_share", "peak_bytes"):
                 asked.set_user_attr(name, getattr(trial, name))
             study.tell(asked, trial.samples_per_s)
@@ -367,44 +350,6 @@ class TestStorage:
         trials = run(evaluation, first=[first], n_trials=2, storage=url_of(tmp_path))
         assert configurations(trials) == [Configuration(15, 86, 3), first], "one is taken over, the other made again"
         assert evaluation.asked[1:] == [first]
-
-    @pytest.mark.parametrize("place", ["in mid-trial", "as it is told"])
-    def test_a_trial_that_another_search_took_for_one_cut_off_counts_all_the_same(self, tmp_path, place):
-        """It ran and nobody was told, so it could be no answer (a plan said that -1 trials were taken over).
-
-        As it is told, the storage was given up for it.
-        """
-        taken, troubles, told = [], [], []
-
-        def take(study) -> None:
-            if not taken:
-                taken.append(True)
-                number = study.get_trials()[-1].number
-                optuna.load_study(study_name="autosplit", storage=url_of(tmp_path)).tell(
-                    number, state=optuna.trial.TrialState.FAIL
-                )
-
-        evaluation = Evaluation()
-
-        def evaluate(number: int, configuration: Configuration) -> Trial:
-            if place == "in mid-trial":
-                take(optuna.load_study(study_name="autosplit", storage=url_of(tmp_path)))
-            return evaluation(number, configuration)
-
-        tell = optuna.study._tell._tell_with_warning
-
-        def telling(study, *given, **options):
-            if place == "as it is told":
-                take(study)
-            return tell(study, *given, **options)
-
-        options = {"on_trouble": troubles.append, "on_trial": told.append}
-        with mock.patch("optuna.study._optimize._tell_with_warning", telling):
-            trials = run(evaluate, n_trials=4, storage=url_of(tmp_path), **options)
-        assert taken
-        assert not troubles
-        assert tuple(told) == trials
-        assert len(trials) == len(evaluation.asked) == 4
 
     @pytest.mark.parametrize("odd", ["x", [1], None, 3, {"of": 3}, {"of": {"batch_size": "x"}}])
     def test_ceilings_that_somebody_else_wrote_there_are_none(self, tmp_path, odd):

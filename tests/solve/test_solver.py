@@ -9,10 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from autosplit.solve.memory import MemoryFit, Region
+from autosplit.solve.memory import Ceiling, MemoryFit, Region
+from autosplit.solve.problem import Problem
 from autosplit.solve.search_space import KNEE_SHARE, LEAST_DIFFERENCE, Configuration, Space
-from autosplit.solve.solver import RankSolver, Solver, geometric
-from autosplit.solve.step_time import StepTime, TimeCurve
+from autosplit.solve.solver import Solver, geometric
+from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 
 RATES = st.tuples(st.floats(0.0, 2.0), st.floats(0.05, 3.0))
 
@@ -211,6 +212,20 @@ def test_devices_that_share_a_processor_split_evenly_as_far_as_they_can():
     assert solver.split_of(solver.fastest_of(10, 1)) == (3, 7)
 
 
+def ranks(
+    curves: tuple[TimeCurve, ...],
+    caps: tuple[int, ...],
+    sizes: tuple[int, int] | None,
+    *,
+    all_reduce_s: float = 0.0,
+    update_s: float = 0.0,
+    adds_up: bool = False,
+) -> Problem:
+    ceilings = tuple(Ceiling(f"cuda:{i}", "rank", cap, "memory", 0, 1, cap, cap) for i, cap in enumerate(caps))
+    fit = Fit(StepTime.bare(curves, update_s, adds_up=adds_up), all_reduce_s)
+    return Problem.of(fit, ceilings, None, effective_batch_sizes=sizes, max_batch_size=64, accumulates=True)
+
+
 class TestRanks:
     @given(
         st.lists(st.tuples(RATES, st.integers(1, 6)), min_size=1, max_size=3),
@@ -219,50 +234,23 @@ class TestRanks:
     )
     def test_every_rank_has_samples_within_its_ceiling(self, drawn, effective, adds_up):
         curves, ceilings = tuple(line(*rates) for rates, _ in drawn), tuple(ceiling for _, ceiling in drawn)
-        solver = RankSolver(
-            curves,
-            ceilings,
-            all_reduce_s=0.1,
-            update_s=0.1,
-            effective_batch_sizes=sizes_of(effective),
-            max_batch_size=64,
-            adds_up=adds_up,
-        )
-        answer = solver.answer()
+        answer = ranks(curves, ceilings, sizes_of(effective), all_reduce_s=0.1, update_s=0.1, adds_up=adds_up).solve()
         if answer is None:
             assert sizes_of(effective) is not None
             assert sizes_of(effective)[1] < len(curves)
             return
-        assert all(1 <= n <= ceiling for n, ceiling in zip(answer.batch_sizes, ceilings, strict=True))
-        total = sum(answer.batch_sizes)
+        assert all(1 <= n <= ceiling for n, ceiling in zip(answer.split, ceilings, strict=True))
+        total = sum(answer.split)
         least, most = sizes_of(effective) or (total, total)
         assert least <= answer.effective_batch_size <= most
         assert answer.accumulation_steps == -(-answer.effective_batch_size // total)
         assert answer.samples_per_s > 0
 
     def test_a_rank_that_holds_nothing_has_no_answer(self):
-        solver = RankSolver(
-            (line(0, 1), line(0, 1)),
-            (4, 0),
-            all_reduce_s=0.0,
-            update_s=0.0,
-            effective_batch_sizes=(8, 8),
-            max_batch_size=64,
-            adds_up=False,
-        )
-        assert solver.answer() is None
+        assert ranks((line(0, 1), line(0, 1)), (4, 0), (8, 8)).solve() is None
 
     def test_the_faster_rank_takes_more(self):
-        solver = RankSolver(
-            (line(1, 1), line(1, 3)),
-            (64, 64),
-            all_reduce_s=0.0,
-            update_s=0.0,
-            effective_batch_sizes=(32, 32),
-            max_batch_size=64,
-            adds_up=False,
-        )
-        assert solver.answer().batch_sizes == (24, 8)
+        assert ranks((line(1, 1), line(1, 3)), (64, 64), (32, 32)).solve().split == (24, 8)
 
 
 @given(st.integers(1, 100_000))

@@ -316,11 +316,9 @@ def test_nothing_fits_by_the_fits(monkeypatch):
 
 
 def test_a_peak_is_no_less_than_what_fewer_samples_were_seen_to_take():
-    from autosplit.profiles.resolve import _bytes_at, _holds
-
     ceiling = Ceiling("sim:0", "rank", 8, "memory", -100, 50, 300, 310, points=((2, 200, False), (4, 210, False)))
-    assert [_bytes_at(ceiling, n) for n in (1, 2, 4, 6, 8)] == [0, 200, 210, 210, 300]
-    assert [_holds(ceiling, capacity, 8) for capacity in (310, 299, 209, 199)] == [8, 7, 3, 1]
+    assert [ceiling.bytes_at(n) for n in (1, 2, 4, 6, 8)] == [0, 200, 210, 210, 300]
+    assert [ceiling.most_within(capacity, 8) for capacity in (310, 299, 209, 199)] == [8, 7, 3, 1]
 
 
 # -------------------------------------------------------------------------------------------------------------- misses

@@ -1,0 +1,384 @@
+"""Solve a plan's problem, and solve it again with less memory or with a bound relaxed. Pure.
+
+What a bound costs is what its absence would bring: more memory, a larger batch or step than was asked for, a faster
+device, or copies that cost nothing. Times beyond what was measured go on along the last slope of each curve, memory
+along the line near each ceiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from autosplit.solve.fastest_split import fastest_split
+from autosplit.solve.memory import Ceiling, Region, largest_size, samples_within
+from autosplit.solve.search_space import KNEE_SHARE, LEAST_DIFFERENCE, Space
+from autosplit.solve.solver import MOST_STEPS, Solver, geometric, spread
+from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes, proportional_split, short_split
+from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+
+__all__ = ["MOST_WORK", "NO_LIMIT_BYTES", "Overhead", "Problem", "Solution"]
+
+NO_LIMIT_BYTES = 2**60
+"""More memory than any step takes: an exbibyte."""
+
+MOST_WORK = 20_000
+"""What takes more (numbers of forwards to look at, times the largest of them) is not solved: it would take seconds."""
+
+MOST_COMBINED = 256
+"""Numbers of forwards times the square of the devices: for more it is not solved, which would take many seconds."""
+
+MOST_FORWARDS = 1024
+"""Of an optimizer step: where it would take more, memory is so short that measuring anew is the better answer."""
+
+MORE_FORWARDS = 3
+"""Than the fewest are looked at: each costs a copy and brings nothing but memory."""
+
+Overhead = Literal["copies", "gather", "overhead", "update"]
+"""What a step takes beside the devices' own work; ``"overhead"`` is all of it but the optimizer."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """An answer of the model."""
+
+    split: tuple[int, ...]
+    accumulation_steps: int
+    effective_batch_size: int
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The problem that a plan solves.
+
+    Attributes:
+        fit: The cost of a step.
+        ceilings: Each device's ceiling, with its memory's line.
+        region: Which splits fit.
+        ranks: The devices are DDP's ranks, each with at least one sample; otherwise BalancedDataParallel's.
+        effective_batch_sizes: The least and the most samples per optimizer step; None for one forward of any size.
+        accumulates: An optimizer step may have several forwards.
+        accumulating: Which splits fit in a step of several forwards, if those are others.
+        tells_apart: See `Solver`.
+    """
+
+    fit: Fit
+    ceilings: tuple[Ceiling, ...]
+    region: Region
+    ranks: bool
+    effective_batch_sizes: tuple[int, int] | None
+    accumulates: bool
+    accumulating: Region | None = None
+    tells_apart: float = LEAST_DIFFERENCE
+
+    @classmethod
+    def of(
+        cls,
+        fit: Fit,
+        ceilings: tuple[Ceiling, ...],
+        region: Region | None,
+        *,
+        effective_batch_sizes: tuple[int, int] | None,
+        max_batch_size: int | None,
+        accumulates: bool,
+        least_batch: int = 1,
+        tells_apart: float = LEAST_DIFFERENCE,
+    ) -> Problem:
+        """Put together what a plan holds."""
+        held = region
+        if held is None:
+            caps = [ceiling.batch_size for ceiling in ceilings]
+            given = [n for n in (max_batch_size, *(effective_batch_sizes or ())[1:]) if n is not None]
+            held = Region.apart(caps, min([*given, sum(caps)]), least_batch)
+        asked = effective_batch_sizes, accumulates
+        return cls(fit, ceilings, held, region is None, *asked, tells_apart=tells_apart)
+
+    @property
+    def step_time(self) -> StepTime:
+        """The time of a step."""
+        return self.fit.step_time
+
+    # Answers
+
+    def solve(self) -> Solution | None:
+        """Return the answer; None where nothing fits, or only in more than `MOST_FORWARDS`."""
+        if self.ranks:
+            return self._solved_ranks()
+        most = self._steps_worth_a_look()
+        if most is None:
+            return None
+        space = Space(self.region, self.effective_batch_sizes, most, self.accumulating)
+        solver = Solver(space, self.step_time, tells_apart=self.tells_apart)
+        for best in solver.answers():
+            steps, rate = best.accumulation_steps, solver.samples_per_s(best)
+            return Solution(solver.split_of(best), steps, space.effective_of(best), rate)
+        return None
+
+    def best(self) -> float:
+        """Return the highest samples/s that the model promises; 0 where nothing fits, or only in too many forwards."""
+        if self.ranks and self._most_forwards() is not None:
+            problem = self
+            if self.effective_batch_sizes is None:
+                # For the fastest and not the knee: a step of up to as much as one forward takes.
+                sizes = 1, max(1, self._most_of_ranks)
+                problem = replace(self, effective_batch_sizes=sizes, accumulates=False)
+            answer = problem.solve()
+            return 0.0 if answer is None else answer.samples_per_s
+        solver = self.solver()
+        # Without an effective batch the first is the knee, and the fastest comes next.
+        return 0.0 if solver is None else max(map(solver.samples_per_s, solver.answers()[:2]), default=0.0)
+
+    def solver(self) -> Solver | None:
+        """Return what solves it; None for ranks, and where that would take too long."""
+        most = self._most_forwards()
+        if most is None or self.ranks:
+            return None
+        return Solver(Space(self.region, self.effective_batch_sizes, most), self.step_time)
+
+    def rate(self, split: Sequence[int], effective_batch_size: int) -> float:
+        """Predict the samples/s of a split."""
+        full, rest = divmod(effective_batch_size, sum(split))
+        counted = {tuple(split): full} if full else {}
+        if rest:
+            counted[short_split(rest, split) if self.ranks else proportional_split(rest, split)] = 1
+        if self.ranks:
+            return effective_batch_size / self.fit.rank_seconds(counted, self.region.least_share)
+        return effective_batch_size / self.step_time.counted_seconds(counted)
+
+    def even(self, effective_batch_size: int) -> Solution | None:
+        """Return the even split in as few forwards as it fits, full or of equal size; None where none fits.
+
+        Args:
+            effective_batch_size: Samples of the step; without an effective batch asked for, one forward of any size.
+        """
+        count = len(self.ceilings)
+        most = largest_size(self.region.max_batch_size, lambda size: self._fits(even_split(size, count)))
+        if most < count:  # a device that holds nothing has no even share
+            return None
+        if self.effective_batch_sizes is None:
+            pairs = [(size, size) for size in geometric(most)]
+        else:
+            fewest = accumulation_steps(effective_batch_size, most)
+            if fewest > MOST_WORK or (fewest > 1 and not self.accumulates):
+                return None
+            sizes = {min(most, effective_batch_size), -(-effective_batch_size // fewest)}
+            pairs = [(size, effective_batch_size) for size in sorted(sizes)]
+        found = []
+        for size, total in pairs:
+            split = even_split(size, count)
+            if all(split) and self._fits(split):
+                found.append(Solution(split, accumulation_steps(total, size), total, self.rate(split, total)))
+        return max(found, key=lambda one: one.samples_per_s, default=None)
+
+    def region_of(self, steps: int) -> Region:
+        """Return which splits fit in an optimizer step of so many forwards."""
+        return self.region if steps == 1 or self.accumulating is None else self.accumulating
+
+    # Tightened
+
+    def with_capacities(
+        self, capacities_bytes: Sequence[int], *, waiting_bytes: int = 0, least_batch: int = 1
+    ) -> Problem:
+        """Return the problem of devices that may hold less, by their lines and by the sizes that were looked at.
+
+        Args:
+            capacities_bytes: What each device may hold.
+            waiting_bytes: What gradients take on each while they wait for another forward, unless the lines have it.
+            least_batch: The fewest samples that a device trains on.
+        """
+        if self.ranks:
+            caps = [c.most_within(n, c.batch_size) for c, n in zip(self.ceilings, capacities_bytes, strict=True)]
+            return replace(self, region=Region.apart(caps, self.region.max_batch_size, least_batch))
+        least = max(self.region.least_share, least_batch)
+        region = replace(self._lowered(capacities_bytes, 0), least_share=least)
+        waiting = replace(self._lowered(capacities_bytes, waiting_bytes), least_share=least) if waiting_bytes else None
+        return replace(self, region=region, accumulating=waiting)
+
+    def _lowered(self, capacities_bytes: Sequence[int], waiting_bytes: int) -> Region:
+        plane = replace(self.region.primary, fixed_bytes=self.region.primary.fixed_bytes + waiting_bytes)
+        devices = zip(self.ceilings, capacities_bytes, self.region.ceilings, strict=True)
+        first, *others = (ceiling.most_within(n - waiting_bytes, most) for ceiling, n, most in devices)
+        if others:
+            slope = plane.bytes_per_share + plane.bytes_per_batch
+            first = samples_within(capacities_bytes[0] - plane.fixed_bytes, slope, self.region.primary_ceiling)
+        return replace(
+            self.region,
+            primary=plane,
+            primary_capacity_bytes=capacities_bytes[0],
+            primary_ceiling=first,
+            replica_ceilings=tuple(others),
+        )
+
+    # Relaxed
+
+    def with_memory(self, index: int, more_bytes: int) -> Problem:
+        """Return the problem of a device with more memory: its ceiling grows by ``more_bytes / bytes_per_sample``.
+
+        A ceiling that a kernel or the time of a step limits stays.
+        """
+        if self.ceilings[index].limited_by in ("kernel", "time"):
+            return self
+        grown = samples_within(more_bytes, self._line(index)[1], self.region.max_batch_size)
+        caps = [cap + grown * (position == index) for position, cap in enumerate(self.region.ceilings)]
+        region = self.region
+        if index == 0:
+            region = replace(region, primary_capacity_bytes=region.primary_capacity_bytes + more_bytes)
+        return replace(self, region=region).with_caps(caps)
+
+    def with_most(self, most_samples: int) -> Problem:
+        """Return the problem of larger forwards; a ceiling that was looked for no further grows along its line."""
+        caps = list(self.region.ceilings)
+        for index, ceiling in enumerate(self.ceilings):
+            if caps[index] >= self.region.max_batch_size:
+                fixed_bytes, per_sample = self._line(index)
+                held = samples_within(ceiling.capacity_bytes - fixed_bytes, per_sample, most_samples)
+                caps[index] = max(caps[index], held)
+        return replace(self, region=replace(self.region, max_batch_size=most_samples)).with_caps(caps)
+
+    def with_caps(self, caps: Sequence[int]) -> Problem:
+        """Return the problem of other ceilings.
+
+        Args:
+            caps: Of each device; device 0's is its own alone.
+        """
+        first, *others = (min(cap, self.region.max_batch_size) for cap in caps)
+        return replace(self, region=replace(self.region, primary_ceiling=first, replica_ceilings=tuple(others)))
+
+    def with_effective(self, most_samples: int, *, max_batch_size: int | None) -> Problem:
+        """Return the problem of optimizer steps that may be larger."""
+        assert self.effective_batch_sizes is not None
+        least, most = self.effective_batch_sizes
+        larger = replace(self, effective_batch_sizes=(least, most_samples))
+        if self.region.max_batch_size < most:
+            return larger
+        return larger.with_most(min(most_samples, max_batch_size or most_samples))
+
+    def faster(self, indices: Sequence[int], times: float) -> Problem:
+        """Return the problem of devices that work so many times as fast."""
+        curves = tuple(
+            TimeCurve(tuple((n, seconds / times) for n, seconds in curve.points)) if index in indices else curve
+            for index, curve in enumerate(self.step_time.curves)
+        )
+        return self._with_step_time(replace(self.step_time, curves=curves))
+
+    def without(self, overhead: Overhead) -> Problem:
+        """Return the problem of a step in which something costs nothing.
+
+        Args:
+            overhead: What; for ranks, all but the optimizer is the all-reduce.
+        """
+        if overhead == "update":
+            return self._with_step_time(replace(self.step_time, update_s=0.0))
+        if self.ranks:
+            return replace(self, fit=replace(self.fit, all_reduce_s=0.0))
+        free, step_time = (0.0,) * len(self.step_time.curves), self.step_time
+        if overhead != "gather":
+            step_time = replace(step_time, copies_s=free)
+        if overhead != "copies":
+            step_time = replace(step_time, gather_s_per_sample=free)
+        if overhead == "overhead":
+            step_time = replace(step_time, contention=min(1.0, step_time.contention))
+        return self._with_step_time(step_time)
+
+    def with_links(self, times: float) -> Problem:
+        """Return the problem of devices that are so many times as fast to reach."""
+        time = self.step_time
+        copies_s, gather_s = (tuple(s / times for s in values) for values in (time.copies_s, time.gather_s_per_sample))
+        return self._with_step_time(replace(time, copies_s=copies_s, gather_s_per_sample=gather_s))
+
+    def alone(self, index: int, ceiling: int) -> Problem:
+        """Return the problem of a single device; the optimizer takes what it takes on device 0."""
+        most = self.region.max_batch_size
+        region = Region.apart([min(ceiling, most)], most)
+        ceilings = self.ceilings[index : index + 1]
+        return replace(self, fit=self.fit.among([index]), ceilings=ceilings, region=region, ranks=False)
+
+    # Parts
+
+    def _steps_worth_a_look(self) -> int | None:
+        """Return the most forwards per optimizer step that may be the answer; None where nothing fits."""
+        sizes, several = self.effective_batch_sizes, self.region_of(2)
+        if sizes is None or not self.accumulates or several.largest_batch == 0:
+            return 1 if (1 if sizes is None else sizes[0]) <= self.region.largest_batch else None
+        fewest, most = (accumulation_steps(size, several.largest_batch) for size in sizes)
+        return None if fewest > MOST_FORWARDS else min(most, MOST_FORWARDS) + MORE_FORWARDS
+
+    def _most_forwards(self) -> int | None:
+        """Return the most forwards per optimizer step that are looked at; None where that would take too long."""
+        most_counts = MOST_COMBINED // len(self.ceilings) ** 2
+        if self.effective_batch_sizes is None or not self.accumulates:
+            return 1 if most_counts >= 1 else None
+        largest = max(1, self.region.largest_batch)
+        fewest, most = (accumulation_steps(size, largest) for size in self.effective_batch_sizes)
+        most += MORE_FORWARDS
+        counts = most - fewest + 1
+        return most if counts * most <= MOST_WORK and counts <= most_counts else None
+
+    def _with_step_time(self, step_time: StepTime) -> Problem:
+        return replace(self, fit=replace(self.fit, step_time=step_time))
+
+    def _line(self, index: int) -> tuple[float, float]:
+        """Return what a device holds at any batch, and what each sample of its own adds."""
+        if index > 0 or self.ranks:
+            return float(self.ceilings[index].fixed_bytes), float(self.ceilings[index].bytes_per_sample)
+        plane = self.region.primary
+        return plane.fixed_bytes, plane.bytes_per_share + plane.bytes_per_batch
+
+    def _fits(self, split: tuple[int, ...]) -> bool:
+        bounds = self.region.gpu0_bounds(sum(split))
+        within = all(share <= most for share, most in zip(split[1:], self.region.replica_ceilings, strict=True))
+        trains = not any(0 < share < self.region.least_share for share in split)
+        return within and trains and bounds is not None and bounds[0] <= split[0] <= bounds[1]
+
+    # Ranks
+
+    @property
+    def _most_of_ranks(self) -> int:
+        """The most samples per forward of all ranks."""
+        return min(self.region.max_batch_size, sum(self.region.ceilings))
+
+    def _solved_ranks(self) -> Solution | None:
+        """Return the best by the objective; None where a rank holds nothing, or there are more ranks than samples."""
+        found = [answer for size, total in self._sizes_of_ranks() if self._trains(answer := self._at(size, total))]
+        if not found:
+            return None
+        top = max(answer.samples_per_s for answer in found)
+        least_share = 1 - self.tells_apart if self.effective_batch_sizes is not None else KNEE_SHARE
+
+        def plainness(answer: Solution) -> tuple[int, bool, int]:
+            batch_size = sum(answer.split)
+            return answer.accumulation_steps, answer.effective_batch_size % batch_size != 0, batch_size
+
+        return min((answer for answer in found if answer.samples_per_s >= least_share * top), key=plainness)
+
+    def _sizes_of_ranks(self) -> list[tuple[int, int]]:
+        """Return batch sizes worth a look, each with the samples of its optimizer step."""
+        most, least = self._most_of_ranks, len(self.ceilings) * self.region.least_share
+        if min(self.region.ceilings) < self.region.least_share or most < least:
+            return []
+        if self.effective_batch_sizes is None:
+            return [(size, size) for size in geometric(most) if size >= least]
+        fewest_samples, most_samples = self.effective_batch_sizes
+        fewest = accumulation_steps(fewest_samples, most)
+        if not self.accumulates and fewest > 1:
+            return []
+        found = set()
+        for steps in range(fewest, fewest + MOST_STEPS if self.accumulates else 2):
+            upper = most_samples if steps == 1 else -(-most_samples // (steps - 1)) - 1
+            smallest, largest = max(least, -(-fewest_samples // steps)), min(most, upper)
+            if smallest <= largest:
+                sizes = [smallest] if fewest_samples == most_samples else spread(smallest, largest)
+                found |= {(size, min(size * steps, most_samples)) for size in sizes}
+        return sorted(found)
+
+    def _trains(self, answer: Solution) -> bool:
+        """Tell whether the last forward, which may be shorter, gives no rank fewer samples than it can train on."""
+        last = micro_batch_sizes(answer.effective_batch_size, sum(answer.split))[-1]
+        return not any(0 < share < self.region.least_share for share in short_split(last, answer.split))
+
+    def _at(self, batch_size: int, total: int) -> Solution:
+        floors = (self.region.least_share,) * len(self.ceilings)
+        split = fastest_split(batch_size, self.step_time.curves, self.region.ceilings, floors)
+        return Solution(split, accumulation_steps(total, batch_size), total, self.rate(split, total))
