@@ -54,6 +54,7 @@ WITHOUT_TORCH = (
     "cli.comparison_table",
     "cli.ceiling_table",
     "cli.device_tables",
+    "cli.canvas",
     "cli.charts",
     "cli.page",
     "plan.export",

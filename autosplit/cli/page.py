@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from autosplit.cli.charts import MEMORY_PARTS, Chart, charts_of, check_drawing, known_parts
+from autosplit.cli.canvas import Chart, check_drawing
+from autosplit.cli.charts import MEMORY_PARTS, charts_of, known_parts
 from autosplit.cli.plan_report import Told, paste_lines, request_text, told_of
 from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
