@@ -74,6 +74,8 @@ WITHOUT_TORCH = (
     "cli.commands.launch",
     "cli.commands.report",
     "cli.commands.export",
+    "cli.options",
+    "cli.profiles_options",
     "cli.main",
 )
 TOOLS = ("accelerate", "lightning", "transformers")
