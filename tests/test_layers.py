@@ -57,6 +57,7 @@ WITHOUT_TORCH = (
     "cli.canvas",
     "cli.charts",
     "cli.page",
+    "plan.even_plan",
     "plan.export",
     "cli.output",
     "cli.log",
