@@ -76,9 +76,6 @@ def _found_text(ceiling: Ceiling, *, simulated: bool) -> str:
 def check_plot(path: str) -> None:
     """Refuse a plot that could not be drawn, before what takes long.
 
-    Args:
-        path: Where it is to be written.
-
     Raises:
         InputError: matplotlib is not installed, or can't write this kind of file there.
     """

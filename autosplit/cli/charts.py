@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autosplit.cli.canvas import COLORS, LEVELS, Canvas, Chart, check_drawing, compact, drawn, whole_ticks
+from autosplit.cli.tables import tuple_text
 from autosplit.plan.explanation import Explanation
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice
@@ -276,7 +277,7 @@ def _draw_trials(canvas: Canvas, plan: Plan) -> None:
 
 
 def _trial_text(trial: Trial) -> str:
-    split = f"split ({', '.join(map(str, trial.split))})" if len(trial.split) > 1 else f"batch {trial.batch_size}"
+    split = f"split {tuple_text(trial.split)}" if len(trial.split) > 1 else f"batch {trial.batch_size}"
     what = f"trial {trial.number}: {split}, {trial.accumulation_steps} forwards a step"
     return f"{what}: {trial.failure}" if trial.samples_per_s is None else f"{what}: {rate_text(trial.samples_per_s)}"
 

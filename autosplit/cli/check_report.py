@@ -16,12 +16,7 @@ __all__ = ["check_lines", "print_checks"]
 
 
 def print_checks(checks: Sequence[Check], console: Console) -> None:
-    """Print a table of what was checked, and below it what to do.
-
-    Args:
-        checks: At least one.
-        console: Where to.
-    """
+    """Print a table of what was checked, and below it what to do."""
     table = plain_table()
     table.add_column("what", overflow="fold")
     for heading in ("split over devices", "accumulated"):

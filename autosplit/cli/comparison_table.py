@@ -23,12 +23,7 @@ NARROW = 80
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print a table of machines with their plans and what they cost, and below it how far to trust it.
-
-    Args:
-        comparison: What is printed.
-        console: Where to.
-    """
+    """Print a table of machines with their plans and what they cost, and below it how far to trust it."""
     from rich.text import Text
 
     if any(machine.predicted for machine in comparison.machines):

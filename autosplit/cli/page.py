@@ -16,6 +16,7 @@ from pathlib import Path
 from autosplit.cli.canvas import check_drawing
 from autosplit.cli.charts import MEMORY_PARTS, charts_of, known_parts
 from autosplit.cli.plan_report import Told, paste_lines, request_text, told_of
+from autosplit.cli.tables import tuple_text
 from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
 from autosplit.measure.check_result import error_text
@@ -104,9 +105,6 @@ def _check_template() -> None:
 
 def page_of(plan: Plan) -> str:
     """Return a plan's page.
-
-    Args:
-        plan: What is reported.
 
     Raises:
         InputError: jinja2 or matplotlib is not installed.
@@ -208,7 +206,7 @@ def _rank_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 def _trial_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     for trial in plan.trials:
-        split = f"({', '.join(map(str, trial.split))})" if len(trial.split) > 1 else f"{trial.batch_size}"
+        split = tuple_text(trial.split) if len(trial.split) > 1 else f"{trial.batch_size}"
         rate = (
             "failed"
             if trial.samples_per_s is None
@@ -223,7 +221,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield every setting of the plan, as one would type it."""
     several = len(plan.devices) > 1
     if several:
-        yield "split", f"({', '.join(map(str, plan.split))})"
+        yield "split", tuple_text(plan.split)
         yield "gpu0_bsz", f"{plan.gpu0_bsz}"
     yield "batch_size", f"{plan.batch_size}"
     yield "accumulation_steps", f"{plan.accumulation_steps}"
@@ -231,11 +229,8 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     if several and plan.region is not None:
         reduce = f', reduce="{plan.reduce}"' if plan.reduce not in (None, "samples") else ""
         dim = f", dim={plan.batch_dim}" if plan.batch_dim else ""
-        split = ", ".join(map(str, plan.split))
-        yield (
-            "the wrapper alone",
-            f"autosplit.BalancedDataParallel({plan.gpu0_bsz}, model{dim}, split=({split}){reduce})",
-        )
+        call = f"({plan.gpu0_bsz}, model{dim}, split={tuple_text(plan.split)}{reduce})"
+        yield "the wrapper alone", f"autosplit.BalancedDataParallel{call}"
     yield "precision", plan.precision
     if several and plan.ddp.ranks:
         yield "DDP: batch_size by rank", ", ".join(f"{rank.batch_size}" for rank in plan.ddp.ranks)

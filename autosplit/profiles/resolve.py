@@ -59,10 +59,6 @@ class _Found:
 def solved_again(plan: Plan, lack: Lack) -> Plan | None:
     """Return a plan for less memory, by the fits of a plan that no longer fits.
 
-    Args:
-        plan: The remembered one.
-        lack: What there is now.
-
     Returns:
         A plan whose throughput and peaks are predicted; None where the plan has no fits, or nothing fits by them.
     """

@@ -104,9 +104,6 @@ def _path_of(key: str) -> Path:
 def turn_path(key: str) -> Path:
     """Return the file by whose lock processes take turns at tuning for a key.
 
-    Args:
-        key: By `key_of`.
-
     Raises:
         ProfileError: As by `profiles_folder`.
     """
@@ -404,11 +401,7 @@ def _remove_beside(path: Path) -> None:
 
 
 def newest(most: int) -> Iterator[tuple[Path, Plan | None]]:
-    """Yield so many profiles of the cache, the newest first, and none where there is no cache.
-
-    Args:
-        most: How many.
-    """
+    """Yield so many profiles of the cache, the newest first, and none where there is no cache."""
     try:
         paths = profile_paths()
     except (OSError, ProfileError):
