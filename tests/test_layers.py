@@ -55,8 +55,10 @@ WITHOUT_TORCH = (
     "cli.comparison_table",
     "cli.ceiling_table",
     "cli.device_tables",
+    "cli.canvas",
     "cli.charts",
     "cli.page",
+    "plan.even_plan",
     "plan.export",
     "cli.output",
     "cli.log",
@@ -74,6 +76,8 @@ WITHOUT_TORCH = (
     "cli.commands.launch",
     "cli.commands.report",
     "cli.commands.export",
+    "cli.options",
+    "cli.profiles_options",
     "cli.main",
 )
 TOOLS = ("accelerate", "lightning", "transformers")

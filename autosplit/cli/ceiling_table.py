@@ -42,14 +42,8 @@ def print_ceilings(ceilings: Sequence[Ceiling], notes: Iterable[str], console: C
 
 
 def _ceiling_table(ceilings: Sequence[Ceiling], *, simulated: bool) -> Table:
-    table = plain_table()
-    for heading in ("device", "role"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("ceiling", justify="right")
-    table.add_column("limited by", overflow="fold")
-    for heading in ("fixed", "per sample", "headroom"):
-        table.add_column(heading, justify="right", overflow="fold")
-    table.add_column("found with", overflow="fold")
+    headings = ("device", "role", "ceiling", "limited by", "fixed", "per sample", "headroom", "found with")
+    table = plain_table(*headings, figures=("ceiling", "fixed", "per sample", "headroom"))
     for ceiling in ceilings:
         sizes = (ceiling.fixed_bytes, ceiling.bytes_per_sample, ceiling.headroom_bytes)
         add_row(
@@ -75,9 +69,6 @@ def _found_text(ceiling: Ceiling, *, simulated: bool) -> str:
 
 def check_plot(path: str) -> None:
     """Refuse a plot that could not be drawn, before what takes long.
-
-    Args:
-        path: Where it is to be written.
 
     Raises:
         InputError: matplotlib is not installed, or can't write this kind of file there.

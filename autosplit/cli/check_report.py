@@ -16,17 +16,9 @@ __all__ = ["check_lines", "print_checks"]
 
 
 def print_checks(checks: Sequence[Check], console: Console) -> None:
-    """Print a table of what was checked, and below it what to do.
-
-    Args:
-        checks: At least one.
-        console: Where to.
-    """
-    table = plain_table()
-    table.add_column("what", overflow="fold")
-    for heading in ("split over devices", "accumulated"):
-        table.add_column(heading, justify="right", overflow="fold")
-    table.add_column("depends on the cut")
+    """Print a table of what was checked, and below it what to do."""
+    figures = ("split over devices", "accumulated")
+    table = plain_table("what", *figures, "depends on the cut", figures=figures)
     for check in checks:
         errors = (error_text(check.split_error), error_text(check.accumulation_error))
         add_row(table, check.subject, *errors, "yes" if check.depends else "no")

@@ -23,12 +23,7 @@ NARROW = 80
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print a table of machines with their plans and what they cost, and below it how far to trust it.
-
-    Args:
-        comparison: What is printed.
-        console: Where to.
-    """
+    """Print a table of machines with their plans and what they cost, and below it how far to trust it."""
     from rich.text import Text
 
     if any(machine.predicted for machine in comparison.machines):
@@ -51,15 +46,12 @@ def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
 
     priced = comparison.sorted_by == "cost_per_million_samples"
     several = len({one.plan.precision for one in comparison.machines if one.plan is not None}) > 1
-    table = plain_table()
-    table.add_column("machine and plan" if narrow else "machine", overflow="fold")
-    if not narrow:
-        table.add_column("plan", overflow="fold")
-    for heading in ("samples/s", "headroom", *(["price/h", "cost of 1M"] if priced else [])):
-        if not (narrow and heading == "price/h"):
-            table.add_column(heading, justify="right", overflow="fold")
-    if not narrow:
-        table.add_column("how", overflow="fold")
+    figures = ["samples/s", "headroom", *(["cost of 1M"] if priced else [])]
+    if narrow:
+        table = plain_table("machine and plan", *figures, figures=figures)
+    else:
+        figures[2:2] = ["price/h"] if priced else []
+        table = plain_table("machine", "plan", *figures, "how", figures=figures)
     for machine in comparison.machines:
         how = "predicted" if machine.predicted else "measured"
         plan = _machine_plan_texts(machine, with_precision=several)

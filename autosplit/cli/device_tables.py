@@ -81,11 +81,8 @@ def print_examination(found: Examination, console: Console) -> None:
 
 
 def _card_table(found: Examination) -> Table:
-    table = plain_table()
-    table.add_column("device", overflow="fold")
-    table.add_column("name", overflow="fold")
-    for heading in ("memory", "free", *found.cards[0].tflops, "memory rate", "launch"):
-        table.add_column(heading, justify="right", overflow="fold")
+    figures = ("memory", "free", *found.cards[0].tflops, "memory rate", "launch")
+    table = plain_table("device", "name", *figures, figures=figures)
     for card in found.cards:
         products = [_part_text(f"{rate:.3g} T", card.tflops_of_catalogue.get(n)) for n, rate in card.tflops.items()]
         add_row(
@@ -114,11 +111,8 @@ def _sizes_text(sizes: Sequence[int]) -> str:
 
 
 def _gpu_table(devices: Sequence[DeviceReport]) -> Table:
-    table = plain_table()
-    for heading in (devices[0].kind, "physical", "name"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("total", "free", "others", "busy", "temp", "power"):
-        table.add_column(heading, justify="right", overflow="fold")
+    figures = ("total", "free", "others", "busy", "temp", "power")
+    table = plain_table(devices[0].kind, "physical", "name", *figures, figures=figures)
     for device in devices:
         add_row(
             table,

@@ -10,14 +10,12 @@ command that needs them: ``--help`` waits for none of them.
 from __future__ import annotations
 
 import errno
-import functools
 import gc
-import importlib
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -25,7 +23,23 @@ import typer
 import typer.main
 
 from autosplit.cli.exit_code import reported
+from autosplit.cli.options import (
+    Command,
+    Isolate,
+    Json,
+    Quiet,
+    Reserve,
+    SameWorkload,
+    StoredPlan,
+    Text,
+    Verbose,
+    example,
+    keywords_given,
+    price_given,
+    to_run,
+)
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed
+from autosplit.cli.profiles_options import profiles_app
 from autosplit.cli.signals import leaves_at_the_second
 from autosplit.cli.terminal import bars_say_it_stops, restored_terminal, sent_nowhere, streams_made_fit
 from autosplit.errors import AutosplitError, InputError, UserCodeError, shown
@@ -38,15 +52,6 @@ TYPERS_INTERRUPTED = 130
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO, errno.EAGAIN)
 """Errors of a stdout that takes no more: its disk is full, its terminal gone, it is for reading only."""
-
-Command = Callable[[], int]
-"""A command with its arguments, parsed and not yet run: typer is to parse only, its handling of errors is not ours."""
-
-
-def _example(*lines: str) -> str:
-    """Return the end of a command's help; the mark before it keeps a line to copy on one line."""
-    return "\b\n" + "\n".join([f"Example{'s' * (len(lines) > 1)}:", *(f"  {line}" for line in lines)])
-
 
 app = typer.Typer(
     name="autosplit",
@@ -179,70 +184,35 @@ def _help_for(arguments: list[str]) -> str:
     return f"{arguments[0]} --help"
 
 
-def _to_run(body: str, manner: Manner, *arguments: Any, **keywords: Any) -> Command:
-    """Return a command: a function of a module of `commands`, which is imported when it runs."""
-    return functools.partial(_run, body, manner, arguments, keywords)
-
-
-def _run(body: str, manner: Manner, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
-    from autosplit.cli.log import logged
-
-    place, name = body.split(".")
-    with logged(manner):
-        exit_code: int = getattr(importlib.import_module(f"autosplit.cli.commands.{place}"), name)(
-            *arguments, manner, **keywords
-        )
-    return exit_code
-
-
-# ---------------------------------------------------------------------------------------------- flags of all commands
-
-_Text = str | None
-
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON, alone on stdout. Its keys are in docs/json.md.")]
-
-_Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors: no progress, no notes.")]
-
-_Verbose = Annotated[bool, typer.Option("--verbose", help="Log on stderr every step that is tried, and why.")]
-
-_Isolate = Annotated[
-    bool | None,
-    typer.Option(
-        "--isolate/--no-isolate",
-        help="Run real steps in a process of its own, so that a crash costs one step. Default: on GPUs and cpu:SIZE.",
-        show_default=False,
-    ),
-]
+app.add_typer(profiles_app, name="profiles")
 
 
 # --------------------------------------------------------------------------------------------------------- commands
 
 
-@app.command("devices", epilog=_example("autosplit devices --json"))
-def devices_command(as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False) -> Command:
+@app.command("devices", epilog=example("autosplit devices --json"))
+def devices_command(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> Command:
     """List the GPUs with their load."""
-    return _to_run("devices.devices", Manner(as_json, quiet, verbose))
+    return to_run("devices.devices", Manner(as_json, quiet, verbose))
 
 
-@app.command("doctor", epilog=_example("autosplit doctor --json"))
+@app.command("doctor", epilog=example("autosplit doctor --json"))
 def doctor_command(
-    devices: Annotated[_Text, typer.Option(metavar="SPEC", help="Default: every GPU; without any, cpu:256MiB.")] = None,
+    devices: Annotated[Text, typer.Option(metavar="SPEC", help="Default: every GPU; without any, cpu:256MiB.")] = None,
     save: Annotated[
-        _Text, typer.Option(metavar="FILE", help="Keep the rates of the cards, for AUTOSPLIT_GPUS and sim: devices.")
+        Text, typer.Option(metavar="FILE", help="Keep the rates of the cards, for AUTOSPLIT_GPUS and sim: devices.")
     ] = None,
-    as_json: _Json = False,
-    quiet: _Quiet = False,
-    verbose: _Verbose = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> Command:
     """Examine this machine, and name what to mend."""
-    return _to_run("doctor.doctor", Manner(as_json, quiet, verbose), devices, save)
+    return to_run("doctor.doctor", Manner(as_json, quiet, verbose), devices, save)
 
 
 @app.command(
     "tune",
-    epilog=_example(
-        "autosplit tune examples/char_gpt.py --devices sim:RTX3090 --effective-batch-size 256 --n-trials 2"
-    ),
+    epilog=example("autosplit tune examples/char_gpt.py --devices sim:RTX3090 --effective-batch-size 256 --n-trials 2"),
 )
 def tune_command(
     spec: Annotated[
@@ -262,67 +232,63 @@ def tune_command(
         ),
     ] = None,
     strategy: Annotated[
-        _Text,
+        Text,
         typer.Option(
             metavar="auto|balanced|ddp",
             help="What is searched; ddp starts a process for each real device, by torchrun. Default: auto.",
         ),
     ] = None,
     precision: Annotated[
-        _Text,
+        Text,
         typer.Option(
             metavar="none|bf16|fp16",
             help="Several, as in none,bf16: the fastest is taken. Default: what the workload says.",
         ),
     ] = None,
     effective_batch_size: Annotated[
-        _Text,
+        Text,
         typer.Option(
             metavar="N|LEAST:MOST",
             help="Samples per optimizer step, kept exactly; or the fastest of a range. Default: whatever is best.",
         ),
     ] = None,
-    max_batch_size: Annotated[_Text, typer.Option(metavar="N", help="The most samples per forward.")] = None,
-    reserve: Annotated[
-        _Text,
-        typer.Option(metavar="SIZE|SHARE", help="Kept free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs."),
-    ] = None,
-    n_trials: Annotated[_Text, typer.Option(metavar="N", help="Trials of the search, at most. Default: 24.")] = None,
-    time_limit_s: Annotated[_Text, typer.Option(metavar="SECONDS", help="No trial begins after this long.")] = None,
-    storage: Annotated[_Text, typer.Option(metavar="URL", help="An Optuna storage that keeps the study.")] = None,
-    isolate: _Isolate = None,
+    max_batch_size: Annotated[Text, typer.Option(metavar="N", help="The most samples per forward.")] = None,
+    reserve: Reserve = None,
+    n_trials: Annotated[Text, typer.Option(metavar="N", help="Trials of the search, at most. Default: 24.")] = None,
+    time_limit_s: Annotated[Text, typer.Option(metavar="SECONDS", help="No trial begins after this long.")] = None,
+    storage: Annotated[Text, typer.Option(metavar="URL", help="An Optuna storage that keeps the study.")] = None,
+    isolate: Isolate = None,
     profile: Annotated[
-        _Text,
+        Text,
         typer.Option(
             metavar="auto|refresh|off",
             help="Use and keep a plan for this machine and workload; tune anew; or neither. Default: auto.",
         ),
     ] = None,
-    name: Annotated[_Text, typer.Option(metavar="NAME", help="Keeps plans for equal workloads apart.")] = None,
-    seed: Annotated[_Text, typer.Option(metavar="N", help="Of the search. Default: 0.")] = None,
-    output: Annotated[_Text, typer.Option(metavar="PATH", help="Save the plan as JSON.")] = None,
-    as_json: _Json = False,
-    quiet: _Quiet = False,
-    verbose: _Verbose = False,
+    name: Annotated[Text, typer.Option(metavar="NAME", help="Keeps plans for equal workloads apart.")] = None,
+    seed: Annotated[Text, typer.Option(metavar="N", help="Of the search. Default: 0.")] = None,
+    output: Annotated[Text, typer.Option(metavar="PATH", help="Save the plan as JSON.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> Command:
     """Find the split, batch and steps of a workload."""
-    given: dict[str, Any] = {
-        "devices": _one_machine(spec, devices),
-        "strategy": strategy,
-        "precision": precision,
-        "effective_batch_size": _whole_or_range("--effective-batch-size", effective_batch_size),
-        "max_batch_size": _whole("--max-batch-size", max_batch_size),
-        "reserve": reserve,
-        "n_trials": _whole("--n-trials", n_trials),
-        "time_limit_s": _seconds("--time-limit-s", time_limit_s),
-        "storage": storage,
-        "isolate": isolate,
-        "profile": profile,
-        "name": name,
-        "seed": _whole("--seed", seed),
-    }
-    keywords = {keyword: value for keyword, value in given.items() if value is not None}
-    return _to_run("tune.tune", Manner(as_json, quiet, verbose), spec, keywords, output=output)
+    keywords = keywords_given(
+        devices=_one_machine(spec, devices),
+        strategy=strategy,
+        precision=precision,
+        effective_batch_size=effective_batch_size,
+        max_batch_size=max_batch_size,
+        reserve=reserve,
+        n_trials=n_trials,
+        time_limit_s=time_limit_s,
+        storage=storage,
+        isolate=isolate,
+        profile=profile,
+        name=name,
+        seed=seed,
+    )
+    return to_run("tune.tune", Manner(as_json, quiet, verbose), spec, keywords, output=output)
 
 
 def _one_machine(spec: str, devices: Sequence[str] | None) -> str | None:
@@ -336,44 +302,14 @@ def _one_machine(spec: str, devices: Sequence[str] | None) -> str | None:
     return devices[0] if devices else None
 
 
-def _whole(flag: str, text: str | None) -> int | None:
-    """Read a whole number; its range is `tune`'s to check, which has the same words for Python."""
-    if text is None:
-        return None
-    # Bounded: int() refuses thousands of digits with an error of its own.
-    digits = text.strip().lstrip("+-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18 and len(text.strip()) - len(digits) <= 1):
-        raise InputError(f"{flag} {text!r}: expected a whole number; write it as {flag} 64")
-    return int(text)
-
-
-def _whole_or_range(flag: str, text: str | None) -> int | str | None:
-    """Read a whole number, or a range as ``256:1024``, which `tune` knows as well."""
-    if text is None or ":" not in text:
-        return _whole(flag, text)
-    ends = text.split(":")
-    if len(ends) != 2:
-        raise InputError(f"{flag} {text!r}: expected a whole number or a range; write it as {flag} 256:1024")
-    return ":".join(str(_whole(flag, end)) for end in ends)
-
-
-def _seconds(flag: str, text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(f"{flag} {text!r}: expected a number of seconds; write it as {flag} 60") from None
-
-
 @app.command(
     "compare",
-    epilog=_example(
+    epilog=example(
         "autosplit compare examples/char_gpt.py --devices sim:2xL4 --devices sim:A100-40GB --price 2xL4=1.2"
     ),
 )
 def compare_command(
-    spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
+    spec: SameWorkload,
     devices: Annotated[
         list[str] | None,
         typer.Option(metavar="SPEC", help="A machine: sim:2xL4 is predicted, cuda measured. Give it for each machine."),
@@ -382,61 +318,46 @@ def compare_command(
         list[str] | None,
         typer.Option(metavar="SPEC=MONEY", help="For an hour of a machine, as 2xL4=1.2. Give it for each machine."),
     ] = None,
-    strategy: Annotated[_Text, typer.Option(metavar="auto|balanced|ddp", help="As for tune.")] = None,
-    precision: Annotated[_Text, typer.Option(metavar="none|bf16|fp16", help="As for tune.")] = None,
-    effective_batch_size: Annotated[_Text, typer.Option(metavar="N|LEAST:MOST", help="As for tune.")] = None,
-    max_batch_size: Annotated[_Text, typer.Option(metavar="N", help="As for tune.")] = None,
-    reserve: Annotated[_Text, typer.Option(metavar="SIZE|SHARE", help="As for tune.")] = None,
-    n_trials: Annotated[_Text, typer.Option(metavar="N", help="For each machine. Default: 24.")] = None,
-    time_limit_s: Annotated[_Text, typer.Option(metavar="SECONDS", help="For all machines together.")] = None,
-    storage: Annotated[_Text, typer.Option(metavar="URL", help="As for tune.")] = None,
-    isolate: _Isolate = None,
-    profile: Annotated[_Text, typer.Option(metavar="auto|refresh|off", help="As for tune.")] = None,
-    name: Annotated[_Text, typer.Option(metavar="NAME", help="As for tune.")] = None,
-    seed: Annotated[_Text, typer.Option(metavar="N", help="As for tune.")] = None,
-    as_json: _Json = False,
-    quiet: _Quiet = False,
-    verbose: _Verbose = False,
+    strategy: Annotated[Text, typer.Option(metavar="auto|balanced|ddp", help="As for tune.")] = None,
+    precision: Annotated[Text, typer.Option(metavar="none|bf16|fp16", help="As for tune.")] = None,
+    effective_batch_size: Annotated[Text, typer.Option(metavar="N|LEAST:MOST", help="As for tune.")] = None,
+    max_batch_size: Annotated[Text, typer.Option(metavar="N", help="As for tune.")] = None,
+    reserve: Annotated[Text, typer.Option(metavar="SIZE|SHARE", help="As for tune.")] = None,
+    n_trials: Annotated[Text, typer.Option(metavar="N", help="For each machine. Default: 24.")] = None,
+    time_limit_s: Annotated[Text, typer.Option(metavar="SECONDS", help="For all machines together.")] = None,
+    storage: Annotated[Text, typer.Option(metavar="URL", help="As for tune.")] = None,
+    isolate: Isolate = None,
+    profile: Annotated[Text, typer.Option(metavar="auto|refresh|off", help="As for tune.")] = None,
+    name: Annotated[Text, typer.Option(metavar="NAME", help="As for tune.")] = None,
+    seed: Annotated[Text, typer.Option(metavar="N", help="As for tune.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> Command:
     """Tune for several machines, and show what each would cost."""
-    given = {
-        "strategy": strategy,
-        "precision": precision,
-        "effective_batch_size": _whole_or_range("--effective-batch-size", effective_batch_size),
-        "max_batch_size": _whole("--max-batch-size", max_batch_size),
-        "reserve": reserve,
-        "n_trials": _whole("--n-trials", n_trials),
-        "time_limit_s": _seconds("--time-limit-s", time_limit_s),
-        "storage": storage,
-        "isolate": isolate,
-        "profile": profile,
-        "name": name,
-        "seed": _whole("--seed", seed),
-    }
-    keywords = {keyword: value for keyword, value in given.items() if value is not None}
-    prices = [_price_given(text) for text in price or ()]
-    return _to_run("compare.compare", Manner(as_json, quiet, verbose), spec, devices or [], prices, keywords)
+    keywords = keywords_given(
+        strategy=strategy,
+        precision=precision,
+        effective_batch_size=effective_batch_size,
+        max_batch_size=max_batch_size,
+        reserve=reserve,
+        n_trials=n_trials,
+        time_limit_s=time_limit_s,
+        storage=storage,
+        isolate=isolate,
+        profile=profile,
+        name=name,
+        seed=seed,
+    )
+    prices = [price_given(text) for text in price or ()]
+    return to_run("compare.compare", Manner(as_json, quiet, verbose), spec, devices or [], prices, keywords)
 
 
-def _price_given(text: str) -> tuple[str, float]:
-    machine, equals, money = text.rpartition("=")
-    try:
-        amount = float(money)
-    except ValueError:
-        amount = None
-    if not equals or not machine.strip() or amount is None:
-        raise InputError(
-            f"--price {shown(text)}: expected a machine and money for an hour, a number without a currency; write it "
-            "as --price 2xL4=1.2"
-        )
-    return machine, amount
-
-
-@app.command("probe", epilog=_example("autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval"))
+@app.command("probe", epilog=example("autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval"))
 def probe_command(
-    spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
+    spec: SameWorkload,
     devices: Annotated[
-        _Text, typer.Option(metavar="SPEC", help="As for tune. Default: every visible GPU; without any, cpu.")
+        Text, typer.Option(metavar="SPEC", help="As for tune. Default: every visible GPU; without any, cpu.")
     ] = None,
     role: Annotated[
         list[str] | None,
@@ -446,211 +367,106 @@ def probe_command(
             "without gradients. May be given several times. Default: rank.",
         ),
     ] = None,
-    max_batch_size: Annotated[_Text, typer.Option(metavar="N", help="Look no further.")] = None,
-    reserve: Annotated[
-        _Text,
-        typer.Option(metavar="SIZE|SHARE", help="Kept free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs."),
-    ] = None,
+    max_batch_size: Annotated[Text, typer.Option(metavar="N", help="Look no further.")] = None,
+    reserve: Reserve = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Also run one sample more, which must run out of memory.")
     ] = False,
     time_limit_s: Annotated[
-        _Text, typer.Option(metavar="SECONDS", help="For all ceilings; past it no further step confirms one.")
+        Text, typer.Option(metavar="SECONDS", help="For all ceilings; past it no further step confirms one.")
     ] = None,
-    isolate: _Isolate = None,
+    isolate: Isolate = None,
     plot: Annotated[
-        _Text, typer.Option(metavar="PATH", help="Draw bytes against batch (.png, .pdf, .svg). Needs matplotlib.")
+        Text, typer.Option(metavar="PATH", help="Draw bytes against batch (.png, .pdf, .svg). Needs matplotlib.")
     ] = None,
-    as_json: _Json = False,
-    quiet: _Quiet = False,
-    verbose: _Verbose = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> Command:
     """Find how many samples each device holds."""
-    limit_s = _seconds("--time-limit-s", time_limit_s)
-    given: dict[str, Any] = {
-        "max_batch_size": _whole("--max-batch-size", max_batch_size),
-        "reserve": reserve,
-        "exact": exact or None,
-    }
-    keywords = {keyword: value for keyword, value in given.items() if value is not None}
+    limit_s = keywords_given(time_limit_s=time_limit_s).get("time_limit_s")
+    keywords = keywords_given(max_batch_size=max_batch_size, reserve=reserve, exact=exact or None)
     asked = (spec, devices, tuple(dict.fromkeys(role or ["rank"])), keywords, limit_s, isolate)
-    return _to_run("probe.probe", Manner(as_json, quiet, verbose), asked, plot=plot)
+    return to_run("probe.probe", Manner(as_json, quiet, verbose), asked, plot=plot)
 
 
-@app.command("check", epilog=_example("autosplit check examples/char_gpt.py"))
+@app.command("check", epilog=example("autosplit check examples/char_gpt.py"))
 def check_command(
-    spec: Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")],
-    as_json: _Json = False,
-    quiet: _Quiet = False,
-    verbose: _Verbose = False,
+    spec: SameWorkload,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> Command:
     """Tell what of the training changes with the split."""
-    return _to_run("check.check", Manner(as_json, quiet, verbose), spec)
+    return to_run("check.check", Manner(as_json, quiet, verbose), spec)
 
 
-@app.command("show", epilog=_example("autosplit show plan.json"))
+@app.command("show", epilog=example("autosplit show plan.json"))
 def show_command(
     which: Annotated[
-        _Text,
+        Text,
         typer.Argument(
             metavar="[PLAN]",
             help="A file that a plan was saved to, or the beginning of a profile's key. Default: list the profiles "
             "and show the newest.",
         ),
     ] = None,
-    as_json: _Json = False,
-    quiet: _Quiet = False,
-    verbose: _Verbose = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> Command:
     """Show a saved plan, or those remembered."""
-    return _to_run("show.show", Manner(as_json, quiet, verbose), which)
+    return to_run("show.show", Manner(as_json, quiet, verbose), which)
 
 
-# --------------------------------------------------------------------------------------------------------- profiles
-
-profiles_app = typer.Typer(
-    help="List, show and remove remembered plans.",
-    invoke_without_command=True,
-    epilog=_example("autosplit profiles", "autosplit profiles remove 3f2a"),
-    rich_markup_mode=None,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.add_typer(profiles_app, name="profiles")
-
-_Key = Annotated[_Text, typer.Argument(metavar="KEY", help="The beginning of a profile's key.", show_default=False)]
-
-
-@profiles_app.callback()
-def profiles_command(
-    context: typer.Context, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
-) -> Command | None:
-    """List, show and remove remembered plans; without a command, list them."""
-    manner = Manner(as_json, quiet, verbose)
-    if context.invoked_subcommand is None:
-        return _to_run("profiles.list_profiles", manner)
-    context.obj = manner
-    return None
-
-
-def _manner(context: typer.Context, as_json: bool, quiet: bool, verbose: bool) -> Manner:
-    """Put flags before a command of `profiles` and those behind it together."""
-    before: Manner = context.obj
-    return Manner(as_json or before.as_json, quiet or before.quiet, verbose or before.verbose)
-
-
-@profiles_app.command("list", epilog=_example("autosplit profiles list --json"))
-def profiles_list_command(
-    context: typer.Context, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
-) -> Command:
-    """List what is remembered, the newest first."""
-    return _to_run("profiles.list_profiles", _manner(context, as_json, quiet, verbose))
-
-
-@profiles_app.command("show", epilog=_example("autosplit profiles show 3f2a"))
-def profiles_show_command(
-    context: typer.Context, key: _Key = None, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
-) -> Command:
-    """Show a remembered plan. Without a key, list them and show the newest."""
-    return _to_run("show.show_profile", _manner(context, as_json, quiet, verbose), key)
-
-
-@profiles_app.command("path", epilog=_example("autosplit profiles path", "autosplit profiles path 3f2a"))
-def profiles_path_command(
-    context: typer.Context, key: _Key = None, as_json: _Json = False, quiet: _Quiet = False, verbose: _Verbose = False
-) -> Command:
-    """Print the folder of the profiles, or the file of one."""
-    return _to_run("profiles.show_path", _manner(context, as_json, quiet, verbose), key)
-
-
-@profiles_app.command(
-    "remove", epilog=_example("autosplit profiles remove 3f2a 91c0", "autosplit profiles remove --all --yes")
-)
-def profiles_remove_command(
-    context: typer.Context,
-    keys: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY", help="Beginnings of profiles' keys.", show_default=False)
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All of them; on a terminal it asks first.")] = False,
-    confirmed: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: _Json = False,
-    quiet: _Quiet = False,
-    verbose: _Verbose = False,
-) -> Command:
-    """Forget remembered plans, and say which. Nothing outside the cache is ever removed."""
-    manner = _manner(context, as_json, quiet, verbose)
-    return _to_run("profiles.remove_profiles", manner, keys or [], everything=everything, confirmed=confirmed)
-
-
-# ----------------------------------------------------------------------------------------------------------- report
-
-
-@app.command("report", epilog=_example("autosplit report plan.json -o report.html"))
+@app.command("report", epilog=example("autosplit report plan.json -o report.html"))
 def report_command(
-    which: Annotated[
-        _Text,
-        typer.Argument(
-            metavar="[PLAN]",
-            help="A file that a plan was saved to, or the beginning of a profile's key. Default: the newest profile.",
-        ),
-    ] = None,
+    which: StoredPlan = None,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="PATH", help="The page; - for stdout. Default: report.html.")
     ] = "report.html",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False,
-    as_json: _Json = False,
-    quiet: _Quiet = False,
-    verbose: _Verbose = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> Command:
     """Make a page of a plan that works offline. It has charts, checks, every setting to copy; needs matplotlib."""
-    return _to_run("report.report", Manner(as_json, quiet, verbose), which, output, force=force)
+    return to_run("report.report", Manner(as_json, quiet, verbose), which, output, force=force)
 
 
-# ----------------------------------------------------------------------------------------------------------- export
-
-
-@app.command("export", epilog=_example("autosplit export plan.json --to transformers"))
+@app.command("export", epilog=example("autosplit export plan.json --to transformers"))
 def export_command(
-    which: Annotated[
-        _Text,
-        typer.Argument(
-            metavar="[PLAN]",
-            help="A file that a plan was saved to, or the beginning of a profile's key. Default: the newest profile.",
-        ),
-    ] = None,
+    which: StoredPlan = None,
     to: Annotated[
-        _Text,
+        Text,
         typer.Option(
             metavar="transformers|accelerate|lightning|torchrun|env|json",
             help="Whose settings. The first three give all ranks one batch size: the nearest even plan is computed.",
         ),
     ] = None,
     output: Annotated[
-        _Text, typer.Option("--output", "-o", metavar="PATH", help="Save what would be printed to a file.")
+        Text, typer.Option("--output", "-o", metavar="PATH", help="Save what would be printed to a file.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-    as_json: _Json = False,
-    quiet: _Quiet = False,
-    verbose: _Verbose = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> Command:
     """Turn a plan into another tool's settings."""
-    return _to_run("export.export", Manner(as_json, quiet, verbose), which, to, output=output, force=force)
-
-
-# ----------------------------------------------------------------------------------------------------------- launch
+    return to_run("export.export", Manner(as_json, quiet, verbose), which, to, output=output, force=force)
 
 
 @app.command(
     "launch",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog=_example("autosplit launch --plan plan.json --print train.py --epochs 3"),
+    epilog=example("autosplit launch --plan plan.json --print train.py --epochs 3"),
 )
 def launch_command(
     arguments: Annotated[
         list[str], typer.Argument(metavar="[TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]", help="What torchrun is to start.")
     ],
     plan: Annotated[
-        _Text,
+        Text,
         typer.Option(
             help="A file that a plan was saved to, or the beginning of a profile's key. Default: AUTOSPLIT_PROFILE, or "
             "the only plan remembered for this machine."
@@ -660,8 +476,8 @@ def launch_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it as JSON instead of running it. Its keys are in docs/json.md.")
     ] = False,
-    quiet: _Quiet = False,
-    verbose: _Verbose = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> Command:
     """Start a training script by torchrun with a plan's processes. Each of them is given the plan."""
-    return _to_run("launch.launch", Manner(as_json, quiet, verbose), arguments, plan, print_only=print_only)
+    return to_run("launch.launch", Manner(as_json, quiet, verbose), arguments, plan, print_only=print_only)

@@ -11,11 +11,12 @@ import importlib
 import os
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from autosplit.cli.charts import MEMORY_PARTS, Chart, charts_of, check_drawing, known_parts
+from autosplit.cli.canvas import check_drawing
+from autosplit.cli.charts import MEMORY_PARTS, charts_of, known_parts
 from autosplit.cli.plan_report import Told, paste_lines, request_text, told_of
+from autosplit.cli.tables import tuple_text
 from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
 from autosplit.measure.check_result import error_text
@@ -105,9 +106,6 @@ def _check_template() -> None:
 def page_of(plan: Plan) -> str:
     """Return a plan's page.
 
-    Args:
-        plan: What is reported.
-
     Raises:
         InputError: jinja2 or matplotlib is not installed.
     """
@@ -128,15 +126,8 @@ def page_of(plan: Plan) -> str:
     )
     # The one that says what may be loaded: no script, no font, no picture but those within, and this very sheet.
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
-    page = _Page.of(shown)
-    return environment.get_template("report.html.j2").render(
-        page=page,
-        plan=shown,
-        policy=policy,
-        mark=_MARK,
-        css=css,
-        charts={chart.name: chart for chart in page.charts},
-    )
+    template = environment.get_template("report.html.j2")
+    return template.render(_values(shown), policy=policy, mark=_MARK, css=css)
 
 
 def _shown(value: object) -> object:
@@ -144,72 +135,30 @@ def _shown(value: object) -> object:
     return visible(value) if type(value) is str else value
 
 
-@dataclass(frozen=True)
-class _Page:
-    """The values that the template is filled with.
-
-    Attributes:
-        title: The page's.
-        told: What the terminal's report says, too.
-        headline: The numbers to set, large.
-        made: What was asked for, and what versions answered.
-        charts: All of them; one that could not be drawn says why.
-        lines: Names of the charts of memory against samples.
-        parts: A row for each device: its name, and what its peak is made of; empty where that is known of none.
-        part_names: Headings of these.
-        checks: A row for each: what, split, accumulated, verdict, what to do.
-        ranks: A row for each DDP rank.
-        ddp: What is said of them besides, or why there are none.
-        trials: A row for each.
-        settings: Each with its name and what to set it to.
-        code: The lines to paste.
-    """
-
-    title: str
-    told: Told
-    headline: tuple[tuple[str, str], ...]
-    made: tuple[tuple[str, str], ...]
-    charts: tuple[Chart, ...]
-    lines: tuple[str, ...]
-    part_names: tuple[str, ...]
-    parts: tuple[tuple[str, ...], ...]
-    checks: tuple[tuple[str, ...], ...]
-    ranks: tuple[tuple[str, ...], ...]
-    ddp: tuple[str, ...]
-    trials: tuple[tuple[str, ...], ...]
-    settings: tuple[tuple[str, str], ...]
-    code: str
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Page:
-        """Collect it of a plan."""
-        explanation = plan.explain()
-        told, charts = told_of(plan, explanation), charts_of(plan, explanation)
-        model = plan.workload.get("model")
-        ranks = tuple(_rank_rows(plan))
-        parts = tuple(_part_rows(plan)) if any(known_parts(device) for device in plan.devices) else ()
-        return cls(
-            title=f"autosplit: {model}" if isinstance(model, str) and model else "autosplit",
-            told=told,
-            headline=tuple(_headline(plan, told)),
-            made=tuple(_made(plan)),
-            charts=charts,
-            lines=tuple(chart.name for chart in charts if chart.name.startswith("line")),
-            part_names=tuple(label for _, label, _ in MEMORY_PARTS),
-            parts=parts,
-            checks=tuple(_check_rows(plan)),
-            ranks=ranks,
-            ddp=told.ddp[-1:] if ranks else told.ddp,  # the rest is in the table
-            trials=tuple(_trial_rows(plan)),
-            settings=tuple(_settings(plan)),
-            code="\n".join(paste_lines(plan)),
-        )
-
-    @property
-    def other_numbers(self) -> tuple[tuple[str, str], ...]:
-        """Return the plan's numbers besides the headline."""
-        names = {name for name, _ in self.headline}
-        return (*((name, text) for name, text in self.told.numbers if name not in names), *self.made)
+def _values(plan: Plan) -> dict[str, object]:
+    """Return the values that the template is filled with, by its names for them."""
+    explanation = plan.explain()
+    told, charts = told_of(plan, explanation), charts_of(plan, explanation)
+    model = plan.workload.get("model")
+    headline = dict(_headline(plan, told))
+    ranks = list(_rank_rows(plan))
+    return {
+        "plan": plan,
+        "told": told,
+        "title": f"autosplit: {model}" if isinstance(model, str) and model else "autosplit",
+        "headline": headline,
+        "other_numbers": [*((name, text) for name, text in told.numbers if name not in headline), *_made(plan)],
+        "charts": {chart.name: chart for chart in charts},
+        "lines": [chart.name for chart in charts if chart.name.startswith("line")],
+        "part_names": [label for _, label, _ in MEMORY_PARTS],
+        "parts": list(_part_rows(plan)) if any(known_parts(device) for device in plan.devices) else [],
+        "checks": list(_check_rows(plan)),
+        "ranks": ranks,
+        "ddp": told.ddp[-1:] if ranks else told.ddp,  # the rest is in the table
+        "trials": list(_trial_rows(plan)),
+        "settings": list(_settings(plan)),
+        "code": "\n".join(paste_lines(plan)),
+    }
 
 
 def _headline(plan: Plan, told: Told) -> Iterator[tuple[str, str]]:
@@ -257,7 +206,7 @@ def _rank_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 def _trial_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     for trial in plan.trials:
-        split = f"({', '.join(map(str, trial.split))})" if len(trial.split) > 1 else f"{trial.batch_size}"
+        split = tuple_text(trial.split) if len(trial.split) > 1 else f"{trial.batch_size}"
         rate = (
             "failed"
             if trial.samples_per_s is None
@@ -272,7 +221,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield every setting of the plan, as one would type it."""
     several = len(plan.devices) > 1
     if several:
-        yield "split", f"({', '.join(map(str, plan.split))})"
+        yield "split", tuple_text(plan.split)
         yield "gpu0_bsz", f"{plan.gpu0_bsz}"
     yield "batch_size", f"{plan.batch_size}"
     yield "accumulation_steps", f"{plan.accumulation_steps}"
@@ -280,11 +229,8 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     if several and plan.region is not None:
         reduce = f', reduce="{plan.reduce}"' if plan.reduce not in (None, "samples") else ""
         dim = f", dim={plan.batch_dim}" if plan.batch_dim else ""
-        split = ", ".join(map(str, plan.split))
-        yield (
-            "the wrapper alone",
-            f"autosplit.BalancedDataParallel({plan.gpu0_bsz}, model{dim}, split=({split}){reduce})",
-        )
+        call = f"({plan.gpu0_bsz}, model{dim}, split={tuple_text(plan.split)}{reduce})"
+        yield "the wrapper alone", f"autosplit.BalancedDataParallel{call}"
     yield "precision", plan.precision
     if several and plan.ddp.ranks:
         yield "DDP: batch_size by rank", ", ".join(f"{rank.batch_size}" for rank in plan.ddp.ranks)

@@ -224,9 +224,8 @@ def _ranks_lines(origin: Origin) -> tuple[str, ...]:
 
 def _device_table(plan: Plan) -> Table:
     """A row for each device; on a single one there are no shares to speak of."""
-    table = plain_table()
-    for heading in _device_columns(plan):
-        table.add_column(heading, justify="left" if heading in ("device", "ceiling") else "right", overflow="fold")
+    headings = _device_columns(plan)
+    table = plain_table(*headings, figures={*headings} - {"device", "ceiling"})
     for cells in _device_cells(plan):
         add_row(table, *cells)
     return table

@@ -6,7 +6,7 @@ and what others wrote passes `text.printable`, so that it shows itself and does 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from autosplit.text import printable
@@ -40,12 +40,15 @@ def print_plain(what: RenderableType, console: Console) -> None:
     console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
-def plain_table() -> Table:
-    """Return a table with bold headings and one line below them."""
+def plain_table(*headings: str, figures: Container[str] = ()) -> Table:
+    """Return an empty table with bold headings, one line below them, and figures on the right of their columns."""
     from rich import box
     from rich.table import Table
 
-    return Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in figures else "left", overflow="fold")
+    return table
 
 
 def add_row(table: Table, *cells: str | Text) -> None:

@@ -63,10 +63,6 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
 def run_together(arguments: Sequence[str], num_processes: int) -> int:
     """Run a command of autosplit's in several processes of this machine, by torchrun, from within this one.
 
-    Args:
-        arguments: Of autosplit's command line.
-        num_processes: How many; each finds its rank in its environment.
-
     Returns:
         Rank 0's exit code.
 

@@ -54,11 +54,7 @@ MOST_KINDS = 8
 
 
 def explanation_of(plan: Solved) -> Explanation:
-    """Explain a plan, from its numbers alone.
-
-    Args:
-        plan: What is explained.
-    """
+    """Explain a plan, from its numbers alone."""
     several = len(plan.devices) > 1
     shares_processor = several and all(device.kind == "cpu" for device in plan.devices)
     problem = problem_of(plan)
@@ -94,11 +90,7 @@ def _relaxed(plan: Solved, problem: Problem | None, predicted: float | None, *, 
 
 
 def problem_of(plan: Solved) -> Problem | None:
-    """Return what the plan is the answer to; None where it has no fit, or the time of a step takes too long to predict.
-
-    Args:
-        plan: What is explained.
-    """
+    """Return the problem a plan answers; None where it has no fit, or the time of a step takes too long to predict."""
     forwards = plan.effective_batch_size / sum(plan.split)
     if plan.fit is None or forwards > MOST_WORK or forwards * len(plan.devices) > MOST_CURVES:
         return None
@@ -167,34 +159,20 @@ Relaxed = tuple[What, "str | None", Problem]
 
 
 def memory_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
-    """Yield the problem without the memory of a device of each kind.
-
-    Args:
-        plan: What is explained.
-        problem: What it is the answer to.
-    """
+    """Yield the problem without the memory of a device of each kind."""
     for index in kinds_of(plan):
         yield "memory", plan.devices[index].label, problem.with_memory(index, NO_LIMIT_BYTES)
 
 
 def all_memory_relaxed(problem: Problem) -> Problem:
-    """Return the problem without any memory's bounds.
-
-    Args:
-        problem: A plan's.
-    """
+    """Return the problem without any memory's bounds."""
     for index in range(len(problem.ceilings)):
         problem = problem.with_memory(index, NO_LIMIT_BYTES)
     return problem
 
 
 def sizes_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
-    """Yield the problem of larger forwards, and of larger steps.
-
-    Args:
-        plan: What is explained.
-        problem: What it is the answer to.
-    """
+    """Yield the problem of larger forwards, and of larger steps."""
     most = None if plan.effective_batch_sizes is None else plan.effective_batch_sizes[1]
     asked = plan.max_batch_size
     if asked is not None and (most is None or asked < most):
@@ -218,11 +196,7 @@ def _times_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
 
 
 def kinds_of(plan: Solved) -> list[int]:
-    """Return a device of each kind: device 0, and of the others that are alike the first.
-
-    Args:
-        plan: What is explained.
-    """
+    """Return a device of each kind: device 0, and of the others that are alike the first."""
     found: dict[tuple[bool, str, int, int], int] = {}
     for index, device in enumerate(plan.devices):
         found.setdefault((index == 0, device.name, device.capacity_bytes, device.ceiling.batch_size), index)
@@ -230,11 +204,7 @@ def kinds_of(plan: Solved) -> list[int]:
 
 
 def alone_of(plan: Solved) -> Iterator[tuple[int, int]]:
-    """Yield a device of each name, and the most samples that it runs by itself.
-
-    Args:
-        plan: What is explained.
-    """
+    """Yield a device of each name, and the most samples that it runs by itself."""
     names = set()
     for index, device in enumerate(plan.devices):
         ceiling = plan.region.primary_ceiling if index == 0 and plan.region is not None else device.rank_ceiling
@@ -244,11 +214,7 @@ def alone_of(plan: Solved) -> Iterator[tuple[int, int]]:
 
 
 def fullest_of(plan: Solved) -> int:
-    """Return the device with the least of its capacity free.
-
-    Args:
-        plan: What is explained.
-    """
+    """Return the device with the least of its capacity free."""
     shares = [device.peak_bytes / max(1, device.capacity_bytes) for device in plan.devices]
     return max(range(len(shares)), key=lambda index: shares[index])
 

@@ -72,9 +72,6 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
 def refuse_unfit(plan: PlanRecord) -> None:
     """Refuse a plan that no job can be started with.
 
-    Args:
-        plan: Of any kind.
-
     Raises:
         PlanError: It has no DDP ranks, or they do not go together.
         DeviceError: It is for simulated cards.
@@ -90,9 +87,6 @@ def refuse_unfit(plan: PlanRecord) -> None:
 
 def refuse_without_ranks(plan: PlanRecord) -> None:
     """Refuse a plan that has no numbers for DDP.
-
-    Args:
-        plan: Of any kind.
 
     Raises:
         PlanError: It has no DDP ranks, or they do not go together.

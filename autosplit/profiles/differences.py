@@ -75,17 +75,7 @@ def nearest_told(
 def differences(
     plan: Plan, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any]
 ) -> list[str]:
-    """Say in which parts of the key a plan differs from what is wanted now, the machine's first.
-
-    Args:
-        plan: A remembered one.
-        machine: See `nearest_told`, as for what follows.
-        workload: What a plan is wanted for.
-        request: What was asked for.
-
-    Returns:
-        A clause for each part.
-    """
+    """Say in which parts of the key a plan differs from what is wanted now: a clause for each, the machine's first."""
     return [
         *_of_machine(plan.machine, machine),
         *_of_workload(plan.workload, workload),

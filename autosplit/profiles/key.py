@@ -31,9 +31,6 @@ def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
 
     Memory that others use at the moment, UUIDs and drivers are not in it: they are compared when a plan is found.
 
-    Args:
-        devices: What is tuned for, in order.
-
     Returns:
         Plain JSON values: ``devices`` (runs of equal ones, with ``count``), ``torch``, ``cuda``, ``autosplit``.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,6 @@ def _path_of(key: str) -> Path:
 def turn_path(key: str) -> Path:
     """Return the file by whose lock processes take turns at tuning for a key.
 
-    Args:
-        key: By `key_of`.
-
     Raises:
         ProfileError: As by `profiles_folder`.
     """
@@ -131,9 +128,20 @@ def find(
         path = _path_of(key)
     except ProfileError as error:
         return Found(None, Path(f"{key}.json"), (f"no profile is looked for: {error}",), unreadable=True)
-    plan, problem = _judged(path, machine, workload, request)
+
+    def judge() -> tuple[Plan | None, ProfileError | None]:
+        """Read the profile; if it can't be used here, say why."""
+        try:
+            plan = _read(path)
+            if plan is not None:
+                _refuse_foreign(plan, machine, workload, request)
+        except ProfileError as error:
+            return None, error
+        return plan, None
+
+    plan, problem = judge()
     if isinstance(problem, _SpoiledError):
-        plan, problem = _moved_if_still_spoiled(path, machine, workload, request, problem)
+        plan, problem = _moved_if_still_spoiled(path, judge, problem)
     if problem is not None:
         by_system = isinstance(problem.__cause__, OSError) and not isinstance(problem.__cause__, LargeFileError)
         return Found(None, path, (f"the profile {path} is ignored: {problem}",), unreadable=by_system)
@@ -144,30 +152,13 @@ class _SpoiledError(ProfileError):
     """No plan is in a profile's place, so that nobody loses anything if it is moved out of the way."""
 
 
-def _judged(
-    path: Path, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None
-) -> tuple[Plan | None, ProfileError | None]:
-    """Read a profile; if it can't be used here, say why."""
-    try:
-        plan = _read(path)
-        if plan is not None:
-            _refuse_foreign(plan, machine, workload, request)
-    except ProfileError as error:
-        return None, error
-    return plan, None
-
-
 def _moved_if_still_spoiled(
-    path: Path,
-    machine: Mapping[str, Any],
-    workload: Mapping[str, Any],
-    request: Mapping[str, Any] | None,
-    error: ProfileError,
+    path: Path, judge: Callable[[], tuple[Plan | None, ProfileError | None]], error: ProfileError
 ) -> tuple[Plan | None, ProfileError | None]:
     """Move a spoiled profile aside, unless somebody has replaced it by now; where that fails, say so."""
     try:
         with _locked(path):
-            plan, now = _judged(path, machine, workload, request)
+            plan, now = judge()
             if not isinstance(now, _SpoiledError):
                 return plan, now
             aside = moved_aside(path, BAD_SUFFIX)
@@ -340,12 +331,7 @@ def read_profile(path: Path) -> Plan:
     Raises:
         ProfileError: It is not there, or is no plan that this version can read.
     """
-    try:
-        plan = _read(path)
-    except ProfileError:
-        raise
-    except PlanError as error:
-        raise ProfileError(str(error)) from error
+    plan = _read(path)
     if plan is None:
         raise ProfileError(f"{path} is not there any more; expected a profile; autosplit profiles lists them")
     return plan
@@ -404,11 +390,7 @@ def _remove_beside(path: Path) -> None:
 
 
 def newest(most: int) -> Iterator[tuple[Path, Plan | None]]:
-    """Yield so many profiles of the cache, the newest first, and none where there is no cache.
-
-    Args:
-        most: How many.
-    """
+    """Yield so many profiles of the cache, the newest first, and none where there is no cache."""
     try:
         paths = profile_paths()
     except (OSError, ProfileError):

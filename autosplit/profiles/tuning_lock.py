@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from autosplit.errors import ProfileError
 from autosplit.files import make_private_folder
+
+if TYPE_CHECKING:
+    import filelock
 
 __all__ = ["WAIT_LIMIT_S", "Turn", "WaitingWarning", "wait_limit_s"]
 
@@ -37,10 +39,8 @@ LEAST_WAIT_S = 60.0
 POLL_S = 0.1
 """Between two looks at a lock that is held."""
 
-_HOLDER_BYTES = 512
-"""More than a holder writes of itself."""
-
-_DAY_S = 86400.0
+_HOLDER = re.compile(r"(\d{1,10}) ([\w.-]{1,200}) (\d\d:\d\d:\d\d)", re.ASCII)
+"""A lock's file: its holder's process, machine, and since when it has it."""
 
 
 class WaitingWarning(UserWarning):
@@ -54,15 +54,6 @@ def wait_limit_s(remaining_s: float | None) -> float:
         remaining_s: What is left of the time limit; None for no limit.
     """
     return WAIT_LIMIT_S if remaining_s is None else max(LEAST_WAIT_S, 2 * remaining_s)
-
-
-@dataclass(frozen=True)
-class _Holder:
-    """The process that holds a lock, as it writes itself into the lock's file."""
-
-    pid: int
-    host: str
-    since_s: float
 
 
 _held: set[tuple[int, Path]] = set()
@@ -97,7 +88,7 @@ class Turn:
         self._tell = tell
         self._told = False
         self._begun_s: float | None = None
-        self._lock: contextlib.AbstractContextManager[object] | None = None
+        self._lock: filelock.BaseFileLock | None = None
 
     def __enter__(self) -> Turn:
         """Return itself; `wait` is what waits."""
@@ -110,10 +101,10 @@ class Turn:
         if self.held:
             self.held = False
             _held.discard(self._mine)
-            _write(self.path, b"")
+            _write(self.path, "")
             assert self._lock is not None
             with contextlib.suppress(OSError):  # the file system has gone; the lock with it
-                self._lock.__exit__(None, None, None)
+                self._lock.release()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -140,48 +131,50 @@ class Turn:
         """
         now_s = time.monotonic()
         self._begun_s = now_s if self._begun_s is None else self._begun_s
-        until_s = now_s + for_s
+        end_s, limit_s = now_s + for_s, self._begun_s + self.limit_s
         while not self._is_over:
-            self._attempt()
+            # By the end of the first look the holder has written who it is.
+            look_s = min(end_s, limit_s) - now_s if self._told else POLL_S
+            if self._lock_within(max(0.0, look_s)) or self.trouble is not None:
+                break
             now_s = time.monotonic()
-            if self._is_over or now_s >= until_s:
-                break
             self.waited_s = now_s - self._begun_s
-            if self.waited_s >= self.limit_s:
+            if now_s >= limit_s:
                 self.gave_up = f"{_holder_text(self.path)}, which is longer than to be waited for: tuned beside it"
-                break
-            if not self._told and self.waited_s >= POLL_S:  # by now the holder has written who it is
+            elif not self._told:
                 self._told = True
                 self._tell(f"{_holder_text(self.path)}: waiting for its plan, {self.limit_s:.0f} s at most")
-            time.sleep(POLL_S)
+            elif now_s >= end_s:
+                break
         return self._is_over
 
-    def _attempt(self) -> None:
-        """Lock, if nobody else has."""
+    def _lock_within(self, limit_s: float) -> bool:
+        """Tell whether this process has the lock, for which it waits that long."""
         import filelock  # slow to import
 
         if self._mine in _held:
             self.trouble = "this thread tunes the same already"
-            return
+            return False
         try:
             make_private_folder(self.path.parent)
-            self._lock = filelock.FileLock(self.path, blocking=False, mode=0o600, fallback_to_soft=False)
-            self._lock.__enter__()
+            self._lock = filelock.FileLock(self.path, mode=0o600, fallback_to_soft=False)
+            self._lock.acquire(limit_s, poll_interval=POLL_S)
         except filelock.Timeout:
-            return
+            return False
         except (OSError, NotImplementedError, ProfileError) as error:  # no such folder, no right to write, no locks
             reason = getattr(error, "strerror", None) or str(error)
             # Where nothing stands there, the folder is to blame.
             self.trouble = f"{self.path} can't be locked ({reason})" if os.path.lexists(self.path) else reason
-            return
+            return False
         self.held = True
         _held.add(self._mine)
-        _write(self.path, msgspec.json.encode(_Holder(os.getpid(), socket.gethostname()[:200], time.time())))
+        _write(self.path, f"{os.getpid()} {socket.gethostname()} {time.strftime('%H:%M:%S')}")
+        return True
 
 
-def _write(path: Path, text: bytes) -> None:
+def _write(path: Path, text: str) -> None:
     """Write into a lock's file, if it is still there."""
-    with contextlib.suppress(OSError), path.open("r+b") as file:
+    with contextlib.suppress(OSError), path.open("r+", encoding="utf-8") as file:
         file.truncate()
         file.write(text)
 
@@ -190,13 +183,13 @@ def _holder_text(path: Path) -> str:
     """Say who has a lock, and since when, as far as its file tells."""
     try:
         with path.open("rb") as file:
-            holder = msgspec.json.decode(file.read(_HOLDER_BYTES), type=_Holder)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            found = _HOLDER.fullmatch(file.read(512).decode("ascii", "replace"))
+    except OSError:
+        found = None
+    if found is None:
         return "another process has been tuning the same"
-    who = "another thread of this process" if holder.pid == os.getpid() else f"process {holder.pid}"
-    if holder.host != socket.gethostname()[:200]:
-        who = f"process {holder.pid} on {holder.host if holder.host.isprintable() else 'another machine'}"
-    ago_s = time.time() - holder.since_s
-    if not -_DAY_S < ago_s < 365 * _DAY_S:
-        return f"{who} has been tuning the same"
-    return f"{who} has been tuning the same since {time.strftime('%H:%M:%S', time.localtime(holder.since_s))}"
+    pid, host, since = found.groups()
+    who = "another thread of this process" if pid == str(os.getpid()) else f"process {pid}"
+    if host != socket.gethostname():
+        who = f"process {pid} on {host}"
+    return f"{who} has been tuning the same since {since}"

@@ -11,7 +11,8 @@ from handmade import GIB, made_plan, solved_plan
 pytest.importorskip("matplotlib")
 
 from autosplit.cli import charts
-from autosplit.cli.charts import WIDTHS, known_parts
+from autosplit.cli.canvas import WIDTH
+from autosplit.cli.charts import known_parts
 from autosplit.errors import InputError
 from autosplit.plan.record import DdpPlan
 
@@ -39,11 +40,10 @@ def words(svg):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.parametrize("size", ["narrow", "wide"])
-def test_each_is_drawn_for_both_widths_with_words_of_a_readable_size(solved, name, size):
-    root = ET.fromstring(getattr(solved[name], size))
+def test_each_is_as_wide_as_a_phone_and_has_words_of_a_readable_size(solved, name):
+    root = ET.fromstring(solved[name].svg)
     left, top, width, _ = map(float, root.get("viewBox").split())
-    assert (left, top, width) == (0, 0, WIDTHS[size])
+    assert (left, top, width) == (0, 0, WIDTH)
     sizes = [float(text.get("font-size").removesuffix("px")) for text in root.iter("text")]
     assert sizes
     assert min(sizes) >= 11
@@ -51,23 +51,21 @@ def test_each_is_drawn_for_both_widths_with_words_of_a_readable_size(solved, nam
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_each_has_the_pages_colours_and_no_styles_or_foreign_ids(solved, name):
-    for svg in (solved[name].narrow, solved[name].wide):
-        root = ET.fromstring(svg)
-        assert not list(root.iter("style"))
-        assert not list(root.iter("metadata"))
-        assert not [element for element in root.iter() if "style" in element.attrib]
-        assert not re.search(r"#0102", svg), "a colour that stands for a variable was left"
-        assert "var(--ink)" in svg
-        ids = [element.get("id") for element in root.iter() if element.get("id")]
-        assert len(ids) == len(set(ids))
-        used = re.findall(r'(?:href="|url\()#([^")]+)', svg)
-        assert set(used) <= set(ids)
+    svg = solved[name].svg
+    root = ET.fromstring(svg)
+    assert not list(root.iter("style"))
+    assert not list(root.iter("metadata"))
+    assert not [element for element in root.iter() if "style" in element.attrib]
+    assert not re.search(r"#0102", svg), "a colour that stands for a variable was left"
+    assert "var(--ink)" in svg
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    assert len(ids) == len(set(ids))
+    used = re.findall(r'(?:href="|url\()#([^")]+)', svg)
+    assert set(used) <= set(ids)
 
 
 def test_no_two_pictures_share_an_id(solved):
-    ids = [
-        i for chart in solved.values() for svg in (chart.narrow, chart.wide) for i in re.findall(r' id="([^"]+)"', svg)
-    ]
+    ids = [i for chart in solved.values() for i in re.findall(r' id="([^"]+)"', chart.svg)]
     assert len(ids) == len(set(ids))
 
 
@@ -85,13 +83,13 @@ def test_no_two_pictures_share_an_id(solved):
     ],
 )
 def test_axes_and_marks_are_labelled_with_units(solved, name, labels):
-    assert set(labels) <= set(words(solved[name].wide))
+    assert set(labels) <= set(words(solved[name].svg))
 
 
 def test_marks_say_what_they_are(solved):
-    titles = [title.text for title in ET.fromstring(solved["trials"].wide).iter("title")]
+    titles = [title.text for title in ET.fromstring(solved["trials"].svg).iter("title")]
     assert "trial 1: split (1, 1), 3 forwards a step: cuda:1" in titles
-    titles = [title.text for title in ET.fromstring(solved["devices"].wide).iter("title")]
+    titles = [title.text for title in ET.fromstring(solved["devices"].svg).iter("title")]
     assert "cuda:0: optimizer state, 2 GiB" in titles
     assert "cuda:0: reserve, 1 GiB" in titles
 
@@ -99,13 +97,13 @@ def test_marks_say_what_they_are(solved):
 def test_the_text_alternatives_have_the_figures(solved):
     assert "even split, same batch: 7,813 samples/s (measured)" in solved["rates"].said
     assert "1 failed" in solved["trials"].said
-    assert ET.fromstring(solved["rates"].wide).get("aria-label") == solved["rates"].said
+    assert ET.fromstring(solved["rates"].svg).get("aria-label") == solved["rates"].said
 
 
 def test_what_a_memory_is_full_of_is_drawn_only_where_it_is_known():
     plan = solved_plan()
     unknown = replace(plan, devices=tuple(replace(device, memory=None) for device in plan.devices))
-    shown = words(drawn(unknown, "devices").wide)
+    shown = words(drawn(unknown, "devices").svg)
     assert {"in use", "free", "reserve"} <= set(shown)
     assert "activations and others" not in shown
     other_peak = replace(plan.devices[0], peak_bytes=5 * GIB)
@@ -132,7 +130,7 @@ def test_the_first_devices_line_is_drawn_beside_what_the_others_have(solved):
 def test_what_can_not_be_drawn_says_why(changes, name, said):
     chart = drawn(solved_plan(**changes), name)
     assert said in chart.said
-    assert not chart.wide + chart.narrow
+    assert not chart.svg
 
 
 def test_devices_that_share_a_processor_are_compared_with_nothing():
@@ -143,19 +141,19 @@ def test_one_device_has_a_curve_in_the_place_of_the_landscape():
     plan = solved_plan((256,))
     curve = drawn(plan, "landscape")
     assert curve.title == "Throughput against batch_size"
-    assert {"predicted", "trial", "this plan", "batch_size, samples"} <= set(words(curve.wide))
-    assert not drawn(plan, "rates").wide
+    assert {"predicted", "trial", "this plan", "batch_size, samples"} <= set(words(curve.svg))
+    assert not drawn(plan, "rates").svg
 
 
 def test_predicted_and_simulated_are_told_apart():
-    assert "simulated" in words(drawn(solved_plan(kind="sim"), "rates").wide)
+    assert "simulated" in words(drawn(solved_plan(kind="sim"), "rates").svg)
 
 
 def test_unlike_devices_are_drawn_by_their_own_memory():
     plan = solved_plan()
     small = replace(plan.devices[1], memory_bytes=GIB, capacity_bytes=GIB, peak_bytes=2**29, memory=None)
     assert "memory, % of the device's own" in words(
-        drawn(replace(plan, devices=(plan.devices[0], small)), "devices").wide
+        drawn(replace(plan, devices=(plan.devices[0], small)), "devices").svg
     )
 
 
@@ -164,10 +162,9 @@ def test_names_are_never_taken_for_markup_or_formulas():
     hostile = '$\\frac{1}{0}$<script>alert("1")</script>\x00\x1b[31m\u202e&'
     named = replace(plan, devices=tuple(replace(device, name=hostile) for device in plan.devices))
     chart = drawn(named, "devices")
-    for svg in (chart.narrow, chart.wide):
-        assert "<script" not in svg
-        assert not re.search("[\x00\x1b\u202e]", svg)
-    assert any(text.startswith("cuda:0 $\\frac{1}{0}$<script>") for text in words(chart.wide))
+    assert "<script" not in chart.svg
+    assert not re.search("[\x00\x1b\u202e]", chart.svg)
+    assert any(text.startswith("cuda:0 $\\frac{1}{0}$<script>") for text in words(chart.svg))
 
 
 def test_the_users_settings_of_matplotlib_change_nothing(solved):

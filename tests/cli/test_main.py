@@ -471,10 +471,10 @@ def test_an_output_that_is_no_file_is_not_read(script, fails):
 
 
 def test_ctrl_c_while_arguments_are_read(monkeypatch, capsys):
-    def interrupted(*_):
+    def interrupted(**_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autosplit.cli.main._whole", interrupted)
+    monkeypatch.setattr("autosplit.cli.main.keywords_given", interrupted)
     assert main(["tune", "x.py", "--seed", "1"]) == 4
     assert capsys.readouterr().err.startswith("error: interrupted before there was any plan")
 

@@ -1,0 +1,200 @@
+"""A picture as an element of the page: drawn by matplotlib, coloured by the page's variables, scaled by its CSS."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from autosplit.errors import InputError
+from autosplit.text import visible
+
+__all__ = ["COLORS", "LEVELS", "Canvas", "Chart", "check_drawing", "compact", "drawn", "whole_ticks"]
+
+WIDTH = 330
+"""Width of the drawings in pixels, about what a phone of 360 leaves within its margins: wider pages scale them up."""
+
+FONT_PIXELS = 12
+
+LEVELS = 7
+"""Colours that mean a scale: the page has `--l0` and so on."""
+
+# matplotlib knows no variables: each stands for a colour that nothing else has, and is put in its place afterwards.
+_NAMES = ("ink", "muted", "grid", "paper", "c1", "c2", "c3", "c4", "c5", "c6", "accent", "bad")
+COLORS = {name: f"#0102{number:02x}" for number, name in enumerate((*_NAMES, *(f"l{i}" for i in range(LEVELS))), 16)}
+_VARIABLES = {color: f"var(--{name})" for name, color in COLORS.items()}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart for a page.
+
+    Attributes:
+        name: Of its place in the page: ``"memory"``.
+        title: Its heading.
+        said: Its content in a sentence or two: the text for who can't see it.
+        svg: An ``<svg>`` element; empty where nothing could be drawn, which `said` explains.
+    """
+
+    name: str
+    title: str
+    said: str
+    svg: str = ""
+
+
+def check_drawing(what: str) -> None:
+    """Refuse what needs matplotlib where that is not installed.
+
+    Raises:
+        InputError: It is not.
+    """
+    try:
+        importlib.import_module("matplotlib.backends.backend_svg")
+    except ImportError:
+        raise InputError(
+            f"{what} needs matplotlib, which is not installed; expected the extra; pip install 'autosplit[report]'"
+        ) from None
+
+
+class Canvas:
+    """A picture that is being drawn, and what its marks say when they are pointed at."""
+
+    def __init__(self, height: int) -> None:
+        from matplotlib.figure import Figure
+
+        # SVG has 72 units to an inch, which are the page's pixels.
+        self.figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
+        self.figure.patch.set_visible(False)
+        self.axes: Any = self.figure.add_subplot()
+        self.titles: dict[str, str] = {}
+        self.axes.set_facecolor("none")
+        for side in ("top", "right"):
+            self.axes.spines[side].set_visible(False)
+
+    def tell(self, artist: Any, text: str) -> None:
+        """Let a mark say something when it is pointed at."""
+        key = f"mark{len(self.titles)}"
+        artist.set_gid(key)
+        self.titles[key] = text
+
+    def dots(self, marks: Iterable[tuple[float, float, str]], label: str, color: str, **style: Any) -> None:
+        """Draw marks of one kind, each with what it says; the first stands in the legend for all."""
+        for x, y, text in marks:
+            dot = self.axes.scatter([x], [y], label=label, **{"color": COLORS[color], "s": 46, "zorder": 3, **style})
+            self.tell(dot, text)
+            label = ""
+
+    def star(self, x: float, y: float, text: str) -> None:
+        """Mark this plan."""
+        paper = COLORS["paper"]
+        self.dots([(x, y, text)], "this plan", "accent", marker="*", s=190, edgecolors=paper, zorder=5)
+
+    def rows(self, texts: Sequence[tuple[str, str]], right: float) -> None:
+        """Lay out horizontal bars, each below its name and its figures."""
+        for row, (name, figures) in enumerate(texts):
+            self.axes.text(0, row - 0.34, name, va="bottom")
+            place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+            self.axes.annotate(figures, (1, row - 0.34), **place)
+        self.axes.set_ylim(len(texts) - 0.4, -0.85)
+        self.axes.set_yticks([])
+        self.axes.set_xlim(0, right)
+        self.axes.grid(visible=False, axis="y")
+        self.axes.spines["left"].set_visible(False)
+
+    def finish(self, x: str, y: str, columns: int, handles: Sequence[Any] | None = None) -> None:
+        """Name the axes and put the legend below them, where it hides no mark."""
+        self.axes.set_xlabel(x)
+        self.axes.set_ylabel(y)
+        given = {} if handles is None else {"handles": handles}
+        place: Any = "outside lower left"
+        self.figure.legend(loc=place, ncols=columns, frameon=False, handlelength=1.6, columnspacing=1.2, **given)
+
+
+def drawn(name: str, title: str, said: str, height: int, draw: Callable[[Canvas], None]) -> Chart:
+    """Draw a chart, whatever the user's own settings of matplotlib are."""
+    import matplotlib as mpl
+
+    stream = io.StringIO()
+    with warnings.catch_warnings(), mpl.rc_context():
+        warnings.simplefilter("ignore")  # of glyphs that its own font lacks: the page's font draws them
+        _set_style(name)
+        canvas = Canvas(height)
+        draw(canvas)
+        canvas.figure.savefig(stream, format="svg", metadata={"Date": None})
+    return Chart(name, title, said, _inlined(stream.getvalue(), said, canvas.titles))
+
+
+def _set_style(salt: str) -> None:
+    import matplotlib as mpl
+
+    muted, ink = COLORS["muted"], COLORS["ink"]
+    mpl.rcdefaults()
+    mpl.rc("axes", axisbelow=True, edgecolor=muted, grid=True, labelcolor=ink)
+    mpl.rc("xtick", color=muted, labelcolor=ink, labelsize=FONT_PIXELS)
+    mpl.rc("ytick", color=muted, labelcolor=ink, labelsize=FONT_PIXELS)
+    mpl.rc("font", size=FONT_PIXELS)
+    mpl.rc("grid", color=COLORS["grid"], linewidth=1)
+    mpl.rc("hatch", linewidth=1.2)
+    mpl.rc("legend", fontsize=FONT_PIXELS, labelcolor=ink)
+    # The page's font, and words that can be searched and read aloud. With the salt, the same plan gives the same page,
+    # and no two charts have the same ids.
+    mpl.rc("svg", fonttype="none", hashsalt=salt)
+    mpl.rc("text", color=ink, parse_math=False)  # a name with dollars is a name
+
+
+def _inlined(svg: str, said: str, titles: dict[str, str]) -> str:
+    """Turn a file of matplotlib into an element of a page, whose strict policy takes attributes in place of styles.
+
+    Args:
+        svg: The file.
+        said: The text alternative.
+        titles: What marks say, by their ids.
+    """
+    root = ET.fromstring(svg)  # noqa: S314  # what matplotlib just wrote
+    used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
+    for element in list(root.iter()):
+        title = titles.get(element.get("id", ""))
+        element.attrib = _page_attributes(element.attrib, used)
+        element.tag = element.tag.rpartition("}")[2]  # HTML has no namespaces
+        for child in list(element):
+            if child.tag.endswith(("}metadata", "}style")):
+                element.remove(child)
+        if title is not None:
+            own = ET.Element("title")
+            own.text = visible(title)
+            element.insert(0, own)
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": visible(said)}
+    return ET.tostring(root, encoding="unicode", short_empty_elements=False)
+
+
+def _page_attributes(attributes: dict[str, str], used: set[str]) -> dict[str, str]:
+    """Return an element's attributes, its style among them; of ids those that are used."""
+    found = {name.rpartition("}")[2]: value for name, value in attributes.items() if name != "style"}
+    if found.get("id") not in used:
+        found.pop("id", None)
+    for declaration in attributes.get("style", "").split(";"):
+        name, _, value = (part.strip() for part in declaration.partition(":"))
+        if name and name != "font-family":  # the page's
+            found[name] = value
+    return {name: _VARIABLES.get(value.lower(), value) for name, value in found.items()}
+
+
+def whole_ticks(axis: Any) -> None:
+    """Write whole numbers at an axis, at whole numbers."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.MaxNLocator(6, integer=True))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+
+
+def compact(value: float, _position: int | None = None) -> str:
+    """Write 120000 as 120k, so that the words leave the marks some room; matplotlib makes it an axis' formatter."""
+    for least, factor, suffix in ((10**9, 10**9, "G"), (10**6, 10**6, "M"), (10**4, 10**3, "k")):
+        if abs(value) >= least:
+            return f"{value / factor:.4g}{suffix}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

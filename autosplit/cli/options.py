@@ -1,0 +1,146 @@
+"""Flags that several commands share, the reading of their values, and a command that is parsed and not yet run."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from autosplit.cli.output import Manner
+from autosplit.errors import InputError, shown
+
+__all__ = [
+    "Command",
+    "Isolate",
+    "Json",
+    "Quiet",
+    "Reserve",
+    "SameWorkload",
+    "StoredPlan",
+    "Text",
+    "Verbose",
+    "example",
+    "keywords_given",
+    "price_given",
+    "to_run",
+]
+
+Text = str | None
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, alone on stdout. Its keys are in docs/json.md.")]
+
+Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors: no progress, no notes.")]
+
+Verbose = Annotated[bool, typer.Option("--verbose", help="Log on stderr every step that is tried, and why.")]
+
+Isolate = Annotated[
+    bool | None,
+    typer.Option(
+        "--isolate/--no-isolate",
+        help="Run real steps in a process of its own, so that a crash costs one step. Default: on GPUs and cpu:SIZE.",
+        show_default=False,
+    ),
+]
+
+
+SameWorkload = Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")]
+
+Reserve = Annotated[
+    Text,
+    typer.Option(metavar="SIZE|SHARE", help="Kept free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs."),
+]
+
+StoredPlan = Annotated[
+    Text,
+    typer.Argument(
+        metavar="[PLAN]",
+        help="A file that a plan was saved to, or the beginning of a profile's key. Default: the newest profile.",
+    ),
+]
+
+Command = Callable[[], int]
+"""A command with its arguments, parsed and not yet run: typer is to parse only, its handling of errors is not ours."""
+
+
+def example(*lines: str) -> str:
+    """Return the end of a command's help; the mark before it keeps a line to copy on one line."""
+    return "\b\n" + "\n".join([f"Example{'s' * (len(lines) > 1)}:", *(f"  {line}" for line in lines)])
+
+
+def to_run(body: str, manner: Manner, *arguments: Any, **keywords: Any) -> Command:
+    """Return a command: a function of a module of `commands`, which is imported when it runs."""
+    return functools.partial(_run, body, manner, arguments, keywords)
+
+
+def _run(body: str, manner: Manner, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
+    from autosplit.cli.log import logged
+
+    place, name = body.split(".")
+    with logged(manner):
+        exit_code: int = getattr(importlib.import_module(f"autosplit.cli.commands.{place}"), name)(
+            *arguments, manner, **keywords
+        )
+    return exit_code
+
+
+def _whole(flag: str, text: str) -> int:
+    """Read a whole number; its range is `tune`'s to check, which has the same words for Python."""
+    # Bounded: int() refuses thousands of digits with an error of its own.
+    digits = text.strip().lstrip("+-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18 and len(text.strip()) - len(digits) <= 1):
+        raise InputError(f"{flag} {text!r}: expected a whole number; write it as {flag} 64")
+    return int(text)
+
+
+def _whole_or_range(flag: str, text: str) -> int | str:
+    """Read a whole number, or a range as ``256:1024``, which `tune` knows as well."""
+    if ":" not in text:
+        return _whole(flag, text)
+    ends = text.split(":")
+    if len(ends) != 2:
+        raise InputError(f"{flag} {text!r}: expected a whole number or a range; write it as {flag} 256:1024")
+    return ":".join(str(_whole(flag, end)) for end in ends)
+
+
+def _seconds(flag: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{flag} {text!r}: expected a number of seconds; write it as {flag} 60") from None
+
+
+_READERS: Mapping[str, Callable[[str, str], object]] = {
+    "effective_batch_size": _whole_or_range,
+    "max_batch_size": _whole,
+    "n_trials": _whole,
+    "seed": _whole,
+    "time_limit_s": _seconds,
+}
+
+
+def keywords_given(**options: Any) -> dict[str, Any]:
+    """Return the keywords of the options that were given, numbers read; the others have the defaults of `tune`."""
+    keywords = {}
+    for keyword, value in options.items():
+        if value is not None:
+            read = _READERS.get(keyword)
+            keywords[keyword] = value if read is None else read(f"--{keyword.replace('_', '-')}", value)
+    return keywords
+
+
+def price_given(text: str) -> tuple[str, float]:
+    """Read a machine and its price for an hour."""
+    machine, equals, money = text.rpartition("=")
+    try:
+        amount = float(money)
+    except ValueError:
+        amount = None
+    if not equals or not machine.strip() or amount is None:
+        raise InputError(
+            f"--price {shown(text)}: expected a machine and money for an hour, a number without a currency; write it "
+            "as --price 2xL4=1.2"
+        )
+    return machine, amount

@@ -1,0 +1,292 @@
+"""The even plan of a tool that gives all ranks one batch size, and what of the plan it can't express.
+
+Where the plan's ranks differ, the nearest even plan is solved from the plan's own ceilings and fit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autosplit.errors import PlanError, shown
+from autosplit.plan.explanation import BINDING_SHARE
+from autosplit.plan.exported import Export, comment_lines
+from autosplit.plan.record import PlanRecord
+from autosplit.plan.torchrun import refuse_without_ranks
+from autosplit.solve.even_ranks import EvenProblem, EvenRanks
+from autosplit.solve.memory import Ceiling
+from autosplit.solve.problem import MOST_WORK, Problem
+from autosplit.text import printable, rate_text
+
+__all__ = ["ACCELERATE", "LIGHTNING", "TRANSFORMERS", "EvenPlan", "even_plan", "first_notes", "tuple_text"]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that gives every rank the same.
+
+    Attributes:
+        to: Its format.
+        called: In a sentence.
+        loss_rule: How it weighs micro-batches, where they count unequally.
+    """
+
+    to: str
+    called: str
+    loss_rule: str
+
+
+_SCALE = "scale the loss yourself, or train with autosplit.ddp and ctx.steps(loader, count=...)"
+
+TRANSFORMERS = Tool(
+    "transformers",
+    "transformers' Trainer",
+    "it weighs them by labels that are not -100, over all ranks, if the model takes num_items_in_batch or a "
+    f"compute_loss_func is given, and otherwise alike: then {_SCALE}",
+)
+
+ACCELERATE = Tool("accelerate", "accelerate", f"it weighs them alike: {_SCALE}")
+
+LIGHTNING = Tool("lightning", "Lightning's Trainer", f"it weighs them alike: {_SCALE}")
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The plan's DDP answer; of one device, its own."""
+
+    sizes: tuple[int, ...]
+    ceilings: tuple[Ceiling, ...]
+    accumulation_steps: int
+    effective_batch_size: int
+
+    @property
+    def even(self) -> EvenRanks | None:
+        """The same numbers, if every rank has the same in every forward."""
+        if len(set(self.sizes)) > 1:
+            return None
+        even = EvenRanks(len(self.sizes), self.sizes[0], self.accumulation_steps)
+        return even if even.effective_batch_size == self.effective_batch_size else None
+
+
+@dataclass(frozen=True)
+class EvenPlan:
+    """A plan for a tool that gives every rank the same."""
+
+    tool: Tool
+    even: EvenRanks
+    exact: bool
+    lost_share: float | None
+    notes: tuple[str, ...]
+
+    def export(self, settings: Mapping[str, Any], code: str) -> Export:
+        """Put the settings together; the code gets the notes above it."""
+        text = "\n".join((*comment_lines(self.notes), code))
+        return Export(self.tool.to, settings, text, self.exact, self.notes, self.even, self.lost_share)
+
+
+def even_plan(plan: PlanRecord, tool: Tool) -> EvenPlan:
+    """Find the plan's numbers for such a tool, and what there is to say of them."""
+    ranks = _ranks_of(plan)
+    problem = _even_problem(plan, ranks)
+    even, exact = ranks.even or problem.best(), ranks.even is not None
+    if even is None:
+        raise PlanError(
+            f"no batch of one size fits all ranks, whose ceilings are {shown(problem.ceilings)}; expected one that "
+            f"{tool.called} can be given; train with autosplit.ddp, which gives each rank its own"
+        )
+    rate = None if _share_processor(plan) else problem.rate(even.batch_size, even.accumulation_steps)
+    even = replace(even, samples_per_s=rate)
+    lost_share, best = _lost(plan, ranks, even)
+    notes = [*first_notes(plan)]
+    if not exact:
+        notes += _nearest_notes(ranks, problem, even, tool, _lost_text(lost_share, best))
+    elif lost_share is not None and lost_share > BINDING_SHARE:
+        notes.append(f"{tool.called} runs DDP: {_predicted(even, known=even)}, {_lost_text(lost_share, best)}")
+    notes += [*_fewer_notes(plan, problem, even, tool), *_training_notes(plan, even, tool)]
+    return EvenPlan(tool, even, exact, lost_share, tuple(map(printable, notes)))
+
+
+def _ranks_of(plan: PlanRecord) -> _Ranks:
+    """Return the plan's DDP ranks; a single device has the plan's own numbers.
+
+    Raises:
+        PlanError: There are several devices and no ranks.
+    """
+    if len(plan.devices) == 1:
+        ceiling = replace(plan.devices[0].ceiling, batch_size=plan.ceilings[0])
+        return _Ranks(plan.split, (ceiling,), plan.accumulation_steps, plan.effective_batch_size)
+    refuse_without_ranks(plan)
+    sizes = tuple(rank.batch_size for rank in plan.ddp.ranks)
+    if min(sizes) < 1:
+        raise PlanError(f"the plan's ranks have {shown(sizes)} samples; expected 1 or more for each; tune again")
+    effective = plan.ddp.effective_batch_size or plan.effective_batch_size
+    ceilings = tuple(rank.ceiling for rank in plan.ddp.ranks)
+    return _Ranks(sizes, ceilings, plan.ddp.ranks[0].accumulation_steps, effective)
+
+
+def _even_problem(plan: PlanRecord, ranks: _Ranks) -> EvenProblem:
+    normed = any(check.depends and "BatchNorm" in check.subject for check in plan.checks)
+    least = plan.region.least_share if plan.region is not None else 1 + normed
+    return EvenProblem(
+        tuple(ceiling.batch_size for ceiling in ranks.ceilings),
+        ranks.effective_batch_size,
+        plan.effective_batch_sizes,
+        plan.max_batch_size,
+        min(least, *ranks.sizes),
+        # Where no effective batch was asked for, the ceilings are those of steps of one forward: gradients that wait
+        # for a second one were not counted.
+        plan.accumulates and (plan.effective_batch_sizes is not None or ranks.accumulation_steps > 1),
+        plan.fit,
+    )
+
+
+def _share_processor(plan: PlanRecord) -> bool:
+    """Tell whether the devices are parts of one processor, on which no gain is claimed."""
+    return len(plan.devices) > 1 and all(device.kind == "cpu" for device in plan.devices)
+
+
+def _lost(plan: PlanRecord, ranks: _Ranks, even: EvenRanks) -> tuple[float | None, str]:
+    """Compare even ranks with the best that the plan has to offer, both by the model.
+
+    Returns:
+        The share of the samples/s that is lost; None where nobody knows. And what has the best.
+    """
+    too_long = ranks.effective_batch_size > MOST_WORK * sum(ranks.sizes)
+    if plan.fit is None or even.samples_per_s is None or _share_processor(plan) or too_long:
+        return None, ""
+    problem = functools.partial(
+        Problem.of,
+        plan.fit,
+        effective_batch_sizes=plan.effective_batch_sizes,
+        max_batch_size=plan.max_batch_size,
+        accumulates=plan.accumulates,
+    )
+    several, sizes = len(plan.devices) > 1, tuple_text(ranks.sizes)
+    rates = [
+        (
+            problem(ranks.ceilings, None).rate(ranks.sizes, ranks.effective_batch_size),
+            f"autosplit.ddp with {sizes}" if several else "the plan",
+        )
+    ]
+    if several and plan.region is not None and plan.effective_batch_size <= MOST_WORK * plan.batch_size:
+        own = problem(tuple(device.ceiling for device in plan.devices), plan.region)
+        name = f"plan.wrap(model), BalancedDataParallel with {tuple_text(plan.split)}"
+        rates.append((own.rate(plan.split, plan.effective_batch_size), name))
+    rate, name = max(rates, key=lambda pair: float(f"{pair[0]:.6g}"))  # of equal ones DDP, which the tools run
+    return 1 - even.samples_per_s / rate, name
+
+
+def first_notes(plan: PlanRecord) -> list[str]:
+    """Say of which kind the plan is, where that is not what one would think."""
+    notes = []
+    if plan.simulated:
+        names = ", ".join(dict.fromkeys(device.name for device in plan.devices))
+        notes.append(f"simulated: predicted for cards that are not here ({names}); tune again where they are")
+    if not plan.complete:
+        notes.append("the search was interrupted: this is the best so far")
+    return notes
+
+
+def _nearest_notes(ranks: _Ranks, problem: EvenProblem, even: EvenRanks, tool: Tool, lost: str) -> list[str]:
+    """Say why a tool can't have the plan's own numbers, and what it has instead."""
+    wanted, count = ranks.effective_batch_size, len(ranks.sizes)
+    if len(set(ranks.sizes)) > 1:
+        cause = f"the plan's ranks take {tuple_text(ranks.sizes)} samples, and {tool.called} has one number for all"
+    else:
+        cause = (
+            f"of the plan's {ranks.accumulation_steps} forwards per step of {wanted} samples the last is shorter, and "
+            f"{tool.called} has one number for all"
+        )
+    same = even.effective_batch_size == wanted
+    kept = " as in the plan" if same else f", where the plan has {wanted}"
+    if not same and problem.effective_batch_sizes is not None:
+        least, most = problem.effective_batch_sizes
+        kept += f" (asked for: {least} to {most})" if least < most else ""
+    each = f"{even.batch_size} on each of {count}" if count > 1 else f"{even.batch_size}"
+    said = (
+        f"{cause}; the nearest that fits is {each} in {_forwards(even.accumulation_steps)}, an effective batch of "
+        f"{even.effective_batch_size}{kept}"
+    )
+    nearest = "; ".join(filter(None, (said, ", ".join(filter(None, (_predicted(even, known=even), lost))))))
+    exact = None if same else problem.exact()
+    if exact is None:
+        return [nearest]
+    more = f"{wanted} exactly takes {exact.batch_size} on each in {_forwards(exact.accumulation_steps)}"
+    return [nearest, "; ".join(filter(None, (more, _predicted(exact, known=even))))]
+
+
+def _predicted(even: EvenRanks, *, known: EvenRanks) -> str:
+    """Return a predicted rate; none where that of the answer is not claimed."""
+    rate = even.samples_per_s
+    return "" if rate is None or known.samples_per_s is None else f"predicted {rate_text(rate)}"
+
+
+def _lost_text(lost_share: float | None, best: str) -> str:
+    if lost_share is None:
+        return ""
+    if lost_share <= BINDING_SHARE:
+        return f"no fewer than by {best}"
+    percent = f"{100 * lost_share:.0f} %" if lost_share >= 0.1 else f"{100 * lost_share:.1f} %"
+    return f"{percent} fewer than by {best}"
+
+
+def _fewer_notes(plan: PlanRecord, problem: EvenProblem, even: EvenRanks, tool: Tool) -> list[str]:
+    """Name the devices that only hold the others up."""
+    fewer = problem.without_slow()
+    if fewer is None or even.samples_per_s is None:
+        return []
+    kept, better = fewer
+    assert better.samples_per_s is not None, "it was found by its rate"
+    gain = better.samples_per_s / even.samples_per_s
+    if gain <= 1 + BINDING_SHARE:
+        return []
+    labels = [device.label for device in plan.devices]
+    out = ", ".join(label for index, label in enumerate(labels) if index not in kept)
+    said = (
+        f"one number for all lets the slowest set the pace: without {out} {tool.called} is {gain:.2f} times as fast, "
+        f"{better.batch_size} on each of {len(kept)} in {_forwards(better.accumulation_steps)} for a "
+        f"step of {better.effective_batch_size}, predicted {rate_text(better.samples_per_s)}; tune for "
+        f"{', '.join(labels[index] for index in kept)} alone"
+    )
+    return [said]
+
+
+def _training_notes(plan: PlanRecord, even: EvenRanks, tool: Tool) -> list[str]:
+    """Say what of the training the tool does otherwise."""
+    notes = []
+    parts = even.num_ranks * even.accumulation_steps
+    depends = [check for check in plan.checks if check.depends]
+    if parts > 1 and plan.loss_reduction == "sum":
+        notes.append(f"the loss is a sum, and {tool.called} averages {parts} of them: multiply it by {parts}")
+    if parts > 1 and any(check.subject == "loss" for check in depends):
+        notes.append(
+            f"the loss is no mean over samples: in a step {tool.called} has {parts} micro-batches, and {tool.loss_rule}"
+        )
+    norms = [check.subject for check in depends if "BatchNorm" in check.subject]
+    if norms and parts > 1:
+        more = ", or all ranks' with sync_batchnorm=True" if tool is LIGHTNING and even.num_ranks > 1 else ""
+        others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
+        notes.append(f"{norms[0]}{others} sees the {even.batch_size} samples of one rank's forward{more}")
+    if plan.precision != "none" and tool is not LIGHTNING:
+        who = ", by which it trains," if tool is TRANSFORMERS else ""
+        notes.append(
+            f"with {plan.precision} {ACCELERATE.called}{who} copies the model's outputs to float32, and the "
+            "plan's memory does not count that: tune with a reserve if they are large"
+        )
+    if plan.workload.get("step") is not None:
+        notes.append(f"the workload's own step= is not known to {tool.called}: write it there")
+    if plan.devices[0].kind == "cpu" and plan.devices[0].budgeted:
+        notes.append(f"memory budgets are autosplit's own (plan.budgets()): {tool.called} enforces none")
+    return notes
+
+
+def _forwards(count: int) -> str:
+    return "1 forward" if count == 1 else f"{count} forwards"
+
+
+def tuple_text(numbers: Sequence[int]) -> str:
+    """Write numbers as Python does, the first sixteen of them."""
+    listed = [str(number) for number in numbers[:16]]
+    return f"({', '.join(listed)}{', ...' if len(numbers) > 16 else ''})"
