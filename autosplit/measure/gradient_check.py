@@ -8,51 +8,32 @@ gradient of the whole. Where it differs, the cause is looked for, and no advice 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, WorkloadError, from_user_code, one_line
 from autosplit.measure.check_result import Check
-from autosplit.measure.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, named_models, relative
-from autosplit.measure.loss_rule import Rule, mixed, reduction_of, rule_of
-from autosplit.measure.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
-from autosplit.parallel.loss_weights import Reduce
+from autosplit.measure.gradient_comparison import LEAST_SAMPLES, Comparison, begin
+from autosplit.measure.gradient_runs import TooDearError
 from autosplit.rng import kept_rng
 from autosplit.runtime.fake_tensors import built_without_memory, fake_mode, mode_of
 from autosplit.runtime.prepare import build, workload_source
-from autosplit.workload.batch import batch_size_of, chunk, marked, named_leaves, tensors_of
+from autosplit.workload.batch import batch_size_of, chunk, tensors_of
 from autosplit.workload.workload import Workload, modules_of
 
 __all__ = ["check", "checks_for", "not_checked"]
 
-_log = logging.getLogger(__name__)
 
-LEAST_SAMPLES = 4
-"""Fewer can't be cut unevenly, and repeated samples would hide what differs between them."""
+_log = logging.getLogger(__name__)
 
 MADE_SAMPLES = 8
 """Asked of `make_batch` where the sample batch has too few."""
-
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""A relative difference up to this is rounding."""
-
-ROUNDINGS = 10
-"""So is one up to so many times what the very same samples make in reverse order and at another scale."""
-
-MOST_ROUNDING = 1e-2
-"""If they make more than this, it is no rounding: their order counts."""
-
-MOST_NOISE = 1e-3
-"""Random numbers that make more of a difference hide what else there is."""
 
 PASS_S = 0.5
 """In a tuning, one forward and backward of what is looked at may take so long; there are three, or about ten."""
@@ -85,7 +66,7 @@ def check(workload: Any) -> tuple[Check, ...]:
     source = workload_source(workload, None, {})
     with kept_rng():
         built = _with_model(build(source, parse_devices("cpu")).workload)
-        found = _Examination(built, _batch_of(built)).checks()
+        found = Comparison(built, _batch_of(built)).checks()
     for one in found:
         _log.info("%s", one)
     return found
@@ -114,7 +95,7 @@ def checks_for(
             total = batch_size_of(batch, built.batch_dim)
             remark = "" if size == total else f"looked at the first {size} of {total} samples"
             part = chunk(batch, (size, total - size), built.batch_dim, total)[0] if size < total else batch
-            return tuple(map(_without_rounding, _Examination(built, part, remark).checks())), ()
+            return tuple(map(_without_rounding, Comparison(built, part, remark).checks())), ()
         except TooDearError as error:
             why = str(error) or f"a forward of {LEAST_SAMPLES} samples on the processor takes over {FIRST_S:g} s"
         except Exception as error:  # noqa: BLE001  # the tuning itself says better what is wrong with a workload
@@ -143,9 +124,6 @@ def _without_rounding(found: Check) -> Check:
         split_error=None if found.split_error is None else 0.0,
         accumulation_error=None if found.accumulation_error is None else 0.0,
     )
-
-
-# What can be looked at
 
 
 def _with_model(workload: Workload) -> Workload:
@@ -205,7 +183,7 @@ def _affordable_samples(workload: Workload, batch: Any) -> int:
     few = min(total, LEAST_SAMPLES)
     part = chunk(batch, (few, total - few), workload.batch_dim, total)[0] if few < total else batch
     with ExitStack() as closing:
-        begun = _begin(workload, part, closing, limit_s=FIRST_S)
+        begun = begin(workload, part, closing, limit_s=FIRST_S)
         copy = begun.copy
     room_bytes = available_host_bytes() / 4
     by_time, by_memory = PASS_S / max(copy.seconds, 1e-9), room_bytes / max(copy.saved_bytes, 1)
@@ -215,361 +193,3 @@ def _affordable_samples(workload: Workload, batch: Any) -> int:
     if by_memory < 1:
         raise TooDearError(f"{few} samples hold {copy.saved_bytes / 2**30:.1f} GiB between forward and backward")
     return max(few, affordable)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A copy that has run the whole batch.
-
-    Attributes:
-        copy: The copy.
-        whole: The batch's gradient.
-        norms: BatchNorms that looked at it.
-        refusal: Why it is not in float64; empty where it is.
-    """
-
-    copy: QuietCopy
-    whole: Gradients
-    norms: list[NormSeen]
-    refusal: str = ""
-
-
-def _begin(workload: Workload, batch: Any, closing: ExitStack, limit_s: float | None = None) -> _Begun:
-    """Copy a workload and run the whole batch, in float64 or, where the model can't, in float32."""
-    refusal = ""
-    shares = _shares_of(workload, batch_size_of(batch, workload.batch_dim))
-    for dtype in (torch.float64, torch.float32):
-        copy = QuietCopy(workload, batch, dtype, shares)
-        try:
-            with watching_norms(copy.modules, shares, copy.micro_sizes) as norms:
-                whole = copy.whole(limit_s=limit_s)
-        except BaseException as error:
-            copy.close()
-            if not isinstance(error, Exception) or isinstance(error, (AutosplitError, TooDearError, MemoryError)):
-                raise
-            if dtype == torch.float32:
-                raise from_user_code(error, "the workload on its own sample batch") from error
-            refusal = one_line(error)
-            continue
-        closing.callback(copy.close)
-        return _Begun(copy, whole, norms, refusal)
-    raise AssertionError("float32 either ran or raised")
-
-
-def _shares_of(workload: Workload, size: int) -> tuple[int, int]:
-    """Cut a batch unevenly; a BatchNorm may need two samples in each part."""
-    normed = any(isinstance(part, _BatchNorm) for module in workload.modules for part in module.modules())
-    first = max(2 if normed or size > LEAST_SAMPLES else 1, size // 3)
-    return first, size - first
-
-
-# The examination
-
-
-class _Examination:
-    """The check of one workload on one batch.
-
-    Args:
-        workload: With its model made.
-        batch: Samples of it, at least `LEAST_SAMPLES`.
-        remark: What is to be known of the batch.
-    """
-
-    def __init__(self, workload: Workload, batch: Any, remark: str = "") -> None:
-        self.workload, self.batch = workload, batch
-        self.remarks = [remark] if remark else []
-        self.tolerance = 0.0
-        self.reduce: Literal["samples", "tokens", "next tokens"] | None = None
-
-    def checks(self) -> tuple[Check, ...]:
-        """Compare, and look for the cause where there is a difference."""
-        with ExitStack() as closing:
-            begun = _begin(self.workload, self.batch, closing)
-            self.copy = begun.copy
-            self.tolerance = TOLERANCES[self.copy.dtype]
-            if begun.refusal:
-                self.remarks.append(f"in float32, since the model can't run in float64 ({begun.refusal})")
-            if not self._accumulates:
-                why = "step= is a whole optimizer step" if self.workload.step else "loss_scope='batch' forbids it"
-                self.remarks.append(f"accumulation was not looked at: {why}")
-            _refuse_not_finite(begun.whole)
-            if self.workload.step is None and self.workload.loss_reduction == "mean":
-                self.reduce = reduction_of(self.copy, self.tolerance)
-            try:
-                return self._compared(begun)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                table = self._table(begun.whole)
-                if table:
-                    raise WorkloadError(table) from error
-                if isinstance(error, AutosplitError):
-                    raise
-                raise from_user_code(error, "the workload on a part of its own sample batch") from error
-
-    @property
-    def _accumulates(self) -> bool:
-        return self.workload.step is None and self.workload.loss_scope == "sample"
-
-    def _compared(self, begun: _Begun) -> tuple[Check, ...]:
-        differences = self._differences(begun.whole)
-        norms = tuple(_norm_check(seen, accumulates=self._accumulates) for seen in begun.norms)
-        if not differences.over(self.tolerance):
-            return (*self._gradients(differences), *norms)
-        drawn = self._drawn(begun.whole)
-        if drawn > self.tolerance:
-            self.remarks.append(
-                "the forward draws random numbers, which fall otherwise for parts of a batch: that is in the "
-                f"difference, too, of which two seeds alone make {100 * drawn:.2g} %"
-            )
-            if drawn > MOST_NOISE or not differences.over(ROUNDINGS * drawn):
-                return (*self._gradients(differences, is_random=True), *norms)
-            self.tolerance = ROUNDINGS * drawn
-        self._allow_for_rounding(begun.whole)
-        if not differences.over(self.tolerance):
-            return (*self._gradients(differences), *norms)
-        rest, whole = differences, begun.whole
-        if begun.norms:
-            freeze(begun.norms)
-            whole = self.copy.whole()
-            rest = self._differences(whole)
-        gradients = self._gradients(differences)
-        if not rest.over(self.tolerance):
-            return (*gradients, *norms)
-        return (*gradients, *norms, self._cause(whole, rest))
-
-    def _drawn(self, whole: Gradients) -> float:
-        """Return what random numbers alone make of a difference: by how much two seeds differ.
-
-        A step= draws its own for all samples at once, before they are split: those do not count.
-        """
-        with watching_draws([model for _, model in named_models(self.copy.trainee.models)]) as draws:
-            drawn = max(relative(self.copy.whole(seed=1), whole).values())
-        return drawn if draws.inside or self.workload.step is None else 0.0
-
-    def _allow_for_rounding(self, whole: Gradients) -> None:
-        rounding = max(relative(self.copy.otherwise(), whole).values())
-        if rounding <= MOST_ROUNDING:
-            self.tolerance = max(self.tolerance, ROUNDINGS * rounding)
-
-    def _differences(self, whole: Gradients) -> _Differences:
-        split = relative(self.copy.split(self.reduce), whole)
-        if not self._accumulates:
-            return _Differences(split, None)
-        parts = self.copy.parts()
-        return _Differences(split, relative(mixed(parts, self._weights), whole)[GRADIENT], tuple(parts))
-
-    @property
-    def _weights(self) -> tuple[float, float]:
-        """Return the weights that `plan.steps` gives the micro-batches."""
-        if self.workload.loss_reduction == "sum":
-            return 1.0, 1.0
-        first, second = self.copy.micro_sizes
-        return first / (first + second), second / (first + second)
-
-    def _gradients(self, differences: _Differences, *, is_random: bool = False) -> tuple[Check, ...]:
-        """Report what each optimizer sees."""
-        remark = "; ".join(self.remarks)
-        checks = []
-        for subject, split in differences.split.items():
-            accumulation = differences.accumulation
-            depends = not is_random and max(split, accumulation or 0.0) > self.tolerance
-            figures = _finite(split), _finite(accumulation)
-            checks.append(Check(subject, *figures, depends, remark=remark, reduce=self.reduce))
-            remark = ""  # said once
-        return tuple(checks)
-
-    # Causes other than BatchNorm
-
-    def _cause(self, whole: Gradients, rest: _Differences) -> Check:
-        """Name what still differs with BatchNorms frozen: the batch, the model, or else the loss."""
-        split, accumulation = max(rest.split.values()), rest.accumulation
-        figures = _finite(split), _finite(accumulation)
-        # Where some weights make the parts' gradients the whole's, no sample was changed by another.
-        rule = self._rule(whole, rest.parts) if rest.parts else None
-        table = self._table(whole) if rule is None else ""
-        if table:
-            return Check("batch", *figures, depends=True, advice=table)
-        found = self._differing_module() if rule is None else None
-        if found is not None:
-            return Check(
-                "model",
-                *figures,
-                depends=True,
-                advice=f"{found}: what it computes for a sample depends on the others of its forward; use a layer "
-                "that looks at each sample alone, or keep one device and one forward per step",
-            )
-        moved = self._state_moved(whole) if rule is None and split <= self.tolerance else []
-        if moved:
-            return Check(
-                "model",
-                *figures,
-                depends=True,
-                advice=f"it keeps state from one forward to the next ({', '.join(moved[:3])}): a step of several "
-                "forwards moves it several times; update it once per optimizer step",
-            )
-        return Check("loss", *figures, depends=True, advice=self._loss_advice(whole, rest, rule))
-
-    def _table(self, whole: Gradients) -> str:
-        """Name a tensor of the batch that was cut and holds no samples: one beside the inputs and the targets."""
-        leaves = [*named_leaves(self.batch, "sample_batch")]
-        tensors = [position for position, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        for position in tensors if len(tensors) > 1 + (self.workload.loss_fn is not None) else ():
-            place, leaf = leaves[position]
-            if self._mends(position, whole):
-                return (
-                    f"{place} of shape {tuple(leaf.shape)} holds no samples, and is cut because it has as many rows as "
-                    "the batch; expected it marked; pass it as autosplit.Whole(tensor), to the model, too"
-                )
-        return ""
-
-    def _mends(self, position: int, whole: Gradients) -> bool:
-        """Tell whether the parts make the whole where one tensor of the batch is not cut."""
-        other = _Examination(self.workload, marked(self.batch, {position}))
-        try:
-            with ExitStack() as closing:
-                other.copy = _begin(self.workload, other.batch, closing).copy
-                return not other._differences(whole).over(max(self.tolerance, TOLERANCES[other.copy.dtype]))
-        except Exception:  # noqa: BLE001  # it belongs to the samples, and is as long as they are
-            return False
-
-    def _state_moved(self, whole: Gradients) -> list[str]:
-        """Name the buffers that forwards move, if accumulation is exact where each micro-batch finds the same."""
-        parts = self.copy.parts(put_back=True)
-        error = relative(mixed(parts, self._weights), whole)[GRADIENT]
-        return self.copy.moved_buffers() if error <= self.tolerance else []
-
-    def _differing_module(self) -> str | None:
-        """Name the first module whose output for a sample depends on what else is in its forward."""
-        copy = self.copy
-        models = [model for _, model in named_models(copy.trainee.models)]
-        with printing(copy.modules, models, (sum(copy.shares),)) as whole:
-            copy.whole()
-        with printing(copy.modules, models, copy.shares) as cut:
-            copy.split(self.reduce)
-        found = first_difference(whole, cut, len(copy.shares), self.tolerance)
-        if found is None:
-            return None
-        path, kind = found
-        if kind == "output":
-            return _called(path, dict(copy.modules)[path])
-        parent = path.rpartition(".")[0]
-        return f"the forward of {_called(parent, dict(copy.modules).get(parent))} before {path or 'it'}"
-
-    def _loss_advice(self, whole: Gradients, rest: _Differences, rule: Rule | None) -> str:
-        if self.workload.step is not None:
-            return (
-                "a loss inside the models sees the samples of one device only: let the models return their outputs, "
-                "and take the losses in step=, where they are gathered"
-            )
-        if not all(map(_is_finite, rest.parts)):
-            return (
-                "a micro-batch alone has no finite loss, as where all of its labels are ignored: weigh by the labels "
-                "that count, plan.steps(loader, count=...), which leaves out a micro-batch without any"
-            )
-        split_is_off = rest.split[GRADIENT] > self.tolerance
-        accumulation_is_off = rest.accumulation is not None and rest.accumulation > self.tolerance
-        said = []
-        if rule is not None and rule.reduction is not None:
-            reduce: Reduce = "sum" if rule.reduction == "sum" else "samples"
-            if not split_is_off or self._split_error(whole, reduce) <= self.tolerance:
-                return self._reduction_advice(rule.reduction)
-        if split_is_off:
-            said.append(f"split: {self._split_advice(whole, rule)}")
-        if accumulation_is_off:
-            said.append(f"accumulated: {_accumulation_advice(rule)}")
-        return said[0].partition(": ")[2] if len(said) == 1 else "; ".join(said)
-
-    def _reduction_advice(self, reduction: str) -> str:
-        looping = "; and in the loop step.backward(loss / step.weight)" if reduction == "sum" else ""
-        return (
-            f"it is a {reduction} over the samples, and loss_reduction={self.workload.loss_reduction!r} was given: "
-            f"pass loss_reduction={reduction!r} to the Workload{looping}"
-        )
-
-    def _split_advice(self, whole: Gradients, rule: Rule | None) -> str:
-        outside = "let the model return its outputs, and take the loss of all of them by loss_fn= or compute_loss="
-        if rule is None:
-            return f"the model takes a loss over all samples that it sees, and each device sees its share: {outside}"
-        if self._split_error(whole, "sum") <= self.tolerance:
-            return 'the model\'s loss is no mean over samples: after model = plan.wrap(model) set model.reduce = "sum"'
-        return f"the model's loss is a mean over {rule.over}, not over samples: {outside}"
-
-    def _split_error(self, whole: Gradients, reduce: Reduce) -> float:
-        return relative(self.copy.split(reduce), whole)[GRADIENT]
-
-    def _rule(self, whole: Gradients, parts: Sequence[Gradients]) -> Rule | None:
-        copy = self.copy
-        return rule_of(whole, parts, copy.micro_sizes, copy.micro_batches, self.workload, self.tolerance)
-
-
-@dataclass(frozen=True)
-class _Differences:
-    """The differences of gradients to that of the whole batch.
-
-    Attributes:
-        split: For each optimizer's step, of the batch split over devices.
-        accumulation: Of accumulated micro-batches; None where that was not looked at.
-        parts: The micro-batches' gradients.
-    """
-
-    split: dict[str, float]
-    accumulation: float | None
-    parts: tuple[Gradients, ...] = ()
-
-    def over(self, tolerance: float) -> bool:
-        """Tell whether any is more than that."""
-        return max(*self.split.values(), self.accumulation or 0.0) > tolerance
-
-
-def _accumulation_advice(rule: Rule | None) -> str:
-    if rule is None:
-        return (
-            'it depends on the whole batch, which no weighting of micro-batches makes up for: pass loss_scope="batch" '
-            "to the Workload, so that nothing is accumulated; under DDP gather what it compares from all ranks"
-        )
-    if rule.count is None:
-        return (
-            "it is a mean over something else than samples, of which the first micro-batch here has "
-            f"{rule.ratio:.3g} times as much as the second: pass what counts it, plan.steps(loader, count=...)"
-        )
-    return (
-        f"it is a mean over {rule.over}, not over samples: accumulate with plan.steps(loader, count=lambda batch: "
-        f"{rule.count}) (refused for the ranks of DDP, which weigh by samples)"
-    )
-
-
-# Small things
-
-
-def _norm_check(seen: NormSeen, *, accumulates: bool) -> Check:
-    return Check(
-        _called(seen.path, seen.norm),
-        _finite(seen.split_error),
-        _finite(seen.accumulation_error) if accumulates else None,
-        depends=True,
-        advice="it normalises by the samples of its own share: give each device as many as it needs, freeze it with "
-        ".eval(), or use GroupNorm; under DDP torch.nn.SyncBatchNorm sees all ranks",
-    )
-
-
-def _called(path: str, module: nn.Module | None) -> str:
-    kind = "the model" if module is None else type(module).__name__
-    return f"{kind} at {path}" if path else kind
-
-
-def _finite(error: float | None) -> float | None:
-    return error if error is not None and math.isfinite(error) else None
-
-
-def _refuse_not_finite(whole: Gradients) -> None:
-    if not _is_finite(whole):
-        raise WorkloadError(
-            "the gradient of the whole sample batch is not finite; expected numbers to compare; "
-            "pass a sample batch and parameters that can be trained"
-        )
-
-
-def _is_finite(gradients: Gradients) -> bool:
-    parts = (part for gradient in gradients.values() for part in gradient if part is not None)
-    return all(bool(part.to_dense().isfinite().all()) for part in parts)
