@@ -224,13 +224,13 @@ def room(spec: str, nbytes: int) -> int:
 @pytest.fixture
 def traces(monkeypatch) -> list[StepShape]:
     """The steps that were followed with fake tensors."""
-    followed, followed_by = [], Tracer._followed
+    followed, followed_by = [], Tracer._run
 
     def counted(self, shape, *args, **options):
         followed.append(shape)
         return followed_by(self, shape, *args, **options)
 
-    monkeypatch.setattr(Tracer, "_followed", counted)
+    monkeypatch.setattr(Tracer, "_run", counted)
     return followed
 
 
