@@ -111,11 +111,11 @@ class Prober(Stopwatch):
 
         while True:
             found = largest_fitting(predicted, capacity_bytes, least=0, most=self.max_batch_size, start=start)
-            if found < least:
-                return 0, predicted
-            if self.foretold(shape_of(found)):
+            if self.foretold(shape_of(max(found, least))):
                 break
             seen.predicted.clear()
+        if found < least:
+            return 0, predicted
         if not self.runtime.simulated:
             found = self._confirmed(index, role, shape_of, predicted, found, seen)
         return found, predicted
@@ -283,13 +283,16 @@ class Prober(Stopwatch):
         shape_of, least = self.shapes(index, role, (), accumulates), self.least_batch()
         if not self.has_traces:
             return start  # trials will tell
-        found = largest_fitting(
-            lambda n: self.traced(shape_of(max(n, least)))[index],
-            self.runtime.capacities_bytes[index],
-            least=0,
-            most=self.max_batch_size,
-            start=max(1, start),
-        )
+        while True:
+            found = largest_fitting(
+                lambda n: self.traced(shape_of(max(n, least)))[index],
+                self.runtime.capacities_bytes[index],
+                least=0,
+                most=self.max_batch_size,
+                start=max(1, start),
+            )
+            if self.foretold(shape_of(max(found, least))):
+                break
         return 0 if found < least else found
 
     def primary_fit(self, share: int, elsewhere: int, *, accumulates: bool) -> MemoryFit:
@@ -311,6 +314,7 @@ class Prober(Stopwatch):
         def point(own: int, others: int) -> tuple[int, int, int]:
             return own, own + others, self.traced(balanced((own, others), accumulates=accumulates))[0]
 
+        self.foretold(balanced((share, elsewhere), accumulates=accumulates))  # or these points are followed
         # From one point to the second both the share and the batch grow, to the third the batch alone.
         return MemoryFit.through(point(less, fewer), point(share, fewer), point(less, elsewhere))
 

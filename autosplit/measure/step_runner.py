@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autosplit.accelerators import is_accelerator
+from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import AutosplitError, from_user_code
 from autosplit.oom import OutOfMemoryError, is_kernel_limit
 from autosplit.runtime.affine_traces import AffineTraces
@@ -119,11 +120,24 @@ class StepRunner:
 
     def foretold(self, shape: StepShape) -> bool:
         """Follow a step, and tell whether it holds what was predicted of it; if not, predictions are mended."""
-        if not isinstance(self._traces, AffineTraces) or not self.tracer.fake:
+        if not isinstance(self._traces, AffineTraces) or not self.tracer.fake or self.decides_by_steps:
             return True
         told = self.traced(shape)
         with self._traces.checking():
-            return self.traced(shape) == told
+            holds = self.traced(shape) == told
+        if not holds:
+            self._measured.clear()
+        return holds
+
+    @functools.cached_property
+    def largest_traced(self) -> int:
+        """The largest batch that is traced: any with fake tensors; with real ones what fits a quarter of the host."""
+        if self.tracer.fake:
+            return self.max_batch_size
+        n = max(self.least_batch(), min(self.tracer.workload.sample_batch_size, self.max_batch_size))
+        fixed_bytes, bytes_per_sample = self.line(lambda size: self.traced(StepShape(((size,),)))[0], 2 * n)
+        room_bytes = available_host_bytes() / 4 - fixed_bytes
+        return max(2 * n, min(self.max_batch_size, int(room_bytes / max(1, bytes_per_sample))))
 
     def parts(self, shape: StepShape, peaks: Sequence[int]) -> tuple[MemoryParts | None, ...]:
         """Tell what the devices hold at their peaks, as traced; None where that is not known.

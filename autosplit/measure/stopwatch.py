@@ -57,6 +57,8 @@ class Stopwatch(StepRunner):
         least = min(self.least_batch(), ceiling)
         apart = alone and role == "replica"
         shape_of = self.forward_and_backward(index) if apart else self.shapes(index, role, (), False)
+        if self.runtime.simulated:
+            self.foretold(shape_of(ceiling))  # or each size is followed
         # Powers of two, so that a trace which one device needs serves the others, too.
         between = [2**power for power in reversed(range(ceiling.bit_length())) if least < 2**power < ceiling]
         timed: list[TimedSize] = []

@@ -3,14 +3,14 @@
 Each storage takes ``c + s * samples`` bytes, and each op as much work. So two traces of different sizes, laid beside
 each other, tell what a third takes, storage by storage and op by op: bytes are rounded to blocks and added up in their
 order, which gives the peak to the byte; work is played on the clocks of any card. A device beside others adds a size,
-and takes a trace more. Where something is quadratic in the samples (a loss over the whole batch), a third trace says
-so. What takes another way at another size (a kernel, a branch) follows no law: it is traced at each size that is
-asked for, or, where a trace takes real tensors and their memory, told by lines through the peaks.
+and takes a trace more. Where something is quadratic in the samples (a loss over the whole batch), a third trace of one
+device says so; over several devices such steps follow no law here. What takes another way at another size (a kernel, a
+branch, a share of one sample, of which nothing has to be copied to lie in order) follows none either: it is traced at
+each size that is asked for, or, where a trace takes real tensors and their memory, told by lines through the peaks.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
@@ -34,9 +34,6 @@ _log = logging.getLogger(__name__)
 _KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "left")
 _PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce", "update")
 
-MOST_POINTS = 4
-"""Traces of one kind of step, after which no law is looked for: a quadratic one takes three, and one to hold it by."""
-
 MOST_KEPT = 256
 """Steps that are kept as they were told: a search asks for the same ones again and again."""
 
@@ -56,7 +53,7 @@ class AffineTraces:
         self._laws: dict[StepShape, _Law | None] = {}
         self._is_curved: bool | None = None
         self._checks = False
-        self._told = functools.lru_cache(MOST_KEPT)(self._tell)
+        self._told: dict[StepShape, Trace] = {}
 
     @property
     def trainee(self) -> Trainee:
@@ -65,11 +62,17 @@ class AffineTraces:
 
     def trace(self, shape: StepShape) -> Trace:
         """Return the trace of a step."""
-        return self._checked(shape) if self._checks else self._told(shape)
+        if self._checks:
+            return self._checked(shape)
+        if shape not in self._told:
+            if len(self._told) >= MOST_KEPT:
+                self._told.clear()
+            self._told[shape] = self._tell(shape)
+        return self._told[shape]
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Follow each step that is asked for, and hold its law against that: it is mended, or given up, where off."""
+        """Follow each step that is asked for, and hold its law against that: it is given up where it is off."""
         self._checks = True
         try:
             yield
@@ -77,17 +80,14 @@ class AffineTraces:
             self._checks = False
 
     def _tell(self, shape: StepShape) -> Trace:
-        law = self._law_of(shape)
+        law = None if self.fake and 1 in shape.splits[0] else self._law_of(shape)
         return self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
 
     def _checked(self, shape: StepShape) -> Trace:
-        told, followed = self._told(shape), self.tracer.trace(shape)
-        law = self._law_of(shape)
-        if law is not None and told.peak_bytes != followed.peak_bytes:
-            law.add(shape.splits[0], followed)
-            if not law.holds:
-                self._give_up(shape)
-            self._told.cache_clear()
+        followed, law = self.tracer.trace(shape), self._law_of(shape)
+        if law is not None and 1 not in shape.splits[0] and not law.tells(shape.splits[0], followed):
+            self._give_up(shape)
+            self._told.clear()
         return followed
 
     def _law_of(self, shape: StepShape) -> _Law | None:
@@ -111,6 +111,8 @@ class AffineTraces:
     def _found(self, unit: StepShape) -> _Law:
         """Follow a step at a few sizes: one, and from there one for each device with samples of its own."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples]
+        if len(active) > 1 and self._is_curved is None:
+            self._law_of(StepShape(((self.tracer.workload.sample_batch_size,),)))
         samples = self.tracer.workload.sample_batch_size  # it was followed
         high = max(4, samples // len(active)) if self.fake else 2 * samples
         low = max(2, high // 3) if self.fake else samples
@@ -121,10 +123,12 @@ class AffineTraces:
             splits.append(tuple((high + low) // 2 * samples for samples in unit.splits[0]))
         for split in splits:
             law.add(split, self.tracer.trace(replace(unit, splits=(split,))))
-        if self._is_curved is None and len(active) == 1:
+        if self._is_curved is None and len(active) == 1 and law.holds:
             self._is_curved = law.is_curved
         if not self._is_curved:
             law.straighten()
+        # Samples of several devices may be multiplied by each other, which none of these steps shows.
+        law.is_broken = len(active) > 1 and self._is_curved is not False
         return law
 
 
@@ -178,6 +182,7 @@ class _Law:
 
     def __init__(self) -> None:
         self._points: list[_Columns] = []
+        self.is_broken = False
 
     def add(self, split: tuple[int, ...], trace: Trace) -> None:
         """Take in a step that was followed."""
@@ -185,10 +190,15 @@ class _Law:
 
     @property
     def holds(self) -> bool:
-        """Whether all steps were alike but for their sizes, which one device's samples tell."""
-        alike = all(self._points[0].order == point.order for point in self._points[1:])
-        devices = sum(1 for samples in self._points[0].split if samples)
-        return alike and len(self._points) <= (MOST_POINTS if devices == 1 else devices + 1)
+        """Whether all steps were alike but for their sizes."""
+        return not self.is_broken and all(self._points[0].order == point.order for point in self._points[1:])
+
+    def tells(self, split: tuple[int, ...], trace: Trace) -> bool:
+        """Tell whether a step that was followed is what the law says of it."""
+        followed = _Columns.of(split, trace)
+        if followed.order != self._points[0].order:
+            return False
+        return np.allclose(_evaluated(self._points, split), followed.numbers, rtol=1e-9, atol=0.5)
 
     @property
     def is_curved(self) -> bool:

@@ -290,7 +290,9 @@ def runtime_for(
         assert followed.isolated.devices == devices, (followed.isolated.devices, devices)
         return followed.isolated
     if devices[0].kind == "sim":
-        return SimulatedRuntime(devices, capacities_bytes, AffineTraces(followed.tracer))
+        # Of real tensors a trace at the very size is the truth: what such a model does may depend on their numbers.
+        traces = AffineTraces(followed.tracer) if followed.tracer.fake else followed.tracer
+        return SimulatedRuntime(devices, capacities_bytes, traces)
     return _real_runtime(devices, capacities_bytes, followed.workload, closing)
 
 

@@ -69,6 +69,11 @@ class LoneSession(Session):
             )
         if self.request.strategy != "ddp":
             self._open_storage()
+        if self.request.simulated and self.prober.largest_traced < self.request.largest_batch:
+            self.prober.max_batch_size = self.prober.largest_traced
+            self.notes.append(
+                f"no batch over {self.prober.max_batch_size} was looked at: real tensors fill this machine"
+            )
 
     def _found(self) -> Plan:
         self.memory = MemoryBounds(self.subject, self.prober, self.store, on_plain_cpu=self._on_plain_cpu)

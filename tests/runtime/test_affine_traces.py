@@ -10,10 +10,12 @@ from torch.nn import functional as F
 from workloads import ALL
 
 from autosplit.devices.spec import parse_devices
+from autosplit.measure.find_ceiling import find_ceiling
 from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime, traced_parts, traced_peaks
 from autosplit.runtime.tracer import Tracer, make_tracer
+from autosplit.tuning.tune import tune
 from autosplit.workload.workload import Workload
 
 SHAPES = {
@@ -47,16 +49,13 @@ def test_equal_to_the_byte(name):
 
 @pytest.mark.parametrize("name", ["cnn", slow("gru"), slow("char_gpt")])
 def test_steps_take_as_long(name):
-    """Each op's work is told, and with it the time on any card: a tuning followed a step for each split it tried.
-
-    But for a single sample: that of an RNN saves four copies, and is told 0.5 % too slow.
-    """
+    """Each op's work is told, and with it the time on any card: a tuning followed a step for each split it tried."""
     workload = ALL[name]()
     tracer, _ = make_tracer(workload, like_gpu=True)
     devices = parse_devices("sim:1xH100-80GB+1xRTX3090+1xT4")
     full, _ = make_tracer(workload, like_gpu=True)
     told, followed = (SimulatedRuntime(devices, (2**60,) * 3, traces) for traces in (AffineTraces(tracer), full))
-    for splits in (((31, 20, 9),), ((0, 20, 9),) * 3, ((64, 0, 0),) * 2, ((5, 4, 3), (4, 3, 2))):
+    for splits in (((31, 20, 9),), ((0, 20, 9),) * 3, ((64, 0, 0),) * 2, ((5, 4, 3), (3, 2, 1))):
         ours, theirs = told.measure(StepShape(splits)), followed.measure(StepShape(splits))
         assert ours.peak_bytes == theirs.peak_bytes
         assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-9)
@@ -122,3 +121,68 @@ def test_real_steps_that_take_another_way_are_told_by_a_line():
     traces = AffineTraces(tracer)
     assert traced_peaks(traces, StepShape(((16,),)))[0] == 3 * ends[1] - 2 * ends[0]
     assert max(shape.splits[0][0] for shape in tracer._kept) == 8
+
+
+class Halving(nn.Module):
+    """Goes on with half of the samples, rounded down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, x):
+        outputs = self.layers(x).flatten()
+        return outputs + outputs.topk(len(x) // 2).values.sum()
+
+
+class InPieces(nn.Module):
+    """Takes forty samples at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 1))
+
+    def forward(self, x):
+        return torch.cat([self.layers(part) for part in x.split(40)]).flatten()
+
+
+ODD = {
+    "a loss over the batch": lambda: Workload(
+        Contrasting(), (torch.randn(16, 16), torch.zeros(16)), loss_fn=contrast, loss_scope="batch"
+    ),
+    "half of the samples": lambda: Workload(Halving(), (torch.randn(9, 16), torch.randn(9)), loss_fn=F.mse_loss),
+    "in pieces": lambda: Workload(InPieces(), (torch.randn(8, 16), torch.randn(8)), loss_fn=F.mse_loss),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("devices", ["sim:L4", "sim:2xL4"])
+def test_a_plan_for_what_follows_no_line_is_that_of_its_own_step(name, devices):
+    """Told by lines, a loss over the batch was planned for a twentieth of its memory over two cards."""
+    plan = tune(ODD[name](), devices=devices, effective_batch_size=512, n_trials=3, profile="off")
+    full, _ = make_tracer(ODD[name](), like_gpu=True)
+    cards = parse_devices(devices)
+    splits = (plan.split,) * plan.accumulation_steps
+    step = SimulatedRuntime(cards, (2**60,) * len(cards), full).measure(StepShape(splits))
+    assert tuple(device.peak_bytes for device in plan.devices) == step.peak_bytes
+    assert plan.samples_per_s == pytest.approx(512 / step.seconds, rel=1e-6)
+
+
+def test_a_single_sample_is_followed():
+    """Nothing has to be copied to lie in order: a batch of one takes less than the line through others says."""
+
+    class Sequences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x.transpose(0, 1).contiguous())
+            return y.transpose(0, 1).contiguous().flatten(1).sum(1)
+
+    def workload():
+        return Workload(Sequences(), (torch.randn(4, 1000, 8), torch.randn(4)), loss_fn=F.mse_loss)
+
+    full, _ = make_tracer(workload(), like_gpu=True)
+    (held,) = traced_peaks(full, StepShape(((1,),)))
+    assert find_ceiling(workload(), f"sim:L4@{held + 4096}B", role="primary").batch_size == 1
