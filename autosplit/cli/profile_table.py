@@ -72,13 +72,7 @@ class Profile:
 
 
 def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> None:
-    """Print what is remembered.
-
-    Args:
-        found: The newest first; none is a line that says so.
-        folder: Where they are.
-        console: Where to.
-    """
+    """Print the profiles and their folder; without any, a line says so."""
     from rich.text import Text
 
     if not found:

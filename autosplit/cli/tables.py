@@ -1,4 +1,4 @@
-"""Lay out what is printed: tables, lists and small texts, for the reports and tables of `cli`.
+"""The layout of what is printed: tables, lists and small texts, for the reports and tables of `cli`.
 
 Only here bytes become GiB and seconds ms. Everything is built from `Text`, so that brackets in a name stay brackets,
 and what others wrote passes `text.printable`, so that it shows itself and does nothing else.
