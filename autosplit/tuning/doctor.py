@@ -51,14 +51,11 @@ _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "excl
 
 
 def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda _text: None) -> Examination:
-    """Examine this machine.
+    """Examine this machine; what fails is among the problems found.
 
     Args:
         devices: A device spec. Default: every accelerator; without any, the processor with a budget of 256 MiB.
         tell: Called with what is looked at next.
-
-    Returns:
-        What was found; what fails is among its problems.
 
     Raises:
         DeviceError: The spec can't be read, or is for simulated cards.

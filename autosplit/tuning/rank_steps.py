@@ -91,9 +91,6 @@ class RankSteps:
 
         Returns:
             Every rank's peak in bytes and the time of a step; or the rank that ran out of memory.
-
-        Raises:
-            RankFailedError: What else another rank raised.
         """
         run = tuple(max(1, size) for size in sizes)
         self._batches.clear()
