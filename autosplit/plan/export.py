@@ -40,11 +40,6 @@ def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = N
         plan: Also one for simulated cards, but for `torchrun`.
         to: One of `FORMATS`.
         path: The plan's file, which `torchrun` and `env` name. Default: `PlanRecord.path`.
-
-    Raises:
-        InputError: There is no such format.
-        PlanError: The tool runs DDP, and the plan has no ranks.
-        DeviceError: A job can't be started, since the plan is for simulated cards.
     """
     make = _MAKERS.get(to) if isinstance(to, str) else None
     if make is None:
@@ -58,7 +53,7 @@ _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "A
 
 @dataclass(frozen=True)
 class _Start:
-    """How the ranks are started.
+    """The start of the ranks.
 
     Attributes:
         machines: How many ranks each machine has.

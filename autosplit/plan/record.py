@@ -366,9 +366,6 @@ class PlanRecord:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a plan that `save` wrote.
 
-        Args:
-            path: The file.
-
         Raises:
             PlanError: There is none, or it is not a plan that this version can read.
         """
@@ -387,7 +384,6 @@ class PlanRecord:
         """Read a plan from JSON, as hostile input: types, ranges and sums are checked.
 
         Args:
-            text: The JSON.
             source: What to call it in an error.
 
         Raises:
