@@ -112,7 +112,7 @@ def _users_to_mend(error: OSError) -> str | None:
 
 
 def _is_nowhere() -> bool:
-    """Whether the working directory was removed."""
+    """Tell whether the working directory was removed."""
     try:
         Path.cwd()
     except FileNotFoundError:

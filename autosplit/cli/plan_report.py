@@ -197,7 +197,7 @@ def _ranks_lines(origin: Origin) -> tuple[str, ...]:
 
 
 def _device_table(plan: Plan) -> Table:
-    """A row for each device; on a single one there are no shares to speak of."""
+    """Return a table with a row for each device; a single one has no shares to speak of."""
     headings = _device_columns(plan)
     table = plain_table(*headings, figures={*headings} - {"device", "ceiling"})
     for cells in _device_cells(plan):
@@ -237,7 +237,7 @@ def _samples_text(count: int) -> str:
 
 
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
-    """The numbers that the user sets, what they make, and what is gained."""
+    """Return the numbers that the user sets, what they make, and what is gained."""
     several = len(plan.devices) > 1
     rows = [("split", tuple_text(plan.split)), ("gpu0_bsz", f"{plan.gpu0_bsz}")] if several else []
     rows.append(("batch_size", f"{plan.batch_size}"))
@@ -282,7 +282,7 @@ def _effort_text(plan: Plan) -> str:
 
 
 def _ddp_lines(plan: Plan) -> list[str]:
-    """A line for each run of ranks with the same numbers; on a single device DDP has nothing to divide."""
+    """Return a line for each run of ranks with the same numbers; on a single device DDP has nothing to divide."""
     if len(plan.devices) == 1:
         return []
     if not plan.ddp.ranks:

@@ -125,7 +125,7 @@ def _cells(profile: Profile) -> dict[str, str]:
 
 
 def _model_text(profile: Profile) -> str:
-    """A class without its module: ``Linear, 16 parameters``."""
+    """Write a model's class without its module: ``Linear, 16 parameters``."""
     if profile.model is None:
         return ""
     names = ", ".join(name.rpartition(".")[2] for name in profile.model.split(", "))
@@ -160,7 +160,7 @@ def _plan_text(profile: Profile) -> str:
 
 
 def _age_text(age_s: float) -> str:
-    """One unit: ``3 h``; below a minute ``now``."""
+    """Write an age in one unit: ``3 h``; below a minute ``now``."""
     if age_s < 60:
         return "now"
     amount = age_s

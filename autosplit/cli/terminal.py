@@ -71,7 +71,7 @@ def console_for(stream: TextIO) -> Console:
 
 
 def _colour_is_forced() -> bool:
-    """Whether ``FORCE_COLOR`` (force-color.org) asks for colour in a pipe, and nothing speaks against it."""
+    """Tell whether ``FORCE_COLOR`` (force-color.org) asks for colour in a pipe, and nothing speaks against it."""
     forced = os.environ.get("FORCE_COLOR", "") not in {"", "0"}
     return forced and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in _DUMB
 

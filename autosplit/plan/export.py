@@ -117,7 +117,7 @@ def _precision(plan: PlanRecord) -> tuple[str, str]:
 
 
 def _to_transformers(plan: PlanRecord, _path: object) -> Export:
-    """`TrainingArguments`; what is left out has the right default, or nothing to do with it."""
+    """Return `TrainingArguments`; what is left out has the right default, or nothing to do with it."""
     _precision(plan)
     found, start = even_plan(plan, TRANSFORMERS), _Start.of(plan)
     arguments: dict[str, Any] = {
@@ -150,7 +150,7 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
 
 
 def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
-    """`Accelerator`, and the batch size of the DataLoader that is given to its `prepare`: of each process."""
+    """Return `Accelerator`, and the batch size of each process's DataLoader, which its `prepare` is given."""
     precision, _ = _precision(plan)
     found, start = even_plan(plan, ACCELERATE), _Start.of(plan)
     on_cpu, several = plan.devices[0].kind == "cpu", found.even.num_ranks > 1
@@ -200,7 +200,7 @@ def _accelerate_launch(plan: PlanRecord, start: _Start, precision: str) -> str:
 
 
 def _to_lightning(plan: PlanRecord, _path: object) -> Export:
-    """`Trainer`, which starts the other processes itself, and the batch size of each one's DataLoader."""
+    """Return `Trainer`, which starts the other processes itself, and the batch size of each one's DataLoader."""
     _, precision = _precision(plan)
     found, start = even_plan(plan, LIGHTNING), _Start.of(plan)
     if len(set(start.machines)) > 1:

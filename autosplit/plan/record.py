@@ -267,7 +267,7 @@ class PlanRecord:
 
     @property
     def fastest(self) -> Literal["balanced", "ddp"] | None:
-        """Which has the higher `samples_per_s`: the plan's own split, or `ddp`, which is predicted where not measured.
+        """The answer with more `samples_per_s`: the plan's own split, or `ddp`, which is predicted where not measured.
 
         None where there is only one answer, and on devices that share a processor, where no gain is claimed.
         """

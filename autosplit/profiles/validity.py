@@ -69,7 +69,7 @@ def _model_of(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 SLACK = 0.01
-"""Of a plan's peak on a card: with so much less (a display, another's context), it still runs.
+"""Share of a plan's peak that a card may lack (to a display, another's context): the plan still runs.
 
 It is out of the reserve, by default five times that; a plan at its bound was solved again at any MiB less.
 """

@@ -212,9 +212,9 @@ class Peers:
         return kept[0]
 
     def all_try(self, run: Callable[[], T], *, cut: Callable[[], None] | None = None) -> list[T] | Failure:
-        """Run something on every rank that may lack memory; return each one's result, or the first lack, on all ranks.
+        """Run something that may lack memory on every rank; return each one's result, or the first that ran out of it.
 
-        For other reasons it raises as `all_run`.
+        Either is the same on all ranks. For other reasons it raises as `all_run`.
         """
         if self.world_size == 1:
             try:

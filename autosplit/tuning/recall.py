@@ -170,7 +170,7 @@ class Wanted:
     ) -> Plan:
         """Remember a plan, and add the notes of this run alone: what is `said` of the cache, and what is said `always`.
 
-        A cache that is of no use is told of once. One process of each machine stores the plan.
+        That the cache is of no use is said once. One process of each machine stores the plan.
         """
         if self.request.profile != "off":  # on every rank alike, and now, when nobody waits for a line of it
             plan = plan.with_explanation()

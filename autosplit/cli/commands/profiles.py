@@ -95,7 +95,10 @@ def show_path(key: str | None, manner: Manner) -> int:
 
 
 def remove_profiles(keys: Sequence[str], manner: Manner, *, everything: bool, confirmed: bool) -> int:
-    """Remove profiles by the beginnings of their keys, and say which; none is removed unless all are found."""
+    """Remove profiles by the beginnings of their keys, and say which; none is removed unless all are found.
+
+    `everything` takes all of them instead, and `confirmed` asks no question.
+    """
     if bool(keys) == everything:
         given = "keys and --all are both given" if keys else "neither a key nor --all is given"
         raise InputError(f"{given}; expected one of them; write it as autosplit profiles remove KEY")
