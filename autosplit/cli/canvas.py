@@ -36,7 +36,6 @@ class Chart:
 
     Attributes:
         name: Of its place in the page: ``"memory"``.
-        title: Its heading.
         said: Its content in a sentence or two: the text for who can't see it.
         svg: An ``<svg>`` element; empty where nothing could be drawn, which `said` explains.
     """
@@ -48,11 +47,7 @@ class Chart:
 
 
 def check_drawing(what: str) -> None:
-    """Refuse what needs matplotlib where that is not installed.
-
-    Raises:
-        InputError: It is not.
-    """
+    """Refuse what needs matplotlib where that is not installed."""
     try:
         importlib.import_module("matplotlib.backends.backend_svg")
     except ImportError:
@@ -151,8 +146,6 @@ def _inlined(svg: str, said: str, titles: dict[str, str]) -> str:
     """Turn a file of matplotlib into an element of a page, whose strict policy takes attributes in place of styles.
 
     Args:
-        svg: The file.
-        said: The text alternative.
         titles: What marks say, by their ids.
     """
     root = ET.fromstring(svg)  # noqa: S314  # what matplotlib just wrote

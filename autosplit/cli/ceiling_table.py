@@ -26,11 +26,7 @@ _REASONS = {"memory": "memory", "max_batch_size": "max_batch_size", "kernel": "a
 def print_ceilings(ceilings: Sequence[Ceiling], notes: Iterable[str], console: Console, *, simulated: bool) -> None:
     """Print a table of ceilings: what limits them, what they hold, and how they were found.
 
-    Args:
-        ceilings: At least one; a `batch_size` of 0 is what does not fit.
-        notes: What there is to say of them.
-        console: Where to.
-        simulated: They are of cards that are not there.
+    A `batch_size` of 0 is what does not fit.
     """
     from rich.text import Text
 
@@ -68,11 +64,7 @@ def _found_text(ceiling: Ceiling, *, simulated: bool) -> str:
 
 
 def check_plot(path: str) -> None:
-    """Refuse a plot that could not be drawn, before what takes long.
-
-    Raises:
-        InputError: matplotlib is not installed, or can't write this kind of file there.
-    """
+    """Refuse a plot that can't be drawn, for want of matplotlib or by its suffix, before what takes long."""
     kinds = sorted(_canvas(1, 1).get_supported_filetypes())
     if Path(path).suffix.lstrip(".").lower() not in kinds:
         raise InputError(f"--plot {path}: expected a file that ends in one of {', '.join(kinds)}; write it as plot.png")
@@ -81,15 +73,7 @@ def check_plot(path: str) -> None:
 
 
 def plot_ceilings(ceilings: Sequence[Ceiling], path: str) -> None:
-    """Draw bytes against batch for each ceiling: the line, what was looked at, what ran, the capacity, the ceiling.
-
-    Args:
-        ceilings: Those of 0 are left out.
-        path: Where the picture is written; the suffix says of which kind it is.
-
-    Raises:
-        InputError: matplotlib is not installed, or the file can't be written.
-    """
+    """Draw bytes against batch for each ceiling above 0: its line, what was looked at, what ran, and the capacity."""
     found = [ceiling for ceiling in ceilings if ceiling.batch_size]
     columns = min(3, max(1, len(found)))
     rows = math.ceil(len(found) / columns)

@@ -53,18 +53,7 @@ _ROLES = {"primary": "the first device", "replica": "a replica", "rank": "a rank
 
 
 def charts_of(plan: Plan, explanation: Explanation) -> tuple[Chart, ...]:
-    """Draw a plan's charts.
-
-    Args:
-        plan: What is drawn.
-        explanation: Of it, which takes long enough to be made once.
-
-    Returns:
-        All of them in the page's order; one that can't be drawn of this plan says why.
-
-    Raises:
-        InputError: matplotlib is not installed.
-    """
+    """Draw a plan's charts, in the page's order; one that can't be drawn of this plan says why."""
     check_drawing("a chart")
     return (
         _devices_chart(plan),

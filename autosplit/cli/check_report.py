@@ -38,7 +38,7 @@ def _others(subjects: Sequence[str]) -> list[str]:
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
-    """A line for each check, those that depend first; many that want the same done share one."""
+    """Return a line for each check, those that depend first; many that want the same done share one."""
     ordered = sorted(checks, key=lambda check: not check.depends)
     lines: list[str] = []
     for _, group in itertools.groupby(ordered, key=lambda check: (check.depends, check.advice)):

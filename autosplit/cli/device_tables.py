@@ -27,13 +27,7 @@ __all__ = ["print_devices", "print_examination"]
 
 
 def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console: Console) -> None:
-    """Print a table of GPUs with their load, and what there is to say of them.
-
-    Args:
-        devices: From `survey_devices`; without any, a line says so and names ``cpu`` and ``sim:``.
-        notes: On the whole.
-        console: Where to.
-    """
+    """Print a table of GPUs with their load, and the notes; without any GPU, a line that names ``cpu`` and ``sim:``."""
     from rich.text import Text
 
     if devices:
@@ -47,12 +41,7 @@ def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console
 
 
 def print_examination(found: Examination, console: Console) -> None:
-    """Print a machine's examination.
-
-    Args:
-        found: From `examine`.
-        console: Where to.
-    """
+    """Print a machine's examination."""
     build = f"torch {found.torch}" + (f", CUDA {found.cuda}" if found.cuda else "")
     print_plain(pairs_table([("runs on", found.kind), ("build", build), ("driver", found.driver or "-")]), console)
     print_plain(_card_table(found), console)

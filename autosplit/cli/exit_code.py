@@ -1,6 +1,6 @@
 """The exit code of several processes that were started together: torchrun's own is 1, whatever happened.
 
-Without torch, which may be half imported when Ctrl-C comes.
+It imports no torch, which may be half imported when Ctrl-C comes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ OUTCOME_VARIABLE = "AUTOSPLIT_OUTCOME"
 
 
 def reported(exit_code: int) -> int:
-    """Leave an exit code for who started this process together with others; torchrun is told that all is well.
-
-    Returns:
-        What to exit with.
-    """
+    """Return what to exit with: among several processes 0, for torchrun; rank 0 leaves its exit code in a file."""
     path = os.environ.get(OUTCOME_VARIABLE)
     if not path:
         return exit_code

@@ -1,4 +1,4 @@
-"""The log on stderr: what is logged under ``autosplit``; Python has it by ``logging.getLogger("autosplit")``.
+"""The log on stderr: what is logged under ``autosplit``.
 
 Each step that is tried, and why, is of level INFO and shown with ``--verbose``; what the user ought to know although
 the answer comes all the same is a WARNING.

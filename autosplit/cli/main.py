@@ -1,10 +1,8 @@
 """The command line: its flags and helps. What a command does is in `commands`, a module for each.
 
-It parses, calls, prints, and exits.
-
-0 done, 2 bad input, 3 does not fit, 4 interrupted (the best so far is shown and kept), 5 the user's own code raised.
-The answer goes to stdout and everything else to stderr. torch, rich and the plan's classes are imported by the
-command that needs them: ``--help`` waits for none of them.
+Exit codes: 0 done, 2 bad input, 3 does not fit, 4 interrupted (the best so far is shown and kept), 5 the user's own
+code raised. The answer goes to stdout and everything else to stderr. torch, rich and the plan's classes are imported by
+the command that needs them: ``--help`` waits for none of them.
 """
 
 from __future__ import annotations
@@ -71,13 +69,9 @@ app = typer.Typer(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line.
+    """Run a command line, and return the exit code.
 
-    Args:
-        argv: The arguments without the program's name. Default: this process's.
-
-    Returns:
-        The exit code. Errors that are the user's to mend end as one line on stderr; others, which are ours, are raised.
+    Errors that are the user's to mend end as one line on stderr; others, which are ours, are raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
@@ -118,7 +112,7 @@ def _users_to_mend(error: OSError) -> str | None:
 
 
 def _is_nowhere() -> bool:
-    """Whether the working directory was removed."""
+    """Tell whether the working directory was removed."""
     try:
         Path.cwd()
     except FileNotFoundError:

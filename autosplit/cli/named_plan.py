@@ -29,17 +29,7 @@ def is_key(which: str) -> bool:
 
 
 def stored_plan(which: str) -> tuple[Path, Plan]:
-    """Read a plan that somebody named.
-
-    Args:
-        which: A file that a plan was saved to, or the beginning of a profile's key.
-
-    Returns:
-        Its file, and the plan.
-
-    Raises:
-        InputError: Neither is there, or what is there is no plan.
-    """
+    """Read a plan by its file or by the beginning of a profile's key, and return its file, too."""
     path = plan_file(which)
     return path, Plan.load(path) if _is_file(which) else read_profile(path)
 
@@ -55,11 +45,7 @@ def _is_file(which: str) -> bool:
 
 
 def profile_path(key: str) -> Path:
-    """Find the one profile whose key begins so.
-
-    Raises:
-        InputError: None does, or several do.
-    """
+    """Find the one profile whose key begins so; raise InputError where none does, or several do."""
     paths = profile_paths()
     matches = [path for path in paths if is_key(key) and path.stem.startswith(key)]
     if len(matches) == 1:
@@ -72,14 +58,7 @@ def profile_path(key: str) -> Path:
 
 
 def named_or_newest(which: str | None) -> tuple[Path, Plan]:
-    """Read the plan that somebody named, or the newest profile.
-
-    Args:
-        which: As for `stored_plan`; None for the newest profile.
-
-    Raises:
-        InputError: There is none.
-    """
+    """Read the plan that somebody named as for `stored_plan`, or the newest profile; return its file, too."""
     found = newest_profile() if which is None else stored_plan(which)
     if found is None:
         raise InputError("no plan is remembered; expected one; make one with autosplit tune FILE, or name its file")

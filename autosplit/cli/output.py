@@ -1,7 +1,4 @@
-"""Write a command's answer to stdout, alone; errors, notes, progress and the log to stderr.
-
-``--quiet`` leaves errors of the latter, ``--verbose`` adds the log of every step tried (see `cli.log`).
-"""
+"""Write a command's answer to stdout, alone; errors, notes, progress and the log to stderr."""
 
 from __future__ import annotations
 
@@ -39,10 +36,9 @@ EXIT_INTERRUPTED = 4
 
 @dataclass(frozen=True)
 class Manner:
-    """How a command is to say what it has to say; every command has these flags.
+    """How a command says what it has to say; every command has these flags.
 
     Attributes:
-        as_json: The answer is JSON.
         quiet: Nothing but the answer and errors.
         verbose: The log of every step tried, and why.
     """
@@ -70,11 +66,7 @@ def speaks() -> bool:
 
 
 def failed(message: str, exit_code: int, frames: tuple[str, ...] = ()) -> int:
-    """Say what went wrong, with the user's own frames below: on one line, which a terminal gets broken at words.
-
-    Returns:
-        The exit code, as it was given.
-    """
+    """Say what went wrong, with the user's own frames below, and return the exit code as it was given."""
     lines = [*_fitted(f"error: {_harmless(' '.join(message.split()))}"), *(f"  {_harmless(frame)}" for frame in frames)]
     if speaks():
         _tell(lines)

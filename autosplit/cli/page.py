@@ -1,4 +1,4 @@
-"""A plan as a page: one file with its charts, its tables and every setting to copy, which needs no network to be read.
+"""A plan as a page: one file with its charts, its tables and every setting to copy, to be read without a network.
 
 The page runs no script and loads nothing; its policy forbids both. jinja2 escapes all that is put into it.
 """
@@ -35,16 +35,7 @@ _MARKED_WITHIN = 512
 
 
 def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Write a plan's page, by atomic replacement.
-
-    Args:
-        plan: What is reported.
-        path: The file; a report that is there is replaced.
-        force: Replace any other file, too.
-
-    Raises:
-        InputError: There is another file, it can't be written, or matplotlib is not installed.
-    """
+    """Write a plan's page, by atomic replacement, in place of an earlier report, or of any file by `force`."""
     check_page(path, force=force)
     text = page_of(plan)
     target = Path(path)
@@ -59,15 +50,7 @@ def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False)
 
 
 def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Refuse a page that could not be made or written, before what takes long.
-
-    Args:
-        path: Where it is to be written.
-        force: Whatever file is there may be replaced.
-
-    Raises:
-        InputError: See `write_page`.
-    """
+    """Refuse a page that `write_page` could not make or write, before what takes long."""
     _check_template()
     check_drawing("the report")
     target = Path(path)
@@ -104,11 +87,7 @@ def _check_template() -> None:
 
 
 def page_of(plan: Plan) -> str:
-    """Return a plan's page.
-
-    Raises:
-        InputError: jinja2 or matplotlib is not installed.
-    """
+    """Return a plan's page."""
     _check_template()
     import jinja2
 

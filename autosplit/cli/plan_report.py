@@ -47,7 +47,6 @@ class Origin:
         remark: A comment above it; empty for none.
         command: The command that tunes the same on real GPUs, shown with simulated plans; empty for what the plan
             knows of it.
-        path: The plan's file, if it has one that is not the profile.
     """
 
     expression: str
@@ -61,13 +60,7 @@ _SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("pla
 
 
 def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None) -> None:
-    """Print a plan's report.
-
-    Args:
-        plan: What to print.
-        console: Where to.
-        origin: How to have the plan again. Default: from a file that it would be saved to.
-    """
+    """Print a plan's report, with how to have the plan again. Default: from a file that it would be saved to."""
     print_plain(plan_report(plan, origin=origin), console)
 
 
@@ -82,7 +75,6 @@ class Told:
         ddp_heading: What DDP's numbers are, and which is faster.
         ddp: A line for each run of ranks with the same numbers.
         explained: Why the plan is what it is, a sentence each.
-        notes: What was assumed or could not be done, a sentence each.
     """
 
     numbers: tuple[tuple[str, str], ...]
@@ -95,12 +87,7 @@ class Told:
 
 
 def told_of(plan: Plan, explanation: Explanation) -> Told:
-    """Return what the report says of a plan.
-
-    Args:
-        plan: What is reported.
-        explanation: Of it, which takes long enough to be made once.
-    """
+    """Return what the report says of a plan."""
     return Told(
         numbers=tuple(_numbers(plan)),
         columns=_device_columns(plan),
@@ -113,15 +100,7 @@ def told_of(plan: Plan, explanation: Explanation) -> Told:
 
 
 def plan_report(plan: Plan, *, origin: Origin | None = None) -> Group:
-    """Build a plan's report: devices, numbers, gain, DDP's numbers, what explains it, notes, and lines to paste.
-
-    Args:
-        plan: What is reported.
-        origin: How to have the plan again. Default: from a file that it would be saved to.
-
-    Returns:
-        A rich renderable.
-    """
+    """Build a plan's report: devices, numbers, gain, DDP's numbers, what explains it, notes, and lines to paste."""
     from rich.console import Group
     from rich.text import Text
 
@@ -153,12 +132,7 @@ def plan_report(plan: Plan, *, origin: Origin | None = None) -> Group:
 def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
     """Return the lines that use a plan: Python for a real one, a command for a simulated one.
 
-    Args:
-        plan: The plan.
-        origin: How to have it again. Default: from a file that it would be saved to.
-
-    Returns:
-        Lines without indentation of their own. The Python expects `model`, `optimizer`, `loss_fn` and `dataset`.
+    The Python expects `model`, `optimizer`, `loss_fn` and `dataset`.
     """
     origin = origin or _SAVED
     if plan.simulated:
@@ -223,7 +197,7 @@ def _ranks_lines(origin: Origin) -> tuple[str, ...]:
 
 
 def _device_table(plan: Plan) -> Table:
-    """A row for each device; on a single one there are no shares to speak of."""
+    """Return a table with a row for each device; a single one has no shares to speak of."""
     headings = _device_columns(plan)
     table = plain_table(*headings, figures={*headings} - {"device", "ceiling"})
     for cells in _device_cells(plan):
@@ -263,7 +237,7 @@ def _samples_text(count: int) -> str:
 
 
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
-    """The numbers that the user sets, what they make, and what is gained."""
+    """Return the numbers that the user sets, what they make, and what is gained."""
     several = len(plan.devices) > 1
     rows = [("split", tuple_text(plan.split)), ("gpu0_bsz", f"{plan.gpu0_bsz}")] if several else []
     rows.append(("batch_size", f"{plan.batch_size}"))
@@ -308,7 +282,7 @@ def _effort_text(plan: Plan) -> str:
 
 
 def _ddp_lines(plan: Plan) -> list[str]:
-    """A line for each run of ranks with the same numbers; on a single device DDP has nothing to divide."""
+    """Return a line for each run of ranks with the same numbers; on a single device DDP has nothing to divide."""
     if len(plan.devices) == 1:
         return []
     if not plan.ddp.ranks:

@@ -72,13 +72,7 @@ class Profile:
 
 
 def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> None:
-    """Print what is remembered.
-
-    Args:
-        found: The newest first; none is a line that says so.
-        folder: Where they are.
-        console: Where to.
-    """
+    """Print the profiles and their folder; without any, a line says so."""
     from rich.text import Text
 
     if not found:
@@ -131,7 +125,7 @@ def _cells(profile: Profile) -> dict[str, str]:
 
 
 def _model_text(profile: Profile) -> str:
-    """A class without its module: ``Linear, 16 parameters``."""
+    """Write a model's class without its module: ``Linear, 16 parameters``."""
     if profile.model is None:
         return ""
     names = ", ".join(name.rpartition(".")[2] for name in profile.model.split(", "))
@@ -166,7 +160,7 @@ def _plan_text(profile: Profile) -> str:
 
 
 def _age_text(age_s: float) -> str:
-    """One unit: ``3 h``; below a minute ``now``."""
+    """Write an age in one unit: ``3 h``; below a minute ``now``."""
     if age_s < 60:
         return "now"
     amount = age_s

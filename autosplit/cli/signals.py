@@ -15,10 +15,10 @@ __all__ = ["leaves_at_the_second"]
 def leaves_at_the_second(
     last: Callable[[], int], *, first: Callable[[], object] | None = None, apart_s: float = 0.0
 ) -> None:
-    """Let the second Ctrl-C of this process end it at once, for good; the first is Python's, as ever.
+    """Let the second Ctrl-C of this process end it at once, for good; the first stays Python's.
 
-    Python runs handlers between two instructions of the main thread, which may be in a long one, or in a `finally`
-    that waits: a thread of its own hears of the signal all the same.
+    Python runs handlers between two instructions of the main thread, which may be in a long one, or in a `finally` that
+    waits: a thread of its own hears of the signal all the same.
 
     Args:
         last: Called in that thread, before the end; it returns the exit code.

@@ -1,4 +1,4 @@
-"""Lay out what is printed: tables, lists and small texts, for the reports and tables of `cli`.
+"""The layout of what is printed: tables, lists and small texts, for the reports and tables of `cli`.
 
 Only here bytes become GiB and seconds ms. Everything is built from `Text`, so that brackets in a name stay brackets,
 and what others wrote passes `text.printable`, so that it shows itself and does nothing else.
@@ -98,14 +98,14 @@ def counted_text(n: int, noun: str) -> str:
 
 
 def short_bytes_text(nbytes: int) -> str:
-    """GiB with one decimal, or whole MiB, or whole KiB."""
+    """Write bytes as GiB with one decimal, or whole MiB, or whole KiB."""
     if nbytes >= 2**30:
         return f"{nbytes / 2**30:.1f} GiB"
     return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.0f} KiB"
 
 
 def memory_text(peak_bytes: int, capacity_bytes: int) -> str:
-    """``18.2 of 24.0 GiB (75 %)``; the share is rounded down, so that only what is full reads 100 %."""
+    """Write ``18.2 of 24.0 GiB (75 %)``; the share is rounded down, so that only what is full reads 100 %."""
     peak, capacity = short_bytes_text(peak_bytes), short_bytes_text(capacity_bytes)
     if peak[-3:] == capacity[-3:]:
         peak = peak[:-4]

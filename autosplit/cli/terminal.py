@@ -51,14 +51,10 @@ _DUMB = ("dumb", "unknown")
 
 
 def console_for(stream: TextIO) -> Console:
-    """Return a console for a stream: on a terminal in colour and of its width, otherwise plain text.
+    """Return a console for stdout or stderr: on a terminal in colour and of its width, otherwise plain text.
 
-    Without a terminal no escape codes are written, unless ``FORCE_COLOR`` asks for colour; ``NO_COLOR`` goes before it,
-    and a ``TERM`` of ``dumb`` has none.
-
-    Args:
-        stream: ``sys.stdout`` or ``sys.stderr``. Without a terminal lines are 100 columns wide unless ``COLUMNS`` is
-            set.
+    Without a terminal lines are 100 columns wide unless ``COLUMNS`` is set, and no escape codes are written unless
+    ``FORCE_COLOR`` asks for colour; ``NO_COLOR`` goes before it, and a ``TERM`` of ``dumb`` has none.
     """
     from rich.console import Console
 
@@ -75,7 +71,7 @@ def console_for(stream: TextIO) -> Console:
 
 
 def _colour_is_forced() -> bool:
-    """Whether ``FORCE_COLOR`` (force-color.org) asks for colour in a pipe, and nothing speaks against it."""
+    """Tell whether ``FORCE_COLOR`` (force-color.org) asks for colour in a pipe, and nothing speaks against it."""
     forced = os.environ.get("FORCE_COLOR", "") not in {"", "0"}
     return forced and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in _DUMB
 
@@ -94,8 +90,7 @@ def width_of(stream: TextIO) -> int:
 def streams_made_fit() -> None:
     """Make stdout and stderr take any text: where one is closed it goes nowhere, and what it can't encode is escaped.
 
-    A closed descriptor is filled, too: the next file that is opened would get its number, and be written to by
-    whatever prints.
+    A closed descriptor is filled, too, or the next file that is opened would get its number and be printed to.
     """
     for number in range(3):
         with contextlib.suppress(OSError):
@@ -196,7 +191,7 @@ def _advance(bar: Bar, task: Any, progress: Progress, *, narrow: bool) -> None:
 def restored_terminal() -> None:
     """Take away a bar that is being drawn on the terminal, for good: nothing is written to stderr after this.
 
-    From any thread, at the end of a process of which nothing else is asked.
+    Called from any thread, at the end of a process.
     """
     if os.environ.get("TERM") in _DUMB:
         return

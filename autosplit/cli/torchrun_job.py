@@ -26,11 +26,7 @@ __all__ = ["Launch", "launch_of", "run_together"]
 
 @dataclass(frozen=True)
 class Launch(Command):
-    """A command that this process may become.
-
-    Attributes:
-        told: Which plan it is, for the user.
-    """
+    """The command that this process may become; `told` says which plan it is."""
 
     told: str = ""
 
@@ -48,11 +44,6 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
         profile: The plan's file; None for the one that the environment names, or the only one that is remembered for
             this machine.
         arguments: torchrun's options, the script (or ``-m module``), and its arguments.
-
-    Raises:
-        InputError: There is no script.
-        PlanError: There is no plan, or its ranks can't be shared evenly by the machines.
-        DeviceError: The plan is for simulated cards.
     """
     plan, path = plan_for_job(profile)
     assert path is not None, "a plan that is not given as one has a file"
@@ -61,10 +52,7 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
 
 
 def run_together(arguments: Sequence[str], num_processes: int) -> int:
-    """Run a command of autosplit's in several processes of this machine, by torchrun, from within this one.
-
-    Returns:
-        Rank 0's exit code.
+    """Run a command of autosplit's in several processes of this machine, by torchrun; return rank 0's exit code.
 
     Raises:
         RankFailedError: A process ended, and left no exit code.
@@ -113,8 +101,8 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
 def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first, and how.
 
-    torchrun tells the time in whole seconds, and the others stop within two tenths of one: of those that ended
-    together it is one that was killed, then one that left by itself, then one that torchrun ended by SIGTERM.
+    torchrun tells the time in whole seconds, and the others stop within 0.2 s: of those that ended together it is one
+    that was killed, then one that left by itself, then one that torchrun ended by SIGTERM.
     """
     first_s = min(failure.timestamp for failure in failures.values())
     together = [(rank, failure) for rank, failure in failures.items() if failure.timestamp <= first_s + 1]

@@ -3,11 +3,8 @@
 rank 0   state dicts -> a file beside -> read back -> put in its place     | all ranks learn what came of it
 each     file, mapped into memory -> held against model and optimizer      | all ranks agree -> loaded, or nothing is
 
-What the ranks have shared out comes together tensor by tensor in rank 0's host memory, and each cuts its part out of
-the file: the file is that of a plain model.
-
-A sharded checkpoint is a folder of torch.distributed.checkpoint's: every rank writes its part into one beside, which
-then takes the old one's place, and any number of ranks reads it.
+What the ranks have shared out comes together tensor by tensor in rank 0's host memory: the file is that of a plain
+model. A sharded checkpoint is a folder of torch.distributed.checkpoint's, which any number of ranks reads.
 """
 
 from __future__ import annotations
@@ -222,11 +219,7 @@ def _unkept(state: Mapping[str, Any], error: Exception) -> str:
 
 
 def _read_file(path: Path, *, only_model: bool = False) -> dict[str, Any]:
-    """Map a file into memory; where `only_model` is asked for, it may be that one's state dict by itself.
-
-    Raises:
-        CheckpointError: It is missing, cut short, or holds more than plain values.
-    """
+    """Map a file into memory; where `only_model` is asked for, it may be that one's state dict by itself."""
     if not path.is_file():
         folder = "; load_sharded reads folders" if path.is_dir() else ""
         raise CheckpointError(

@@ -50,11 +50,7 @@ def is_shared_out(part: Any) -> bool:
 
 
 def fitting(name: str, part: Any, found: Mapping[str, Any]) -> Any:
-    """Return the state of a part in what a checkpoint holds, under the part's own names.
-
-    Raises:
-        AutosplitError: It does not fit.
-    """
+    """Return the state of a part in what a checkpoint holds, under the part's own names; raise where it doesn't fit."""
     if name not in found:
         raise CheckpointError(
             f"it holds {', '.join(map(repr, found)) or 'nothing'}; expected {name!r} as well; leave {name}= out, or "

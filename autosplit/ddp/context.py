@@ -41,18 +41,15 @@ class OtherModelWarning(UserWarning):
 
 
 class Context:
-    """A rank's side of a plan; `autosplit.ddp.setup` makes it.
+    """A rank's side of a plan; `autosplit.ddp.setup` makes it. Its arguments are attributes, too.
 
     Args:
         plan: The plan of the whole job, with a rank for each process.
-        rank: This process's rank, from 0.
+        rank: From 0.
         device: Where this rank computes.
 
     Attributes:
-        plan: As given.
-        rank: As given.
         world_size: The processes of the job.
-        device: As given.
         settings: What the plan says for this rank.
         batch_size: Samples per forward over all ranks.
         effective_batch_size: Samples per optimizer step over all ranks: the plan's, where its ranks were solved for
@@ -179,8 +176,7 @@ class Context:
     ) -> None:
         """Warn, on rank 0, where DDP takes running statistics from a rank that sees fewer samples than another.
 
-        Raises:
-            InputError: It takes them from one that sees none.
+        Raise InputError where it takes them from one that sees none.
         """
         sizes = self._slice.batch_sizes
         norms = {name: part for name, part in model.named_modules() if isinstance(part, _BatchNorm)}
@@ -299,7 +295,6 @@ class Context:
         for that, `save_sharded` writes it.
 
         Args:
-            path: The file.
             **parts: What has a ``state_dict()`` is kept by that (a wrapped model under the names of the plain one);
                 numbers, strings, tensors, lists and dicts as they are.
 
@@ -319,7 +314,6 @@ class Context:
         shared out takes its parts of it.
 
         Args:
-            path: The file.
             **parts: Models, optimizers, samplers and the like, under the names that they were saved with.
 
         Returns:
@@ -357,7 +351,6 @@ class Context:
         list of the tensors as a pickle, and whatever is in it runs.
 
         Args:
-            path: The folder.
             **parts: Models, optimizers, samplers and the like, under the names that they were saved with.
 
         Returns:
@@ -382,7 +375,7 @@ class Context:
         """Let gradients meet in each step's last micro-batch, and anywhere outside the loop.
 
         DDP's `no_sync` would have to stay open across a yield; an exception that leaves the loop and is caught would
-        then leave every later step unsynchronised. So the flag is set before each micro-batch comes out.
+        then leave every later step unsynchronised.
         """
         self._loop = loop = object()
         try:
@@ -418,10 +411,9 @@ class Context:
 def _has_graph_to_learn(wrapped: DistributedDataParallel) -> bool:
     """Tell whether a model's very first backward is still to come, and has to be one in which gradients meet.
 
-    With static_graph, DDP learns the graph from the first backward, and takes for granted that it is one of these:
-    otherwise it breaks off ("expect_autograd_hooks_ INTERNAL ASSERT FAILED", torch 2.13), or, kept from that, sends no
-    gradient ever after and says nothing (PyTorch #143580, #187732). Gradients that meet once more than they had to add
-    up to the same: a mean over the ranks that all of them have is its own mean.
+    With static_graph, DDP learns the graph from the first backward: where gradients do not meet in it, DDP breaks off
+    ("expect_autograd_hooks_ INTERNAL ASSERT FAILED", torch 2.13) or, kept from that, sends no gradient ever after and
+    says nothing (PyTorch #143580, #187732). Gradients that meet once more than they had to add up to the same.
     """
     return wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued  # noqa: SLF001 - no other name
 
@@ -435,11 +427,11 @@ def _draws_everything(loader: object) -> bool:
 def let_go_of_group_last(wrapped: nn.Module) -> None:
     """Make DistributedDataParallel's own reference to its process group the last that dies with it.
 
-    Where a model outlives its group, as it does in most scripts, the last reference to the group ends it and waits for
-    gloo's threads. Python's does so without the interpreter's lock, but that of DDP's reducer holds it, which one of
-    the threads may be waiting for: both then wait for ever (torch 2.13; about one in thirty models). An object's
-    attributes die in the order in which they were set, so the group is set again, behind the reducer. What is of
-    another class is left as it is.
+    Where a model outlives its group, as in most scripts, the last reference to the group ends it and waits for gloo's
+    threads. Python's does so without the interpreter's lock, but that of DDP's reducer holds it, which one of the
+    threads may be waiting for: both then wait for ever (torch 2.13; about one in thirty models). Attributes die in the
+    order in which they were set, so the group is set again, behind the reducer. What is of another class is left as it
+    is.
     """
     if isinstance(wrapped, DistributedDataParallel):
         group = wrapped.__dict__.pop("process_group")
@@ -449,10 +441,9 @@ def let_go_of_group_last(wrapped: nn.Module) -> None:
 def _part_from_group(wrapped: Any) -> None:
     """Take from a wrapper all that refers to its process group, so that the group ends when it is destroyed.
 
-    Otherwise it would live as long as the model, which in most scripts is until the interpreter is gone: gloo's threads
-    then still run, and one that has a tensor of Python's to give back takes the process down (torch 2.13: "terminate
-    called without an active exception", now and then on a busy machine). Other ranks, too, see no end of this one's
-    connections until then.
+    Otherwise it lives until the interpreter is gone: a thread of gloo's that then has a tensor of Python's to give back
+    takes the process down (torch 2.13: "terminate called without an active exception", now and then on a busy machine),
+    and other ranks see no end of this one's connections until then.
     """
     wrapped.reducer = wrapped.logger = None
     wrapped.process_group = None  # last, see `let_go_of_group_last`

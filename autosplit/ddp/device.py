@@ -28,10 +28,6 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
 
     A GPU is the one that `indices_here` finds among those of the ranks beside this one. A process that was given one
     card of that name (``srun --gpus-per-task=1``) takes it.
-
-    Raises:
-        PlanError: The plan's label is no device.
-        DeviceError: No such card is visible.
     """
     label = plan.ddp.ranks[place.rank].device
     kind, _, index = label.partition(":")

@@ -131,11 +131,7 @@ class Watch:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the other ranks how a block ends, and raise what another rank's failure means for this one.
-
-        Raises:
-            RankFailedError: Another rank failed, and this one was stopped by that.
-        """
+        """Tell the other ranks how a block ends, and raise what another rank's failure means for this one."""
         try:
             yield
         except BaseException as error:
@@ -352,9 +348,8 @@ def cut_off(group: Any, sockets: Mapping[int, str]) -> None:
     """Let whoever waits in a group's collective have an error, or go on without what it waited for.
 
     NCCL can be told to abort. Gloo can't (torch 2.13: `abort` does nothing, a time-out holds from the next collective
-    on), but it ends a collective as soon as a connection ends, so this side hangs up as well.
-
-    `sockets` are this process's ends of gloo's connections, from `group_sockets`.
+    on), but it ends a collective as soon as a connection ends, so this side hangs up as well, on its `sockets` from
+    `group_sockets`.
     """
     abort_group(group)
     still = open_sockets()

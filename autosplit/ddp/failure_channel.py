@@ -1,13 +1,9 @@
 """A line between the ranks, beside their collectives, on which one can say how it ends: words, and who was cut off.
 
-rank 1 ---+
-rank 2 ---+--- rank 0    a star: what a rank says, rank 0 says on to the others
-rank 3 ---+
+rank 1 ---+ rank 2 ---+--- rank 0    a star: what a rank says, rank 0 says on to the others rank 3 ---+
 
-Where a process ends, its system closes the line, so that an end without a word is heard, too. Where a machine ends, the
-answers stay away that its system gives.
-
-The rendezvous store would not do: nobody hears of a process that is killed there, and by hand it dies with rank 0.
+Where a process ends, its system closes the line, so that an end without a word is heard, too; where a machine ends, its
+answers stay away. The rendezvous store would not do: nobody hears there of a process that is killed.
 """
 
 from __future__ import annotations
@@ -54,7 +50,6 @@ class Word:
         kind: "joined", which only rank 0 hears; "failed" and "left", as the rank said; "lost", where it said nothing;
             "missing", that it does not come to collectives in which the others wait; "sign", that it is alive; "over",
             from this rank to its own thread.
-        rank: Of whom.
         cause: Of a failure or of leaving, on one line; of what is missed, its number.
     """
 
@@ -94,11 +89,7 @@ class Line:
         _OPEN.add(self)
 
     def listen(self) -> Address:
-        """Open rank 0's end.
-
-        Raises:
-            OSError: No port can be had.
-        """
+        """Open rank 0's end."""
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
@@ -107,11 +98,7 @@ class Line:
         return Address(_hosts_here(), self._listener.getsockname()[1], token)
 
     def join(self, address: Address) -> None:
-        """Connect another rank's end to rank 0's, whose thread has to be listening.
-
-        Raises:
-            OSError: It was not found at any of its addresses.
-        """
+        """Connect another rank's end to rank 0's, whose thread has to be listening."""
         self._token = address.token.encode()
         until = time.monotonic() + JOIN_S
         reasons = []

@@ -24,10 +24,6 @@ def plan_for_job(
 
     That is the one given; or the one in the file that the environment names; or else the only plan in the cache that
     this machine can use, and this job, if its processes are known.
-
-    Raises:
-        PlanError: There is none, or several could be meant, or it has no ranks.
-        DeviceError: It is for simulated cards.
     """
     path: Path | None = None
     if isinstance(profile, Plan):

@@ -88,10 +88,10 @@ def let_meet(model: nn.Module, meets: bool) -> None:
 
 
 def begin_step(model: nn.Module) -> None:
-    """Forget what a step that was left half-way has kept of gradients.
+    """Forget the gradients of a step that was left half-way.
 
-    Until the last micro-batch, gradients are not in the parameters' ``grad``, where ``zero_grad`` would find them, but
-    beside the parameters that had come together; the next step's would be added to them.
+    Until the last micro-batch they are not in the parameters' ``grad``, where ``zero_grad`` would find them, but beside
+    the parameters that had come together; the next step's would be added to them.
     """
     reset = getattr(model, "reset_iter_state", None)  # torch 2.11 has none
     if reset is not None and _state_of(model)._is_root:

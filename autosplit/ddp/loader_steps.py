@@ -43,11 +43,8 @@ def foreign_steps(
     """Cut a loader of any kind into optimizer steps that all ranks take together.
 
     A step's micro-batches are held back until the ranks have told each other what theirs count for. A rank that has
-    fewer runs its last one again, counting for nothing, and all end when the first has none.
-    A rank without a share runs its batches for the others, and they count for nothing, either.
-
-    Raises:
-        InputError: A batch holds no tensor to count, or counts for less than nothing.
+    fewer runs its last one again, counting for nothing, and all end when the first has none. A rank without a share
+    runs its batches for the others, and they count for nothing, either.
     """
     batches = iter(loader)
     for index in itertools.count():

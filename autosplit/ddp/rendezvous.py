@@ -1,7 +1,7 @@
-"""Which process of the job this is, as torchrun or Slurm made it, and where its ranks meet.
+"""The process of the job that this is, as torchrun or Slurm made it, and where its ranks meet.
 
-torchrun   RANK      WORLD_SIZE             LOCAL_RANK      LOCAL_WORLD_SIZE   MASTER_ADDR, MASTER_PORT
-srun       PROCID    STEP_NUM_TASKS         LOCALID         STEP_TASKS_PER_NODE   the job's, where one node has it all
+torchrun   RANK      WORLD_SIZE             LOCAL_RANK      LOCAL_WORLD_SIZE   MASTER_ADDR, MASTER_PORT srun
+PROCID    STEP_NUM_TASKS         LOCALID         STEP_TASKS_PER_NODE   the job's, where one node has it all
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOOKED_EVERY_S = 0.05
 
 @dataclass(frozen=True)
 class Place:
-    """Which process of the job this is.
+    """The process of the job that this is.
 
     Attributes:
         local_rank: Its number among those of its machine; None where nobody says.
@@ -59,11 +59,7 @@ class Place:
 
 
 def place_here() -> Place:
-    """Ask the process group that is there, else torchrun's environment, else Slurm's; without any, it is alone.
-
-    Raises:
-        InputError: A variable is missing or no number; it is named.
-    """
+    """Ask the process group that is there, else torchrun's environment, else Slurm's; without any, it is alone."""
     if dist.is_initialized():
         local = _number_in("LOCAL_RANK"), _number_in("LOCAL_WORLD_SIZE")
         return Place(dist.get_rank(), dist.get_world_size(), *local)
@@ -109,10 +105,7 @@ def _place_in_slurm() -> Place:
 
 
 def _tasks_of_node() -> int | None:
-    """Return how many of the step's processes Slurm started on this node: "4(x2),3" are 4, 4 and 3.
-
-    None where it does not say.
-    """
+    """Return how many of the step's processes Slurm started on this node, if it says: "4(x2),3" are 4, 4 and 3."""
     name = next((name for name in _TASKS_PER_NODE if os.environ.get(name)), None)
     if name is None:
         return None
@@ -161,11 +154,8 @@ def _agreed_round(store: Any, place: Place, limit_s: float) -> str:
         waits for every greeting    <-       with a word that nobody had before
         answers each word           ->       and looks for another round until its word is answered
 
-    Torchrun restarts processes and keeps the store: a rank that comes first would take the addresses that the dead
-    left there for the new ones'. Its count of restarts can't tell the rounds apart, as each machine counts its own.
-
-    Raises:
-        InputError: Rank 0 did not answer in time.
+    Torchrun restarts processes and keeps the store: a rank that comes first would take the addresses that the dead left
+    there for the new ones'. Its count of restarts can't tell the rounds apart, as each machine counts its own.
     """
     if place.rank == 0:
         name = uuid.uuid4().hex

@@ -61,11 +61,7 @@ __all__ = ["Accelerator", "NoPlanWarning", "UnevenLossWarning"]
 
 
 class SharesLoader(DataLoaderShard):
-    """A loader that hands out this process's share, and tells what each batch counts for.
-
-    Attributes:
-        weight: What the batch that it gave last counts for.
-    """
+    """A loader that hands out this process's share; `weight` is what the batch that it gave last counts for."""
 
     def __init__(
         self,
@@ -86,8 +82,7 @@ class SharesLoader(DataLoaderShard):
     def skipping(self, num_batches: int) -> SharesLoader:
         """Let the next iteration, and only that one, begin after so many micro-batches, of whatever epoch it is.
 
-        Raises:
-            InputError: It is within an optimizer step, or past the epoch.
+        They have to be whole optimizer steps within the epoch.
         """
         schedule = self.sampler_of_shares.schedule
         ends = [0, *itertools.accumulate(len(step.micro_batch_sizes) for step in schedule)]
@@ -174,7 +169,6 @@ class Accelerator(accelerate.Accelerator):
     """accelerate's Accelerator with a plan's shares.
 
     Args:
-        *args: accelerate's.
         plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
             or else, where `model` is given, the only plan remembered for this machine, this number of processes and a
             model of this size.
@@ -466,11 +460,7 @@ def _refuse_without_shares(loader: Any) -> None:
 
 
 def _doubt_sum(loss: torch.Tensor) -> None:
-    """Warn of a loss that autograd says is a sum: weighted as a mean, it trains otherwise by every split.
-
-    Warns:
-        UnevenLossWarning: The last op of it is a sum, or a loss function with ``reduction="sum"``.
-    """
+    """Warn of a loss that autograd says is a sum: weighted as a mean, it trains otherwise by every split."""
     last = loss.grad_fn
     if type(last).__name__ == "SumBackward0" or getattr(last, "_saved_reduction", 1) == 2:
         warnings.warn(

@@ -1,7 +1,6 @@
 """Runs a training function again with a smaller batch, as often as it runs out of memory: accelerate's decorator.
 
-It is for scripts that have it already. It looks for the wall by running into it; `autosplit.tune` and
-`autosplit.find_ceiling` predict where the wall is.
+`autosplit.tune` and `autosplit.find_ceiling` predict where the wall is, in place of running into it.
 """
 
 from __future__ import annotations

@@ -138,11 +138,7 @@ class SharesLoader:
         self._resumes = True
 
     def _begin(self) -> int:
-        """Return the micro-batch that Lightning is at; what it has run of an optimizer step, a resumed one lacks.
-
-        Raises:
-            InputError: It is not where the samples are.
-        """
+        """Return the micro-batch that Lightning is at; what it has run of an optimizer step, a resumed one lacks."""
         start = self.batch_sampler.start_step
         first, after = batches_of(self.batch_sampler, start), batches_of(self.batch_sampler, start + 1)
         if self._progress is None:

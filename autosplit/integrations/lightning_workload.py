@@ -3,8 +3,7 @@
     model = MyModule()
     plan = autosplit.tune(workload(model, datamodule), devices="cuda", strategy="ddp", effective_batch_size=512)
 
-Lightning's own BatchSizeFinder runs whole steps in the training process until one fails, and refuses where there is
-more than one device. Here nothing of the module is changed, no Trainer is needed, and each device gets its own share.
+Nothing of the module is changed, no Trainer is needed, and each device gets its own share.
 """
 
 from __future__ import annotations
@@ -241,10 +240,7 @@ def _asking_for_trainer(call: Any, name: str) -> Any:
 
 @contextmanager
 def _attached(module: Any, trainer: Any, optimizer: Any = None) -> Iterator[None]:
-    """Let a module find a Trainer and its optimizer, and log nothing: no loop is there that would collect it.
-
-    So do the LightningModules in it, which Lightning attaches along.
-    """
+    """Let a module, and those in it, find a Trainer and its optimizer, and log nothing: no loop would collect it."""
     shadows = {"log": _nothing, "log_dict": _nothing}
     if optimizer is not None:
         shadows["optimizers"] = lambda **_options: optimizer

@@ -1,12 +1,12 @@
-"""Which micro-batch an accelerate loop is at, and whether it accumulates right, told by what it calls and when.
+"""The micro-batch that an accelerate loop is at, and whether it accumulates right, told by what it calls and when.
 
     accelerator.accumulate    each entry is the next micro-batch
     a step at every batch     each backward is the next micro-batch; the optimizer steps at the end of the plan's step
     a step at every k-th      the same, where accelerate divides the loss and k is the plan's; refused elsewhere
 
 A weight belongs to a micro-batch: the first backward after two were drawn is not that of the one drawn last. One
-micro-batch is drawn before its backward, or all of an optimizer step before the first; whoever draws otherwise may
-skip some as well as look ahead, and is refused.
+micro-batch is drawn before its backward, or all of an optimizer step before the first; whoever draws otherwise may skip
+some as well as look ahead, and is refused.
 """
 
 from __future__ import annotations
@@ -77,11 +77,7 @@ class LoopPosition:
         return self._is_within and self.at is not None and self.at.position == 0 and not self._has_run
 
     def begin(self) -> int:
-        """Begin a loader's iteration; what is left of another one is dropped.
-
-        Raises:
-            InputError: The last optimizer step was made of all its micro-batches, and never taken.
-        """
+        """Begin a loader's iteration, and drop what is left of another; refuse it where a whole step was not taken."""
         try:
             self._check_before()
         finally:
@@ -93,11 +89,7 @@ class LoopPosition:
         return self._iterations
 
     def draw(self, one: Weighed, iteration: int) -> None:
-        """Note that a micro-batch is handed out.
-
-        Raises:
-            InputError: One drawn before has yet to run, or others are of another loader.
-        """
+        """Note that a micro-batch is handed out; refuse one out of turn, or amid another loader's optimizer step."""
         if one.position == 0:
             self._iteration = iteration
         elif iteration != self._iteration:
@@ -131,13 +123,9 @@ class LoopPosition:
             self._is_within = outer
 
     def run(self) -> Weighed | None:
-        """Note a backward.
+        """Note a backward, and return the micro-batch that it is of; None outside of a loader of shares.
 
-        Returns:
-            The micro-batch that it is of; None outside of a loader of shares.
-
-        Raises:
-            InputError: The loop does not accumulate as the plan does, or which micro-batch it is can't be told.
+        Refuse a loop that does not accumulate as the plan does, or whose micro-batch can't be told.
         """
         if not self._is_within:
             if self._drawn:
@@ -151,13 +139,10 @@ class LoopPosition:
         return self.at
 
     def step(self, *, runs: bool = False) -> None:
-        """Note that the optimizer is asked to step; in mid-step it will not.
+        """Note that the optimizer is asked to step, which in mid-step it will not.
 
-        Args:
-            runs: It runs the backward itself.
-
-        Raises:
-            InputError: It would step with gradients that are not weighted, or of a part of the plan's step.
+        Refuse a step with gradients that are not weighted, or of a part of the plan's step. An optimizer that `runs`
+        the backward itself steps before it has run.
         """
         if self._at is None and not self._drawn:
             return

@@ -30,11 +30,7 @@ class OwnLoss:
             self._kept = None if args or not isinstance(own, torch.Tensor) else (kwargs, weakref.ref(own))
 
     def end(self) -> None:
-        """Watch no more.
-
-        Raises:
-            InputError: The loop weights its losses itself.
-        """
+        """Watch no more; refuse a loop that weights its losses itself."""
         self._hook.remove()
         if self._kept is not None and "num_items_in_batch" in self._kept[0]:
             raise InputError(
@@ -44,17 +40,11 @@ class OwnLoss:
             )
 
     def rule(self, loss: torch.Tensor, model: nn.Module) -> str | None:
-        """Ask the model about samples of its last batch.
+        """Ask the model about samples of its last batch, and return what the loss is a mean over.
 
-        Args:
-            loss: What is trained with.
-            model: Without what wraps it, so that other processes need not take part.
-
-        Returns:
-            What the loss is a mean over; None where the model did not make it, or its batch does not tell.
-
-        Warns:
-            UnevenLossWarning: It is neither a mean over samples or labels nor a sum.
+        None where the model did not make the loss or its batch does not tell; with a warning, where the loss is neither
+        a mean over samples or labels nor a sum. The model comes without what wraps it: other processes need not take
+        part.
         """
         kept = self._kept
         if kept is None or kept[1]() is not loss:

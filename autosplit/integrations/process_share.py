@@ -69,7 +69,6 @@ class Share:
     """The share of a plan of this process.
 
     Attributes:
-        plan: The plan.
         place: Which process of the job this is.
         batch_sizes: Samples of a full micro-batch, for every process.
         accumulation_steps: Micro-batches of a full optimizer step.
@@ -108,11 +107,7 @@ class Share:
     def batch_sampler(
         self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
     ) -> MarkingBatchSampler:
-        """Return a batch sampler that hands out this process's part of every micro-batch.
-
-        Raises:
-            InputError: The short last forward has a sample too few for the model's BatchNorms.
-        """
+        """Return a batch sampler that hands out this process's part of every micro-batch."""
         made = MarkingBatchSampler(
             num_samples,
             sum(self.batch_sizes),
@@ -132,9 +127,6 @@ class Share:
         """Refuse a micro-batch without a share for some process, where the model has BatchNorms.
 
         What runs there counts for nothing in the loss, and a BatchNorm would count it.
-
-        Raises:
-            InputError: There is one.
         """
         if not any(isinstance(part, _BatchNorm) for part in model.modules()):
             return
@@ -150,11 +142,7 @@ class Share:
                 )
 
     def tell_of_other_model(self, model: Any, *, stacklevel: int = 3) -> None:
-        """Warn where the plan is for a model of another size.
-
-        Warns:
-            OtherModelWarning: It has another number of parameters.
-        """
+        """Warn where the plan is for a model of another number of parameters."""
         wanted, given = self.plan.workload.get("parameters"), parameters_in(model)
         if wanted is None or given is None or wanted == given:
             return
@@ -168,19 +156,13 @@ class Share:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes by the plan.
-
-        Raises:
-            DeviceError: No such card is visible.
-        """
+        """Return where this process computes by the plan."""
         return device_for(self.plan, self.place) if self.num_processes > 1 else self.plan.devices_here()[0]
 
     def refuse_other_job(self, num_processes: int, device: torch.device, tool: str) -> None:
         """Make sure that the tool's processes are the plan's, and compute where it says.
 
-        Raises:
-            PlanError: There are more or fewer: each would train a model of its own.
-            DeviceError: It is another GPU.
+        With more or fewer, each would train a model of its own.
         """
         if num_processes != self.num_processes:
             raise PlanError(
@@ -200,12 +182,7 @@ class Share:
 
 
 def share_of(plan: Plan, place: Place) -> Share:
-    """Return what a process does of a plan.
-
-    Raises:
-        DeviceError: The plan is for simulated cards.
-        PlanError: It is for another number of processes.
-    """
+    """Return what a process does of a plan."""
     if place.world_size > 1:
         plan_for_job(plan, place.world_size)  # refuses what no job can train with
         count = len(plan.ddp.ranks)
@@ -237,10 +214,6 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
             remembered plan for this machine, this number of processes and a model of this size.
         parameters: Of the model that is to be trained; None where that is unknown, and nothing remembered is taken for
             its plan.
-
-    Raises:
-        PlanError: What is given can't be read or is for another number of processes; or several are remembered.
-        DeviceError: It is for simulated cards.
     """
     place = place_here()
     given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
@@ -278,11 +251,7 @@ def parameters_in(model: Any) -> int | None:
 
 
 def tell_of_no_plan() -> None:
-    """Warn the caller's caller that the tool trains as it would without autosplit.
-
-    Warns:
-        NoPlanWarning: Always.
-    """
+    """Warn the caller's caller that the tool trains as it would without autosplit."""
     warnings.warn(
         "autosplit has no plan for this training, which goes on as without it; pass plan= (or model=, where one is "
         "remembered for it), or make one with autosplit tune",

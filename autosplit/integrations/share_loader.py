@@ -1,9 +1,8 @@
 """The loader that hands out one process's share: a tool's own loader, made again around another batch sampler.
 
-What the data set, the collator, the workers and the pinning were stays as it was. A micro-batch of which this process
-has no share has to be run (the ranks' gradients meet there) and must not be counted. Where the tool draws batches by
-itself, as transformers' Trainer does, it comes with a mark that says so. The mark travels with the samples: through the
-workers, and past what skips batches to resume.
+A micro-batch of which this process has no share has to be run (the ranks' gradients meet there) and must not be
+counted. Where the tool draws batches by itself, as transformers' Trainer does, it comes with a mark that says so. The
+mark travels with the samples: through the workers, and past what skips batches to resume.
 """
 
 from __future__ import annotations
@@ -107,17 +106,12 @@ def loader_options(
     """Return what a DataLoader is made of that gives this process's share of what another one would.
 
     Args:
-        loader: The tool's.
-        share: What this process does.
         shuffle: Draw in a new order each epoch. Default: as the loader does.
         seed: Of that order.
         drop_last: Leave out the epoch's last step where it is short of samples. Default: if the loader leaves out a
             batch that is.
         marks: Put a mark on batches that count for nothing, which have to be mappings; for a tool that draws batches
             where nobody knows their place in the schedule.
-
-    Raises:
-        InputError: It is no DataLoader, or its data set is iterable, or a sampler chooses the samples.
     """
     if not isinstance(loader, DataLoader):
         raise InputError(

@@ -66,7 +66,6 @@ class SharesMixin(Mixed):
     """Gives a Trainer a plan's shares; it stands before the Trainer among the bases.
 
     Args:
-        *args: The Trainer's.
         plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
             or else the only plan remembered for this machine, this number of processes and a model of this size.
         **kwargs: The Trainer's. Of `args`, per_device_train_batch_size, gradient_accumulation_steps,
@@ -266,12 +265,8 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
     """Put a plan's numbers for this process into a Trainer's arguments.
 
     Args:
-        plan: The plan.
         args: They are changed.
         share: Of this process, where it is known.
-
-    Returns:
-        What this process does of the plan.
 
     Raises:
         PlanError: It is for another number of processes than this job has or transformers runs.

@@ -18,14 +18,13 @@ __all__ = ["Weighed", "batches_of", "weighed", "weighted_backward"]
 
 
 class Weighed(NamedTuple):
-    """A micro-batch.
+    """A micro-batch with its weight and place.
 
     Attributes:
         batch: As the loader made it.
         weight: What its loss is multiplied by: its part of the optimizer step, or 1 of a sum, times the processes,
             whose gradients are averaged.
         number: Of it within the epoch.
-        is_last: It is the epoch's last.
         position: In its optimizer step, from 0.
         length: The micro-batches of that step.
         size: Samples that it counts for in this process; 0 where it has no share.
@@ -60,8 +59,6 @@ def weighed(
     An optimizer step of which only a part is walked is a step of that part: its weights add up all the same.
 
     Args:
-        loader: It has the batch sampler.
-        sampler: The batch sampler.
         count: ``count(batch) -> int``: what a batch's mean loss is over; None for its samples. A step's micro-batches
             are then held back until all are counted.
         sums: The loss is a sum, of which each part counts whole.

@@ -29,7 +29,7 @@ class Tool:
 
     Attributes:
         to: Its format.
-        called: In a sentence.
+        called: Its name in a sentence.
         loss_rule: How it weighs micro-batches, where they count unequally.
     """
 
@@ -109,11 +109,7 @@ def even_plan(plan: PlanRecord, tool: Tool) -> EvenPlan:
 
 
 def _ranks_of(plan: PlanRecord) -> _Ranks:
-    """Return the plan's DDP ranks; a single device has the plan's own numbers.
-
-    Raises:
-        PlanError: There are several devices and no ranks.
-    """
+    """Return the plan's DDP ranks; a single device has the plan's own numbers."""
     if len(plan.devices) == 1:
         ceiling = replace(plan.devices[0].ceiling, batch_size=plan.ceilings[0])
         return _Ranks(plan.split, (ceiling,), plan.accumulation_steps, plan.effective_batch_size)

@@ -1,7 +1,6 @@
-"""Why a plan is what it is, as plain numbers, and the sentences that they are told by.
+"""The reasons for a plan, as plain numbers, and the sentences that they are told by.
 
-Only `Explanation.sentences` converts units. The numbers come from `explaining`, which takes seconds for many devices:
-a remembered plan holds them.
+Only `Explanation.sentences` converts units. The numbers take seconds for many devices: a remembered plan holds them.
 """
 
 from __future__ import annotations

@@ -40,11 +40,6 @@ def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = N
         plan: Also one for simulated cards, but for `torchrun`.
         to: One of `FORMATS`.
         path: The plan's file, which `torchrun` and `env` name. Default: `PlanRecord.path`.
-
-    Raises:
-        InputError: There is no such format.
-        PlanError: The tool runs DDP, and the plan has no ranks.
-        DeviceError: A job can't be started, since the plan is for simulated cards.
     """
     make = _MAKERS.get(to) if isinstance(to, str) else None
     if make is None:
@@ -58,7 +53,7 @@ _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "A
 
 @dataclass(frozen=True)
 class _Start:
-    """How the ranks are started.
+    """The start of the ranks.
 
     Attributes:
         machines: How many ranks each machine has.
@@ -122,7 +117,7 @@ def _precision(plan: PlanRecord) -> tuple[str, str]:
 
 
 def _to_transformers(plan: PlanRecord, _path: object) -> Export:
-    """`TrainingArguments`; what is left out has the right default, or nothing to do with it."""
+    """Return `TrainingArguments`; what is left out has the right default, or nothing to do with it."""
     _precision(plan)
     found, start = even_plan(plan, TRANSFORMERS), _Start.of(plan)
     arguments: dict[str, Any] = {
@@ -155,7 +150,7 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
 
 
 def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
-    """`Accelerator`, and the batch size of the DataLoader that is given to its `prepare`: of each process."""
+    """Return `Accelerator`, and the batch size of each process's DataLoader, which its `prepare` is given."""
     precision, _ = _precision(plan)
     found, start = even_plan(plan, ACCELERATE), _Start.of(plan)
     on_cpu, several = plan.devices[0].kind == "cpu", found.even.num_ranks > 1
@@ -205,7 +200,7 @@ def _accelerate_launch(plan: PlanRecord, start: _Start, precision: str) -> str:
 
 
 def _to_lightning(plan: PlanRecord, _path: object) -> Export:
-    """`Trainer`, which starts the other processes itself, and the batch size of each one's DataLoader."""
+    """Return `Trainer`, which starts the other processes itself, and the batch size of each one's DataLoader."""
     _, precision = _precision(plan)
     found, start = even_plan(plan, LIGHTNING), _Start.of(plan)
     if len(set(start.machines)) > 1:

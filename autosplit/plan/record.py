@@ -267,7 +267,7 @@ class PlanRecord:
 
     @property
     def fastest(self) -> Literal["balanced", "ddp"] | None:
-        """Which has the higher `samples_per_s`: the plan's own split, or `ddp`, which is predicted where not measured.
+        """The answer with more `samples_per_s`: the plan's own split, or `ddp`, which is predicted where not measured.
 
         None where there is only one answer, and on devices that share a processor, where no gain is claimed.
         """
@@ -366,9 +366,6 @@ class PlanRecord:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a plan that `save` wrote.
 
-        Args:
-            path: The file.
-
         Raises:
             PlanError: There is none, or it is not a plan that this version can read.
         """
@@ -387,7 +384,6 @@ class PlanRecord:
         """Read a plan from JSON, as hostile input: types, ranges and sums are checked.
 
         Args:
-            text: The JSON.
             source: What to call it in an error.
 
         Raises:

@@ -28,12 +28,7 @@ _MEETINGS = (
 
 @dataclass(frozen=True)
 class Command:
-    """A command with what its environment has in addition.
-
-    Attributes:
-        command: The program and its arguments.
-        variables: For the environment.
-    """
+    """A command with its `variables`, what its environment has in addition."""
 
     command: tuple[str, ...]
     variables: Mapping[str, str]
@@ -48,14 +43,8 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
     """Make torchrun's command for a plan.
 
     Args:
-        plan: With a rank for each process.
-        path: Its file.
+        path: The plan's file.
         arguments: torchrun's options, the script (or ``-m module``), and its arguments.
-
-    Raises:
-        InputError: There is no script.
-        PlanError: The plan has no ranks, or they can't be shared evenly by the machines.
-        DeviceError: The plan is for simulated cards.
     """
     options = _options_of(arguments)
     refuse_unfit(plan)
@@ -70,12 +59,7 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
 
 
 def refuse_unfit(plan: PlanRecord) -> None:
-    """Refuse a plan that no job can be started with.
-
-    Raises:
-        PlanError: It has no DDP ranks, or they do not go together.
-        DeviceError: It is for simulated cards.
-    """
+    """Refuse a plan that no job can be started with: without ranks, or for simulated cards."""
     if plan.simulated:
         names = printable(", ".join(sorted({device.name for device in plan.devices})), longest=300)
         raise DeviceError(
@@ -86,11 +70,7 @@ def refuse_unfit(plan: PlanRecord) -> None:
 
 
 def refuse_without_ranks(plan: PlanRecord) -> None:
-    """Refuse a plan that has no numbers for DDP.
-
-    Raises:
-        PlanError: It has no DDP ranks, or they do not go together.
-    """
+    """Refuse a plan that has no DDP ranks, or whose ranks do not go together."""
     if not plan.ddp.ranks:
         raise PlanError(
             f"the plan has no DDP ranks: {printable(plan.ddp.reason or 'it gives no reason')}; expected one for each "

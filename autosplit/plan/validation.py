@@ -1,7 +1,7 @@
-"""Whether a plan that was read from a file agrees with itself: what types and single fields can't say.
+"""Checks that a plan from a file agrees with itself: what types and single fields can't say.
 
-A plan that is made here is so by the way it is made. One from a file may be anybody's, and whatever works with it (its
-explanation, the report, a wrapper, a rank) takes for granted what is asked here.
+A file may be anybody's, and whatever works with its plan (the explanation, the report, a wrapper, a rank) takes for
+granted what is asked here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,9 @@ _MOST_OTHER_BOUNDS = 8
 
 
 def unsound_part(plan: Any) -> str | None:
-    """Say what of a plan contradicts the rest of it, or can't be.
+    """Say what of a plan contradicts the rest of it, or can't be, and what was expected; None where all is sound.
 
-    Args:
-        plan: A `record.PlanRecord`, whose fields are of the right types.
-
-    Returns:
-        What it is and what was expected; None where all is sound.
+    Its fields are of the right types.
     """
     return next(_unsound(plan), None)
 

@@ -1,4 +1,4 @@
-"""Why no remembered plan holds: the nearest one, and in which parts of the key it differs. Values in, a line out.
+"""The reason why no remembered plan holds: the nearest one, and in which parts of the key it differs.
 
 What a plan's file says of itself is not believed, only shown, and no more of it than fits a line.
 """
@@ -41,7 +41,7 @@ def nearest_told(
     request: Mapping[str, Any],
     ignoring: Sequence[str] = (),
 ) -> str | None:
-    """Say which remembered plan is the nearest, and what differs.
+    """Say on one line which remembered plan is the nearest, and what differs; None where none is for this model's name.
 
     Args:
         remembered: The profiles, the newest first; those that can't be read are passed over.
@@ -49,9 +49,6 @@ def nearest_told(
         workload: The same, by `key.workload_of`.
         request: What was asked for, as a plan keeps it.
         ignoring: A plan that differs in this part alone is no answer.
-
-    Returns:
-        One line; None where no plan is for a model of this name.
     """
     found: list[tuple[int, Path, list[str]]] = []
     for path, plan in remembered:

@@ -70,15 +70,10 @@ def _total_bytes(device: Device) -> int | None:
 
 
 def workload_of(workload: Workload) -> dict[str, Any]:
-    """Describe a workload for its plan: what it is called and how large it is, and digests of what it is made of.
+    """Describe a workload for its plan, as plain JSON: its name and size, and digests of what it is made of.
 
-    A function that makes the model is not called: its code and what that refers to count.
-
-    Args:
-        workload: It is read, and neither run nor changed.
-
-    Returns:
-        Plain JSON values, equal for equal workloads in every process.
+    Equal workloads have equal descriptions in every process. The workload is neither run nor changed; a function that
+    makes the model is not called: its code and what that refers to count.
     """
     models: Any = workload.model
     parts = workload.modules or (models,)
@@ -132,16 +127,11 @@ def _optimizer(optimizer: Any) -> Any:
 def key_of(
     machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any], name: str | None
 ) -> str:
-    """Return the key of a plan.
+    """Return the key of a plan, 32 hexadecimal digits; `name` keeps plans apart that are equal in all else.
 
     Args:
         machine: By `machine_of`.
         workload: By `workload_of`.
-        request: What was asked for, as plain JSON values.
-        name: Keeps plans apart that are equal in all that.
-
-    Returns:
-        32 hexadecimal digits.
     """
     return digest_of(
         {"schema": SCHEMA_VERSION, "machine": machine, "workload": workload, "request": request, "name": name}

@@ -34,10 +34,9 @@ class Lack:
 
 
 def solved_again(plan: Plan, lack: Lack) -> Plan | None:
-    """Return a plan for less memory, by the fits of a plan that no longer fits.
+    """Return a plan for less memory, by the fits of one that no longer fits; None where it has none, or nothing fits.
 
-    Returns:
-        A plan whose throughput and peaks are predicted; None where the plan has no fits, or nothing fits by them.
+    Its throughput and peaks are predicted.
     """
     fit, before = plan.fit, plan.region
     if fit is None:

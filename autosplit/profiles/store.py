@@ -1,9 +1,8 @@
 """The cache of plans: what a plan holds for, as a key; finding one again, keeping one, and what has changed since.
 
-A key is a digest of three things: the kind of machine, the workload, and what was asked for. The first two stand in
-the plan as well, so that a file is taken only for what it was made for. A file of the cache is read as hostile input:
-whatever is wrong with it is named in a note, it is moved aside, and the plan is made anew. What is merely of another
-machine, or of another version of autosplit, stays where it is.
+A key is a digest of the kind of machine, the workload, and what was asked for; the first two stand in the plan as well,
+so that a file is taken only for what it was made for. A file is read as hostile input: what is wrong with it is named
+in a note, it is moved aside, and the plan is made anew. What is of another machine or version stays where it is.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Found:
     """The plan that the cache holds under a key.
 
     Attributes:
-        plan: The plan; None where there is none that can be used.
+        plan: None where there is none that can be used.
         path: Where it is, or would be.
         notes: Why a file that is there was ignored, a sentence each.
         unreadable: The system did not let it be read.
@@ -102,27 +101,19 @@ def _path_of(key: str) -> Path:
 
 
 def turn_path(key: str) -> Path:
-    """Return the file by whose lock processes take turns at tuning for a key.
-
-    Raises:
-        ProfileError: As by `profiles_folder`.
-    """
+    """Return the file by whose lock processes take turns at tuning for a key."""
     return _path_of(key).with_suffix(TURN_SUFFIX)
 
 
 def find(
     key: str, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None = None
 ) -> Found:
-    """Look for the plan of a key.
+    """Look for the plan of a key, or say why a file that is there can't be used; raise nothing for what it holds.
 
     Args:
-        key: By `key_of`.
         machine: What the plan must be for.
         workload: What the plan must be for.
         request: What must have been asked for, with the name; older files do not tell.
-
-    Returns:
-        The plan, or none and why a file that is there can't be used. It raises nothing for what a file holds.
     """
     try:
         path = _path_of(key)
@@ -259,14 +250,7 @@ def _same(stored: Any, given: Any) -> bool:
 
 
 def store(key: str, plan: Plan) -> Path:
-    """Keep a plan, in place of one that is there; a reader sees the old one or the new one, whole.
-
-    Args:
-        key: By `key_of`.
-        plan: With its `machine` and `workload`.
-
-    Returns:
-        The file.
+    """Keep a plan, with its `machine` and `workload`, and return its file; a reader sees one plan or the other, whole.
 
     Raises:
         ProfileError: The cache can't be written, or another process has held the lock for 10 s.
@@ -326,11 +310,7 @@ def profile_paths() -> tuple[Path, ...]:
 
 
 def read_profile(path: Path) -> Plan:
-    """Read a file of the cache, as hostile input.
-
-    Raises:
-        ProfileError: It is not there, or is no plan that this version can read.
-    """
+    """Read a file of the cache, as hostile input."""
     plan = _read(path)
     if plan is None:
         raise ProfileError(f"{path} is not there any more; expected a profile; autosplit profiles lists them")
@@ -341,9 +321,6 @@ def remove_profile(path: Path) -> None:
     """Remove a file of the cache with what stands beside it, and never anything else.
 
     Locks that somebody holds stay, and so does what a later version of autosplit wrote.
-
-    Raises:
-        ProfileError: It is none, or can't be removed.
     """
     own = path.parent == profiles_folder() and path.suffix == ".json" and _KEY_CHARACTERS.issuperset(path.stem)
     if not own:

@@ -3,10 +3,9 @@
 holder   locks KEY.tuning.lock | tunes | stores the plan | unlocks
 waiter   sees the lock, tells who has it . . . . . . . . | locks, finds the plan, unlocks
 
-The lock is the operating system's own (by way of filelock: flock, or what Windows has). Such a lock goes when its
-process goes, however that ends: SIGKILL leaves none behind, and nobody has to judge whether its holder still lives. A
-lock that is a file's mere presence would be left behind, so that where the file system has no others nobody waits.
-What the file says of its holder is for people only.
+The lock is the operating system's own (by way of filelock: flock, or what Windows has), because such a lock goes when
+its process goes, however that ends; where the file system has none, nobody waits. What the file says of its holder is
+for people only.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class WaitingWarning(UserWarning):
 def wait_limit_s(remaining_s: float | None) -> float:
     """Return how long to wait for another process at most.
 
-    Args:
-        remaining_s: What is left of the time limit; None for no limit.
+    `remaining_s` is what is left of the time limit; None for no limit.
     """
     return WAIT_LIMIT_S if remaining_s is None else max(LEAST_WAIT_S, 2 * remaining_s)
 
@@ -65,13 +63,11 @@ class Turn:
 
     Args:
         path: The lock's file, its folder made where it is missing; None where there can be none.
-        limit_s: How long to wait at most.
         tell: Told once, when the wait begins, what is waited for.
         trouble: Why there can be none.
 
     Attributes:
         held: The turn is here, and others wait.
-        waited_s: How long it took to come.
         trouble: Why there is nothing to wait for here, in a few words; None where there is.
         gave_up: What is to be said where the limit was over; None where it was not.
     """
@@ -121,13 +117,9 @@ class Turn:
         return self.held or self.trouble is not None or self.gave_up is not None
 
     def wait(self, for_s: float = float("inf")) -> bool:
-        """Wait until it is this process's turn, or there is no point in waiting any longer. Ctrl-C ends it at once.
+        """Wait until this turn comes, or there is no point in waiting on; return whether the wait is over.
 
-        Args:
-            for_s: No longer than this; call again to go on.
-
-        Returns:
-            Whether the wait is over, for one of the reasons that the attributes tell.
+        It lasts `for_s` at most: call it again to go on. Ctrl-C ends it at once.
         """
         now_s = time.monotonic()
         self._begun_s = now_s if self._begun_s is None else self._begun_s

@@ -69,22 +69,18 @@ def _model_of(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 SLACK = 0.01
-"""Of a plan's peak on a card: with so much less (a display, another's context), it still runs.
+"""Share of a plan's peak that a card may lack (to a display, another's context): the plan still runs.
 
 It is out of the reserve, by default five times that; a plan at its bound was solved again at any MiB less.
 """
 
 
 def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Sequence[int]) -> str | None:
-    """Compare the memory that is free now with the plan's peaks.
+    """Name the devices whose free memory is less than the plan's peaks, in a sentence; None where the plan fits.
 
     Args:
-        plan: One that was found.
         devices: The devices that are here, in the plan's order.
         capacities_bytes: What each may hold now, the reserve taken off.
-
-    Returns:
-        A sentence that names the devices that are short; None where the plan fits.
     """
     assert len(plan.devices) == len(devices) == len(capacities_bytes), (plan.devices, devices, capacities_bytes)
     short = [
@@ -97,14 +93,9 @@ def memory_shortfall(plan: Plan, devices: Sequence[Device], capacities_bytes: Se
 
 
 def differing_facts(plan: Plan, devices: Sequence[Device]) -> tuple[str, ...]:
-    """Compare the GPUs that are here with those that the plan was made on.
+    """Return a clause for each difference of the GPUs here, in the plan's order, from those that it was made on.
 
-    Args:
-        plan: One that was found.
-        devices: The devices that are here, in the plan's order.
-
-    Returns:
-        A clause for each difference, without what names a card; none where the machine is the very one.
+    No clause holds what names a card; there is none where the machine is the very one.
     """
     assert len(plan.devices) == len(devices), (plan.devices, devices)
     pairs = list(zip(plan.devices, devices, strict=True))

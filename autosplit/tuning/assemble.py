@@ -40,7 +40,7 @@ class Subject:
 
     Attributes:
         wanted: What was asked for, by which the plan is remembered.
-        workload: What is trained: the one that was described, or a copy.
+        workload: The one that was described, or a copy.
     """
 
     wanted: Wanted
@@ -79,8 +79,8 @@ class Answer:
         samples_per_s: Of whole optimizer steps.
         ceilings: Of each device, all at once.
         even_samples_per_s: Of the even split; None where it is not known.
-        region: Which splits fit; None where nothing was split.
-        memory: What each device's peak is made of; empty where that is not known of any.
+        region: None where nothing was split.
+        memory: Parts of each device's peak; empty where no device's are known.
     """
 
     split: tuple[int, ...]

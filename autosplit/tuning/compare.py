@@ -208,12 +208,7 @@ class ComparisonInterrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class AskedMachine:
-    """A machine to compare.
-
-    Attributes:
-        name: As it was given, or the devices' labels where it was no text.
-        devices: What it names.
-    """
+    """A machine to compare; its `name` is as it was given, or the devices' labels where it was no text."""
 
     name: str
     spec: Any
@@ -231,13 +226,7 @@ def asked_machines(
     prices: Mapping[str, float] | Iterable[tuple[str, float]] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[AskedMachine, ...]:
-    """Check what is to be compared, its prices (with or without ``sim:``) and the options, before anything runs.
-
-    Raises:
-        DeviceError: A spec that can't be read.
-        InputError: No machine, one twice, a price without a machine, twice or not a price; or an option that `tune`
-            would refuse.
-    """
+    """Check the machines, their prices (with or without ``sim:``) and the options of `tune`, before anything runs."""
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise InputError(
             f"devices is {shown(devices)}; expected a list with a spec for each machine; write it as "

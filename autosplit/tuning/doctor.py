@@ -37,7 +37,7 @@ WITHOUT_GPU = "cpu:256MiB"
 """The device of a machine that has no accelerator: its budget is counted to the byte, so the memory can be compared."""
 
 SLOW_PRODUCTS, SLOW_MEMORY = 0.2, 0.5
-"""Of the catalogue's figures: a card that reaches less is named.
+"""Shares of the catalogue's figures below which a card is named.
 
 On the eight cards of NeuSight's measurements, float32 products reach 0.28 (L4, held back by its power) to 0.89 of the
 datasheet, and elementwise operations 0.74 to 0.89 of the memory's rate (medians of large kernels).
@@ -51,14 +51,11 @@ _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "excl
 
 
 def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda _text: None) -> Examination:
-    """Examine this machine.
+    """Examine this machine; what fails is among the problems found.
 
     Args:
         devices: A device spec. Default: every accelerator; without any, the processor with a budget of 256 MiB.
         tell: Called with what is looked at next.
-
-    Returns:
-        What was found; what fails is among its problems.
 
     Raises:
         DeviceError: The spec can't be read, or is for simulated cards.
@@ -121,7 +118,7 @@ def _devices_for(spec: str | None, problems: list[Problem]) -> tuple[Device, ...
 
 
 def _halves(text: str, cure: str) -> tuple[str, str]:
-    """A message as what is wrong and what to do, which our own part by a semicolon."""
+    """Return a message's problem and cure, which a semicolon parts."""
     problem, semicolon, rest = text.rpartition("; ")
     return (problem, rest) if semicolon else (text, cure)
 

@@ -33,11 +33,10 @@ class Job:
     """The processes that tune together, as one of them sees them.
 
     Attributes:
-        place: Which of them this one is; None for one that tunes alone.
-        own: What was asked for, with this rank's device alone.
-        whole: The same, with every rank's device, in their order.
-        machine: Of the whole job, as `key.machine_of` describes one; with ``ranks_per_machine`` where there are
-            several.
+        place: None for a process that tunes alone.
+        own: The request with this rank's device alone.
+        whole: The request with every rank's device, in the ranks' order.
+        machine: Of the whole job, by `key.machine_of`; with ``ranks_per_machine`` where there are several.
         backend: Of the group in which gradients meet.
     """
 
@@ -72,13 +71,10 @@ class Job:
         return self.peers.all_run(lambda: run() if self.peers.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def agreed(self, what: str, described: dict[str, Any]) -> dict[str, Any]:
-        """Return a description that is the same on all ranks.
+        """Return a description that is the same on all ranks; raise InputError where one differs.
 
         Code may hold what is a rank's own (its number, its part of the data): where only that differs, a digest of all
         of them stands for it.
-
-        Raises:
-            InputError: It is another one on some rank.
         """
         everyones = self.peers.gathered(described)
 
@@ -101,11 +97,7 @@ def alone(request: Request, machine: dict[str, Any]) -> Job:
 
 
 def refuse_waiting(workload: Workload) -> None:
-    """Refuse a model that waits for the other ranks in its forward: each measures its device by itself.
-
-    Raises:
-        WorkloadError: It has such a module, which is named.
-    """
+    """Refuse a model that waits for other ranks in its forward: each rank measures its device by itself."""
     for part in (part for one in workload.modules for part in one.modules()):
         if isinstance(part, nn.SyncBatchNorm) or type(part).__name__.startswith("FSDP"):
             raise WorkloadError(

@@ -51,7 +51,7 @@ class Measured:
 
     Attributes:
         timed: Seconds of a micro-step by its samples.
-        update_s: The optimizer's.
+        update_s: The optimizer's time.
         least_batch: The fewest samples that it trains on.
         unused: A trainable parameter got no gradient.
         steps: Real steps so far.
@@ -260,12 +260,7 @@ class JointSession(Session):
         return RankStepTime(curves, copies, (0.0,) * count, max(rank.update_s for rank in self.ranks), adds_up=False)
 
     def _measured(self, splits: tuple[tuple[int, ...], ...]) -> Measurement:
-        """Order a step of all ranks, and run this one's part.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C came, on any rank; nobody runs it.
-            OutOfMemoryError: A rank ran out of memory.
-        """
+        """Order a step of all ranks, and run this one's part; nobody runs it where Ctrl-C came on any rank."""
         if self._exchanged(splits) is None:
             self._stopped = True
             raise KeyboardInterrupt

@@ -242,12 +242,9 @@ class LoneSession(Session):
     # DDP
 
     def _solved_ranks(self, ranks: tuple[Ceiling, ...], step_time: StepTime) -> tuple[DdpPlan, StepTime]:
-        """Solve DDP's batch sizes until each rank was timed at its own.
+        """Solve DDP's batch sizes until each rank was timed at its own; return the times with these among them, too.
 
         Between sizes that were timed a curve is a line, and the rate that is told would be of no step.
-
-        Returns:
-            The answer, and the times with these sizes among them.
         """
         for _ in range(MOST_SOLVED):
             ddp = solved_ranks(

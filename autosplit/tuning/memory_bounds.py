@@ -30,7 +30,6 @@ class MemoryBounds:
 
     Attributes:
         primary: Device 0's ceiling with nobody beside it.
-        replicas: The others' ceilings.
         recalled: Ceilings that the store had.
         plain_cpu_curve: The times of a processor without a budget, which its ceiling comes from.
     """
@@ -52,14 +51,7 @@ class MemoryBounds:
     # Each by itself
 
     def of_roles(self) -> tuple[Ceiling, ...]:
-        """Find each device's ceiling as a rank, device 0's alone, and the others' as replicas.
-
-        Returns:
-            Those of the ranks.
-
-        Raises:
-            DoesNotFitError: Not a sample fits the only device.
-        """
+        """Find each device's ceiling as a rank, which is returned, device 0's alone, and the others' as replicas."""
         devices, accumulates = self.request.devices, self.subject.accumulates
         self.primary = primary = self._alone("primary")
         if len(devices) == 1:
@@ -71,11 +63,7 @@ class MemoryBounds:
         return ranks
 
     def of_ranks(self) -> tuple[Ceiling, ...]:
-        """Find each device's ceiling as a rank, and nothing else.
-
-        Raises:
-            DoesNotFitError: Not a sample fits device 0.
-        """
+        """Find each device's ceiling as a rank, and nothing else."""
         first = self._alone("rank")
         self._refuse_none(first)
         others = range(1, len(self.request.devices))
@@ -148,11 +136,7 @@ class MemoryBounds:
     # All at once
 
     def space(self) -> Space:
-        """Bound the search by what fits, in one micro-step and in several.
-
-        Raises:
-            DoesNotFitError: Not a sample fits, or a step that can't be accumulated does not.
-        """
+        """Bound the search by what fits, in one micro-step and in several."""
         sizes, least = self.request.effective_batch_sizes, self.request.least_effective
         alone, why_single = self._measured_primary.batch_size, self.subject.why_single
         # More than all devices hold by themselves does not fit at once; how much of it does need not be traced then.

@@ -42,13 +42,13 @@ _WAITED = re.compile(r"gloo|NCCL|[Tt]imed out waiting|Connection (?:closed|reset
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank could not do its part.
+    """The reason for which a rank could not do its part.
 
     Attributes:
         message: What it raised, on one line.
         exit_code: What the command line exits with for it.
         frames: The user's own frames, where it was the user's code.
-        lacks_memory: It ran out of memory, and a smaller part may do.
+        lacks_memory: A smaller part may do.
         waited: It waited in vain for another rank, whose failure is the cause.
     """
 
@@ -212,10 +212,9 @@ class Peers:
         return kept[0]
 
     def all_try(self, run: Callable[[], T], *, cut: Callable[[], None] | None = None) -> list[T] | Failure:
-        """Run something on every rank that may lack memory; raise, for other reasons, as `all_run`.
+        """Run something that may lack memory on every rank; return each one's result, or the first that ran out of it.
 
-        Returns:
-            What each made of it; or the first that ran out of memory, on all ranks.
+        Either is the same on all ranks. For other reasons it raises as `all_run`.
         """
         if self.world_size == 1:
             try:

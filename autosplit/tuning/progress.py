@@ -56,10 +56,7 @@ def part_of(progress: Callable[[Progress], None], number: int, count: int, name:
 
 
 def notebook_bar() -> Callable[[Progress], None] | None:
-    """Return what draws a bar below the running cell; None outside of a notebook.
-
-    Neither widgets nor scripts are needed: it works in Jupyter, in editors, and in a notebook that runs without a page.
-    """
+    """Return what draws a bar below the running cell; None outside of a notebook."""
     ipython = sys.modules.get("IPython")  # whoever runs a cell has loaded it
     shell = None if ipython is None else ipython.get_ipython()
     # IPython in a terminal has no kernel, and shows no HTML.

@@ -1,4 +1,4 @@
-"""Meet the other processes of a job: who they are, what each brings, and that they were asked for the same.
+"""The other processes of a job: who they are, what each brings, and that they were asked for the same.
 
 each rank   its device of its machine's | all devices in the order of the ranks | one request, one machine, one key
 """
@@ -46,11 +46,7 @@ def own_part(devices: Any) -> Any:
 
 
 def in_a_job() -> bool:
-    """Tell whether torchrun, Slurm or a process group says that this process is one of several.
-
-    Raises:
-        InputError: What torchrun or Slurm should have set is wrong.
-    """
+    """Tell whether torchrun, Slurm or a process group says that this process is one of several."""
     return place_here().world_size > 1
 
 
@@ -138,12 +134,7 @@ def _machine_of_all(machines: Sequence[Mapping[str, Any]], locals_: Sequence[int
 
 @contextmanager
 def _talking(place: Place) -> Iterator[Peers]:
-    """Make a gloo group for plain values, and end it; where there is a process group already, it stays.
-
-    Raises:
-        InputError: Not all ranks came.
-        RankFailedError: One has gone in between.
-    """
+    """Make a gloo group for plain values, and end it; where there is a process group already, it stays."""
     adopted = dist.is_initialized()
     before = open_sockets()
     group = dist.new_group(backend="gloo") if adopted else _met(place)

@@ -45,8 +45,10 @@ WARMUPS = 3
 """DDP lays out its buckets anew before its second step, and the third is steady."""
 
 LEAST_TIMEOUT_S = 15.0
-"""A rank waits for so long, and for `TIMEOUT_STEPS` dry passes, for what nobody breaks off: then gloo gives up, and on
-another back end the process of a rank that was told to is ended."""
+"""Seconds that a rank waits for what nobody breaks off, or `TIMEOUT_STEPS` dry passes where these take longer.
+
+Then gloo gives up, and on another back end the process of a rank that was told to is ended.
+"""
 
 TIMEOUT_STEPS = 10
 
@@ -91,9 +93,6 @@ class RankSteps:
 
         Returns:
             Every rank's peak in bytes and the time of a step; or the rank that ran out of memory.
-
-        Raises:
-            RankFailedError: What else another rank raised.
         """
         run = tuple(max(1, size) for size in sizes)
         self._batches.clear()

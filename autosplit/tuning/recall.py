@@ -33,11 +33,7 @@ JOB_SLICE_S = 0.5
 
 @dataclass(frozen=True)
 class Wait:
-    """The outcome of waiting for another process that tunes the same thing.
-
-    Attributes:
-        trouble: Why nobody could be waited for; None where somebody could.
-    """
+    """The outcome of waiting for another process; `trouble` says why nobody could be waited for, if so."""
 
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
@@ -52,7 +48,6 @@ class Recalled:
         notes: Why there is none, or what is to be said of it.
         short: Which devices have too little memory free for it; None where all have enough.
         differing: Facts that are others than the plan's and do not make another plan of it.
-        unreadable: A file could not be read, for which `notes` are.
     """
 
     plan: Plan | None = None
@@ -173,9 +168,9 @@ class Wanted:
     def kept(
         self, plan: Plan, found: Recalled, said: tuple[str, ...], always: tuple[str, ...], *, stores: bool = True
     ) -> Plan:
-        """Remember a plan, and add the notes that are of this run alone: what is `said` of the cache, and others.
+        """Remember a plan, and add the notes of this run alone: what is `said` of the cache, and what is said `always`.
 
-        Of a cache that is of no use is told once. One process of each machine stores the plan.
+        That the cache is of no use is said once. One process of each machine stores the plan.
         """
         if self.request.profile != "off":  # on every rank alike, and now, when nobody waits for a line of it
             plan = plan.with_explanation()
@@ -187,11 +182,7 @@ class Wanted:
         return plan.with_notes(*said, *always, last=failed).kept_at(path)
 
     def stored(self, plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
-        """Remember a plan; the best so far does not take the place of one whose search ended.
-
-        Returns:
-            Its file, and what is to be said where that failed.
-        """
+        """Remember a plan, and return its file and notes; the best so far does not replace one whose search ended."""
         if self.request.profile == "off":
             return None, ()
         there = None if plan.complete else self._remembered().plan

@@ -1,7 +1,7 @@
 """Simulate a plan's workload on machines that differ from its own in one thing: what bounds it is what they gain by.
 
-The traces are those of the tuning, so that a split of it costs nothing on another machine. There the model, fitted to
-these, says which split to simulate next; only what was simulated is told.
+The tuning's traces serve these machines, too. The model, fitted to them, says which split to simulate next; only what
+was simulated is told.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def simulated_changes(
 ) -> tuple[Change, ...] | None:
     """Simulate what bounds a plan away, one thing at a time, and other machines that the user might choose.
 
-    Returns:
-        What each of them does; None where the plan says nothing of splits, or there was no time for all of them.
+    None where the plan says nothing of splits, or there was no time for all of them.
     """
     problem = problem_of(plan)
     if problem is None or plan.region is None:

@@ -48,9 +48,8 @@ class Session(ABC):
 
     Args:
         job: The processes that tune together; every one of them has a session, and calls the same of it.
-        subject: What the plan is for, with the devices of all processes.
+        subject: With the devices of all processes.
         followed: The workload with its tracer, in this process.
-        tell: Told how far it is.
         probing: Gets what has to be undone once this process's own devices are measured.
         closing: Gets what has to be undone at the end.
     """
@@ -92,14 +91,7 @@ class Session(ABC):
     def plan(self) -> Plan:
         """Measure, search, and put the plan together; the same one on every rank.
 
-        Returns:
-            The plan; where Ctrl-C came, the best so far, which is not `complete`.
-
-        Raises:
-            DoesNotFitError: Not even the smallest batch fits, or nothing that was tried did.
-            WorkloadError: A step that can't be accumulated is larger than what may be run at once.
-            RankFailedError: Another rank failed.
-            KeyboardInterrupt: Ctrl-C, before any trial had succeeded.
+        Where Ctrl-C came it is the best so far, and not `complete`; before any trial had succeeded, KeyboardInterrupt.
         """
         self.peers.all_run(self._begin)
         self.peers.all_run(self._check)
@@ -117,11 +109,7 @@ class Session(ABC):
 
     @abstractmethod
     def _measured(self, splits: tuple[tuple[int, ...], ...]) -> Measurement:
-        """Run an optimizer step.
-
-        Raises:
-            OutOfMemoryError: It does not fit.
-        """
+        """Run an optimizer step; raise OutOfMemoryError where it does not fit."""
 
     @abstractmethod
     def _can_train(self, splits: tuple[tuple[int, ...], ...]) -> bool:
@@ -168,11 +156,7 @@ class Session(ABC):
     # The search
 
     def _searched(self) -> Trial:
-        """Search, and return the best trial.
-
-        Raises:
-            DoesNotFitError: None succeeded.
-        """
+        """Search, and return the best trial; raise DoesNotFitError where none succeeded."""
         assert self.solver is not None, "it was measured for"
         self.stage = "search"
         if self.prober.out_of_time:
@@ -327,11 +311,7 @@ class Session(ABC):
 
 
 def most_steps(sizes: tuple[int, int] | None, largest_batch: int) -> int:
-    """Return the most accumulation steps that are worth a look, given what a forward holds.
-
-    Raises:
-        InputError: Even the fewest are more than `MOST_FORWARDS`.
-    """
+    """Return the most accumulation steps that are worth a look, given what a forward holds."""
     least, most_samples = (1, 1) if sizes is None else sizes
     fewest = accumulation_steps(least, largest_batch)
     if fewest > MOST_FORWARDS:

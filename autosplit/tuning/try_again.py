@@ -25,8 +25,7 @@ STEP_BUDGET_S = 1.0
 def tried_again(wanted: Wanted, found: Recalled, followed: Followed, job: Job) -> tuple[Plan | None, Recalled]:
     """Hold a remembered plan against this machine by one step; solve it again where memory is short.
 
-    Returns:
-        The plan; or None, and what is to be said of what is tuned anew.
+    Where the plan is None, what is returned beside it is to be said of the one that is tuned anew.
     """
     plan, own = found.plan, job.own
     assert plan is not None
@@ -58,11 +57,7 @@ def tried_again(wanted: Wanted, found: Recalled, followed: Followed, job: Job) -
 
 
 def _run(plan: Plan, prober: Prober, job: Job, *, measures: bool) -> Plan:
-    """Run a step of a plan; where it `measures`, and can, return the plan with that step's throughput and peaks.
-
-    Raises:
-        OutOfMemoryError: It does not fit.
-    """
+    """Run a step of a plan; where it `measures`, and can, return the plan with that step's throughput and peaks."""
     if job.several or plan.region is None:
         # Each rank's part on its device by itself: one process has no others to run it with.
         for rank in (job.peers.rank,) if job.several else range(len(plan.split)):

@@ -100,7 +100,6 @@ def tune(
         loss_fn: ``loss_fn(outputs, targets)``.
         compute_loss: ``compute_loss(model, batch)``.
         optimizer: A class, a factory or a live instance. Default: AdamW.
-        batch_dim: The batch dimension.
         make_batch: ``make_batch(n)``.
         devices: ``"cuda:0,1"``, ``"cpu:2GiB,cpu:1GiB"``, ``"sim:2xA100-40GB+1xRTX3090"`` and the like. Default: every
             visible GPU; without any, the processor.
@@ -133,9 +132,6 @@ def tune(
         name: Keeps plans for otherwise equal workloads apart: up to 64 characters on one line.
         seed: Of the search.
         progress: Called with a `Progress` now and then. Default: a bar in a notebook, nothing elsewhere.
-
-    Returns:
-        The plan.
 
     Raises:
         InputError: An argument that can't be used; `DeviceError` and `WorkloadError` are among its leaves.
@@ -190,9 +186,7 @@ class _Asked:
     """The arguments of `tune`, less the workload.
 
     Attributes:
-        request: Checked.
         reserve: As it was asked for.
-        progress: Told how far it is.
         isolate: Real steps run in a process of their own.
         heard: Somebody hears of the progress.
         ignoring: What the nearest remembered plan must not differ in alone: several of it are tuned for.

@@ -31,11 +31,8 @@ def compare(
     """Tune for one machine after the other, and print them in one table.
 
     Args:
-        spec: The workload's.
-        devices: A device spec for each machine.
         prices: Of machines, for an hour.
         keywords: For `tune`; the time limit is for all machines together.
-        manner: How.
     """
     from autosplit.tuning import compare as comparing
 

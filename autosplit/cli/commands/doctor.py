@@ -19,13 +19,7 @@ __all__ = ["doctor"]
 
 
 def doctor(devices: str | None, save: str | None, manner: Manner) -> int:
-    """Examine this machine, and print what was found.
-
-    Args:
-        devices: A device spec; None for what is here.
-        save: Where to keep the rates of its cards; None for nowhere.
-        manner: How.
-    """
+    """Examine this machine, print what was found, and `save` the rates of its cards to a file where one is named."""
     from autosplit.devices.examination import cards_toml
     from autosplit.tuning.doctor import examine
 

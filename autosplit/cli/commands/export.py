@@ -21,8 +21,7 @@ def export(which: str | None, to: str | None, manner: Manner, *, output: str | N
 
     Args:
         which: The plan's file or the beginning of its key; None for the newest profile.
-        to: The format.
-        manner: How; as JSON it is all there is to know of the settings, in place of the text to paste.
+        manner: As JSON it is all there is to know of the settings, in place of the text to paste.
         output: The file for what would be printed; None for stdout.
         force: Replace a file that is there.
     """

@@ -43,8 +43,7 @@ def probe(asked: tuple[Any, ...], manner: Manner, *, plot: str | None) -> int:
 
     Args:
         asked: The first arguments of `Probing`.
-        manner: How.
-        plot: Where to draw them.
+        plot: The picture's file; None for none.
     """
     probing = Probing(*asked)
     _check_before_probing(probing, plot)

@@ -95,13 +95,9 @@ def show_path(key: str | None, manner: Manner) -> int:
 
 
 def remove_profiles(keys: Sequence[str], manner: Manner, *, everything: bool, confirmed: bool) -> int:
-    """Forget profiles, and say which.
+    """Remove profiles by the beginnings of their keys, and say which; none is removed unless all are found.
 
-    Args:
-        keys: Beginnings of keys; none is removed unless all of them are found.
-        manner: How.
-        everything: All of them, instead.
-        confirmed: All of them without a question.
+    `everything` takes all of them instead, and `confirmed` asks no question.
     """
     if bool(keys) == everything:
         given = "keys and --all are both given" if keys else "neither a key nor --all is given"
@@ -133,11 +129,7 @@ def remove_profiles(keys: Sequence[str], manner: Manner, *, everything: bool, co
 
 
 def _confirm(count: int, folder: Path) -> None:
-    """Ask before all is forgotten.
-
-    Raises:
-        InputError: There is nobody to ask, or the answer was no.
-    """
+    """Ask before everything is removed; raise InputError where there is nobody to ask, or the answer is no."""
     what = f"{count} profile{'s' * (count > 1)} in {folder}"
     if not (sys.stdin is not None and sys.stdin.isatty()):
         raise InputError(f"--all would remove {what}, and there is no terminal to ask at; expected --yes; add it")

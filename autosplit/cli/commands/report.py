@@ -18,7 +18,7 @@ def report(which: str | None, output: str, manner: Manner, *, force: bool) -> in
     Args:
         which: The plan's file or the beginning of its key; None for the newest profile.
         output: The page's file; ``-`` for stdout.
-        manner: How; as JSON it is the file's path.
+        manner: As JSON the answer is the file's path.
         force: Replace a file that is no report.
     """
     from autosplit.cli.page import check_page, page_of, write_page

@@ -18,12 +18,7 @@ __all__ = ["show", "show_profile"]
 
 
 def show(which: str | None, manner: Manner) -> int:
-    """Print a plan.
-
-    Args:
-        which: Its file or the beginning of its key; None for the newest profile, below a list of them.
-        manner: How.
-    """
+    """Print the plan of a file or of a key's beginning; without either the newest profile, below a list of them."""
     found = _newest(manner) if which is None else stored_plan(which)
     if found is not None:
         _print(*found, manner)

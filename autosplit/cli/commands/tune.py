@@ -109,11 +109,7 @@ def _interrupted_text(saved: str | None) -> str:
 def _tuned(
     workload: object, spec: str, keywords: Mapping[str, Any], manner: Manner
 ) -> tuple[Plan, KeyboardInterrupt | None]:
-    """Tune, with a bar on a terminal.
-
-    Returns:
-        The plan, and what interrupted the tuning if it is only the best so far.
-    """
+    """Tune, with a bar on a terminal; return also what interrupted it where the plan is only the best so far."""
     from autosplit.tuning import tune as tuning
 
     try:
