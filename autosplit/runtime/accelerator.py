@@ -50,7 +50,9 @@ CLIFF = 4.0
 """A step that takes so many times as long per sample as a smaller one did may lie in host memory."""
 
 TWINS_WITHIN = 0.01
-"""Share of their memory in which accelerators of one name may differ and be planned as equals: as the one with the least."""
+"""Share of their memory in which accelerators of one name may differ and be planned as equals: as the one with the
+least.
+"""
 
 SPILLING = 1 / 32
 """Share of a device's memory: with more than that left to the driver nothing is spilled to the host."""

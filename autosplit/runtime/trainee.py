@@ -36,8 +36,8 @@ __all__ = ["CPU", "LOSS_SCALE", "Trainee", "ran_a_step", "state_tensors"]
 CPU = torch.device("cpu")
 
 LOSS_SCALE = 1.0
-"""Loss scale of fp16. A larger one takes the same memory and kernels, but overflows in the first steps of most trainings:
-the scaler then leaves out the optimizer, whose state would not be there to be measured.
+"""Loss scale of fp16. A larger one takes the same memory and kernels, but overflows in the first steps of most
+trainings: the scaler then leaves out the optimizer, whose state would not be there to be measured.
 """
 
 
