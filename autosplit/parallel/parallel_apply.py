@@ -1,8 +1,7 @@
 """Run a module on the chunks of a batch, each where it belongs.
 
-On GPUs it stands on torch's own parallel_apply, on CUDA on its broadcast, too. On CPU devices chunks run in turn:
-through the one module outside a placement, through a replica per device inside one, so that each device's copies are
-accounted where they are.
+On GPUs it stands on torch's own parallel_apply. On CPU devices chunks run in turn: through the one module outside a
+placement, through a replica per device inside one, so that each device's copies are accounted where they are.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ def run_on_gpus(
     """Scatter all, replicate, run all at the same time.
 
     Args:
-        module: On the first device.
         devices: All GPUs of the wrapper.
         active: Positions of those that have samples.
         chunks: A call for each of them.

@@ -1,9 +1,9 @@
 """Replicas that stay for a whole optimizer step: parameters are copied to the devices once, gradients come home once.
 
 nn.DataParallel broadcasts and reduces in every micro-step, because its replicas' parameters are outputs of one
-autograd node. Here they are leaves: each micro-step's backward adds to the gradients where they are, and what is
-elsewhere is added to the module's own at the end of the backward that says so. Buffers are copied at each forward,
-as nn.DataParallel does: a BatchNorm's first device moves them.
+autograd node. Here they are leaves: each backward adds to the gradients where they are, and the last one's end brings
+them to the module's own. Buffers are copied at each forward, as nn.DataParallel does: a BatchNorm's first device moves
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class _Master:
     """A parameter (or a buffer that takes part in the gradient) on the first device, and its leaves elsewhere.
 
     Attributes:
-        tensor: The module's own.
         leaves: By device, the copies that replicas compute with.
         stamps: By device, which values the copy has: a device may sit out a micro-step and join a later one.
         noted: The module's own gradient when the last backward was over, and its version; None with none waiting.
@@ -321,7 +320,7 @@ class KeptReplicas:
 
 
 _NO_TASK = -1
-"""What torch calls the backward that runs where none does."""
+"""Torch's number for the backward that runs where none does."""
 
 
 def _in_backward(known: weakref.ref[KeptReplicas], _grad: Tensor) -> None:
@@ -376,7 +375,7 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 _guarded: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
-"""Whose gradients wait, or did."""
+"""Replicas whose gradients wait, or did."""
 
 
 def _guard(kept: KeptReplicas) -> None:
