@@ -289,7 +289,14 @@ def _non_negative_fit(
 
 @dataclass(frozen=True)
 class Residual:
-    """A measured optimizer step beside what the fit says of it."""
+    """A measured optimizer step beside what the fit says of it.
+
+    Attributes:
+        split: Samples per device in a full forward.
+        accumulation_steps: Forwards of the step.
+        measured_s: What it took.
+        predicted_s: What the fit says that it takes.
+    """
 
     split: tuple[int, ...]
     accumulation_steps: int

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autosplit.measure.prober import Prober
 from autosplit.plan.plan import Plan
-from autosplit.profiles.resolve import Lack, solved_again
+from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.runtime.prepare import Followed, runtime_for
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import bucket_bytes

@@ -33,7 +33,7 @@ from autosplit.plan.plan import Plan
 from autosplit.profiles import key
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import machine_of
-from autosplit.profiles.resolve import Lack, solved_again
+from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.profiles.tuning_lock import Turn, WaitingWarning
 from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuRuntime
