@@ -1,4 +1,4 @@
-"""Find what a loss is a mean or a sum over, by numbers: which weights of two parts' gradients make up the whole's."""
+"""What a loss is a mean or a sum over, by numbers: the weights of two parts' gradients that make up the whole's."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def rule_of(
     """Find what a loss is a mean or sum over: the weights by which the parts' gradients make up the whole's.
 
     Args:
-        whole: The gradient of the whole batch.
-        parts: Those of its two micro-batches, not weighted.
+        parts: Gradients of the two micro-batches, not weighted.
         sizes: Samples of these.
         micro_batches: In which labels and masks are counted.
         workload: What it says of its loss has been found wrong.
@@ -119,12 +118,7 @@ def _inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
 
 
 def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients:
-    """Add up the parts' gradients as accumulation does.
-
-    Args:
-        parts: Gradients of two micro-batches.
-        weights: What each counts for.
-    """
+    """Add up two micro-batches' gradients with weights, as accumulation does."""
 
     def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         weighted = [part * weight for part, weight in zip((a, b), weights, strict=True) if part is not None]
@@ -137,7 +131,7 @@ def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients
 def reduction_of(copy: QuietCopy, tolerance: float) -> Literal["samples", "tokens", "next tokens"] | None:
     """Find how losses that the replicas take of their own labels are combined, by a batch of which some are left out.
 
-    Samples of equal lengths would tell samples and tokens not apart, and the next batch may have others.
+    Samples of equal lengths would not tell samples and tokens apart, and the next batch may have others.
 
     Args:
         copy: Its batch is replaced meanwhile.
@@ -185,7 +179,7 @@ def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Counted:
-    """Something that can be counted in a batch.
+    """A countable of a batch.
 
     Attributes:
         over: In words.

@@ -1,6 +1,6 @@
 """Watch a model run: which norms look at the batch, and which module first makes a sample depend on its neighbours.
 
-Nothing is kept of a model but hooks for the time of a run, and of its activations but one number for each sample.
+Hooks stay for the time of a run; of activations one number is kept for each sample.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ class NormSeen:
     """A BatchNorm that ran with the statistics of its batch.
 
     Attributes:
-        path: Where it is in the model.
-        norm: The module.
         split_error: Relative difference of its output on its whole input and on that input cut as the devices' shares.
         accumulation_error: The same, cut as the micro-batches.
     """
@@ -104,11 +102,7 @@ def _cut_error(norm: _BatchNorm, given: Tensor, sizes: tuple[int, int]) -> float
 
 
 def freeze(norms: list[NormSeen]) -> None:
-    """Let BatchNorms normalise by their running statistics; those that keep none get zeros and ones.
-
-    Args:
-        norms: Of a copy of the model: they are changed.
-    """
+    """Let BatchNorms of a copy normalise by their running statistics; those that keep none get zeros and ones."""
     for seen in norms:
         norm = seen.norm
         norm.training = False
@@ -130,10 +124,7 @@ class Draws:
 
 @contextmanager
 def watching_draws(models: list[nn.Module]) -> Iterator[Draws]:
-    """Tell whether models draw random numbers in their forwards.
-
-    Args:
-        models: Those that are called with the batch.
+    """Tell whether models that are called with the batch draw random numbers in their forwards.
 
     Yields:
         The answer, once they have run.
@@ -171,7 +162,7 @@ class _Print:
     Attributes:
         place: ``(path, "input" or "output", how often before in the same forward of its model, which tensor)``.
         shape: Rows of the tensor for each sample, and numbers in them.
-        numbers: The numbers, in the order of the samples.
+        numbers: In the order of the samples.
     """
 
     place: tuple[str, str, int, int]
@@ -185,9 +176,6 @@ class Prints:
     Args:
         models: Those that are called with the batch, or its parts in turn.
         sizes: Samples of each part.
-
-    Attributes:
-        forwards: The fingerprints of each.
     """
 
     def __init__(self, models: list[nn.Module], sizes: tuple[int, ...]) -> None:
@@ -269,7 +257,6 @@ def first_difference(whole: Prints, cut: Prints, parts: int, tolerance: float) -
     """Find where a sample first came to differ between the whole batch and its parts.
 
     Args:
-        whole: Of a run of the whole batch.
         cut: Of a run in which each forward of a model became one for each part.
         parts: How many parts.
         tolerance: A relative difference up to this is none.
