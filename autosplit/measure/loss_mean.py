@@ -1,4 +1,4 @@
-"""What a loss is a mean or a sum over, found by running it.
+"""Find what a loss is a mean or a sum over, by running it.
 
 Two samples a and b of one batch count for n_a and n_b by a rule. Where the loss is a mean over those counts,
 

@@ -1,4 +1,4 @@
-"""What a loss is a mean or a sum over, by numbers: the weights of two parts' gradients that make up the whole's."""
+"""Find what a loss is a mean or a sum over, by numbers: which weights of two parts' gradients make up the whole's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was seen of one device in one role: predictions, real steps, and failures."""
+"""Keep what was seen of one device in one role: predictions, real steps, and failures."""
 
 from __future__ import annotations
 

@@ -171,11 +171,14 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class Region:
-    """The splits that fit: the bounds of the search.
+    """Which splits fit: the bounds of the search.
 
     Attributes:
-        primary_ceiling: Device 0's ceiling when it is alone, with a batch of its own share only.
+        primary: Memory of device 0.
+        primary_capacity_bytes: What device 0 may hold.
+        primary_ceiling: Its ceiling when it is alone, with a batch of its own share only.
         replica_ceilings: Ceilings of the other devices; none for a single device.
+        max_batch_size: No batch may be larger.
         least_share: No share but 0 may be smaller: a BatchNorm trains on no fewer than two samples.
     """
 
