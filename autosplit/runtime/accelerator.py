@@ -150,11 +150,7 @@ class AcceleratorRuntime:
         return [int(self._backend.memory_stats(gpu).get("num_alloc_retries", 0)) for gpu in self._gpus]
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Run a step repeatedly for its time, and for what the allocator reserves for it.
-
-        Args:
-            budget_s: Stop repeating after this long.
-        """
+        """Run a step repeatedly, up to `budget_s`, for its time and for what the allocator reserves for it."""
 
         def use(run: Callable[[Callable[[str], None]], None]) -> Measurement:
             run(_unmarked)

@@ -38,14 +38,10 @@ class TooLarge(BaseException):  # no error: a signal, which code that catches ev
 
 
 def built_within(build: Callable[[], T], most_bytes: int) -> T:
-    """Call a function for as long as the tensors that it makes are small.
+    """Call a function for as long as the tensors that it makes add up to no more, those that it drops included.
 
     The size of what is drawn or filled is known before it takes its memory. What torch does not show (a file that is
     read) counts once it is there.
-
-    Args:
-        build: Makes a model or a workload.
-        most_bytes: The most that all tensors it makes may add up to, those that it drops included.
 
     Raises:
         TooLarge: They are larger, or on another device than the processor.

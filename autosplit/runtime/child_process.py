@@ -96,11 +96,7 @@ class Child:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process if there is none, and return while it loads.
-
-        Raises:
-            AutosplitError: The system refuses another process.
-        """
+        """Start the process if there is none, and return while it loads."""
         if self._process is not None:
             return
         self._waiting = self._waiting or _pickled(self._make)
@@ -126,10 +122,7 @@ class Child:
             self._hand_over()
 
     def get_ready(self, limit_s: float = UNHURRIED_S) -> None:
-        """Wait until the object is made; a process is started for it where there is none.
-
-        Args:
-            limit_s: The process is ended if it takes longer.
+        """Wait until the object is made, starting a process if there is none, which is ended if it takes longer.
 
         Raises:
             ChildLostError: The process ended, or was ended, before.
@@ -147,11 +140,9 @@ class Child:
         self._is_ready = True
 
     def call(self, name: str, *args: Any, limit_s: float = UNHURRIED_S) -> Any:
-        """Call a method of the object, once it is made; what it raises is raised here.
+        """Call a method of the object, once it is made, with picklable arguments; what it raises is raised here.
 
         Args:
-            name: Of the method.
-            *args: Picklable.
             limit_s: The process is ended if the answer takes longer.
 
         Raises:

@@ -63,11 +63,7 @@ class CpuRuntime:
         return peaks
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Run a step untracked and time it; budgets are not enforced here, see `peaks`.
-
-        Args:
-            budget_s: Stop repeating after this long.
-        """
+        """Run a step untracked, up to `budget_s`, and time it; budgets are not enforced here, see `peaks`."""
         trainee = self.trainee
         sizes = [sum(split) for split in shape.splits]
         with kept_rng():

@@ -46,10 +46,9 @@ compiler, which building without memory needs.
 
 @dataclass(frozen=True)
 class Followed:
-    """A workload with the tracer that follows it, and what is to be said about both.
+    """A workload with the tracer that follows it, and a sentence for each thing to be said about both.
 
     Attributes:
-        notes: One sentence each.
         isolated: Runs its steps in a process of its own; None where they run in this one.
         rebuild: Builds the workload again, with its memory; None where it has it, or never had any.
     """
@@ -80,14 +79,8 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     """Make a source of `tune`'s first arguments.
 
     Args:
-        given: A model, a `Workload`, or a function that returns a `Workload`.
-        sample_batch: With a model only.
         described: The other keywords of a workload, with a model; None where one was not given. A `precision` replaces
             a Workload's own.
-
-    Raises:
-        InputError: Arguments that do not go together.
-        WorkloadError: No workload can be made of them.
     """
     options = {name: value for name, value in described.items() if value is not None}
     if sample_batch is not None:
@@ -168,13 +161,9 @@ def isolated_runtime(
     Args:
         source: Picklable, made of what can be imported there.
         closing: Ends the process.
-        deadline_s: See `IsolatedRuntime`.
 
     Returns:
         The runtime, to be given to `follow`; None for simulated cards, on which nothing runs.
-
-    Raises:
-        InputError: The source can't be pickled.
     """
     if devices[0].kind == "sim":
         return None

@@ -92,11 +92,7 @@ class SeesMemory(Protocol):
     """A runtime of accelerators."""
 
     def memory(self, shape: StepShape) -> StepMemory:
-        """Run a step until it is steady, and return what it holds.
-
-        Raises:
-            OutOfMemoryError: A device ran out of memory; it is named.
-        """
+        """Run a step until it is steady, and return what it holds; an OutOfMemoryError names the device."""
 
 
 class Runtime(Protocol):

@@ -127,19 +127,12 @@ class IsolatedRuntime:
         return found
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Run a step for its time, and for its memory where one run gives both; errors as of `peaks`.
-
-        Args:
-            budget_s: Stop repeating after this long.
-        """
+        """Run a step, up to `budget_s`, for its time, and its memory where one run gives both; errors as of `peaks`."""
         found: Measurement = self._call("measure", shape, budget_s)
         return found
 
     def ask(self, function: Callable[[Workload], T]) -> T:
-        """Call a function on the workload, there.
-
-        Args:
-            function: Picklable: one that can be imported; so is what it returns.
+        """Call a function on the workload, there; it can be imported, and it and its answer pickled.
 
         Raises:
             AutosplitError: The process died of it, or was ended because it hung.

@@ -85,11 +85,7 @@ class Trace:
 
 
 class _Recorder:
-    """Gathers ops into work and keeps the transfers between.
-
-    Attributes:
-        norms_over_samples: An op was seen that may refuse a single sample.
-    """
+    """Gathers ops into work and keeps the transfers between; `norms_over_samples`: one may refuse a single sample."""
 
     def __init__(self, samples: int) -> None:
         self.phases: list[tuple[str, list[Event]]] = []
@@ -332,9 +328,6 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
 
     Returns:
         The tracer, which is not fake where it can't follow anything, and a sentence on what it falls short of, or None.
-
-    Raises:
-        WorkloadError: No training step can be made of it.
     """
     shape = StepShape(((workload.sample_batch_size,),))
     failures: list[Exception] = []
@@ -375,10 +368,6 @@ def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | No
 
     Returns:
         The tracer, and a sentence that says why it is not fake, or None.
-
-    Raises:
-        UserCodeError: The workload fails on its own sample batch.
-        WorkloadError: No training step can be made of it.
     """
     shape = StepShape(((workload.sample_batch_size,),))
     try:

@@ -107,11 +107,7 @@ def run_placed(
 
     Args:
         tracker: A new one, with a device for each entry of the split.
-        mark: Told when a phase begins.
         held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
-
-    Raises:
-        OutOfMemoryError: A device would hold more than its capacity.
     """
     sizes = [sum(split) for split in shape.splits]
     models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], trainee.device))

@@ -128,9 +128,7 @@ class Trainee:
         """Run one optimizer step.
 
         Args:
-            models: The models, or wrappers around them.
-            batches: One micro-batch for each accumulation step.
-            sizes: Samples in each; a mean loss counts by its share of them.
+            sizes: Samples in each micro-batch; a mean loss counts by its share of them.
             mark: Told when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer.
             num_samples: Samples of the whole step, where these are not all of its micro-batches.
         """
