@@ -26,13 +26,7 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class EvenRanks:
-    """Numbers for a tool that gives every rank the same.
-
-    Attributes:
-        batch_size: Samples per forward on each rank.
-        accumulation_steps: Forwards per optimizer step.
-        samples_per_s: Predicted throughput of whole optimizer steps; None without a fit.
-    """
+    """Numbers for a tool that gives every rank the same; `samples_per_s` is None without a fit."""
 
     num_ranks: int
     batch_size: int
@@ -51,8 +45,8 @@ class EvenProblem:
 
     Attributes:
         ceilings: The most samples that each rank runs, one or more.
-        effective_batch_size: Samples per optimizer step that are wanted.
-        effective_batch_sizes: The least and the most that will do; None where only the former does.
+        effective_batch_sizes: The least and the most samples per optimizer step that will do; None where only
+            `effective_batch_size` does.
         max_batch_size: The most samples per forward, over all ranks; None for no bound.
         least_batch: The fewest samples that a rank can train on.
         fit: The cost of a step, with a curve for each rank; None where nobody knows.

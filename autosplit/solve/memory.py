@@ -252,14 +252,10 @@ def samples_within(nbytes: float, bytes_per_sample: float, most: int) -> int:
 def largest_fitting(
     peak_bytes: Callable[[int], float], capacity_bytes: float, *, least: int, most: int, start: int
 ) -> int:
-    """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n.
+    """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n; `least` is taken to fit.
 
     It doubles from `start` until that is too much, and then looks where the line between what fits and what does not
-    leads; every third look halves what is left, since a peak may bend.
-
-    Args:
-        peak_bytes: Bytes at n samples; asked for once at each.
-        least: Known or assumed to fit; returned where nothing larger does.
+    leads; every third look halves what is left, since a peak may bend. No size is looked at twice.
     """
     low, high = least, most + 1  # low fits; high does not
     known: dict[int, float] = {}

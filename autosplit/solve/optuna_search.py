@@ -182,11 +182,7 @@ class _Search:
             raise
 
     def _objective(self, asking: Any) -> float:
-        """Evaluate what Optuna suggests; what was evaluated before is told again, and not run.
-
-        Raises:
-            optuna.TrialPruned: It can't be run, or did not fit.
-        """
+        """Evaluate what Optuna suggests, and prune what can't run; what was evaluated before is told again, not run."""
         import optuna
 
         self.asked += 1
@@ -225,11 +221,7 @@ def _log_trial(trial: Trial, why: str) -> None:
 
 
 class CeilingStore:
-    """Keeps the ceilings of a search in its study, so that one which was killed need not measure them again.
-
-    Raises:
-        InputError: Optuna can't open it, or write to it.
-    """
+    """Keeps the ceilings of a search in its study, so that one which was killed need not measure them again."""
 
     def __init__(self, storage: str, study_name: str) -> None:
         _imported()
@@ -361,11 +353,7 @@ LEAST_RATE = 1e-9
 
 
 def _suggested(trial: Any, space: Space) -> Configuration:
-    """Ask for the parameters one within the bounds that the one before leaves.
-
-    Raises:
-        optuna.TrialPruned: They are none of the space's.
-    """
+    """Ask for the parameters one within the bounds that the one before leaves; prune what is not in the space."""
     import optuna
 
     fewest, most = space.steps_bounds()

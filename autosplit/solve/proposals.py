@@ -42,8 +42,6 @@ class Proposal:
 
     Attributes:
         configuration: To be tried; None where the model has nothing to say, and a sampler may choose.
-        enough: Nothing more is to be expected.
-        why: In a few words, for the log.
     """
 
     configuration: Configuration | None = None

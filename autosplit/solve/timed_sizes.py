@@ -25,12 +25,7 @@ MOST_ERRORS_APART = 3.0
 
 @dataclass(frozen=True)
 class TimedSize:
-    """A batch size that was timed on one device.
-
-    Attributes:
-        seconds: The median.
-        error_s: Its standard error; 0 where it is exact.
-    """
+    """A batch size that was timed on one device: the median, and its standard error, which is 0 where it is exact."""
 
     samples: int
     seconds: float
@@ -38,12 +33,7 @@ class TimedSize:
 
 
 def pooled(timed: Sequence[Sequence[TimedSize]], kinds: Sequence[Hashable]) -> list[list[TimedSize]]:
-    """Average what alike devices took, where they differ by no more than noise; averages are alike to the bit.
-
-    Args:
-        timed: The sizes of each device.
-        kinds: Of each device; alike ones have equal kinds.
-    """
+    """Average what devices of equal kinds took, where they differ by no more than noise; all get the same averages."""
     found = [list(sizes) for sizes in timed]
     for kind in dict.fromkeys(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]
