@@ -169,11 +169,7 @@ def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
 
 
 def _affordable_samples(workload: Workload, batch: Any) -> int:
-    """Run a few samples, and count how many of the batch the time and the memory of a pass allow.
-
-    Raises:
-        TooDearError: Not even `LEAST_SAMPLES`.
-    """
+    """Run a few samples, and count how many of the batch the time and the memory of a pass allow."""
     total = batch_size_of(batch, workload.batch_dim)
     few = min(total, LEAST_SAMPLES)
     part = chunk(batch, (few, total - few), workload.batch_dim, total)[0] if few < total else batch

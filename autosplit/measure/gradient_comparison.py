@@ -42,13 +42,7 @@ MOST_NOISE = 1e-3
 
 @dataclass(frozen=True)
 class Begun:
-    """A copy that has run the whole batch.
-
-    Attributes:
-        whole: The batch's gradient.
-        norms: BatchNorms that looked at it.
-        refusal: Why it is not in float64; empty where it is.
-    """
+    """A copy that has run the whole batch; `refusal` says why it is not in float64."""
 
     copy: QuietCopy
     whole: Gradients
@@ -86,11 +80,7 @@ def _shares_of(workload: Workload, size: int) -> tuple[int, int]:
 
 
 class Comparison:
-    """The check of one workload, whose model is made, on one batch of at least `LEAST_SAMPLES`.
-
-    Args:
-        remark: A sentence on the batch.
-    """
+    """The check of one workload, whose model is made, on one batch of at least `LEAST_SAMPLES`."""
 
     def __init__(self, workload: Workload, batch: Any, remark: str = "") -> None:
         self.workload, self.batch = workload, batch
@@ -327,7 +317,6 @@ class _Differences:
     Attributes:
         split: For each optimizer's step, of the batch split over devices.
         accumulation: Of accumulated micro-batches; None where that was not looked at.
-        parts: The micro-batches' gradients.
     """
 
     split: dict[str, float]

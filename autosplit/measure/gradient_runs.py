@@ -100,10 +100,9 @@ _DROPPING = re.compile("drop|stochasticdepth", re.IGNORECASE)
 
 
 class QuietCopy:
-    """A copy of a workload on the processor, and one batch.
+    """A copy of a workload on the processor, and one batch of at least two samples.
 
     Args:
-        batch: At least two samples.
         dtype: Of parameters and batch: float64 or float32.
         shares: Samples on each of two devices; they add up to the batch.
 
@@ -157,11 +156,7 @@ class QuietCopy:
         """Return the gradient of the whole batch.
 
         Args:
-            seed: Of all random numbers.
-            limit_s: The forward is given up after this long.
-
-        Raises:
-            TooDearError: It was given up.
+            limit_s: A forward that takes longer raises a TooDearError.
         """
         self.saved_bytes = 0
         begin_s = time.monotonic()

@@ -73,16 +73,11 @@ def labels_of(batch: Any) -> Any:
 
 
 def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
-    """Find the rule by which a loss is a mean, or whether it is a sum.
-
-    Args:
-        loss_of: The loss of a batch, the same every time.
-        batch: Some samples, with labels where the model takes them.
-        otherwise: The rule to take where the samples don't tell.
+    """Find the rule by which a loss, the same every time, is a mean, or whether it is a sum.
 
     Returns:
-        One of `RULES`, or `SUM`, and by how much of itself the loss of two samples differs from their weighted mean or
-        their sum; NaN where nothing could be told.
+        One of `RULES`, or `SUM` (`otherwise` where the samples don't tell), and by how much of itself the loss of two
+        samples differs from their weighted mean or their sum; NaN where nothing could be told.
     """
     try:
         samples = min(batch_size_of(batch), MOST_SAMPLES)
@@ -128,14 +123,7 @@ def asked_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -
 
 
 def tell_of_uneven_loss(error: float) -> None:
-    """Warn that shares and accumulation change what is trained.
-
-    Args:
-        error: By how much of itself the loss of two samples differs.
-
-    Warns:
-        UnevenLossWarning: Always.
-    """
+    """Warn that shares and accumulation change what is trained, by the error that `fitting_rule` found."""
     warnings.warn(
         f"the loss is a mean neither over labels nor over samples (two samples are {error:.1%} off), and no sum; "
         "shares and accumulation change what is trained; expected one of these; see autosplit check",

@@ -47,10 +47,7 @@ def rule_of(
 
     Args:
         parts: Gradients of the two micro-batches, not weighted.
-        sizes: Samples of these.
-        micro_batches: In which labels and masks are counted.
         workload: What it says of its loss has been found wrong.
-        tolerance: A relative difference up to this is none.
 
     Returns:
         The rule; None where no weights make it exact, so that the loss looks at the whole batch.
@@ -133,10 +130,6 @@ def reduction_of(copy: QuietCopy, tolerance: float) -> Literal["samples", "token
 
     Samples of equal lengths would not tell samples and tokens apart, and the next batch may have others.
 
-    Args:
-        copy: Its batch is replaced meanwhile.
-        tolerance: A relative difference up to this is none.
-
     Returns:
         What makes the gradient exact; None where nothing does, or the batch has no labels to leave out.
     """
@@ -179,13 +172,7 @@ def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Counted:
-    """A countable of a batch.
-
-    Attributes:
-        over: In words.
-        expression: Python that counts it in `batch`.
-        counts: How much of it is in each micro-batch.
-    """
+    """A countable of a batch: in words, as Python that counts it in `batch`, and counted in each micro-batch."""
 
     over: str
     expression: str

@@ -31,17 +31,12 @@ class Request:
     """The checked arguments of a tuning.
 
     Attributes:
-        devices: All of one kind.
-        capacities_bytes: What each may hold, the reserve taken off.
-        reserved_bytes: The reserve of each.
-        strategy: One of `STRATEGIES`.
+        capacities_bytes: What each device may hold, the reserve taken off.
         effective_batch_sizes: The least and the most samples per optimizer step, equal where a number was asked for;
             None for one forward of whatever is best.
         max_batch_size: The most samples per forward; None for no bound.
         deadline_s: `time.monotonic()` after which no trial begins; None for no limit.
-        storage: An Optuna URL, or None.
         sampler: An Optuna sampler, or None for the cost model's.
-        profile: One of `PROFILES`.
         name: Keeps profiles of equal workloads apart.
         defaulted: No devices were named.
     """
