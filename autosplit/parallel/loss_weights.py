@@ -73,11 +73,7 @@ _said: set[type[nn.Module]] = set()
 
 
 def checked_reduce(reduce: Reduce | None) -> Reduce | None:
-    """Return a way to combine scalar outputs, checked.
-
-    Raises:
-        InputError: It is none.
-    """
+    """Return a way to combine scalar outputs, checked."""
     if reduce is not None and reduce not in _NAMED and not callable(reduce):
         named = ", ".join(map(repr, _NAMED))
         raise InputError(f"reduce is {reduce!r}; expected {named} or a callable; pass one of them, or None")

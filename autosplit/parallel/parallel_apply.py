@@ -66,17 +66,12 @@ def run_on_gpus(
     kept: KeptReplicas | None,
     dim: int,
 ) -> list[Any]:
-    """Scatter all, replicate, run all at the same time.
+    """Scatter all, replicate, run all at the same time; a GPU that runs out of memory is named, with its samples.
 
     Args:
-        devices: All GPUs of the wrapper.
-        active: Positions of those that have samples.
+        active: Positions of the devices that have samples.
         chunks: A call for each of them.
         kept: Replicas that outlive this forward; None for such as don't.
-        dim: The batch dimension, to count the samples of a GPU that runs out of memory.
-
-    Raises:
-        OutOfMemoryError: A GPU ran out of memory; it is named, with the samples it held.
     """
     try:
         return _outputs_of_gpus(module, devices, active, chunks, kept)

@@ -178,11 +178,7 @@ class KeptReplicas:
             self.note()
 
     def bring_home(self) -> None:
-        """Add all gradients that wait to the module's own.
-
-        Raises:
-            InputError: A backward made gradients that have a graph themselves (``create_graph=True``).
-        """
+        """Add all gradients that wait to the module's own; refuse those that have a graph (``create_graph=True``)."""
         self._has_graph = False
         if self._copies.together:
             for device in {device: None for master in self._masters.values() for device in master.leaves}:
@@ -206,8 +202,7 @@ class KeptReplicas:
     def settle(self) -> None:
         """Forget what waits for parameters whose own gradient was cleared meanwhile.
 
-        Raises:
-            InputError: One was changed otherwise: clipped, scaled or replaced, which the others were not.
+        One that was changed otherwise (clipped, scaled or replaced, which the others were not) is refused.
         """
         for master in self._masters.values():
             if master.is_cleared:
@@ -221,11 +216,7 @@ class KeptReplicas:
             master.drop_gradients()
 
     def refuse_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an update of parameters whose gradients are not complete.
-
-        Raises:
-            InputError: Gradients of this optimizer's parameters wait.
-        """
+        """Refuse an update of parameters whose gradients are not complete."""
         ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         places: set[int] = set()
         for master in self._masters.values():
