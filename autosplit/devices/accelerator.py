@@ -35,13 +35,7 @@ class DeviceWarning(UserWarning):
 
 
 class Found(NamedTuple):
-    """A kind of accelerator as torch has it: its module, or why there is none.
-
-    Attributes:
-        module: The back end's; None where there is no device of it.
-        kind: ``"cuda"`` and the like.
-        ask_memory: Ask how much of a device's memory is free.
-    """
+    """A kind of accelerator as torch has it: its module, or why there is none."""
 
     module: Any
     kind: str
@@ -142,10 +136,6 @@ def indices_here(wanted: Sequence[Visible], here: Sequence[Visible]) -> list[int
 
     One is known by its UUID, so that another CUDA_VISIBLE_DEVICES moves no share to another card. Where none of theirs
     is here, on a twin of the machine, they are those of the same names in the same order.
-
-    Args:
-        wanted: The plan's.
-        here: From `visible_devices`.
     """
     by_uuid: dict[str | None, int] = {device.uuid: index for index, device in enumerate(here)}
     by_uuid.pop(None, None)

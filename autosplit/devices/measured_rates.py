@@ -33,10 +33,7 @@ def synchronize(device: torch.device) -> None:
 def matmul_flops(device: torch.device, dtype: torch.dtype, *, largest_bytes: int) -> float | None:
     """Return operations per second of matrix products; None where the device has no such product.
 
-    They are ever larger ones, until one takes long enough to fill the device.
-
-    Args:
-        largest_bytes: For the three matrices together.
+    They are ever larger ones, until one takes long enough to fill the device, or three matrices exceed `largest_bytes`.
     """
     best, size = 0.0, 256
     try:

@@ -94,11 +94,7 @@ TRANSFER_INTO_OP = torch.ops.autosplit.transfer_into.default
 def transfer_into(block: Tensor, tensor: Tensor, source: int, destination: int, purpose: str) -> None:
     """Copy a tensor into memory that another device holds already, as a gather does; not differentiable.
 
-    Args:
-        block: Of the tensor's shape and dtype, on the destination.
-        source: Index of the device it is on, `HOST` for none.
-        destination: Index of the device that holds the block.
-        purpose: See `transfer`.
+    The block has the tensor's shape and dtype; the rest is as for `transfer`.
     """
     TRANSFER_INTO_OP(block, tensor, source, destination, purpose)
 
