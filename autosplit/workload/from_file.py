@@ -41,11 +41,7 @@ class Loaded:
         self._value = value
 
     def __call__(self) -> Workload:
-        """Return the workload, calling the function that makes it where there is one.
-
-        Raises:
-            InputError: The function returned something else.
-        """
+        """Return the workload, calling the function that makes it; an InputError where that returns something else."""
         from autosplit.workload.workload import Workload
 
         value = self._value if isinstance(self._value, Workload) else self._value()

@@ -50,9 +50,8 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
 def without_bf16(precisions: Sequence[str | None], devices: Sequence[Device]) -> list[str]:
     """List the devices that have no units for bfloat16 where it is one of several precisions, by label and name.
 
-    Args:
-        precisions: From `precision_list`. One alone is what the user wants, native or not.
-        devices: This process's own: what another one calls ``cuda:0`` may be another card, or none here.
+    One precision alone is what the user wants, native or not. The devices are this process's own: what another one
+    calls ``cuda:0`` may be another card, or none here.
     """
     if len(precisions) < 2 or "bf16" not in precisions:
         return []
