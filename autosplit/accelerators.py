@@ -1,9 +1,9 @@
 """Accelerators: every kind of device that torch computes on beside the processor, by one road.
 
 torch gives each back end a module with functions of the same names (``torch.cuda``, ``torch.xpu``, ``torch.npu``, and
-that of any other that registers itself as PrivateUse1). What is written here and elsewhere for GPUs asks that module,
-by `backend`, and works for all of them. What CUDA alone has (NVML, architectures, peer copies that arrive as zeros)
-stands where it is used, behind ``kind == "cuda"``. Importing this module does not load torch.
+that of any other that registers itself as PrivateUse1); `backend` returns it. What CUDA alone has (NVML,
+architectures, peer copies that arrive as zeros) stands behind ``kind == "cuda"``. Importing this module does not load
+torch.
 """
 
 from __future__ import annotations
@@ -70,11 +70,7 @@ def accelerator_in_use() -> Any:
 
 
 def backend(kind: str) -> Any:
-    """Return the module of a back end, with the functions that ``torch.cuda`` has for memory, devices and streams.
-
-    Args:
-        kind: ``"cuda"`` and the like.
-    """
+    """Return the module of a back end, with the functions that ``torch.cuda`` has for memory, devices and streams."""
     import torch
 
     return _mps(torch.mps) if kind == "mps" else torch.get_device_module(kind)
@@ -86,8 +82,6 @@ def bounded(module: Any, device: torch.device, most_bytes: int) -> Iterator[None
 
     Args:
         module: The device's back end.
-        device: The device.
-        most_bytes: The limit.
     """
     own = _own_share(module, device)
     share = most_bytes / module.get_device_properties(device).total_memory
@@ -103,7 +97,6 @@ def own_limit_bytes(module: Any, device: torch.device) -> int:
 
     Args:
         module: The device's back end.
-        device: The device.
     """
     return int(_own_share(module, device) * module.get_device_properties(device).total_memory)
 
@@ -116,9 +109,7 @@ def _own_share(module: Any, device: torch.device) -> float:
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
     """Move a module to where it is trained, and return it.
 
-    Args:
-        module: A few back ends give it new parameters, and so does torch where it is told to (`torch.__future__`).
-        device: Where to.
+    A few back ends give it new parameters, and so does torch where it is told to (`torch.__future__`).
 
     Raises:
         InputError: It has new parameters, and something holds the old ones: an optimizer would train these.
@@ -141,7 +132,7 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _mps(mps: Any) -> Any:
-    """Return Metal's module under the names that the other back ends have: one device, whose pool keeps what it had.
+    """Return Metal's module under the names of the other back ends: one device, whose pool keeps what it had.
 
     Its allocator knows no peak. What it holds of the driver falls only when its cache is emptied, so after a step that
     began with an empty cache it is the peak.

@@ -114,22 +114,19 @@ class RankFailedError(AutosplitError):
 
 
 def shown(value: object) -> str:
-    """Quote what somebody wrote for a message, which has to stay on one line however much it was."""
+    """Quote what somebody wrote for a message, on one line however much it was."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}...{text[-12:]}"
 
 
 OWN_FOLDER = str(Path(__file__).parent)
-"""The package's: frames in it are not the user's."""
+"""The package's folder: frames in it are not the user's."""
 
 _FOREIGN_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
     """Pick the user's own frames from a traceback: neither ours, nor an installed library's, nor Python's.
-
-    Args:
-        trace: Where an exception went.
 
     Returns:
         ``"file:line in function: source"`` for each, innermost last.

@@ -61,7 +61,6 @@ def replace_file(path: Path, text: str, *, mode: int) -> None:
 
     Args:
         path: Its folder has to be there.
-        text: What it is to hold.
         mode: Less what the process's mask takes away.
 
     Raises:

@@ -1,7 +1,6 @@
 """Tell out-of-memory errors: one class of our own, and one predicate for everybody else's.
 
-A kernel that can't take so large a tensor is no lack of memory: that has a predicate of its own. Stands above the
-wrapper and the runtimes, because both raise the error and the prober catches it.
+A kernel that can't take so large a tensor is no lack of memory: that has a predicate of its own.
 """
 
 from __future__ import annotations
@@ -127,16 +126,13 @@ _KERNEL_LIMIT = _any_of(
 def is_oom(error: BaseException, *, smaller_ran: bool = True) -> bool:
     """Tell whether an exception means that a device ran out of memory.
 
-    What it was explicitly raised from counts, so that an error that wraps one (`UserCodeError`) is one.
+    What it was explicitly raised from counts, so that an error that wraps one (`UserCodeError`) is one. It is torch's
+    own class, a MemoryError, or a RuntimeError with a text of the tables above, unless a kernel's failure has left a
+    device unusable.
 
     Args:
-        error: What was raised.
         smaller_ran: Whether a smaller step of the same model ran on the device. Libraries have messages that mean
             either too little memory or that the model can't run there at all; default: it ran, they mean memory.
-
-    Returns:
-        True for torch's own class, a MemoryError, and a RuntimeError with a text of the tables above, unless a kernel's
-        failure has left a device unusable.
     """
     return any(_says_oom(link, smaller_ran=smaller_ran) for link in _with_causes(error))
 
@@ -144,11 +140,8 @@ def is_oom(error: BaseException, *, smaller_ran: bool = True) -> bool:
 def is_kernel_limit(error: BaseException) -> bool:
     """Tell whether an exception means that a kernel can't take so large a tensor, however much memory is free.
 
-    Args:
-        error: What was raised; what it was explicitly raised from counts.
-
-    Returns:
-        True for a RuntimeError about 2^31 elements, 32-bit indices, a launch's grid, or the size of one buffer.
+    It, or what it was explicitly raised from, is a RuntimeError about 2^31 elements, 32-bit indices, a launch's grid,
+    or the size of one buffer.
     """
     return any(isinstance(link, RuntimeError) and _KERNEL_LIMIT.search(str(link)) for link in _with_causes(error))
 
@@ -166,8 +159,8 @@ def _says_oom(error: BaseException, *, smaller_ran: bool) -> bool:
 def _is_broken(accelerator: Any) -> bool:
     """Tell whether a device fails at whatever it is asked: a kernel did (a label out of range, an illegal access).
 
-    A library that can't make its handle after that says that it lacks memory. Only devices are asked that hold
-    memory: the others would get a context by it.
+    A library that can't make its handle after that says that it lacks memory. Only devices that hold memory are asked:
+    the others would get a context by it.
     """
     if accelerator is None:
         return False

@@ -18,7 +18,7 @@ HIGHEST, LOWEST = 1 - 2**-24, 0.0
 """The ends of what `torch.rand` draws in float32."""
 
 MOST_DRAWS = 1000
-"""After so many of a step, draws are left as they are: somebody may wait for one that he likes."""
+"""Draws of a step after which they are left as they are: somebody may wait for one that he likes."""
 
 
 class ExtremeDraws:
@@ -28,7 +28,7 @@ class ExtremeDraws:
     is, only a step at each tells.
 
     Attributes:
-        number: What is drawn.
+        number: The end that is drawn.
         count: Draws of the last step.
     """
 

@@ -1,8 +1,8 @@
 """Text for people: harmless, short, in units.
 
 Device names, notes, file names and what a user's code raises come from files and machines that nobody vouches for. An
-escape sequence in one of them could move a terminal's cursor, rewrite what stands above, or set a window's title; a
-bidirectional override shows a text as another one; a URL may hold a password.
+escape sequence in one could rewrite a terminal, a bidirectional override shows a text as another one, a URL may hold a
+password.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def printable(text: object, *, longest: int | None = LONGEST) -> str:
 
     Control characters (of C0 and C1, so that no escape sequence is left), line ends, bidirectional and other invisible
     format characters, lone surrogates and odd blanks are written as Python would write them: ``\x1b``, ``\u202e``.
-    Marks of rich are no concern here: what draws uses `rich.text.Text`, in which brackets are brackets.
+    Marks of rich stay: what draws uses `rich.text.Text`, in which brackets are brackets.
 
     Args:
         text: Anything; its `str` is shown.
@@ -59,12 +59,7 @@ def printable(text: object, *, longest: int | None = LONGEST) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """Leave out the middle of a text that is too long.
-
-    Args:
-        text: Any.
-        longest: Characters that are kept, more than 500.
-    """
+    """Leave out the middle of a text of more than `longest` characters (itself more than 500)."""
     return text if len(text) <= longest else f"{text[: longest - _TAIL - 3]}...{text[-_TAIL:]}"
 
 
@@ -72,7 +67,6 @@ def listed(texts: Sequence[str], most: int, *, separator: str = ", ", last: str 
     """List the first of some texts, and count the rest; a single one is named, which takes no more room.
 
     Args:
-        texts: All of them.
         most: So many are listed, or one more.
         separator: Between two of them.
         last: Before ``and 3 more``.
@@ -89,8 +83,7 @@ def _shown_as(character: str) -> str:
 def printable_json(text: str) -> str:
     r"""Return the same JSON without a character that a terminal would act on: each is written as ``\uXXXX``.
 
-    Args:
-        text: JSON, in which such characters can only stand inside strings; line ends between values stay.
+    Such characters can only stand inside strings; line ends between values stay.
     """
     if text.replace("\n", "").isprintable():
         return text
@@ -112,8 +105,7 @@ def _json_escape(character: str) -> str:
 def without_passwords(text: str) -> str:
     """Mask the passwords of URLs: after the user's name, and in options such as ``?password=``.
 
-    Args:
-        text: A URL, or a text with some in it; of one that is very long the middle is left out, as it is not shown.
+    Of a text that is very long the middle is left out, as it is not shown.
     """
     text = shortened(text, LONGEST)
     return _SECRET_OPTION.sub(r"\1***", _USERINFO.sub(r"://\1:***@", text))
@@ -138,14 +130,11 @@ _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size such as ``"1.5GiB"``.
+    """Read whole bytes, rounded down, from a size such as ``"1.5GiB"``.
 
     Args:
         text: A number of zero or more, with decimals or without, then B, KiB, MiB, GiB, TiB, KB, MB, GB or TB in any
             case. A number alone is bytes.
-
-    Returns:
-        Whole bytes, rounded down.
 
     Raises:
         InputError: If it is not such a size.
@@ -160,14 +149,9 @@ def parse_bytes(text: str) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """Write bytes for a message.
+    """Write bytes, of either sign, in at most four digits of the largest unit that they fill.
 
-    Args:
-        nbytes: Bytes, of either sign.
-
-    Returns:
-        Four digits at most, in the largest unit that they fill: ``"23.5 GiB"``, ``"600 MiB"``, ``"7 B"``; beyond
-        10,000 TiB as many as it takes.
+    As in ``"23.5 GiB"``, ``"600 MiB"``, ``"7 B"``; beyond 10,000 TiB with as many digits as it takes.
     """
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= factor:
@@ -178,7 +162,7 @@ def size_text(nbytes: int) -> str:
 
 
 def ms_text(seconds: float) -> str:
-    """Write how long something takes: in whole milliseconds, or three digits of what is over before that."""
+    """Write a duration: in whole milliseconds, or three digits of what is over before that."""
     ms = seconds * 1000
     return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms"
 
@@ -192,24 +176,16 @@ def rate_text(samples_per_s: float) -> str:
 
 _KEPT = "\n\t"
 _INVISIBLE = ("Cc", "Cf", "Cs", "Cn", "Co")
-"""Categories of Unicode that draw nothing, or turn what stands around them: controls, marks of direction, halves."""
+"""Unicode categories that draw nothing, or turn what stands around them: controls, marks of direction, halves."""
 
 
 def visible(text: str) -> str:
-    """Return a text with a mark in the place of what can't be seen: control characters, marks of direction.
-
-    Args:
-        text: Anyone's.
-    """
+    """Return a text with a mark in the place of what can't be seen: control characters, marks of direction."""
     return "".join("�" if unicodedata.category(c) in _INVISIBLE and c not in _KEPT else c for c in text)
 
 
 def escaped(text: str) -> str:
-    """Return a text for HTML, within an element or an attribute's quotes.
-
-    Args:
-        text: Anyone's.
-    """
+    """Return a text for HTML, within an element or an attribute's quotes."""
     return html.escape(visible(text), quote=True)
 
 
@@ -223,7 +199,6 @@ def table_html(
     """Return a table with a heading and facts above it, in the colours of the page that it is put into.
 
     Args:
-        title: The heading.
         facts: What there is to say by name.
         columns: Headings of the table.
         rows: Its cells.

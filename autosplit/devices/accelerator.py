@@ -35,14 +35,7 @@ class DeviceWarning(UserWarning):
 
 
 class Found(NamedTuple):
-    """A kind of accelerator as torch has it: its module, or why there is none.
-
-    Attributes:
-        module: The back end's; None where there is no device of it.
-        kind: ``"cuda"`` and the like.
-        why_not: Why there is none.
-        ask_memory: Ask how much of a device's memory is free.
-    """
+    """A kind of accelerator as torch has it: its module, or why there is none."""
 
     module: Any
     kind: str
@@ -51,7 +44,7 @@ class Found(NamedTuple):
 
 
 def accelerator_at(kind: str | None = None) -> Found:
-    """A kind of accelerator, None for the one that torch sees. Tests put fakes in its place."""
+    """Return a kind of accelerator, None for the one that torch sees. Tests put fakes in its place."""
     try:
         import torch  # here, for accelerators alone: `sim:` and `cpu` specs must not wait for it
     except ImportError as error:
@@ -71,7 +64,7 @@ def accelerator_at(kind: str | None = None) -> Found:
 
 
 def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) -> tuple[Device, ...]:
-    """The devices of some indices.
+    """Return the devices of some indices.
 
     Where all are meant, one that does not answer (another process has it for itself, it has failed) is left out.
     """
@@ -93,7 +86,7 @@ def devices_of(found: Found, indices: Sequence[int], *, all_of: bool = False) ->
 
 
 def _device_at(found: Found, index: int, nvml: Any) -> Device:
-    """The device of one index, with what is free now or already held by this process's allocator."""
+    """Return the device of one index, with what is free now or already held by this process's allocator."""
     properties = found.module.get_device_properties(index)
     total_bytes, uuid = int(properties.total_memory), device_uuid(properties)
     free_bytes: int | None
@@ -117,11 +110,7 @@ def _device_at(found: Found, index: int, nvml: Any) -> Device:
 
 
 def device_uuid(properties: Any) -> str | None:
-    """Tell an accelerator's UUID, CUDA's in NVML's spelling (torch leaves the prefix out); None where torch doesn't.
-
-    Args:
-        properties: By ``get_device_properties``.
-    """
+    """Return an accelerator's UUID, CUDA's in NVML's spelling (torch leaves the prefix out); None if unknown."""
     uuid = getattr(properties, "uuid", None)
     if uuid is None:
         return None
@@ -136,28 +125,17 @@ class Visible(NamedTuple):
 
 
 def visible_devices(kind: str) -> tuple[Visible, ...]:
-    """List the accelerators of a kind that this process sees, without a context on any.
-
-    Args:
-        kind: ``"cuda"`` and the like.
-    """
+    """List the accelerators of a kind that this process sees, without a context on any."""
     module = accelerator_at(kind).module
     found = [] if module is None else [module.get_device_properties(index) for index in range(module.device_count())]
     return tuple(Visible(str(properties.name), device_uuid(properties)) for properties in found)
 
 
 def indices_here(wanted: Sequence[Visible], here: Sequence[Visible]) -> list[int | None]:
-    """Find where the devices of a plan stand now.
+    """Return the index at which each device of a plan stands now; None where it is not here.
 
     One is known by its UUID, so that another CUDA_VISIBLE_DEVICES moves no share to another card. Where none of theirs
     is here, on a twin of the machine, they are those of the same names in the same order.
-
-    Args:
-        wanted: The plan's.
-        here: By `visible_devices`.
-
-    Returns:
-        The index of each; None where it is not here.
     """
     by_uuid: dict[str | None, int] = {device.uuid: index for index, device in enumerate(here)}
     by_uuid.pop(None, None)
@@ -177,7 +155,7 @@ def _refuse_several_mig(cuda: Any, indices: Iterable[int]) -> None:
 
 
 def _refuse_unsupported(cuda: Any, indices: Iterable[int], visible: Iterable[int]) -> None:
-    """A card without kernels in this torch fails at its first operation; say so before, with what would do."""
+    """Refuse a card without kernels in this torch, with what would do, before its first operation fails."""
     problems = {index: why_unsupported(cuda, index) for index in visible}
     bad = [index for index in indices if problems[index] is not None]
     if bad:
@@ -219,7 +197,7 @@ def _arch_runs(arch: re.Match[str], capability: tuple[int, int]) -> bool:
 
 
 def _build_for(capability: tuple[int, int]) -> str:
-    """Which build of torch has kernels for a card, after pytorch's CUDA support matrix (pytorch#172352, #190385)."""
+    """Return the build of torch with kernels for a card, by pytorch's CUDA support matrix (pytorch#172352, #190385)."""
     if capability < (5, 0):
         return f"a torch built from source for sm_{capability[0]}{capability[1]}, no current wheel has it"
     if capability < (7, 5):

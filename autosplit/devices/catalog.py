@@ -1,7 +1,7 @@
 """The catalogue of GPUs: the cards that ``sim:`` specs know, and finding one by a name that somebody wrote.
 
 The figures are in ``gpus.toml``, each row with its source. A file of the same form, named by AUTOSPLIT_GPUS,
-adds cards or puts its own in place of those; it is read as hostile input.
+adds cards or replaces them; it is read as hostile input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ else:
 __all__ = ["GPUS_VARIABLE", "GpuSpec", "catalog_names_near", "find_card", "gpu_catalog", "mentions_card"]
 
 GPUS_VARIABLE = "AUTOSPLIT_GPUS"
-"""Names a file with cards of the user's own."""
+"""The environment variable that names a file with cards of the user's own."""
 
 _MOST_BYTES = 2**20
 
@@ -76,7 +76,6 @@ class GpuSpec:
         link_bytes_per_s: Bandwidth to its peers in one direction, over its usual link.
         launch_s: What one operation costs before its kernel does any work.
         compute_capability: ``"8.6"``.
-        source: The document that the figures are from.
     """
 
     name: str
@@ -91,10 +90,7 @@ class GpuSpec:
 
 
 def gpu_catalog() -> Mapping[str, GpuSpec]:
-    """Read the cards that ``sim:`` knows.
-
-    Returns:
-        Each card's row by its name, in the order of the file; read once.
+    """Return the cards that ``sim:`` knows by name, in the order of the file; read once.
 
     Raises:
         DeviceError: The file that AUTOSPLIT_GPUS names can't be used.
@@ -153,20 +149,13 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
 
 
 def _normal(name: str) -> str:
-    """A card's name as it is compared: no case, spaces, '-' or '_', no brand in front."""
+    """Return a card's name as it is compared: no case, spaces, '-' or '_', no brand in front."""
     plain = re.sub(r"[\s_-]", "", name).lower()
     return re.sub(r"^(nvidia)?(geforce|tesla)?", "", plain)
 
 
 def catalog_names_near(name: str) -> tuple[str, ...]:
-    """Find the cards whose names are nearest to a name.
-
-    Args:
-        name: What somebody wrote.
-
-    Returns:
-        At most five names of the catalogue, the nearest first; empty if none is near.
-    """
+    """Return at most five names of the catalogue that are near to a name, the nearest first."""
     wanted = _normal(name)
     by_normal = {_normal(known): known for known in gpu_catalog()}
     holding = [known for normal, known in by_normal.items() if len(wanted) > 1 and wanted in normal]
@@ -180,13 +169,10 @@ def mentions_card(text: str) -> bool:
 
 
 def find_card(name: str) -> GpuSpec:
-    """Look a card up by its name.
+    """Return the row of a card.
 
     Args:
         name: In any case, with or without spaces, '-', '_' and the brand: ``"NVIDIA GeForce RTX 3090"``.
-
-    Returns:
-        Its row.
 
     Raises:
         DeviceError: If no card or several have the name; the message says which names were possible.

@@ -1,8 +1,7 @@
-"""Devices: what there is to run on, how a spec such as ``sim:2xA100-40GB`` is read, and what may be planned with.
+"""Devices: what there is to run on, and what is kept free of it.
 
 Accelerators under torch's own names (``cuda``, ``xpu``, ``npu``, ``mps``, ...), ``cpu`` (this machine's processor, with
-or without enforced budgets) and ``sim`` (cards of the catalogue). Importing this module loads neither torch nor NVML,
-and a ``sim:`` or ``cpu`` spec never does. Nothing here makes a context on a card where NVML tells what is free.
+or without enforced budgets) and ``sim`` (cards of the catalogue). Importing this module loads neither torch nor NVML.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def parse_reserve(value: str | float | None) -> int | float | None:
 
 
 def _reserve_in(text: str) -> int | float | None:
-    """The bytes or the share that a text says; None where it says neither."""
+    """Return the bytes or the share that a text says; None where it says neither."""
     if percent := re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%", text.strip()):
         return float(Fraction(percent[1]) / 100)
     if re.fullmatch(r"0?\.[0-9]{1,20}", text.strip()):
@@ -99,14 +98,11 @@ def _reserve_in(text: str) -> int | float | None:
 
 
 def reserve_bytes(reserve: str | float | None, device: Device) -> int:
-    """Tell what is kept free on a device.
+    """Return the bytes that are kept free on a device, rounded up.
 
     Args:
         reserve: As for `parse_reserve`. None is the default: 5 % on accelerators, nothing on ``cpu`` and ``sim``.
-        device: The device; a share is one of its `capacity_bytes`.
-
-    Returns:
-        Bytes, rounded up; less than the device's capacity.
+        device: A share is one of its `capacity_bytes`.
 
     Raises:
         InputError: If the reserve is unreadable, negative, or leaves nothing of the device.

@@ -156,11 +156,7 @@ class Examination:
 
 
 def row_of(name: str) -> GpuSpec | None:
-    """Return the catalogue's row of a card; None where it has none.
-
-    Args:
-        name: What its maker calls it.
-    """
+    """Return the catalogue's row of a card by its maker's name; None where it has none."""
     try:
         return find_card(name)
     except DeviceError:
@@ -170,11 +166,8 @@ def row_of(name: str) -> GpuSpec | None:
 def cards_toml(examination: Examination) -> str:
     """Return the machine's cards with the rates that were measured, in the form of ``autosplit/devices/gpus.toml``.
 
-    Args:
-        examination: Of a machine with accelerators.
-
     Raises:
-        DeviceError: It has none.
+        DeviceError: The machine has no accelerators.
     """
     if not is_accelerator(examination.kind):
         raise DeviceError("this machine has no accelerator; expected one whose rates can be kept; leave out --save")

@@ -1,4 +1,4 @@
-"""How much memory of this machine a process may still take."""
+"""The memory of this machine that a process may still take."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _UNKNOWN_HOST_BYTES = 4 * 2**30
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may still take: the kernel's figure, bounded by the cgroups around the process."""
+    """Return the bytes that this process may still take: the kernel's figure, bounded by the process's cgroups."""
     free_bytes = [n_bytes for n_bytes in (_meminfo_bytes(root), *_cgroup_bytes(root)) if n_bytes is not None]
     return max(0, min(free_bytes)) if free_bytes else _sysconf_bytes()
 
 
 def _meminfo_bytes(root: Path) -> int | None:
-    """``MemAvailable`` of Linux; None elsewhere."""
+    """Return ``MemAvailable`` of Linux; None elsewhere."""
     match = re.search(r"^MemAvailable:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
@@ -43,7 +43,7 @@ def _cgroup_bytes(root: Path) -> list[int]:
 
 
 def _cgroup_level_bytes(folder: Path, *, v1: bool) -> int | None:
-    """One cgroup's limit less its use; page cache that the kernel would drop is not use. None without a limit."""
+    """Return a cgroup's limit less its use, without page cache that the kernel would drop; None without a limit."""
     limit = _read(folder / ("memory.limit_in_bytes" if v1 else "memory.max")).strip()
     used = _read(folder / ("memory.usage_in_bytes" if v1 else "memory.current")).strip()
     if not limit.isdigit() or not used.isdigit():
@@ -55,7 +55,7 @@ def _cgroup_level_bytes(folder: Path, *, v1: bool) -> int | None:
 
 
 def _sysconf_bytes() -> int:
-    """Memory where there is no /proc: free pages, else half of all pages, else a cautious constant."""
+    """Return memory where there is no /proc: free pages, else half of all pages, else a cautious constant."""
     for name, share in (("SC_AVPHYS_PAGES", 1.0), ("SC_PHYS_PAGES", 0.5)):
         try:
             pages = os.sysconf(name)
@@ -68,7 +68,7 @@ def _sysconf_bytes() -> int:
 
 
 def _read(path: Path) -> str:
-    """A file's text, empty where there is none."""
+    """Return a file's text, empty where there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,7 +1,6 @@
 """The survey: every GPU of the machine with its load, as ``autosplit devices`` shows it.
 
-CUDA says which GPUs this process sees, NVML what else is known of them; the two are matched by UUID, else by
-PCI address. NVML only adds to what CUDA says, and no failure of either raises: each ends as a note.
+CUDA's GPUs are matched with NVML's by UUID, else by PCI address. No failure of either raises: each ends as a note.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class _Gpu:
 
 
 def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
-    """Look at every GPU of the machine, whether this process sees it or not.
+    """Survey every GPU of the machine, whether this process sees it or not.
 
     Returns:
         The GPUs, those that this process sees first and in CUDA's order; and notes on the whole (no driver, no NVML,
@@ -103,7 +102,7 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
 
 
 def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
-    """The GPUs as torch sees them."""
+    """Return the GPUs as torch sees them."""
     gpus, cuda = [], found.module
     for index in range(_ask(notes, "the number of GPUs", cuda.device_count) or 0):
         gpu = _Gpu(name="unknown GPU", notes=[], logical_index=index)
@@ -125,7 +124,7 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
 
 
 def _physical_gpus(nvml: Any, notes: list[str]) -> list[_Gpu]:
-    """The GPUs as NVML sees them."""
+    """Return the GPUs as NVML sees them."""
     gpus = []
     for index in range(_ask(notes, "NVML's number of GPUs", nvml.nvmlDeviceGetCount) or 0):
         handle = _ask(notes, f"physical GPU {index}", functools.partial(nvml.nvmlDeviceGetHandleByIndex, index))
@@ -135,7 +134,7 @@ def _physical_gpus(nvml: Any, notes: list[str]) -> list[_Gpu]:
 
 
 def _physical_gpu(nvml: Any, index: int, handle: Any) -> _Gpu:
-    """One GPU with all that NVML tells of it."""
+    """Return one GPU with all that NVML tells of it."""
     notes: list[str] = []
     name = _ask(notes, "name", lambda: nvml_text(nvml.nvmlDeviceGetName(handle)))
     gpu = _Gpu(name=name or "unknown GPU", notes=notes, physical_index=index)
@@ -171,7 +170,7 @@ def _own_bytes(nvml: Any, handle: Any, notes: list[str]) -> int | None:
 
 
 def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
-    """CUDA's view of a GPU with what NVML knows of the same one."""
+    """Return CUDA's view of a GPU with what NVML knows of the same one."""
     known = _same_gpu(gpu, physical)
     if known is not None:
         # A slice has the memory that CUDA says; NVML's figures are the whole card's.
@@ -193,7 +192,7 @@ def _merged(gpu: _Gpu, physical: Sequence[_Gpu], cuda: Any) -> _Gpu:
 
 
 def _same_gpu(gpu: _Gpu, physical: Sequence[_Gpu]) -> _Gpu | None:
-    """NVML's view of a CUDA GPU: by UUID, else by PCI address; never by index, the two orders differ."""
+    """Return NVML's view of a CUDA GPU: by UUID, else by PCI address; never by index, the two orders differ."""
     for attribute in ("uuid", "pci"):
         value = getattr(gpu, attribute)
         matches = [other for other in physical if value is not None and getattr(other, attribute) == value]
@@ -224,7 +223,7 @@ def _report(gpu: _Gpu, kind: str) -> DeviceReport:
 
 
 def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) -> list[str]:
-    """How ``CUDA_VISIBLE_DEVICES`` and CUDA's own order map CUDA's numbers to NVML's."""
+    """Say how ``CUDA_VISIBLE_DEVICES`` and CUDA's own order map CUDA's numbers to NVML's."""
     if any(report.kind != "cuda" for report in reports):
         return []  # its like of other back ends has no numbers of a driver's to map to
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -256,14 +255,14 @@ def _ask(notes: list[str], what: str, call: Callable[[], _T]) -> _T | None:
 
 
 def _pci_address(properties: Any) -> tuple[int, int, int] | None:
-    """A CUDA device's (domain, bus, device), None in a torch that doesn't say."""
+    """Return a CUDA device's (domain, bus, device), None in a torch that doesn't say."""
     if not hasattr(properties, "pci_bus_id"):
         return None
     return int(properties.pci_domain_id), int(properties.pci_bus_id), int(properties.pci_device_id)
 
 
 def _pynvml_distribution_note() -> str | None:
-    """The old separate distribution `pynvml` hides or shadows `nvidia-ml-py`, and torch warns of it."""
+    """Note the old separate distribution `pynvml`, which hides or shadows `nvidia-ml-py`; torch warns of it."""
     try:
         version = importlib.metadata.version("pynvml")
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
 """The rates that this machine's devices reach: matrix products, their memory, the host's launches, and copies.
 
 Each is the best of a few short runs, timed by the wall clock with the device idle before and after: what a training
-step can hope for, not what the maker prints.
+step can hope for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["copy_bytes_per_s", "launch_s", "matmul_flops", "memory_bytes_per_s",
 
 _RUNS = 5
 _LEAST_S = 0.01
-"""A run takes so long at least: the clock and the wait for the device are a thousandth of it."""
+"""Least duration of a run: the clock and the wait for the device are a thousandth of it."""
 
 _COPIED_BYTES = 64 * 2**20
 _LAUNCHES = 2000
@@ -31,15 +31,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, *, largest_bytes: int) -> float | None:
-    """Time matrix products, ever larger ones, until one takes long enough to fill the device.
+    """Return operations per second of matrix products; None where the device has no such product.
 
-    Args:
-        device: Where.
-        dtype: Of the factors.
-        largest_bytes: For the three matrices together.
-
-    Returns:
-        Operations per second; None where the device has no such product.
+    They are ever larger ones, until one takes long enough to fill the device, or three matrices exceed `largest_bytes`.
     """
     best, size = 0.0, 256
     try:
@@ -55,14 +49,10 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, *, largest_bytes: int
 
 
 def memory_bytes_per_s(device: torch.device, *, largest_bytes: int) -> float:
-    """Time copies within a device's memory, which read and write each byte.
+    """Return the bytes read and written per second by copies within a device's memory.
 
     Args:
-        device: Where.
         largest_bytes: For both ends together.
-
-    Returns:
-        Bytes read and written per second.
     """
     source = torch.ones(min(largest_bytes, 8 * _COPIED_BYTES) // 8, dtype=torch.float32, device=device)
     destination = torch.empty_like(source)
@@ -70,14 +60,7 @@ def memory_bytes_per_s(device: torch.device, *, largest_bytes: int) -> float:
 
 
 def launch_s(device: torch.device) -> float:
-    """Time what the host takes to start an operation, the device having next to nothing to do.
-
-    Args:
-        device: Where.
-
-    Returns:
-        Seconds for each.
-    """
+    """Return the seconds that the host takes to start an operation, the device having next to nothing to do."""
     one = torch.ones(1, device=device)
 
     def start_many() -> None:
@@ -88,22 +71,14 @@ def launch_s(device: torch.device) -> float:
 
 
 def copy_bytes_per_s(source: torch.device, destination: torch.device) -> float:
-    """Time copies from one device to another.
-
-    Args:
-        source: Where from.
-        destination: Where to.
-
-    Returns:
-        Bytes per second.
-    """
+    """Return the bytes per second of copies from one device to another."""
     sent = torch.ones(_COPIED_BYTES // 4, dtype=torch.float32, device=source)
     into = torch.empty(sent.shape, dtype=sent.dtype, device=destination)
     return sent.nbytes / _seconds_of(lambda: into.copy_(sent), source, destination)
 
 
 def _seconds_of(run: Callable[[], Tensor | None], *devices: torch.device, waits: bool = True) -> float:
-    """Time one of a number of runs in a row, the least of a few such rows."""
+    """Return the seconds of one of a number of runs in a row, the least of a few such rows."""
     found: list[float] = []
     count = 1
     run()

@@ -1,4 +1,4 @@
-"""Read what NVML tells of NVIDIA's cards without a context on them: memory, drivers, MIG."""
+"""NVML's figures of NVIDIA's cards, without a context on them: memory, drivers, MIG."""
 
 from __future__ import annotations
 
@@ -28,18 +28,15 @@ def is_mig(name: str) -> bool:
 def mig_count(names: Iterable[str]) -> int:
     """Count the MIG instances that this process is meant to use: CUDA gives it one, and silently loses the others.
 
-    Args:
-        names: What CUDA calls the GPUs that it sees.
-
     Returns:
-        The instances that ``CUDA_VISIBLE_DEVICES`` or the names tell of, whichever are more.
+        The instances that ``CUDA_VISIBLE_DEVICES`` or CUDA's `names` tell of, whichever are more.
     """
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return max(sum(item.strip().startswith("MIG-") for item in mask), sum(map(is_mig, names)))
 
 
 def started_nvml() -> tuple[Any, str]:
-    """NVML's module, ready to be asked, and an empty text; or None and why not. Tests put fakes in its place."""
+    """Return NVML's module, started, and an empty text; or None and why not. Tests put fakes in its place."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -54,7 +51,7 @@ def started_nvml() -> tuple[Any, str]:
 
 
 def _nvml_start_problem(error: Exception) -> str:
-    """The note for an NVML that doesn't start, by the error's class, which old and new bindings name alike."""
+    """Return the note for an NVML that doesn't start, by the error's class, which old and new bindings name alike."""
     reasons = {
         "NVMLError_LibraryNotFound": "no NVIDIA driver is installed here",
         "NVMLError_DriverNotLoaded": "the NVIDIA driver is installed but not loaded; load it, or reboot",
@@ -66,7 +63,7 @@ def _nvml_start_problem(error: Exception) -> str:
 
 
 def nvml_text(value: str | bytes) -> str:
-    """Read a text of NVML's; old bindings give bytes."""
+    """Return a text of NVML's as str; old bindings give bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
@@ -89,7 +86,7 @@ def memory_by_nvml(nvml: Any, handle: Any) -> Any:
 
 
 def driver_version(nvml: Any) -> str | None:
-    """The driver's version by NVML, None where it doesn't tell."""
+    """Return the driver's version by NVML, None where it doesn't tell."""
     try:
         return None if nvml is None else nvml_text(nvml.nvmlSystemGetDriverVersion())
     except Exception:  # noqa: BLE001 (the same: a plan needs no driver version)

@@ -1,4 +1,4 @@
-"""Do copies between this machine's GPUs arrive?
+"""The check that copies between this machine's GPUs arrive.
 
 On some machines a direct copy from one GPU to another reports success and leaves zeros, or whatever was there
 before: training then goes wrong without an error. So a known tensor is sent each way once and read on the host.
@@ -32,9 +32,6 @@ def check_links(devices: Sequence[torch.device]) -> None:
     Each way is checked once in a process; one that was found broken is checked again. CPU devices, and one GPU named
     several times, have nothing to check.
 
-    Args:
-        devices: The devices of a wrapper, in its order.
-
     Raises:
         DeviceError: A tensor did not arrive as it was sent; the two devices are named, and what to do.
     """
@@ -57,10 +54,7 @@ def _check_way(source: torch.device, destination: torch.device) -> None:
 
 
 def _known_values() -> Tensor:
-    """Return values of which none was sent before.
-
-    A copy that does nothing leaves what the memory held: were that an earlier check's tensor, it would look right.
-    """
+    """Return values of which none was sent before: after a copy that does nothing, earlier ones would look right."""
     global _num_sent  # noqa: PLW0603  # guarded by the lock, as all of this module's state is
     first = 1 + _num_sent % 2**14 * _NUM_VALUES  # within int32, and never 0
     _num_sent += 1

@@ -29,10 +29,7 @@ _EXPECTED = "expected 'auto', 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 
 
 
 def list_devices() -> tuple[Device, ...]:
-    """List what there is to run on.
-
-    Returns:
-        Every accelerator that this process sees, in torch's order; without any, the processor.
+    """List the accelerators that this process sees, in torch's order; without any, the processor.
 
     Raises:
         DeviceError: If none of them can be asked for its memory.
@@ -82,7 +79,7 @@ def parse_devices(
 
 
 def _spec_text(part: object) -> str:
-    """A part of a spec as text; a ``torch.device`` prints itself in these very words."""
+    """Return a part of a spec as text; a ``torch.device`` prints itself in these very words."""
     if isinstance(part, str):
         return part
     if type(part).__module__ == "torch" and type(part).__name__ == "device":
@@ -93,7 +90,7 @@ def _spec_text(part: object) -> str:
 
 
 def _parse_text(text: str, ask_memory: bool) -> list[Device]:
-    """The devices of one string, whose items are parted by commas."""
+    """Return the devices of one string, whose items are parted by commas."""
     devices: list[Device] = []
     kind = ""
     for piece in (piece.strip() for piece in text.split(",")):
@@ -115,7 +112,7 @@ def _parse_text(text: str, ask_memory: bool) -> list[Device]:
 
 
 def _unknown_device(text: str, piece: str, kind_before: str) -> str:
-    """The message for an item that starts with no kind of device."""
+    """Return the message for an item that starts with no kind of device."""
     if not piece:
         return f"device spec {shown(text)} has an empty item: {_EXPECTED}; name at least one device"
     hint = "correct the name"
@@ -136,7 +133,7 @@ def _unknown_device(text: str, piece: str, kind_before: str) -> str:
 
 
 def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
-    """The whole spec's devices, checked against each other and numbered."""
+    """Return the whole spec's devices, checked against each other and numbered."""
     if not devices:
         raise DeviceError(f"device spec {shown(spec)} names no device: {_EXPECTED}; name at least one")
     _check_count(len(devices), spec)
@@ -171,12 +168,12 @@ def _plain_cpu() -> Device:
 
 
 def _cpu_piece(tail: str | None) -> tuple[Device, ...]:
-    """``cpu`` or ``cpu:2GiB``."""
+    """Read ``cpu`` or ``cpu:2GiB``."""
     return (_plain_cpu(),) if tail is None else (Device("cpu", 0, "cpu", _budget(f"cpu:{tail}", tail), budgeted=True),)
 
 
 def _budget(item: str, text: str) -> int:
-    """A budget's bytes. A bare number is refused: ``cpu:1`` looks like torch's second processor, not like one byte."""
+    """Return a budget's bytes, not of a bare number: ``cpu:1`` looks like torch's second processor, not a byte."""
     try:
         n_bytes = parse_bytes(text)
     except InputError as error:
@@ -195,7 +192,7 @@ def _budget(item: str, text: str) -> int:
 
 
 def _sim_piece(tail: str | None) -> tuple[Device, ...]:
-    """``sim:2xA100-40GB+1xRTX3090@10GiB``."""
+    """Read ``sim:2xA100-40GB+1xRTX3090@10GiB``."""
     if not tail:
         raise DeviceError(f"device 'sim' names no card: {_EXPECTED}; write 'sim:RTX3090', or 'sim:2xRTX3090' for two")
     devices: list[Device] = []
@@ -207,7 +204,7 @@ def _sim_piece(tail: str | None) -> tuple[Device, ...]:
 
 
 def _sim_item(item: str, spec: str) -> tuple[int, Device]:
-    """``2xA100-40GB`` as its count and its device."""
+    """Return the count and the device of ``2xA100-40GB``."""
     card, at, memory = (text.strip() for text in item.partition("@"))
     # "0x..." and "-1x..." are counts too, and are refused as such.
     match = re.fullmatch(r"(?:([+-]?[0-9.]+)\s*[xX*]\s*)?(.*)", card)
@@ -232,7 +229,7 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
 
 
 def _accelerator_piece(found: Found, tail: str | None) -> tuple[Device, ...]:
-    """``cuda`` or one index of it."""
+    """Read ``cuda`` or one index of it."""
     spec = found.kind if tail is None else f"{found.kind}:{tail}"
     if found.module is None:
         raise DeviceError(

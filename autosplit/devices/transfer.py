@@ -1,11 +1,10 @@
 """The one differentiable copy of a tensor between two devices of a step.
 
-On a machine without GPUs the devices of a step (`cpu:2GiB,cpu:1GiB`, `sim:...`) are all torch's one CPU, so
-moving a tensor with `.to()` moves nothing and leaves no trace. `transfer` is an op of its own: whoever follows
-a step sees it, charges the copy to its destination, and clocks the link. Its backward is the copy back.
+On a machine without GPUs the devices of a step (`cpu:2GiB,cpu:1GiB`, `sim:...`) are all torch's one CPU, so `.to()`
+moves nothing and leaves no trace. `transfer` is an op of its own: a `Placement`, which follows the step, sees it,
+charges the copy to its destination, and clocks the link. Its backward is the copy back.
 
-A `Placement` is whoever follows. The tracker makes itself the active one; the wrapper asks for it, because
-outside a placement all CPU devices share one set of weights and nothing has to be copied.
+Outside a placement all CPU devices share one set of weights and nothing has to be copied.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ HOST = -1
 
 
 class Placement(Protocol):
-    """The knowledge of which device of the step a tensor is on."""
+    """A follower of a step that knows which device a tensor is on."""
 
     @property
     def num_devices(self) -> int:
-        """How many devices the step has."""
+        """The number of devices of the step."""
 
     def adopt(self, tensor: Tensor, device: int) -> None:
         """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
@@ -95,12 +94,7 @@ TRANSFER_INTO_OP = torch.ops.autosplit.transfer_into.default
 def transfer_into(block: Tensor, tensor: Tensor, source: int, destination: int, purpose: str) -> None:
     """Copy a tensor into memory that another device holds already, as a gather does; not differentiable.
 
-    Args:
-        block: Of the tensor's shape and dtype, on the destination.
-        tensor: What is copied.
-        source: Index of the device it is on, `HOST` for none.
-        destination: Index of the device that holds the block.
-        purpose: What travels, for whoever follows.
+    The block has the tensor's shape and dtype; the rest is as for `transfer`.
     """
     TRANSFER_INTO_OP(block, tensor, source, destination, purpose)
 
@@ -109,7 +103,6 @@ def transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Ten
     """Copy a tensor from one device of the step to another, differentiably.
 
     Args:
-        tensor: Any shape and dtype, sparse ones too.
         source: Index of the device it is on, `HOST` for none.
         destination: Index of the device that gets the copy, `HOST` for none.
         purpose: What travels, for whoever follows: ``"input"``, ``"parameter"``, ``"buffer"``, ``"output"``,
@@ -123,13 +116,7 @@ def transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Ten
 
 
 def adopt_module(placement: Placement, module: torch.nn.Module, device: int) -> None:
-    """Charge a module's parameters, buffers and gradients to a device.
-
-    Args:
-        placement: Who follows the step.
-        module: Its tied and shared storages count once.
-        device: Index of the device.
-    """
+    """Charge a module's parameters, buffers and gradients to a device; tied and shared storages count once."""
     for tensor in (*module.parameters(), *module.buffers()):
         placement.adopt(tensor, device)
         if tensor.grad is not None:

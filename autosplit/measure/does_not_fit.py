@@ -13,7 +13,7 @@ __all__ = ["does_not_fit"]
 
 
 def does_not_fit(prober: StepRunner, index: int) -> DoesNotFitError:
-    """Say that the workload does not fit a device at one sample, with the bytes it needs and has."""
+    """Return the error for a workload that does not fit a device at one sample, with the bytes it needs and has."""
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     least = prober.least_batch()
     held = bytes_on_accelerators(prober.tracer.workload)
@@ -59,7 +59,7 @@ def does_not_fit(prober: StepRunner, index: int) -> DoesNotFitError:
 
 
 def _never_ran(prober: StepRunner, index: int, needed: int, lost: tuple[str, ...]) -> DoesNotFitError:
-    """Say what kept every step from running, where that was not a lack of memory that was seen."""
+    """Return the error where something kept every step from running that was not a lack of memory."""
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
     reason = "; ".join(lost) or "the time limit was over"
     return DoesNotFitError(

@@ -51,9 +51,6 @@ def find_ceiling(
         time_limit_s: No further step confirms after this long.
         isolate: Probe in a process of its own, which a crash ends instead of this one.
 
-    Returns:
-        The ceiling.
-
     Raises:
         InputError: An argument that can't be used.
         DoesNotFitError: Not even one sample fits.

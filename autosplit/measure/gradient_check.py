@@ -1,8 +1,8 @@
-"""Does splitting change the training? The gradient of the sample batch, whole, split over devices and accumulated.
+"""The gradient check: does splitting change the training?
 
-What a BalancedDataParallel of two devices with uneven shares makes of the batch, and what `plan.steps` makes of it in
-two uneven micro-batches (a mean loss weighted by samples, as DDP's ranks are, too: n·W/N each), is held against the
-gradient of the whole. Where it differs, the cause is looked for, and no advice is given that numbers did not bear out.
+The gradient of a BalancedDataParallel of two devices with uneven shares, and of `plan.steps` in two uneven
+micro-batches (a mean loss weighted by samples, as DDP's ranks are, too: n·W/N each), is compared with that of the
+whole sample batch. Where it differs, the cause is looked for, and no advice is given that numbers did not bear out.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = ["check", "checks_for", "not_checked"]
 _log = logging.getLogger(__name__)
 
 MADE_SAMPLES = 8
-"""Asked of `make_batch` where the sample batch has too few."""
+"""Samples asked of `make_batch` where the sample batch has too few."""
 
 PASS_S = 0.5
-"""In a tuning, one forward and backward of what is looked at may take so long; there are three, or about ten."""
+"""Time that one forward and backward may take in a tuning; there are three, or about ten."""
 
 FIRST_S = 2.0
-"""A forward of the fewest samples that takes longer is given up: the first one of a process loads and warms up."""
+"""Time after which a forward of the fewest samples is given up: the first one of a process loads and warms up."""
 
 KEPT_GRADIENTS = 6
-"""The copy and its gradient, and the gradients that are held against each other, at most."""
+"""Most gradients at a time: the copy and its gradient, and those that are compared."""
 
 
 def check(workload: Any) -> tuple[Check, ...]:
@@ -56,7 +56,7 @@ def check(workload: Any) -> tuple[Check, ...]:
         workload: A `Workload`, or a function that returns one.
 
     Returns:
-        What was looked at, the whole gradient first (with `step=` what each optimizer sees), then what makes it differ.
+        The whole gradient first (with `step=` what each optimizer sees), then what makes it differ.
 
     Raises:
         WorkloadError: The sample batch has fewer than 4 samples, and there is no `make_batch`; or the gradient is not
@@ -80,7 +80,6 @@ def checks_for(
     As many of its samples are looked at as a pass over them takes about `PASS_S`.
 
     Args:
-        workload: Built with memory or without.
         rebuild: Builds it again, with memory; called where it has none, and has not too many parameters for it.
 
     Returns:
@@ -104,11 +103,7 @@ def checks_for(
 
 
 def not_checked(why: object) -> str:
-    """Return the note that a plan keeps, and shows as often as it is found again, where nothing was checked.
-
-    Args:
-        why: In a few words.
-    """
+    """Return the note that a plan keeps where nothing was checked, and shows as often as it is found again."""
     return (
         f"whether splitting changes the training was not checked: {why}; autosplit check FILE "
         "(autosplit.check(workload)) does it"
@@ -127,7 +122,7 @@ def _without_rounding(found: Check) -> Check:
 
 
 def _with_model(workload: Workload) -> Workload:
-    """Call a model's factory: what it returns is copied, since it may return the same one every time."""
+    """Call a model's factory, and copy what it returns, which may be the same every time."""
     if workload.modules:
         return workload
     model: Any = workload.model
@@ -174,11 +169,7 @@ def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
 
 
 def _affordable_samples(workload: Workload, batch: Any) -> int:
-    """Run a few samples, and count how many of the batch the time and the memory of a pass allow.
-
-    Raises:
-        TooDearError: Not even `LEAST_SAMPLES`.
-    """
+    """Run a few samples, and count how many of the batch the time and the memory of a pass allow."""
     total = batch_size_of(batch, workload.batch_dim)
     few = min(total, LEAST_SAMPLES)
     part = chunk(batch, (few, total - few), workload.batch_dim, total)[0] if few < total else batch

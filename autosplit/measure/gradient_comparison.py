@@ -25,31 +25,24 @@ __all__ = ["LEAST_SAMPLES", "Comparison", "begin"]
 
 
 LEAST_SAMPLES = 4
-"""Fewer can't be cut unevenly, and repeated samples would hide what differs between them."""
+"""Fewest samples: fewer can't be cut unevenly, and repeated ones would hide what differs between them."""
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""A relative difference up to this is rounding."""
+"""Largest relative difference that is rounding."""
 
 ROUNDINGS = 10
-"""Times what the very same samples make in reverse order and at another scale: a difference up to that is rounding."""
+"""Factor on what the same samples make in reverse order and at another scale: a difference up to that is rounding."""
 
 MOST_ROUNDING = 1e-2
-"""If they make more than this, it is no rounding: their order counts."""
+"""Largest relative difference that their order may make: beyond, it is no rounding, and their order counts."""
 
 MOST_NOISE = 1e-3
-"""Random numbers that make more of a difference hide what else there is."""
+"""Largest relative difference by random numbers: a larger one hides what else there is."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A copy that has run the whole batch.
-
-    Attributes:
-        copy: The copy.
-        whole: The batch's gradient.
-        norms: BatchNorms that looked at it.
-        refusal: Why it is not in float64; empty where it is.
-    """
+    """A copy that has run the whole batch; `refusal` says why it is not in float64."""
 
     copy: QuietCopy
     whole: Gradients
@@ -87,13 +80,7 @@ def _shares_of(workload: Workload, size: int) -> tuple[int, int]:
 
 
 class Comparison:
-    """The check of one workload on one batch.
-
-    Args:
-        workload: With its model made.
-        batch: Samples of it, at least `LEAST_SAMPLES`.
-        remark: What is to be known of the batch.
-    """
+    """The check of one workload, whose model is made, on one batch of at least `LEAST_SAMPLES`."""
 
     def __init__(self, workload: Workload, batch: Any, remark: str = "") -> None:
         self.workload, self.batch = workload, batch
@@ -159,7 +146,7 @@ class Comparison:
         return (*gradients, *norms, self._cause(whole, rest))
 
     def _drawn(self, whole: Gradients) -> float:
-        """Return what random numbers alone make of a difference: by how much two seeds differ.
+        """Return the difference that random numbers alone make, between two seeds.
 
         A step= draws its own for all samples at once, before they are split: those do not count.
         """
@@ -330,7 +317,6 @@ class _Differences:
     Attributes:
         split: For each optimizer's step, of the batch split over devices.
         accumulation: Of accumulated micro-batches; None where that was not looked at.
-        parts: The micro-batches' gradients.
     """
 
     split: dict[str, float]

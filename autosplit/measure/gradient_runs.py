@@ -1,6 +1,6 @@
 """A quiet copy of a workload: its gradient of one batch, whole, split over devices and accumulated, without dropout.
 
-Each run starts alike: from the same parameters and buffers, no gradients, and the same random numbers. Nothing is
+Each run starts from the same parameters and buffers, without gradients, and with the same random numbers. Nothing is
 updated, so that what a later optimizer sees is not a consequence of what an earlier one did.
 """
 
@@ -32,12 +32,12 @@ from autosplit.workload.workload import Workload, modules_of, on_first_device, o
 __all__ = ["GRADIENT", "Gradients", "QuietCopy", "TooDearError", "named_models", "relative"]
 
 Gradients = dict[str, tuple[Tensor | None, ...]]
-"""What each optimizer sees at each of its steps, in order; of a plain workload only `GRADIENT`."""
+"""The gradients that each optimizer sees at each of its steps, in order; of a plain workload only `GRADIENT`."""
 
 GRADIENT = "gradient"
 
 _SCALE = 0.7
-"""No power of two, which would round nothing."""
+"""Scale of a loss; a power of two would round nothing."""
 
 
 class TooDearError(Exception):
@@ -80,8 +80,8 @@ class _Quiet(TorchFunctionMode):
 def _may_fail(args: tuple[Any, ...]) -> bool:
     """Tell whether a function may raise without harm.
 
-    Gradients are switched off and on again by functions, too: no_grad that can't end would leave them off for good.
-    Those take no tensors. Nor is a clean-up disturbed that the first error has begun.
+    Functions without tensors also switch gradients off and on again: no_grad that can't end would leave them off for
+    good. Nor is a clean-up disturbed that the first error has begun.
     """
     return any(isinstance(value, Tensor) for value in args) and not isinstance(sys.exc_info()[1], TooDearError)
 
@@ -93,23 +93,20 @@ _DROPOUTS = {
 } | {"feature_alpha_dropout", "feature_alpha_dropout_"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _WITH_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
-"""Where `dropout_p` stands among the positional arguments."""
+"""Position of `dropout_p` among the positional arguments."""
 
 _DROPPING = re.compile("drop|stochasticdepth", re.IGNORECASE)
 """Names of layers that drop something at random by means of their own: DropPath, DropBlock2d, StochasticDepth."""
 
 
 class QuietCopy:
-    """A copy of a workload on the processor, and one batch.
+    """A copy of a workload on the processor, and one batch of at least two samples.
 
     Args:
-        workload: It is left as it is.
-        batch: At least two samples.
         dtype: Of parameters and batch: float64 or float32.
         shares: Samples on each of two devices; they add up to the batch.
 
     Attributes:
-        shares: As given.
         moved: Names of the buffers that the last run of the whole batch moved.
         saved_bytes: What autograd held for the backward of the last run of the whole batch.
         seconds: What that run took.
@@ -159,11 +156,7 @@ class QuietCopy:
         """Return the gradient of the whole batch.
 
         Args:
-            seed: Of all random numbers.
-            limit_s: The forward is given up after this long.
-
-        Raises:
-            TooDearError: It was.
+            limit_s: A forward that takes longer raises a TooDearError.
         """
         self.saved_bytes = 0
         begin_s = time.monotonic()
@@ -218,12 +211,12 @@ class QuietCopy:
 
     @property
     def micro_sizes(self) -> tuple[int, int]:
-        """Samples of each micro-batch: the last one is the smaller, as in a plan."""
+        """Return the samples of each micro-batch: the last one is the smaller, as in a plan."""
         return max(self.shares), min(self.shares)
 
     @property
     def micro_batches(self) -> list[Any]:
-        """The micro-batches themselves, in the workload's own dtypes."""
+        """Return the micro-batches themselves, in the workload's own dtypes."""
         return chunk(self.batch, self.micro_sizes, self.workload.batch_dim, sum(self.shares))
 
     def moved_buffers(self) -> list[str]:
@@ -341,14 +334,9 @@ def named_models(models: Any) -> list[tuple[str, nn.Module]]:
 
 
 def relative(found: Gradients, whole: Gradients) -> dict[str, float]:
-    """Return by how much each gradient differs from that of the whole batch, relative to it.
+    """Return ``|found - whole| / |whole|`` for each gradient.
 
-    Args:
-        found: Gradients.
-        whole: Those of the whole batch.
-
-    Returns:
-        ``|found - whole| / |whole|`` for each; infinite where there is none to compare, or one is not finite.
+    It is infinite where there is none to compare, or one is not finite.
     """
     errors = {}
     for subject, gradient in whole.items():

@@ -1,11 +1,11 @@
-"""Ask a loss what it is a mean or a sum over.
+"""Find what a loss is a mean or a sum over, by running it.
 
-Two samples a and b of one batch, and what each counts for by a rule: where the loss is a mean over those counts,
+Two samples a and b of one batch count for n_a and n_b by a rule. Where the loss is a mean over those counts,
 
     loss(a, b) = (n_a loss(a) + n_b loss(b)) / (n_a + n_b)
 
 and where it is a sum, loss(a, b) = loss(a) + loss(b). Rules are told apart by samples of unlike counts. A tool's own
-bookkeeping is no guide: transformers 5.23, for one, takes GPT-2's labels for unshifted, and its loss shifts them.
+bookkeeping is no guide: transformers 5.23 takes GPT-2's labels for unshifted, and its loss shifts them.
 """
 
 from __future__ import annotations
@@ -40,29 +40,24 @@ IGNORED = -100
 """The label that losses leave out, unless they are told another."""
 
 MOST_SAMPLES = 8
-"""Looked at, in search of two that the rules count differently."""
+"""Samples looked at, in search of two that the rules count differently."""
 
 TOLERANCE = 1e-2
-"""Relative: bf16 keeps eight bits, and a rule that is wrong is off by more, or does no harm."""
+"""Relative tolerance: bf16 keeps eight bits, and a rule that is wrong is off by more, or does no harm."""
 
 RULES: dict[str, str] = {
     "shifted labels": "labels but the first of each sequence, those left out by the loss apart",
     "labels": "labels, those left out by the loss apart",
     "samples": "samples",
 }
-"""What a loss may be a mean over, the likeliest first."""
+"""The counts that a loss may be a mean over, the likeliest first."""
 
 SUM = "sum"
-"""Of a loss that adds up its samples': the rule that counts nothing."""
+"""The rule of a loss that adds up its samples': it counts nothing."""
 
 
 def count_by(rule: str, batch: Any) -> int:
-    """Return what a batch counts for.
-
-    Args:
-        rule: One of `RULES`.
-        batch: What the model takes.
-    """
+    """Return what a batch counts for by one of `RULES`."""
     labels = labels_of(batch)
     if rule == "samples" or labels is None:
         return batch_size_of(batch)
@@ -78,16 +73,11 @@ def labels_of(batch: Any) -> Any:
 
 
 def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
-    """Find the rule by which a loss is a mean, or whether it is a sum.
-
-    Args:
-        loss_of: The loss of a batch, the same every time.
-        batch: Some samples, with labels where the model takes them.
-        otherwise: The rule to take where the samples don't tell.
+    """Find the rule by which a loss, the same every time, is a mean, or whether it is a sum.
 
     Returns:
-        One of `RULES`, or `SUM`, and by how much of itself the loss of two samples differs from their weighted mean or
-        their sum; NaN where nothing could be told.
+        One of `RULES`, or `SUM` (`otherwise` where the samples don't tell), and by how much of itself the loss of two
+        samples differs from their weighted mean or their sum; NaN where nothing could be told.
     """
     try:
         samples = min(batch_size_of(batch), MOST_SAMPLES)
@@ -114,18 +104,10 @@ def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str)
 
 
 def asked_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -> tuple[str, float]:
-    """Find the rule of a loss that other people's code makes, which may fail where nobody trains.
-
-    Args:
-        loss_of: As for `fitting_rule`.
-        batch: As there.
-        otherwise: The rule to take where the samples don't tell, or the code fails.
-
-    Returns:
-        As `fitting_rule`.
+    """Find the rule of a loss as `fitting_rule` does, where other people's code makes it, which may fail untrained.
 
     Warns:
-        UnevenLossWarning: It failed.
+        UnevenLossWarning: It failed; the rule is `otherwise`.
     """
     try:
         return fitting_rule(loss_of, batch, otherwise=otherwise)
@@ -141,14 +123,7 @@ def asked_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str) -
 
 
 def tell_of_uneven_loss(error: float) -> None:
-    """Warn that shares and accumulation change what is trained.
-
-    Args:
-        error: By how much of itself the loss of two samples differs.
-
-    Warns:
-        UnevenLossWarning: Always.
-    """
+    """Warn that shares and accumulation change what is trained, by the error that `fitting_rule` found."""
     warnings.warn(
         f"the loss is a mean neither over labels nor over samples (two samples are {error:.1%} off), and no sum; "
         "shares and accumulation change what is trained; expected one of these; see autosplit check",

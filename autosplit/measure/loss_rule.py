@@ -46,12 +46,8 @@ def rule_of(
     """Find what a loss is a mean or sum over: the weights by which the parts' gradients make up the whole's.
 
     Args:
-        whole: The gradient of the whole batch.
-        parts: Those of its two micro-batches, not weighted.
-        sizes: Samples of these.
-        micro_batches: In which labels and masks are counted.
+        parts: Gradients of the two micro-batches, not weighted.
         workload: What it says of its loss has been found wrong.
-        tolerance: A relative difference up to this is none.
 
     Returns:
         The rule; None where no weights make it exact, so that the loss looks at the whole batch.
@@ -119,12 +115,7 @@ def _inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
 
 
 def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients:
-    """Add up the parts' gradients as accumulation does.
-
-    Args:
-        parts: Gradients of two micro-batches.
-        weights: What each counts for.
-    """
+    """Add up two micro-batches' gradients with weights, as accumulation does."""
 
     def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         weighted = [part * weight for part, weight in zip((a, b), weights, strict=True) if part is not None]
@@ -137,11 +128,7 @@ def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients
 def reduction_of(copy: QuietCopy, tolerance: float) -> Literal["samples", "tokens", "next tokens"] | None:
     """Find how losses that the replicas take of their own labels are combined, by a batch of which some are left out.
 
-    Samples of equal lengths would tell samples and tokens not apart, and the next batch may have others.
-
-    Args:
-        copy: Its batch is replaced meanwhile.
-        tolerance: A relative difference up to this is none.
+    Samples of equal lengths would not tell samples and tokens apart, and the next batch may have others.
 
     Returns:
         What makes the gradient exact; None where nothing does, or the batch has no labels to leave out.
@@ -185,13 +172,7 @@ def _with_fewer_labels(batch: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Counted:
-    """Something that can be counted in a batch.
-
-    Attributes:
-        over: In words.
-        expression: Python that counts it in `batch`.
-        counts: How much of it is in each micro-batch.
-    """
+    """A countable of a batch: in words, as Python that counts it in `batch`, and counted in each micro-batch."""
 
     over: str
     expression: str

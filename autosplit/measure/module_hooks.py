@@ -1,6 +1,6 @@
 """Watch a model run: which norms look at the batch, and which module first makes a sample depend on its neighbours.
 
-Nothing is kept of a model but hooks for the time of a run, and of its activations but one number for each sample.
+Hooks stay for the time of a run; of activations one number is kept for each sample.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ __all__ = ["NormSeen", "Prints", "first_difference", "freeze", "printing", "watc
 class NormSeen:
     """A BatchNorm that ran with the statistics of its batch.
 
-    Attributes:
-        path: Where it is in the model.
-        norm: The module.
-        split_error: Relative difference of its output on its whole input and on that input cut as the devices' shares.
-        accumulation_error: The same, cut as the micro-batches.
+    The errors are relative differences of its output on its whole input and on that input cut as the devices' shares,
+    or as the micro-batches.
     """
 
     path: str
@@ -48,15 +45,9 @@ class NormSeen:
 def watching_norms(
     modules: list[tuple[str, nn.Module]], shares: tuple[int, int], micro_sizes: tuple[int, int]
 ) -> Iterator[list[NormSeen]]:
-    """Compare, while a model runs on the whole batch, each BatchNorm's output with that of its cut input.
+    """Yield the BatchNorms that run with the statistics of the whole batch, filled while the model runs.
 
-    Args:
-        modules: Every module with its path.
-        shares: Samples on each device.
-        micro_sizes: Samples of each micro-batch.
-
-    Yields:
-        Those that ran with the statistics of the batch, filled while the model runs.
+    Each one's output is compared with that of its input cut as the devices' shares and as the micro-batches.
     """
     found: list[NormSeen] = []
     handles = []
@@ -104,11 +95,7 @@ def _cut_error(norm: _BatchNorm, given: Tensor, sizes: tuple[int, int]) -> float
 
 
 def freeze(norms: list[NormSeen]) -> None:
-    """Let BatchNorms normalise by their running statistics; those that keep none get zeros and ones.
-
-    Args:
-        norms: Of a copy of the model: they are changed.
-    """
+    """Let BatchNorms of a copy normalise by their running statistics; those that keep none get zeros and ones."""
     for seen in norms:
         norm = seen.norm
         norm.training = False
@@ -130,14 +117,7 @@ class Draws:
 
 @contextmanager
 def watching_draws(models: list[nn.Module]) -> Iterator[Draws]:
-    """Tell whether models draw random numbers in their forwards.
-
-    Args:
-        models: Those that are called with the batch.
-
-    Yields:
-        The answer, once they have run.
-    """
+    """Yield whether models that are called with the batch draw random numbers in their forwards, once they have run."""
     draws, handles, begun = Draws(), [], [_random_state()]
 
     def before(*_: Any) -> None:
@@ -166,12 +146,11 @@ def _random_state() -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Print:
-    """One number for each sample of what a module got or returned.
+    """One number for each sample, in order, of what a module got or returned.
 
     Attributes:
         place: ``(path, "input" or "output", how often before in the same forward of its model, which tensor)``.
         shape: Rows of the tensor for each sample, and numbers in them.
-        numbers: The numbers, in the order of the samples.
     """
 
     place: tuple[str, str, int, int]
@@ -184,10 +163,6 @@ class Prints:
 
     Args:
         models: Those that are called with the batch, or its parts in turn.
-        sizes: Samples of each part.
-
-    Attributes:
-        forwards: The fingerprints of each.
     """
 
     def __init__(self, models: list[nn.Module], sizes: tuple[int, ...]) -> None:
@@ -227,15 +202,11 @@ class Prints:
 
 @contextmanager
 def printing(modules: list[tuple[str, nn.Module]], models: list[nn.Module], sizes: tuple[int, ...]) -> Iterator[Prints]:
-    """Take a fingerprint of every input and output of every module.
+    """Yield a fingerprint of every input and output of every module, filled while the models run.
 
     Args:
-        modules: Every module with its path.
         models: Those among them that are called with the batch, or its parts in turn.
         sizes: Samples of each part.
-
-    Yields:
-        The fingerprints, filled while the models run.
     """
     prints = Prints(models, sizes)
     handles = [handle for path, module in modules for handle in prints.watch(path, module)]
@@ -269,10 +240,7 @@ def first_difference(whole: Prints, cut: Prints, parts: int, tolerance: float) -
     """Find where a sample first came to differ between the whole batch and its parts.
 
     Args:
-        whole: Of a run of the whole batch.
         cut: Of a run in which each forward of a model became one for each part.
-        parts: How many parts.
-        tolerance: A relative difference up to this is none.
 
     Returns:
         The module's path and ``"input"`` or ``"output"``; None where nothing differs, or the runs can't be compared.

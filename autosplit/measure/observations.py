@@ -11,7 +11,7 @@ __all__ = ["Observations"]
 
 
 SLOPE_TOLERANCE = 0.01
-"""A predicted slope that is off the real one by less is left as it is."""
+"""Relative error up to which a predicted slope is left as it is."""
 
 
 @dataclass
@@ -39,10 +39,10 @@ class Observations:
         return tuple(known[n] for n in sorted(known))
 
     def residual(self, n: int, predicted: Callable[[int], float]) -> float:
-        """Return what real steps hold beyond their prediction, at a size that was not run.
+        """Return what real steps hold beyond their prediction, in bytes, at a size that was not run.
 
-        It is that of the nearest real step, and, where two of them show that it grows (the predicted slope is off by
-        more than `SLOPE_TOLERANCE`), the line through the two nearest. A size that failed needs more than there is.
+        It is that of the nearest real step, or, where the two nearest show that it grows (a slope off by more than
+        `SLOPE_TOLERANCE`), the line through them. A size that failed needs more than there is.
         """
         known = {size: nbytes - predicted(size) for size, nbytes in self.ran.items()}
         for size, nbytes in self.failed.items():

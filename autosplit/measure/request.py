@@ -14,10 +14,10 @@ from autosplit.solve.split import whole_number
 __all__ = ["LARGEST_LOOKED_AT", "PROFILES", "STRATEGIES", "Request", "checked_request", "effective_range"]
 
 LARGEST_LOOKED_AT = 65536
-"""Samples: where neither `max_batch_size` nor an effective batch bounds the search."""
+"""Samples up to which the search goes where neither `max_batch_size` nor an effective batch bounds it."""
 
 MOST_SAMPLES = 2**31 - 1
-"""Of any batch: no kernel counts further."""
+"""Samples of the largest batch: no kernel counts further."""
 
 LONGEST_NAME = 64
 """Characters of a profile's name."""
@@ -31,20 +31,13 @@ class Request:
     """The checked arguments of a tuning.
 
     Attributes:
-        devices: What to tune for, all of one kind.
-        capacities_bytes: What each may hold, the reserve taken off.
-        reserved_bytes: The reserve of each.
-        strategy: One of `STRATEGIES`.
+        capacities_bytes: What each device may hold, the reserve taken off.
         effective_batch_sizes: The least and the most samples per optimizer step, equal where a number was asked for;
             None for one forward of whatever is best.
         max_batch_size: The most samples per forward; None for no bound.
-        n_trials: Trials, at most.
         deadline_s: `time.monotonic()` after which no trial begins; None for no limit.
-        storage: An Optuna URL, or None.
         sampler: An Optuna sampler, or None for the cost model's.
-        profile: One of `PROFILES`.
         name: Keeps profiles of equal workloads apart.
-        seed: Of the search.
         defaulted: No devices were named.
     """
 
@@ -65,7 +58,7 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """The devices' kind."""
+        """The kind of all devices."""
         return self.devices[0].kind
 
     @property

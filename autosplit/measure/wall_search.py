@@ -1,7 +1,7 @@
 """Find the largest batch that runs by running few, where a real step costs less than a trace: on accelerators.
 
-A trace, where there is one, tells the shape: where the peak bends. Real steps tell what it leaves out, each of them
-nearer to the wall than the last. Nobody knows exactly where that is, since an allocator takes more than it hands out.
+A trace, where there is one, tells where the peak bends; real steps, each nearer to the wall than the last, tell what
+it leaves out. The wall is never known exactly, since an allocator takes more than it hands out.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from autosplit.solve.memory import largest_fitting
 __all__ = ["WallSearch"]
 
 LONGEST_LEAP = 16
-"""Times the samples that ran, at most, where nothing was traced: a line of two small steps leads no further."""
+"""Factor on the samples that ran, at most, where nothing was traced: a line of two small steps leads no further."""
 
 FIRST_SHARE = 8
-"""The first step has this part of the samples that a trace promises: a trace may be several times too good."""
+"""Divisor of the samples that a trace promises, for the first step: a trace may be several times too good."""
 
 AGREE = 0.97
-"""Two ways to read one real step agree if one gives no less than this share of the other's samples."""
+"""Share of the other's samples that one of two ways to read a real step has to give for them to agree."""
 
 LEAST_GAIN = 0.01
-"""Of the samples that ran: nothing more is run for less."""
+"""Least share of the samples that ran that another step is run for."""
 
 LEAST_BLURRED_GAIN = 0.03
 """The same where the allocator holds more than it hands out: no step can tell where exactly it will hold too much."""
 
 STEP_DOWN = 0.02
-"""Of the samples that ran out of memory, at least, the next step has less; four times that after a second failure."""
+"""Least share of the samples that ran out of memory that the next step has less; four times that after a second
+failure.
+"""
 
 MOST_STEPS = 8
 STEPS_NEEDED = 3
-"""So many does a size take near the wall; no further one is begun that could take more than `MOST_STEPS` in all."""
+"""Steps that a size takes near the wall; none is begun that could take more than `MOST_STEPS` in all."""
 
 MOST_BLURRED_STEPS = 24
-"""The same where the wall is blurred, or nothing was traced; most searches are content with half of them."""
+"""Most steps where the wall is blurred, or nothing was traced; most searches are content with half of them."""
 
 MOST_FAILURES = 6
 
@@ -48,14 +50,11 @@ class WallSearch:
     Attributes:
         traced: Bytes at n samples by traces; None where there are none.
         capacity_bytes: What the allocator may hold.
-        least: The fewest samples that can be run.
-        most: Nothing larger is run.
         start: A size to begin with where there is no trace.
         known: What an equal device ran; 0 for none.
         allocated: What tensors took at most, by samples.
         reserved: What the allocator held at most, by samples.
         failed: The fewest samples that did not run.
-        steps: Real steps so far.
         blind: Memory does not tell what fails: a kernel's limit, or a process that died.
     """
 
@@ -80,7 +79,7 @@ class WallSearch:
         self._failures = 0
 
     def ran_out(self, n: int) -> None:
-        """Take in a size that did not."""
+        """Take in a size that did not run."""
         self.failed = n if self.failed is None else min(self.failed, n)
         self.steps += 1
         self._failures += 1
@@ -154,7 +153,7 @@ class WallSearch:
         return careful // 2 if careful > 4 * low else careful if careful > low else (low + full + 1) // 2
 
     def corrected(self, n: int) -> float:
-        """Return what n samples take: as traced, and beyond that what the real steps nearest to it took beyond."""
+        """Return the bytes of n samples: as traced, and what the nearest real steps took beyond that."""
         traced = self.traced or (lambda _n: 0.0)
         if not self.allocated:
             return traced(n)

@@ -1,7 +1,7 @@
 """Which micro-step of an optimizer step is running: who walks the step says so, and wrappers that keep replicas ask.
 
-A plan is plain numbers and knows no model; so the walk (`plan.steps`) and the wrapper meet here. The walk is named
-for as long as its loop body runs, and no longer: an exception or a `break` in it ends the naming, too.
+The walk (`plan.steps`) knows no model, so it meets the wrapper here. It is named for as long as its loop body runs: an
+exception or a `break` in it ends the naming, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Accumulation:
     """One optimizer step as wrappers see it.
 
     Attributes:
-        is_last: Whether the running micro-step is its last: gradients have to come home in its backward.
+        is_last: The running micro-step is its last: gradients have to come home in its backward.
     """
 
     def __init__(self) -> None:

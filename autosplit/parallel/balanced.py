@@ -1,7 +1,6 @@
 """`BalancedDataParallel`: nn.DataParallel with a share of its own for each device.
 
-It takes plain integers and never tunes itself. What of a batch goes where is decided here; `running` runs it,
-`gathering` puts the outputs together, and `kept` lets replicas outlive a micro-step.
+It takes plain integers and never tunes itself; which part of a batch goes where is decided here.
 """
 
 from __future__ import annotations
@@ -187,11 +186,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         """Return the samples each device gets of a batch.
 
         Args:
-            batch_size: Samples in the batch.
             bounded: Hold the ceilings, which are those of training; a forward without gradients needs less.
-
-        Returns:
-            One size per device; they add up to `batch_size`.
 
         Raises:
             InputError: The ceilings do not hold the batch.
@@ -208,14 +203,11 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         return sizes if ceilings is None else cap_split(sizes, ceilings)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on the batch, each device on its share.
+        """Run the module on the batch, each device on its share, and return its outputs, gathered on the output device.
 
         Args:
             *inputs: The module's positional arguments: tensors, or nested containers of them.
-            **kwargs: Its keyword arguments.
-
-        Returns:
-            What the module returns, gathered on the output device.
+            **kwargs: Its keyword arguments, likewise.
 
         Raises:
             WorkloadError: The arguments disagree on the batch size, or outputs that can't be put together.
@@ -305,10 +297,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         super().zero_grad(set_to_none)
 
     def hold_gradients(self, split: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
-        """Let gradients of zeros wait on the devices of a placement, as after a micro-step within `no_sync`.
-
-        For whoever follows one micro-step of many.
-        """
+        """Let gradients of zeros wait on the devices of a placement, as after a micro-step within `no_sync`."""
         self._kept = KeptReplicas(PlacedCopies())
         self._kept.hold(self.module, [index for index, samples in enumerate(split) if samples], parameters)
 
@@ -370,8 +359,6 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         """Cut a call as `forward` does, for code that drives nn.DataParallel's parts itself.
 
         Args:
-            inputs: Positional arguments.
-            kwargs: Keyword arguments.
             device_ids: Ignored: the wrapper's own devices have their shares.
 
         Returns:
@@ -456,17 +443,11 @@ def data_parallel(
 ) -> Any:
     """Run a module once on a batch, each device on its share: the functional form of `BalancedDataParallel`.
 
+    All arguments that are not listed are the wrapper's.
+
     Args:
-        module: The module.
         inputs: A tensor, or a tuple of positional arguments; None for no such argument.
-        gpu0_bsz: See `BalancedDataParallel`, as for all that follow.
-        device_ids: Devices.
-        output_device: Where outputs are gathered.
-        dim: The batch dimension.
         module_kwargs: Keyword arguments of the module.
-        split: Samples per device.
-        ceilings: The most samples each device may get.
-        reduce: How scalar outputs are combined.
 
     Returns:
         What the module returns, gathered.

@@ -31,10 +31,10 @@ class StepSchedule:
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Which part of every micro-batch one rank takes: the ranks' parts lie side by side, in the order of the ranks.
+    """The part of every micro-batch that one rank takes: the ranks' parts lie side by side, in the order of the ranks.
 
     Attributes:
-        rank: The rank, from 0.
+        rank: From 0.
         batch_sizes: For every rank, its samples of a full micro-batch, 0 or more. A smaller micro-batch is split in
             the same proportions, as far as no rank gets a single sample that has more of a full one (`short_split`).
 
@@ -173,10 +173,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, and with it the order that the next iteration draws.
-
-        Args:
-            epoch: The epoch, 0 or more. Without `shuffle` it changes nothing.
+        """Choose the epoch, 0 or more, and with it the order that the next iteration draws, if it shuffles.
 
         Raises:
             InputError: `epoch` is negative or not a whole number.
@@ -207,9 +204,6 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         """Let the next iteration begin where another sampler was, in its epoch.
 
         Batch sizes and ranks may be others than they were, if the samples consumed end an optimizer step here, too.
-
-        Args:
-            state: What `state_dict` returned.
 
         Raises:
             InputError: The state is of another order of samples, or ends within an optimizer step.

@@ -109,9 +109,7 @@ class Gathering:
     """Put the outputs of the replicas together, keeping the types of what holds them.
 
     Args:
-        dim: The batch dimension.
         weights: What each replica's scalars count for: numbers, or scalar tensors on whatever device.
-        link: What brings outputs to the output device.
         shares: Samples of each replica, to tell a loss in one element from an output of one sample.
         losses: Which outputs, by their places, were seen to be losses in one element, or not to be. With one sample on
             each replica they can't be told apart, and are what they were.

@@ -1,8 +1,7 @@
 """Weigh the scalar outputs of the replicas when they are combined into one.
 
-A loss that is a mean over samples is right when it is weighted by samples; one that is a mean over tokens needs
-the tokens of each share, and one that is a sum needs nothing. Nothing of a module says which it is: a plan knows it
-from the gradient check, and whoever wraps without one says it.
+A loss that is a mean over samples is weighted by samples, one that is a mean over tokens by the tokens of each share,
+and a sum by nothing. A module does not say which it is: the gradient check finds it, or whoever wraps the module says.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ __all__ = [
 ]
 
 Reduce = Literal["samples", "tokens", "next tokens", "sum"] | Callable[[Any], float]
-"""How scalar outputs are combined; a callable returns what a replica's counts for from its ``(args, kwargs)``: an
-amount, such as its tokens, of which all replicas' sum is the whole."""
+"""Way to combine scalar outputs; a callable returns what a replica's counts for from its ``(args, kwargs)``: an amount,
+such as its tokens, of which all replicas' sum is the whole.
+"""
 
 _NAMED = ("samples", "tokens", "next tokens", "sum")
 
@@ -51,7 +51,6 @@ class DoubtfulWeights(list["float | Tensor"]):
     """Weights that were guessed: whoever combines a loss with them calls `say`.
 
     Args:
-        weights: What each replica counts for.
         kind: The class of the module, of which it is said once.
         doubt: What is not known, what was done about it, and what settles it.
     """
@@ -74,11 +73,7 @@ _said: set[type[nn.Module]] = set()
 
 
 def checked_reduce(reduce: Reduce | None) -> Reduce | None:
-    """Check how scalar outputs are to be combined.
-
-    Raises:
-        InputError: It is none of them.
-    """
+    """Return a way to combine scalar outputs, checked."""
     if reduce is not None and reduce not in _NAMED and not callable(reduce):
         named = ", ".join(map(repr, _NAMED))
         raise InputError(f"reduce is {reduce!r}; expected {named} or a callable; pass one of them, or None")
@@ -96,13 +91,12 @@ def weights_of(
     Args:
         reduce: As the user or the plan says it; None weights by samples. But a call with `num_items_in_batch`, by
             which the module divides a sum itself, is added up.
-        module: The module whose replicas get the chunks.
         chunks: The call of each replica, ``(args, kwargs)``, before anything runs.
         sizes: Samples in each.
 
     Returns:
-        Weights: plain numbers, or, where labels are counted, scalar tensors on the device of the labels, so that
-        nothing waits for it; `DoubtfulWeights` where they were guessed.
+        Plain numbers, or, where labels are counted, scalar tensors on the labels' device, so that nothing waits for it;
+        `DoubtfulWeights` where they were guessed.
 
     Raises:
         WorkloadError: Tokens are to be counted, and a call has no tensor named `labels`.

@@ -1,10 +1,9 @@
 """Walk an epoch by optimizer steps of exactly E samples, and their micro-batches.
 
-`ScheduledBatchSampler` cuts the epoch and publishes how; `steps` walks a loader by that schedule (or by counting, for
-any other loader) and weights each micro-batch's mean loss by its share of its optimizer step, so that the gradient is
-that of the whole step, also where the last micro-batch is smaller. A rank of a DDP job walks its slice of the same
-epoch in the same loop. A `BalancedDataParallel` that runs within a step keeps its replicas until the step's last
-micro-batch.
+`steps` walks a loader by the schedule of its `ScheduledBatchSampler` (any other by counting) and weights each
+micro-batch's mean loss by its share of its optimizer step, so that the gradient is that of the whole step, also where
+the last micro-batch is smaller. A `BalancedDataParallel` that runs within a step keeps its replicas until the step's
+last micro-batch.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ class OptimizerStep:
 
         Args:
             loss: The mean loss of the micro-batch, one number.
-            scaler: Scales the weighted loss, for fp16; None for none.
+            scaler: Scales the weighted loss, for fp16.
 
         Raises:
             InputError: `loss` is not one number, no micro-batch was drawn, or this one already had its backward.
@@ -156,7 +155,7 @@ class OptimizerStep:
             (weighted if scaler is None else scaler.scale(weighted)).backward()
 
     def check_finished(self) -> None:
-        """Make sure that every micro-batch of the step had its backward; `steps` does so before it goes on.
+        """Make sure that every micro-batch of the step had its backward.
 
         Raises:
             InputError: One had none, so that the gradient lacks its part.

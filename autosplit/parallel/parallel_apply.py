@@ -1,8 +1,7 @@
 """Run a module on the chunks of a batch, each where it belongs.
 
-On GPUs it stands on torch's own parallel_apply, on CUDA on its broadcast, too. On CPU devices chunks run in turn:
-through the one module outside a placement, through a replica per device inside one, so that each device's copies are
-accounted where they are.
+On GPUs it stands on torch's own parallel_apply. On CPU devices chunks run in turn: through the one module outside a
+placement, through a replica per device inside one, so that each device's copies are accounted where they are.
 """
 
 from __future__ import annotations
@@ -67,18 +66,12 @@ def run_on_gpus(
     kept: KeptReplicas | None,
     dim: int,
 ) -> list[Any]:
-    """Scatter all, replicate, run all at the same time.
+    """Scatter all, replicate, run all at the same time; a GPU that runs out of memory is named, with its samples.
 
     Args:
-        module: On the first device.
-        devices: All GPUs of the wrapper.
-        active: Positions of those that have samples.
+        active: Positions of the devices that have samples.
         chunks: A call for each of them.
         kept: Replicas that outlive this forward; None for such as don't.
-        dim: The batch dimension, to count the samples of a GPU that runs out of memory.
-
-    Raises:
-        OutOfMemoryError: A GPU ran out of memory; it is named, with the samples it held.
     """
     try:
         return _outputs_of_gpus(module, devices, active, chunks, kept)

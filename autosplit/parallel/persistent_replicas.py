@@ -1,9 +1,9 @@
 """Replicas that stay for a whole optimizer step: parameters are copied to the devices once, gradients come home once.
 
 nn.DataParallel broadcasts and reduces in every micro-step, because its replicas' parameters are outputs of one
-autograd node. Here they are leaves: each micro-step's backward adds to the gradients where they are, and what is
-elsewhere is added to the module's own at the end of the backward that says so. Buffers are copied at each forward,
-as nn.DataParallel does: a BatchNorm's first device moves them.
+autograd node. Here they are leaves: each backward adds to the gradients where they are, and the last one's end brings
+them to the module's own. Buffers are copied at each forward, as nn.DataParallel does: a BatchNorm's first device moves
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class _Master:
     """A parameter (or a buffer that takes part in the gradient) on the first device, and its leaves elsewhere.
 
     Attributes:
-        tensor: The module's own.
         leaves: By device, the copies that replicas compute with.
         stamps: By device, which values the copy has: a device may sit out a micro-step and join a later one.
         noted: The module's own gradient when the last backward was over, and its version; None with none waiting.
@@ -179,11 +178,7 @@ class KeptReplicas:
             self.note()
 
     def bring_home(self) -> None:
-        """Add all gradients that wait to the module's own.
-
-        Raises:
-            InputError: A backward made gradients that have a graph themselves (``create_graph=True``).
-        """
+        """Add all gradients that wait to the module's own; refuse those that have a graph (``create_graph=True``)."""
         self._has_graph = False
         if self._copies.together:
             for device in {device: None for master in self._masters.values() for device in master.leaves}:
@@ -207,8 +202,7 @@ class KeptReplicas:
     def settle(self) -> None:
         """Forget what waits for parameters whose own gradient was cleared meanwhile.
 
-        Raises:
-            InputError: One was changed otherwise: clipped, scaled or replaced, which the others were not.
+        One that was changed otherwise (clipped, scaled or replaced, which the others were not) is refused.
         """
         for master in self._masters.values():
             if master.is_cleared:
@@ -222,11 +216,7 @@ class KeptReplicas:
             master.drop_gradients()
 
     def refuse_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an update of parameters whose gradients are not complete.
-
-        Raises:
-            InputError: Gradients of this optimizer's parameters wait.
-        """
+        """Refuse an update of parameters whose gradients are not complete."""
         ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         places: set[int] = set()
         for master in self._masters.values():
@@ -321,7 +311,7 @@ class KeptReplicas:
 
 
 _NO_TASK = -1
-"""What torch calls the backward that runs where none does."""
+"""Torch's number for the backward that runs where none does."""
 
 
 def _in_backward(known: weakref.ref[KeptReplicas], _grad: Tensor) -> None:
@@ -376,7 +366,7 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 _guarded: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
-"""Whose gradients wait, or did."""
+"""Replicas whose gradients wait, or did."""
 
 
 def _guard(kept: KeptReplicas) -> None:

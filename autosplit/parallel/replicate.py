@@ -1,7 +1,7 @@
 """Replicas of a module on the devices of a wrapper, and what is carried into and out of them.
 
-They are made by the protocol that nn.DataParallel's replicas follow, on GPUs and, where all devices are torch's one
-CPU, inside a placement, each with its own copies, so that these are accounted where they would be.
+They follow the protocol of nn.DataParallel's replicas, on GPUs and, where all devices are torch's one CPU, inside a
+placement, each with its own copies, so that these are accounted where they would be.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
     mode and the default device (torch nn/parallel/parallel_apply.py: the three are thread-local).
 
     Args:
-        replica: What the thread will call.
         device: The replica's; a default device of its kind becomes this one in its thread.
     """
     inference = torch.is_inference_mode_enabled()
@@ -60,7 +59,7 @@ def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
 
 
 class _Broadcast(torch.autograd.Function):
-    """Parameters of the first device to each active one; gradients come back in one node, as torch's do.
+    """Broadcast parameters of the first device to each active one; gradients come back in one node, as torch's do.
 
     No gradient reaches `.grad` before all replicas have finished: their sum stands beside the first replica's
     own gradients, and beside `.grad` while accumulating (torch nn/parallel/_functions.py, Broadcast). Unlike torch's
@@ -136,7 +135,6 @@ def replica_of(module: nn.Module, table: dict[int, Tensor]) -> nn.Module:
     """Copy a module's structure around tensors that are given, tied ones staying tied.
 
     Args:
-        module: The module.
         table: For the `id` of each of its parameters and buffers, what takes its place.
     """
     twins: dict[int, nn.Module] = {id(part): part._replicate_for_data_parallel() for part in module.modules()}
@@ -170,7 +168,7 @@ class BufferCopies:
     """Copies of buffers, in their place while a chunk runs, so that only the first chunk moves the module's own.
 
     Args:
-        slots: By `moving_buffers`; copied at once, before any chunk moves them.
+        slots: From `moving_buffers`; copied at once, before any chunk moves them.
     """
 
     def __init__(self, slots: list[tuple[nn.Module, str, Tensor]]) -> None:

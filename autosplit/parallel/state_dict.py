@@ -13,9 +13,9 @@ from autosplit.errors import InputError, shown
 __all__ = ["matching_state_dict", "plain_state_dict"]
 
 _WRAPPED = "module"
-"""What nn.DataParallel, DistributedDataParallel and BalancedDataParallel call the module inside them."""
+"""Name of the module inside nn.DataParallel, DistributedDataParallel and BalancedDataParallel."""
 _COMPILED = "_orig_mod"
-"""What torch.compile calls it. Nobody gives a layer this name, while one called `module` is quite usual."""
+"""Name of the module inside torch.compile's. Nobody gives a layer this name, while `module` is quite usual."""
 _EXTRA_STATE = "_extra_state"
 
 

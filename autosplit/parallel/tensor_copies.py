@@ -1,4 +1,4 @@
-"""How tensors travel between the first device of a wrapper, 0, and its others: in a placement, and between GPUs."""
+"""Copies of tensors between the first device of a wrapper, 0, and its others: in a placement, and between GPUs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Copies", "GpuCopies", "PlacedCopies"]
 Grads = Sequence["Tensor | None"]
 
 BUCKET_BYTES = 10 * 2**20
-"""Of what travels as one: what torch's own broadcast of a module's parameters takes (10 MiB)."""
+"""Size of what travels as one: that of torch's own broadcast of a module's parameters (10 MiB)."""
 
 
 class Copies(ABC):
-    """How tensors travel, one after the other. Devices are positions in the wrapper's list.
+    """The copies of tensors, one after the other. Devices are positions in the wrapper's list.
 
     Attributes:
         together: Many small tensors go to and from a device as one.

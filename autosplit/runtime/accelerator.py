@@ -1,11 +1,11 @@
 """Real steps on accelerators: kernels, the caching allocator's peak, and the clock with every device idle.
 
-What a device may hold is set as the allocator's own limit while a step runs, so that the reserve stays free, and so
-that running over it raises even where the driver would spill into host memory (Windows, WSL).
+What a device may hold is the allocator's own limit while a step runs: the reserve stays free, and running over it
+raises even where the driver would spill into host memory (Windows, WSL).
 
-What a step holds is what it allocates at most. What the allocator reserves for that is more, by the blocks that it
-keeps and cuts up; it never exceeds the limit, so that near it it tells nothing of the step. It is the wall: a step fits
-that runs within the limit without the allocator having to give back what it keeps, again and again.
+A step holds what it allocates at most. What the allocator reserves is more, by the blocks that it keeps and cuts up,
+and never exceeds the limit. A step fits if it runs within the limit without the allocator having to give back what it
+keeps, again and again.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ ROOMY = 0.9
 """A step for which the allocator reserves no more than this share of the limit is not run again to see it thrash."""
 
 UPDATES_TIMED = 2
-"""Runs of the optimizer by the clock; waiting for what comes before it keeps them out of the timed steps."""
+"""Timed runs of the optimizer; waiting for what comes before it keeps them out of the timed steps."""
 
 CLIFF = 4.0
-"""A step that takes so many times as long for each sample as a smaller one did may lie in host memory."""
+"""A step that takes so many times as long per sample as a smaller one did may lie in host memory."""
 
 TWINS_WITHIN = 0.01
-"""Of their memory: accelerators of one name are planned as equals with what the one with the least of them may hold."""
+"""Share of their memory in which accelerators of one name may differ and be planned as equals: as the one with the
+least.
+"""
 
 SPILLING = 1 / 32
-"""Of a device's memory: with more than that left to the driver nothing is spilled to the host."""
+"""Share of a device's memory: with more than that left to the driver nothing is spilled to the host."""
 
 
 class AcceleratorRuntime:
     """A training step on accelerators of one kind.
 
     Args:
-        devices: GPUs and the like.
         capacities_bytes: What each may hold, by what was free before this process had a context there.
-        workload: What is trained; copies of it go where they are needed.
     """
 
     simulated = False
@@ -92,16 +92,16 @@ class AcceleratorRuntime:
         return twinned(self.devices, [max(0, min(limits)) for limits in zip(self._most_bytes, rooms, own, strict=True)])
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step, and return the most that it allocates on each device, in bytes; see `memory`."""
+        """Return the most bytes that a step allocates on each device; see `memory`."""
         return self.memory(shape).allocated_bytes
 
     def memory(self, shape: StepShape) -> StepMemory:
         """Run a step until it is steady, and return what it holds.
 
         Raises:
-            OutOfMemoryError: A device ran out of memory, or is so near to it that steps no longer run as they should:
-                the allocator has to give back what it kept in each of them, or they are suddenly many times slower
-                for each sample (memory that spills to the host). It is named.
+            OutOfMemoryError: A device, which it names, ran out of memory, or is so near to it that the allocator gives
+                back what it kept in each step, or that steps are suddenly many times slower per sample (memory that
+                spills to the host).
         """
         return self._within_bounds(shape, lambda run: self._confirm(run, shape))
 
@@ -146,19 +146,11 @@ class AcceleratorRuntime:
                 )
 
     def retries(self) -> list[int]:
-        """Return how often each device's allocator found nothing and had to give back what it kept."""
+        """Return how often each device's allocator had to give back what it kept to find room."""
         return [int(self._backend.memory_stats(gpu).get("num_alloc_retries", 0)) for gpu in self._gpus]
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Run a step repeatedly for its time, and for what the allocator reserves for it.
-
-        Args:
-            shape: The step.
-            budget_s: Stop repeating after this long.
-
-        Raises:
-            OutOfMemoryError: As `peaks`.
-        """
+        """Run a step repeatedly, up to `budget_s`, for its time and for what the allocator reserves for it."""
 
         def use(run: Callable[[Callable[[str], None]], None]) -> Measurement:
             run(_unmarked)
@@ -284,23 +276,16 @@ class AcceleratorRuntime:
 
 
 def pinned(tensor: Tensor, kind: str) -> Tensor:
-    """Return a tensor in memory that is copied from while kernels run, as a loader with pin_memory has it.
+    """Return a tensor in pinned memory, as a loader with pin_memory has it.
 
-    Args:
-        tensor: One that is not on the host, or not dense, stays as it is.
-        kind: Of the device that it goes to.
+    One that is not on the host, or not dense, is returned as it is.
     """
     stays = tensor.device.type != "cpu" or tensor.layout is not torch.strided or kind in {"cpu", "mps"}
     return tensor if stays else tensor.pin_memory()
 
 
 def twinned(devices: Sequence[Device], capacities_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return capacities in which twins have as much: a display on one would else have each of them probed alone.
-
-    Args:
-        devices: The devices.
-        capacities_bytes: What each may hold.
-    """
+    """Return capacities in which twins have as much: a display on one would else have each of them probed alone."""
     found = list(capacities_bytes)
     for index in sorted(range(len(devices)), key=lambda index: capacities_bytes[index]):
         found[index] = min(
@@ -316,12 +301,7 @@ def _unmarked(_phase: str) -> None:
 
 
 class _Steady:
-    """A step that may not make the allocator give back what it kept twice in a row.
-
-    Args:
-        runtime: Whose step it is.
-        run: The step.
-    """
+    """A step that may not make the allocator give back what it kept twice in a row."""
 
     def __init__(self, runtime: AcceleratorRuntime, run: Callable[[Callable[[str], None]], None]) -> None:
         self._runtime, self._run = runtime, run
@@ -329,7 +309,7 @@ class _Steady:
 
     @property
     def is_giving_back(self) -> bool:
-        """Whether the last step made it."""
+        """Whether the last step made the allocator give back what it kept."""
         return bool(self._gave_back)
 
     def __call__(self, mark: Callable[[str], None]) -> None:

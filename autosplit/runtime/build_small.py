@@ -1,6 +1,6 @@
-"""Build something as it is, for as long as it stays small.
+"""Build a model or workload with its memory, for as long as it stays small.
 
-To build without memory, torch loads its compiler, which takes as long as torch itself. What is small needs none of it.
+To build without memory, torch loads its compiler, which takes as long as torch itself.
 """
 
 from __future__ import annotations
@@ -27,32 +27,24 @@ FACTORIES = frozenset(
         *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
     }
 )
-"""What makes tensors of a size that is among its arguments, and can make them on the meta device, too."""
+"""Functions that make tensors of a size that is among their arguments, on the meta device, too."""
 
 COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 """Layouts that have no places of each value in each dimension."""
 
 
 class TooLarge(BaseException):  # no error: a signal, which code that catches every Exception lets through
-    """A model that is built grows past its bound, or beyond this machine's own memory."""
+    """Raised where a model that is built grows past its bound, or beyond this machine's own memory."""
 
 
 def built_within(build: Callable[[], T], most_bytes: int) -> T:
-    """Call a function for as long as the tensors that it makes are small.
+    """Call a function for as long as the tensors that it makes add up to no more, those that it drops included.
 
     The size of what is drawn or filled is known before it takes its memory. What torch does not show (a file that is
     read) counts once it is there.
 
-    Args:
-        build: Makes a model or a workload.
-        most_bytes: What all the tensors that it makes may add up to, those that it drops included.
-
-    Returns:
-        What `build` returns.
-
     Raises:
         TooLarge: They are larger, or on another device than the processor.
-        Exception: What `build` raises.
     """
     bound = _Bound(most_bytes)
     with settings_kept_on_failure():
@@ -65,9 +57,9 @@ def built_within(build: Callable[[], T], most_bytes: int) -> T:
 
 @contextmanager
 def settings_kept_on_failure() -> Iterator[None]:
-    """Put torch's default dtype, default device and grad mode back where code that is called again was left.
+    """Put torch's default dtype, default device and grad mode back where code is left that will be called again.
 
-    Code that changes one of them for a while, and was left meanwhile, would take it for what was there before.
+    Left while it had changed one of them, it would take that for what was there before.
     """
     dtype, device, has_gradients = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
     try:
@@ -81,14 +73,7 @@ def settings_kept_on_failure() -> Iterator[None]:
 
 
 class _Bound(TorchFunctionMode):
-    """Counts the bytes of the tensors that torch's functions return.
-
-    Args:
-        most_bytes: How many there may be.
-
-    Attributes:
-        passed: There were more, or there are tensors elsewhere.
-    """
+    """Counts the bytes of the tensors that torch's functions return; `passed` where they are too many, or elsewhere."""
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__()
@@ -115,7 +100,6 @@ class _Bound(TorchFunctionMode):
         return result
 
     def end(self) -> NoReturn:
-        """Leave what is being built."""
         self.passed = True
         raise TooLarge(f"its tensors take more than {self._most_bytes} bytes, or are not the processor's")
 
@@ -182,7 +166,7 @@ def _foreseen_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]
 
 
 def _is_meta(func: Any, options: Mapping[str, Any], given: list[Tensor]) -> bool:
-    """Tell whether what a factory makes takes no memory: on the device it names, its tensor's, or the default."""
+    """Tell whether a factory's tensor takes no memory: on the device it names, its tensor's, or the default."""
     if options.get("device") is not None:
         return torch.device(options["device"]).type == "meta"
     return (given[0].device if _is_like_another(func) else torch.get_default_device()).type == "meta"

@@ -1,7 +1,7 @@
-"""A process of its own for what may crash, exit or hang: what ends it costs one answer, and not this process.
+"""A child process for what may crash, exit or hang: what ends it costs one answer, and not this process.
 
-multiprocessing's spawn with one pipe is all it takes, since one process answers one call at a time. The pools
-(concurrent.futures, loky, pebble) hide what a worker died of and at which call, and that is what is to be told.
+It is multiprocessing's spawn with one pipe, answering one call at a time. The pools (concurrent.futures, loky, pebble)
+hide what a worker died of and at which call.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = ["Child", "ChildLostError", "LostCauseError"]
 T = TypeVar("T")
 
 UNHURRIED_S = 600.0
-"""Waiting for an answer ends here where no other limit is given: as long as NCCL waits for a rank that hangs."""
+"""Limit for an answer where no other is given: as long as NCCL waits for a rank that hangs."""
 
 _CLOSING_S = 5.0
-"""So long a process that was told to stop may take over it."""
+"""Time in which a process that was told to stop has to end."""
 
 _LOOK_S = 1.0
-"""So often a silent process is looked at: one that forked leaves its pipes open in its children when it dies."""
+"""Interval at which a silent process is looked at: when one that forked dies, its children keep its pipes open."""
 
 _SENT_AT_ONCE_BYTES = 4096
-"""What any pipe takes in without a reader, who is still starting."""
+"""The size that any pipe takes in without a reader, who is still starting."""
 
 _SIGNALS = {
     "SIGKILL": "as the system's out-of-memory killer does",
@@ -66,7 +66,7 @@ class ChildLostError(AutosplitError):
 
 
 class LostCauseError(Exception):
-    """Raised inside the process: it is of no more use, and has to be replaced; the message completes ``cause``."""
+    """Raised inside the process where it is of no more use and has to be replaced; the message completes ``cause``."""
 
 
 class InTheChildError(Exception):
@@ -92,15 +92,11 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The process's; None while there is none."""
+        """The process's id; None while there is none."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process if there is none, and return while it loads.
-
-        Raises:
-            AutosplitError: The system refuses another process.
-        """
+        """Start the process if there is none, and return while it loads."""
         if self._process is not None:
             return
         self._waiting = self._waiting or _pickled(self._make)
@@ -126,14 +122,10 @@ class Child:
             self._hand_over()
 
     def get_ready(self, limit_s: float = UNHURRIED_S) -> None:
-        """Wait until the object is made; a process is started for it where there is none.
-
-        Args:
-            limit_s: The process is ended if it takes longer.
+        """Wait until the object is made, starting a process if there is none, which is ended if it takes longer.
 
         Raises:
             ChildLostError: The process ended, or was ended, before.
-            Exception: Whatever was raised there.
         """
         self.start()
         if self._is_ready:
@@ -148,19 +140,13 @@ class Child:
         self._is_ready = True
 
     def call(self, name: str, *args: Any, limit_s: float = UNHURRIED_S) -> Any:
-        """Call a method of the object, once it is made.
+        """Call a method of the object, once it is made, with picklable arguments; what it raises is raised here.
 
         Args:
-            name: Of the method.
-            *args: Picklable.
             limit_s: The process is ended if the answer takes longer.
-
-        Returns:
-            What the method returns.
 
         Raises:
             ChildLostError: The process ended, or was ended, without an answer.
-            Exception: Whatever was raised there.
         """
         self.get_ready()
         self._send(pickle.dumps((name, args)))
@@ -202,7 +188,6 @@ class Child:
             self._pipe.send_bytes(data)
 
     def _result(self, limit_s: float) -> Any:
-        """Wait for an answer, and return or raise it."""
         try:
             kind, value = self._answer(limit_s)
         except BaseException:
@@ -235,7 +220,6 @@ class Child:
         return kind, value
 
     def _end_text(self) -> str:
-        """Say what ended the process."""
         assert self._process is not None
         code = _exitcode(self._process, _LOOK_S)
         if code is None:
@@ -258,8 +242,6 @@ def _exitcode(process: BaseProcess, limit_s: float) -> int | None:
 
 
 class _Call:
-    """A call that is to be made elsewhere."""
-
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._function, self._args = function, args
 
@@ -283,7 +265,7 @@ def _pickled(what: Any) -> bytes:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let a process start with stdout on stderr and deaf to Ctrl-C: it runs the main module before any code of ours."""
+    """Start a process with stdout on stderr and deaf to Ctrl-C: it runs the main module before any code of ours."""
     kept = _duplicate(1)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if hasattr(signal, "pthread_sigmask") else None
     try:
@@ -397,7 +379,7 @@ _Link = tuple[bytes | None, str]
 
 
 def _encoded(error: BaseException) -> tuple[list[_Link], str]:
-    """Make an exception fit to travel: it and its causes, and its traceback where nobody raised it on purpose."""
+    """Make an exception fit to travel: it, its causes, and its traceback where nobody raised it on purpose."""
     links: list[_Link] = []
     link: BaseException | None = error
     while link is not None and len(links) < 8:

@@ -1,7 +1,6 @@
 """Real steps on this machine's processor: its memory counted and bounded by the tracker, its time by the clock.
 
-Each `cpu:SIZE` is a device with an enforced budget; they share one processor, so their busy times add. Memory is
-measured tracked and time untracked, never in one run: following every op costs more than some of the ops.
+Memory is measured tracked and time untracked, never in one run: following every op costs more than some of the ops.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ __all__ = ["CpuRuntime"]
 
 
 class CpuRuntime:
-    """A training step on CPU devices.
+    """A training step on CPU devices, which share one processor, so that their busy times add.
 
     Args:
-        devices: Plain `cpu`, or devices with budgets.
-        capacities_bytes: What each may hold; enforced where the device is budgeted.
+        capacities_bytes: The most that each may hold; enforced where the device is budgeted (`cpu:SIZE`).
         trainee: A real copy on the CPU.
     """
 
@@ -65,12 +63,7 @@ class CpuRuntime:
         return peaks
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Run a step untracked and time it; budgets are not enforced here, see `peaks`.
-
-        Args:
-            shape: The step.
-            budget_s: Stop repeating after this long.
-        """
+        """Run a step untracked, up to `budget_s`, and time it; budgets are not enforced here, see `peaks`."""
         trainee = self.trainee
         sizes = [sum(split) for split in shape.splits]
         with kept_rng():

@@ -1,4 +1,4 @@
-"""Fake tensors: what has shapes and a device, and neither numbers nor memory."""
+"""Fake tensors: shapes and a device, and neither numbers nor memory."""
 
 from __future__ import annotations
 
@@ -25,15 +25,8 @@ def fake_mode() -> FakeTensorMode:
 def built_without_memory(build: Callable[[], Any], mode: FakeTensorMode) -> Any:
     """Call a function so that the tensors it makes take no memory.
 
-    Under fake tensors first. What these can't do (torch can't convert a fake module's dtype in place: `model.half()`)
-    is tried on the meta device, which in turn can't be copied from.
-
-    Args:
-        build: Makes a model or a workload.
-        mode: The fake tensors' mode.
-
-    Returns:
-        What `build` returns.
+    Fake tensors are tried first. What these can't do (torch can't convert a fake module's dtype in place:
+    `model.half()`) is tried on the meta device, which in turn can't be copied from.
 
     Raises:
         Exception: What it raised under fake tensors, where it raised on the meta device, too.
@@ -57,7 +50,7 @@ def mode_of(workload: Workload) -> FakeTensorMode | None:
 
 
 def holds_fakes(device: torch.device) -> bool:
-    """Tell whether fake tensors on a device can be trained: not every build, nor every back end, has what it takes."""
+    """Tell whether fake tensors on a device can be trained, which not every build or back end can."""
     if accelerator_kind() != device.type:  # autograd ends the process where torch was built without the device
         return False
     try:
@@ -83,7 +76,7 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
 
 
 def _fake_sparse(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """Make the fake of a sparse tensor, with as many values, which are what it takes: torch's own fakes have none."""
+    """Make the fake of a sparse tensor with as many values: torch's own fakes have none."""
     if tensor.layout is not torch.sparse_coo:
         raise NotImplementedError(f"a tensor of {tensor.layout} can't be faked with its values")
     indices, values = (

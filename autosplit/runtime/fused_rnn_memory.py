@@ -1,6 +1,6 @@
 """The memory of oneDNN's fused LSTM layer, which a fake op returns less of.
 
-It returns a workspace for its backward, whose size only the library knows: torch's fake op returns an empty one, and a
+Its workspace for the backward has a size that only the library knows, and torch's fake op returns an empty one: a
 traced LSTM's memory would be several times too small. So the real op is asked once for each shape. In its backward
 the two biases' gradients are one tensor where it is fake, and two where it is real (torch _meta_registrations.py,
 meta_mkldnn_rnn_layer; aten/src/ATen/native/mkldnn/RNN.cpp).
@@ -21,19 +21,13 @@ __all__ = ["as_real"]
 _RNN_LAYER: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
 _RNN_LAYER_BACKWARD: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer_backward", None)
 _WORKSPACE = 3
-"""Its place among the layer's outputs."""
+"""Index of the workspace among the layer's outputs."""
 _SECOND_BIAS = 4
-"""The place of its gradient among the backward's outputs."""
+"""Index of the second bias's gradient among the backward's outputs."""
 
 
 def as_real(func: Any, args: Sequence[Any], outputs: Any) -> Any:
-    """Return what an op returns, with the memory of the real one.
-
-    Args:
-        func: The op.
-        args: Its arguments.
-        outputs: What it returned; only fake outputs of a fused recurrent layer are replaced.
-    """
+    """Return an op's outputs with the memory of real ones; only a fused recurrent layer's fake outputs are replaced."""
     packet = getattr(func, "_overloadpacket", None)
     if packet is None or packet not in (_RNN_LAYER, _RNN_LAYER_BACKWARD) or not isinstance(outputs[0], FakeTensor):
         return outputs
@@ -52,7 +46,7 @@ def _hashable(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _rnn_workspace_bytes(given: tuple[Any, ...]) -> int:
-    """Run the layer on zeros of those shapes, and weigh what it keeps."""
+    """Run the layer on zeros of those shapes, and return the size of its workspace."""
     with unset_fake_temporarily(), torch.enable_grad():
         outputs = _RNN_LAYER.default(*map(_real, given))
         return int(outputs[_WORKSPACE].untyped_storage().nbytes())

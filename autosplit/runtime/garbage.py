@@ -15,8 +15,8 @@ __all__ = ["quick_collections"]
 def quick_collections() -> Iterator[None]:
     """Let collections look at what is made from here on only, once all before was looked at.
 
-    With torch and the user's libraries loaded, each looks at half a million objects for 0.1 to 0.3 s; a tuning on two
-    devices collects a hundred times.
+    With torch and the user's libraries loaded, a full one takes 0.1 to 0.3 s; a tuning on two devices collects a
+    hundred times.
     """
     with held_interrupts():  # one that comes in a finalizer is lost
         gc.collect()

@@ -13,11 +13,10 @@ __all__ = ["held_interrupts"]
 
 @contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the context, and let it come then, as it would have come.
+    """Hold Ctrl-C back until the end of the context (a second or so); in other threads Python delivers none.
 
-    An exception of Python's that reaches C++ code without a handler for it ends the process ("terminate called"): a
-    KeyboardInterrupt may come anywhere, in the callbacks of torch's dispatcher, too. For what lasts a second or so.
-    In other threads, to which Python gives no signals, nothing is held.
+    A KeyboardInterrupt inside the callbacks of torch's dispatcher reaches C++ code without a handler for it, which ends
+    the process ("terminate called").
     """
     ours = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if ours else None

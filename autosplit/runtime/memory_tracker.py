@@ -1,8 +1,7 @@
 """Follow every storage that a training step makes, charge it to its device, and stop where the device is full.
 
-The tracker is the memory of devices that are not there: the budgets of `cpu:2GiB,cpu:1GiB` and the cards of
-`sim:`. It sees ops as they are dispatched, below autograd, so what a backward saves or recomputes is counted
-while it lives and no longer. Its rules:
+Ops are seen as they are dispatched, below autograd, so what a backward saves or recomputes is counted while it lives
+and no longer. The rules:
 
 * Parameters, buffers, inputs and optimizer state are adopted explicitly. A storage that was never adopted is
   host memory and is not charged until an op takes it beside a placed tensor: on a real device both would have to be
@@ -10,8 +9,8 @@ while it lives and no longer. Its rules:
 * An op's outputs are on the device of its inputs; only `transfer` moves. What an op makes from nothing placed
   (`torch.zeros` in a forward) is provisional: it is charged when it meets a placed, non-scalar tensor.
 * Sparse tensors are followed through their indices and values.
-* A few random numbers on the host are what a model decides by, which layers to leave out, say. Where draws are given,
-  they are these.
+* A few random numbers on the host are what a model decides by (which layers to leave out). Where draws are given, they
+  are these.
 * A dispatch mode does not reach worker threads, so the devices of a tracked step run in turn.
 
 Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
@@ -48,7 +47,7 @@ __all__ = ["BLOCK_BYTES", "Entry", "Kind", "Left", "Observer", "Tracker", "round
 BLOCK_BYTES = 512
 
 NUMBER_BYTES = 16
-"""The largest single number's."""
+"""Size of the largest single number."""
 
 _PROVISIONAL = -2
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
@@ -62,7 +61,7 @@ _SPARSE_PARTS = {
 
 
 Kind = Literal["parameters", "gradients", "optimizer", "gathered", "activations", "left"]
-"""What a storage is for; ``"left"`` by an earlier step, for whatever the workload keeps."""
+"""The purpose of a storage; ``"left"`` by an earlier step, for whatever the workload keeps."""
 
 MOST_DECIDED_BY = 64
 """Random numbers that are drawn at once and on no device; of more, nobody asks each."""
@@ -75,11 +74,11 @@ _DRAWS = frozenset(
 )
 
 _KINDS: dict[str, Kind] = {"parameter": "parameters", "buffer": "parameters", "gradient": "gradients"}
-"""By what a transfer is for."""
+"""The kind of what a transfer is for."""
 
 
 Entry = tuple[Kind, int, int]
-"""What a storage is for, the device it came to or went from, and its bytes, not rounded; negative where it went."""
+"""A storage's kind, the device it came to or went from, and its bytes, not rounded; negative where it went."""
 
 Left = Sequence[weakref.ref[torch.UntypedStorage]]
 """Storages that a step left behind, as long as they live."""
@@ -146,16 +145,15 @@ class Tracker(TorchDispatchMode, Placement):
     Args:
         labels: The devices' names for error messages, in the order of the step.
         capacities: Bytes each may hold; None for no bound.
-        observer: Told of each op and transfer.
-        draws: What is drawn to decide by; None for what chance brings.
+        draws: Numbers that replace those drawn to decide by; None for what chance brings.
         accounts: Keep what `peak_account` needs: a few words for each storage that comes and goes.
-
-    Raises:
-        OutOfMemoryError: From the op whose output no longer fits, naming the device.
 
     Attributes:
         live_bytes: Bytes held now, per device.
         peak_bytes: The most that was held since entering or `reset_peak`, per device.
+
+    Raises:
+        OutOfMemoryError: From the op whose output no longer fits, naming the device.
     """
 
     def __init__(
@@ -184,7 +182,7 @@ class Tracker(TorchDispatchMode, Placement):
 
     @property
     def num_devices(self) -> int:
-        """How many devices the step has."""
+        """The number of devices of the step."""
         return len(self.labels)
 
     def __enter__(self) -> Tracker:
@@ -242,9 +240,9 @@ class Tracker(TorchDispatchMode, Placement):
                 self._held[storage._cdata].kind = "left"
 
     def left_on(self, device: int) -> Left:
-        """Return what a device holds beside parameters, gradients and optimizer state, but for single numbers.
+        """Return what a device holds beside parameters, gradients and optimizer state.
 
-        Those are what a model notes of each step, a list of losses, and take nothing.
+        Single numbers are left out: a model's list of losses, which takes nothing.
         """
         held = (one for one in self._held.values() if one.device == device and one.kind in ("activations", "left"))
         return [

@@ -1,4 +1,4 @@
-"""Return what an op costs a device: the floating-point operations and bytes of it, by the roofline."""
+"""The cost of an op on a device by the roofline: its floating-point operations and bytes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Work:
     """Ops that a device runs between two transfers, in columns: a step has thousands.
 
     Attributes:
-        device: Where they run.
         flops: Floating-point operations of each.
         nbytes: Bytes that each reads and writes.
         rates: The peak that bounds each, see `OpCost.rate`.

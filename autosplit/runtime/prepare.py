@@ -1,4 +1,4 @@
-"""Set the stage: from what `tune` is given to a workload that is followed, and a runtime that runs it."""
+"""From what `tune` is given to a workload that is followed, and a runtime that runs it."""
 
 from __future__ import annotations
 
@@ -39,18 +39,16 @@ Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
 
 SMALL_BYTES = 256 * 2**20
-"""What is built for simulated cards has its memory up to here: it is there sooner than torch's compiler, which building
-without memory needs."""
+"""Bound up to which a workload for simulated cards is built with its memory: that is faster than to load torch's
+compiler, which building without memory needs.
+"""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """A workload with the tracer that follows it, and what is to be said about both.
+    """A workload with the tracer that follows it, and a sentence for each thing to be said about both.
 
     Attributes:
-        workload: The workload.
-        tracer: Predicts the memory of its steps.
-        notes: One sentence each.
         isolated: Runs its steps in a process of its own; None where they run in this one.
         rebuild: Builds the workload again, with its memory; None where it has it, or never had any.
     """
@@ -67,8 +65,6 @@ class Built:
     """A workload as it was built.
 
     Attributes:
-        source: What it was built from.
-        workload: The workload.
         why_real: Why it has memory although none was needed; None where it has not, or needs it.
         fake: It was built without memory.
     """
@@ -83,14 +79,8 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     """Make a source of `tune`'s first arguments.
 
     Args:
-        given: A model, a `Workload`, or a function that returns a `Workload`.
-        sample_batch: With a model.
-        described: What else describes a workload, with a model; None where it was not given. A `precision` replaces
+        described: The other keywords of a workload, with a model; None where one was not given. A `precision` replaces
             a Workload's own.
-
-    Raises:
-        InputError: Arguments that do not go together.
-        WorkloadError: No workload can be made of them.
     """
     options = {name: value for name, value in described.items() if value is not None}
     if sample_batch is not None:
@@ -141,10 +131,6 @@ def _in_precision(source: Source, precision: Any) -> Source:
 def build(source: Source, devices: Sequence[Device]) -> Built:
     """Build the workload; for simulated cards without its memory, where it is not small and that can be.
 
-    Args:
-        source: See `Source`.
-        devices: What it is tuned for, all of one kind.
-
     Raises:
         UserCodeError: The function raised.
         WorkloadError: It returned something else.
@@ -174,16 +160,10 @@ def isolated_runtime(
 
     Args:
         source: Picklable, made of what can be imported there.
-        devices: What to run on.
-        capacities_bytes: What each may hold.
         closing: Ends the process.
-        deadline_s: See `IsolatedRuntime`.
 
     Returns:
         The runtime, to be given to `follow`; None for simulated cards, on which nothing runs.
-
-    Raises:
-        InputError: The source can't be pickled.
     """
     if devices[0].kind == "sim":
         return None
@@ -194,7 +174,7 @@ def isolated_runtime(
 
 
 def _runtime_of_source(source: Source, devices: tuple[Device, ...], capacities_bytes: tuple[int, ...]) -> RealRuntime:
-    """Make the runtime where nothing has to be undone: in a process that ends."""
+    """Make the runtime in a process that ends, where nothing has to be undone."""
     runtime = _real_runtime(devices, capacities_bytes, _built(source), ExitStack())
     gc.freeze()  # collections are quick, see `quick_collections`
     return runtime
@@ -207,7 +187,6 @@ def follow(
 
     Args:
         built: The workload; one that was built without memory and can't be followed is built again.
-        devices: What it is tuned for, all of one kind.
         closing: Gets what has to be undone at the end: a model that can't be copied is borrowed.
         isolated: Where its steps are to run, if not in this process.
 
@@ -278,14 +257,7 @@ def _built(source: Source) -> Workload:
 def runtime_for(
     devices: tuple[Device, ...], capacities_bytes: tuple[int, ...], followed: Followed, closing: ExitStack
 ) -> Runtime:
-    """Make the runtime for devices of one kind.
-
-    Args:
-        devices: What to run on.
-        capacities_bytes: What each may hold.
-        followed: The workload and its tracer.
-        closing: Gets what has to be undone at the end.
-    """
+    """Make the runtime for devices of one kind."""
     if followed.isolated is not None:
         assert followed.isolated.devices == devices, (followed.isolated.devices, devices)
         return followed.isolated

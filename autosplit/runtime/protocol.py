@@ -1,4 +1,4 @@
-"""The protocol of the three runtimes: what they are asked and what they answer, in plain numbers."""
+"""The protocol of the runtimes: what they are asked and what they answer, in plain numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepShape:
 
     @property
     def alone(self) -> bool:
-        """Whether one device works by itself, wherever it stands in the list."""
+        """Whether one device has all samples, wherever it stands in the list."""
         return self.arrangement != "balanced"
 
     @property
@@ -80,7 +80,6 @@ class StepMemory:
     Attributes:
         allocated_bytes: The most that tensors took of each device.
         reserved_bytes: The most that the allocator held of each, for them and in blocks that it kept.
-        steps: How many were run to see it.
     """
 
     allocated_bytes: tuple[int, ...]
@@ -93,18 +92,13 @@ class SeesMemory(Protocol):
     """A runtime of accelerators."""
 
     def memory(self, shape: StepShape) -> StepMemory:
-        """Run a step until it is steady, and return what it holds.
-
-        Raises:
-            OutOfMemoryError: A device ran out of memory; it is named.
-        """
+        """Run a step until it is steady, and return what it holds; an OutOfMemoryError names the device."""
 
 
 class Runtime(Protocol):
     """Where a training step runs and is measured.
 
     Attributes:
-        devices: What the step is spread over.
         simulated: The numbers are computed, and a peak is exact.
         shares_processor: The devices run in turn on one processor: their busy times add.
     """
@@ -128,7 +122,6 @@ class Runtime(Protocol):
         """Run a step for its time (and its memory, where one run gives both).
 
         Args:
-            shape: The step.
             budget_s: Stop repeating after this long.
 
         Raises:

@@ -3,11 +3,11 @@
 Order of a simulated micro-step: scatter, broadcast the parameters, run every replica, gather, loss, and the way
 back; then the optimizer on device 0. In a step of several micro-steps replicas are kept: the broadcast comes before
 the first, and gradients come back after the last. A device's clock runs by itself between transfers; a transfer
-starts when both ends are free and keeps both. This is nn.DataParallel without NCCL: device 0's link carries every
-copy in turn.
+starts when both ends are free and keeps both: nn.DataParallel without NCCL, device 0's link carrying every copy in
+turn.
 
-Tracing a step over eight cards costs eight times a step over one. So a step is composed: device 0 from a trace
-with its own share and all others' together, each other device from a trace of its share alone.
+Tracing eight cards costs eight times as much as one. So a step is composed: device 0 from a trace with its own share
+and all others' together, each other device from a trace of its share alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autosplit.solve.memory import MemoryParts
 __all__ = ["SimulatedRuntime", "traced_parts", "traced_peaks"]
 
 _BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
-"""Those in which devices work together."""
+"""The phases in which devices work together."""
 
 
 @dataclass
@@ -70,9 +70,7 @@ class SimulatedRuntime:
 
     Args:
         devices: Simulated devices, each with the row of its card.
-        capacities_bytes: What each may hold.
-        tracer: Follows the workload.
-        free: What transfers take no time for: ``"parameter"``, ``"output"`` and so on, see `transfer.transfer`.
+        free: Purposes whose transfers take no time: ``"parameter"``, ``"output"`` and so on, see `transfer.transfer`.
     """
 
     simulated = True
@@ -103,11 +101,7 @@ class SimulatedRuntime:
         return peaks
 
     def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:  # noqa: ARG002  # the protocol's
-        """Return the time and the peaks of one optimizer step.
-
-        Args:
-            shape: The step.
-            budget_s: Not needed: a simulated time is exact.
+        """Return the time and the peaks of one optimizer step; both are exact, so that no budget is needed.
 
         Raises:
             OutOfMemoryError: A card would hold more than its capacity; it is named.
@@ -128,7 +122,7 @@ class SimulatedRuntime:
         return Measurement(seconds, 0.0, peaks, tuple(clocks.busy_s), seconds - before_s)
 
     def _begin_gradients(self, clocks: _Clocks, shape: StepShape) -> None:
-        """Set right what the first micro-step did: each was traced as one that adds to earlier gradients."""
+        """Correct the first micro-step: each was traced as one that adds to earlier gradients."""
         for device in _active(shape.splits[0]):
             clocks.work(device, -sum(cost.seconds(self._specs[device]) for cost in self.tracer.accumulation_costs()))
         if not shape.alone and not shape.splits[0][0]:
@@ -151,22 +145,12 @@ class SimulatedRuntime:
 
 
 def traced_peaks(tracer: Traces, shape: StepShape) -> tuple[int, ...]:
-    """Predict each device's peak from traces, in bytes, whatever it may hold.
-
-    Args:
-        tracer: Follows the workload.
-        shape: The step.
-    """
+    """Predict each device's peak from traces, in bytes, whatever it may hold."""
     return _source_of(tracer, shape).peaks()
 
 
 def traced_parts(tracer: Traces, shape: StepShape) -> tuple[MemoryParts, ...]:
-    """Tell what each device's peak is made of, from traces; it adds up to what `traced_peaks` returns.
-
-    Args:
-        tracer: Follows the workload.
-        shape: The step.
-    """
+    """Return the parts of each device's peak, from traces; they add up to what `traced_peaks` returns."""
     return _source_of(tracer, shape).parts()
 
 
@@ -174,7 +158,6 @@ _NOTHING = MemoryParts(0, 0, 0, 0, 0)
 
 
 def _active(split: tuple[int, ...]) -> list[int]:
-    """Return the devices that have samples."""
     return [index for index, samples in enumerate(split) if samples]
 
 
@@ -203,7 +186,7 @@ def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = Fa
 
 
 def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
-    """Let the events of a trace pass on the clocks; `place` says which card each of its devices is."""
+    """Play a trace's events on the clocks; `place` gives the card of each of its devices."""
     for event in events:
         if isinstance(event, Work):
             device = place[event.device]
@@ -266,8 +249,8 @@ def _joining_costs(event: Move, nbytes: int) -> tuple[OpCost, ...]:
 def _stand_ins(split: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shares of the devices that stand for all others in device 0's trace.
 
-    One will do, because what device 0 holds depends on their samples together. But where it has none itself,
-    the sum of gradients begins with the second of them.
+    One will do, because what device 0 holds depends on their samples together. Where it has none itself, the sum of
+    gradients begins with the second of them.
     """
     rest = sum(split[1:])
     two = split[0] == 0 and sum(1 for samples in split[1:] if samples) > 1

@@ -1,7 +1,7 @@
 """Real steps in a process of their own: what dies there (a kernel, the process, the host's memory) costs one call.
 
-The process builds the workload from its source itself, runs the real runtime, and answers with plain numbers. It is
-replaced when it dies, when it hangs, and when CUDA has failed in a way that makes every later call fail.
+The process builds the workload itself, and is replaced when it dies, when it hangs, and when CUDA has failed in a way
+that makes every later call fail.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ T = TypeVar("T")
 RealRuntime = CpuRuntime | AcceleratorRuntime
 
 START_LIMIT_S = 60.0
-"""What importing torch and building a workload may take, however little of a time limit is left."""
+"""Least limit for importing torch and building a workload, however little of a time limit is left."""
 
 CALL_LIMIT_S = 10.0
-"""The same for a call: a few steps, with the kernels chosen in the first."""
+"""Least limit for a call: a few steps, with the kernels chosen in the first."""
 
 ASKED_LIMIT_S = 30.0
-"""The same for a question about the workload, which is to take a few seconds."""
+"""Least limit for a question about the workload, which is to take a few seconds."""
 
 COMPILED_LIMIT_S = 120.0
-"""The same for a compiled step, which is compiled in it."""
+"""Least limit for a compiled step, which is compiled in it."""
 
 ALERT_LIMIT_S = 3.0
-"""The same once a call has hung: others may, too."""
+"""Least limit for a call once one has hung: others may, too."""
 
 SLOWER_BY = 20.0
-"""A call may take so much longer than the longest that was answered: steps grow from 1/16 of a ceiling to all of it."""
+"""Factor by which a call may exceed the longest that was answered: steps grow from 1/16 of a ceiling to all of it."""
 
 FUTILE_DEATHS = 3
-"""So many processes may be lost where none has ever answered: the fault is not in the number of samples. And so many
-may hang before the end of a time limit also ends the attempts."""
+"""Processes that may be lost where none has ever answered: the fault is not in the number of samples. As many may hang
+before the end of a time limit also ends the attempts.
+"""
 
 
 class StepLostError(OutOfMemoryError):
@@ -64,13 +65,11 @@ class IsolatedRuntime:
 
     Args:
         make: Picklable; makes the real runtime, there.
-        devices: What the step is spread over.
-        deadline_s: `time.monotonic()` by which all should be done; None for no limit. Half of what is left is the
-            most that one call may take of it, so that something smaller can still be run after a step that hangs.
+        deadline_s: `time.monotonic()` by which all should be done; None for no limit. One call may take at most half of
+            what is left, so that something smaller can still be run after a step that hangs.
 
     Raises:
         InputError: `make` can't be pickled.
-
     """
 
     simulated = False
@@ -96,7 +95,7 @@ class IsolatedRuntime:
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:
-        """The bytes that each device may hold by the process of the steps, whose contexts take some of it."""
+        """The bytes that each device may hold, less the contexts of the process that runs the steps."""
         if self._capacities_bytes is None:
             self._get_ready()
         assert self._capacities_bytes is not None, "it was asked for"
@@ -104,51 +103,36 @@ class IsolatedRuntime:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The notes on processes that were lost, a sentence for each cause."""
+        """A sentence for each cause of lost processes."""
         by_cause: dict[str, list[StepShape]] = {}
         for (_, shape), cause in self._deadly.items():
             by_cause.setdefault(cause, []).append(shape)
         return tuple(_lost_text(shapes, cause) for cause, shapes in by_cause.items())
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
-        """Run a step for its memory and return each device's peak, in bytes.
+        """Return the peak bytes of a step on each device.
 
         Raises:
             OutOfMemoryError: A device ran out of memory; it is named.
             StepLostError: The process died of it, or was ended because it hung.
-            UserCodeError: The workload's own code raised; its cause is what.
+            UserCodeError: The workload's own code raised.
             AutosplitError: The process can't be started, or dies of whatever it is asked.
         """
         found: tuple[int, ...] = self._call("peaks", shape)
         return found
 
     def memory(self, shape: StepShape) -> StepMemory:
-        """Run a step on accelerators until it is steady, and return what it holds.
-
-        Raises:
-            AutosplitError: As `peaks`, with the same leaves.
-        """
+        """Run a step on accelerators until it is steady, and return what it holds; errors as of `peaks`."""
         found: StepMemory = self._call("memory", shape)
         return found
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
-        """Run a step for its time, and for its memory where one run gives both.
-
-        Args:
-            shape: The step.
-            budget_s: Stop repeating after this long.
-
-        Raises:
-            AutosplitError: As `peaks`, with the same leaves.
-        """
+        """Run a step, up to `budget_s`, for its time, and its memory where one run gives both; errors as of `peaks`."""
         found: Measurement = self._call("measure", shape, budget_s)
         return found
 
     def ask(self, function: Callable[[Workload], T]) -> T:
-        """Call a function on the workload, there.
-
-        Args:
-            function: Picklable: one that can be imported; so is what it returns.
+        """Call a function on the workload, there; it can be imported, and it and its answer pickled.
 
         Raises:
             AutosplitError: The process died of it, or was ended because it hung.
@@ -303,7 +287,7 @@ def _matmul_precision() -> str | None:
 
 
 def _switches() -> tuple[str, ...]:
-    """Return the names of what is switched in `torch.backends`."""
+    """Return the names of the switches in `torch.backends`."""
     if _matmul_precision() is None:
         return (*_CUDNN_SWITCHES, *(f"{place}fp32_precision" for place in _NEW_PRECISIONS))
     return (*_CUDNN_SWITCHES, "cudnn.allow_tf32")

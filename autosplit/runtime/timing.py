@@ -33,9 +33,6 @@ def timed(run: Callable[[Callable[[str], None]], object], budget_s: float, *, wa
         budget_s: No further repeat begins after this long, warm-up not counted; `MIN_REPEATS` are made in any case
             unless each takes longer alone; then two.
         warmups: Runs before the clock starts.
-
-    Returns:
-        The median, its standard error, and how many repeats there were.
     """
     for _ in range(warmups):
         run(lambda _phase: None)
@@ -58,13 +55,7 @@ def timed(run: Callable[[Callable[[str], None]], object], budget_s: float, *, wa
 
 
 def is_enough(seconds: list[float], spent_s: float, budget_s: float) -> bool:
-    """Tell whether repeats need no further one: the median stands, or the time is spent.
-
-    Args:
-        seconds: Of each repeat.
-        spent_s: On all of them.
-        budget_s: See `timed`.
-    """
+    """Tell whether repeats need no further one: the median stands, or `budget_s` is spent."""
     if len(seconds) >= MAX_REPEATS:
         return True
     if len(seconds) >= MIN_REPEATS and median_error(seconds) <= TARGET_ERROR * statistics.median(seconds):
@@ -74,17 +65,11 @@ def is_enough(seconds: list[float], spent_s: float, budget_s: float) -> bool:
 
 
 def median_error(values: list[float]) -> float:
-    """Estimate the standard error of a median.
+    """Estimate the standard error of a median, in the values' unit; one value alone has an error as large as itself.
 
     For normal noise it is ``sqrt(pi / 2)`` times that of a mean; the spread is taken from the median absolute
     deviation, 1.4826 times which is the standard deviation of normal noise (Rousseeuw and Croux 1993), so that
     an outlier does not count.
-
-    Args:
-        values: At least one.
-
-    Returns:
-        The error in the values' unit; one value alone has an error as large as itself.
     """
     if len(values) < 2:
         return values[0]

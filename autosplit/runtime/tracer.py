@@ -1,6 +1,6 @@
 """Run a training step once over pretended devices, and keep what it would cost anywhere.
 
-A trace holds each device's peak and the work between transfers, so that one run tells the time on every card. The
+A trace holds each device's peak and the work between transfers, so that one run gives the time on every card. The
 tensors are fake where the model allows it: no numbers, no memory, and the same cost at any batch size.
 """
 
@@ -61,12 +61,9 @@ class Trace:
 
     Attributes:
         peak_bytes: The most each device held.
-        parts: What each peak is made of.
-        entries: What came and went, in order.
+        entries: Storages that came and went, in order.
         broadcast: Copies of the parameters to replicas that are kept, once a step; otherwise they are in `micro`.
-        micro: Events of the micro-step.
         reduce: Kept replicas' gradients come home, once a step; otherwise they are in `micro`.
-        update: Events of the optimizer.
     """
 
     peak_bytes: tuple[int, ...]
@@ -88,15 +85,7 @@ class Trace:
 
 
 class _Recorder:
-    """An observer that gathers ops into work and keeps the transfers between.
-
-    Args:
-        samples: In the step, over all devices.
-
-    Attributes:
-        phases: Each with its events, in order.
-        norms_over_samples: An op was seen that may refuse a single sample.
-    """
+    """Gathers ops into work and keeps the transfers between; `norms_over_samples`: one may refuse a single sample."""
 
     def __init__(self, samples: int) -> None:
         self.phases: list[tuple[str, list[Event]]] = []
@@ -106,7 +95,6 @@ class _Recorder:
         self.mark("start")
 
     def mark(self, phase: str) -> None:
-        """Begin a phase."""
         self._close(*list(self._open))
         self.phases.append((phase, []))
 
@@ -137,7 +125,7 @@ class _Recorder:
 
 
 def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
-    """Return how many values a norm takes the mean of: with more than one of each sample, one sample will do, too."""
+    """Return the number of values a norm averages: with more than one of each sample, one sample will do, too."""
     values: Tensor = args[0]
     channels = args[6] if func._overloadpacket is aten.native_group_norm else values.shape[1]
     return values.numel() // max(1, channels)
@@ -168,13 +156,11 @@ class Tracer:
     """Traces training steps of one workload.
 
     Args:
-        workload: What is trained.
         fake: Follow fake tensors; otherwise real ones on the CPU.
         like_gpu: Run the variants of ops and optimizers that a GPU would run, instead of this processor's.
-        device: Where fake tensors say that they are, so that ops are those of that device.
+        device: The device that fake tensors claim, so that ops are those of that device.
 
     Attributes:
-        trainee: The copy that is traced.
         runs: Steps followed so far.
         norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
     """
@@ -198,13 +184,10 @@ class Tracer:
         self._leaves_unused = False
 
     def trace(self, shape: StepShape) -> Trace:
-        """Follow one optimizer step over pretended devices; a shape is followed once.
+        """Return the trace of one optimizer step over pretended devices, followed once; no capacity bounds it.
 
         Args:
-            shape: The step, of one micro-step; with `accumulates`, one that adds to gradients of earlier ones.
-
-        Returns:
-            The trace; peaks are not held against any capacity.
+            shape: A step of one micro-step; with `accumulates`, one that adds to gradients of earlier ones.
         """
         if shape not in self._kept:
             self._settle(shape)
@@ -213,7 +196,7 @@ class Tracer:
         return self._kept[shape]
 
     def _settle(self, shape: StepShape) -> None:
-        """Follow the first step of all: the optimizer's state appears in it, and is there in all that follow."""
+        """Follow the first step, in which the optimizer's state appears that all others have."""
         if shape.arrangement == "eval" or self._with_gradient is not None:
             return
         self._with_gradient = []
@@ -256,7 +239,7 @@ class Tracer:
         return Trace(peaks, parts, tracker.entries(), broadcast, micro[:home], micro[home:], update)
 
     def _note_gradients(self) -> None:
-        """Remember who has a gradient; of a model that leaves out layers, in the step that leaves out the fewest."""
+        """Note which parameters have a gradient, in the step that leaves out the fewest layers."""
         grads = [(p, p.grad) for p in self.trainee.parameters()]
         if self.fake and any(grad is not None and grad.is_sparse for _, grad in grads):
             raise NotImplementedError("how many rows a sparse gradient has depends on the data")
@@ -287,7 +270,6 @@ class Tracer:
 
 
 def _parts_of(tracker: Tracker, device: int) -> MemoryParts:
-    """Return what a device's peak is made of."""
     account = tracker.peak_account(device)
     kinds: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "gathered", "activations")
     parts = MemoryParts(*(account.get(kind, 0) for kind in kinds))
@@ -305,7 +287,7 @@ def _events(phases: list[tuple[str, list[Event]]], wanted: str) -> tuple[Event, 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Keep the garbage collector out of a trace: when it comes would be chance, and what it frees would be, too."""
+    """Keep the garbage collector out of a trace, whose peak would depend on when it comes."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -317,7 +299,7 @@ def _without_collector() -> Iterator[None]:
 
 @contextmanager
 def _without_fake_log() -> Iterator[None]:
-    """Keep torch's log of what fake tensors failed at from burying the error that says it in two lines."""
+    """Keep torch's log of failing fake tensors from burying the error that says it in two lines."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
     try:
@@ -344,15 +326,8 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
     Fake tensors live on that device, so that attention, dropout and autocast are its own; on the processor where that
     does not work; and where nothing works (kernels without fakes, weights of an odd kind) nothing is followed.
 
-    Args:
-        workload: What is trained.
-        device: Where it is to run.
-
     Returns:
-        The tracer, which is not fake where it can't follow anything, and a sentence that says what it falls short of.
-
-    Raises:
-        WorkloadError: No training step can be made of it.
+        The tracer, which is not fake where it can't follow anything, and a sentence on what it falls short of, or None.
     """
     shape = StepShape(((workload.sample_batch_size,),))
     failures: list[Exception] = []
@@ -391,16 +366,8 @@ def _cause_text(error: Exception) -> str:
 def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | None]:
     """Make a tracer that follows fake tensors, or real ones where the model can't be faked.
 
-    Args:
-        workload: What is trained.
-        like_gpu: See `Tracer`.
-
     Returns:
         The tracer, and a sentence that says why it is not fake, or None.
-
-    Raises:
-        UserCodeError: The workload fails on its own sample batch.
-        WorkloadError: No training step can be made of it.
     """
     shape = StepShape(((workload.sample_batch_size,),))
     try:

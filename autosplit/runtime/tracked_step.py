@@ -1,4 +1,4 @@
-"""Run a training step over devices that are there for the tracker only: the CPU does the work, each device pays."""
+"""Run a training step over devices that only the tracker has: the CPU does the work, each device pays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 T = TypeVar("T")
 
 MOST_TO_SETTLE = 4
-"""Steps after which what one leaves behind has to be what the next one leaves."""
+"""Steps after which one has to leave behind what it found."""
 
 
 def wrapper_for(
@@ -53,7 +53,7 @@ def wrapper_for(
 
 
 def bucket_bytes(trainee: Trainee) -> int:
-    """Return what DDP's gradient buckets hold, all through a step: as much as every trainable parameter's gradient."""
+    """Return the bytes of DDP's gradient buckets: those of every trainable parameter's gradient, all through a step."""
     return sum(parameter.numel() * parameter.element_size() for parameter in _trainable(trainee))
 
 
@@ -64,8 +64,8 @@ def _trainable(trainee: Trainee) -> list[nn.Parameter]:
 def views_buckets(shape: StepShape) -> bool:
     """Tell whether a rank's gradients lie in its buckets, as `DdpOptions.gradient_as_bucket_view` has it.
 
-    DDP puts them there in the backward in which they meet. Those of the micro-steps before it, which have none to be
-    added to after `zero_grad`, are tensors of their own (torch 2.13), and then a rank holds both.
+    DDP puts them there in the backward in which they meet. Those of earlier micro-steps are tensors of their own (torch
+    2.13), and then a rank holds both.
     """
     return shape.num_ranks > 1 and len(shape.splits) == 1 and not shape.accumulates
 
@@ -76,7 +76,6 @@ def gradients_in(buckets: Tensor, trainee: Trainee) -> Iterator[None]:
 
     Args:
         buckets: `bucket_bytes` of them, on the parameters' device.
-        trainee: Whose parameters get gradients.
     """
     start, handles = 0, []
     for parameter in sorted(_trainable(trainee), key=lambda p: -p.element_size()):  # each begins at its own alignment
@@ -104,20 +103,11 @@ def run_placed(
     *,
     held: Iterable[nn.Parameter] = (),
 ) -> tuple[int, ...]:
-    """Run one optimizer step under a tracker.
+    """Train by one optimizer step under a tracker, and return each device's peak, in bytes.
 
     Args:
-        trainee: It is trained by one step.
-        shape: The step.
         tracker: A new one, with a device for each entry of the split.
-        mark: Told when a phase begins.
         held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
-
-    Returns:
-        The peak of each device, in bytes.
-
-    Raises:
-        OutOfMemoryError: A device would hold more than its capacity.
     """
     sizes = [sum(split) for split in shape.splits]
     models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], trainee.device))
@@ -156,8 +146,8 @@ def run_placed(
 def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
     """Run steps until one leaves on the first device what it found there: state of an optimizer appears in the first.
 
-    Where a model decides by random numbers, that is done with the highest and the lowest of them, and those with which
-    it holds the most are drawn from then on.
+    A model that decides by random numbers is run with the highest and the lowest of them; those with which it holds the
+    most are drawn from then on.
 
     Raises:
         WorkloadError: No step does: no batch would fit for good.
@@ -229,7 +219,6 @@ def _hold(models: Any, split: tuple[int, ...], held: Iterable[nn.Parameter]) -> 
 
 @contextmanager
 def _buckets(shape: StepShape, trainee: Trainee, tracker: Tracker) -> Iterator[None]:
-    """Hold a rank's gradient buckets through a step, where there are other ranks."""
     if shape.num_ranks == 1:
         yield
         return

@@ -36,8 +36,9 @@ __all__ = ["CPU", "LOSS_SCALE", "Trainee", "ran_a_step", "state_tensors"]
 CPU = torch.device("cpu")
 
 LOSS_SCALE = 1.0
-"""Of fp16: takes the same memory and kernels as a larger one, which overflows in the first steps of most trainings. The
-scaler then leaves out the optimizer, whose state would not be there to be measured."""
+"""Loss scale of fp16. A larger one takes the same memory and kernels, but overflows in the first steps of most
+trainings: the scaler then leaves out the optimizer, whose state would not be there to be measured.
+"""
 
 
 @dataclass
@@ -45,17 +46,14 @@ class Trainee:
     """Models and optimizers that a training step may change.
 
     Attributes:
-        workload: What they are a copy of.
-        models: One module, or several as the workload has them.
-        optimizers: One optimizer, or several as the workload has them.
         fake_mode: The mode their tensors live in; None for real ones.
-        device: Where fake tensors say that they are.
+        device: The device that fake tensors claim.
         scaler: The GradScaler of ``fp16``, real copies only.
         restore: Puts back what had to be borrowed from the live model; nothing for a copy.
         left: What the last step left on the first device, whoever keeps it: the next begins with it.
         grown_bytes: By how much that was more than what the last step had found there.
         peak_bytes: The most that the first device held in the last step.
-        draws: What its steps draw to decide by.
+        draws: Numbers that its steps draw to decide by.
     """
 
     workload: Workload
@@ -108,7 +106,7 @@ class Trainee:
                     placement.adopt(value, 0)
 
     def held(self) -> dict[Literal["parameters", "gradients", "optimizer"], list[Tensor]]:
-        """Return what there is of the models and the optimizers, by what it is for; buffers go with the parameters."""
+        """Return the tensors of the models and optimizers by kind; buffers go with the parameters."""
         parameters = self.parameters()
         buffers = [buffer for module in modules_of(self.models) for buffer in module.buffers()]
         return {
@@ -130,11 +128,8 @@ class Trainee:
         """Run one optimizer step.
 
         Args:
-            models: The models, or wrappers around them.
-            batches: One micro-batch for each accumulation step.
-            sizes: Samples in each; a mean loss counts by its share of them.
+            sizes: Samples in each micro-batch; a mean loss counts by its share of them.
             mark: Told when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer.
-            updates: The optimizer runs.
             num_samples: Samples of the whole step, where these are not all of its micro-batches.
         """
         workload = self.workload
@@ -216,11 +211,7 @@ class Trainee:
 
 
 def ran_a_step(trace: TracebackType | None) -> bool:
-    """Tell whether an exception came out of the workload's own code while it was being trained.
-
-    Args:
-        trace: Where the exception went.
-    """
+    """Tell whether an exception came out of the workload's own code while it was being trained."""
     stepped, innermost = False, ""
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -1,8 +1,7 @@
 """Copy a workload to train it: the live model and optimizer are never touched.
 
-Real copies run on the CPU and on GPUs. Fake copies (torch's fake tensors) have shapes and no numbers, so that a
-model larger than this machine can be followed step by step. Where a model can't be copied it runs itself, and
-everything it was is put back.
+Real copies run on the CPU and on GPUs; fake ones (torch's fake tensors) have no numbers, so that a model larger than
+this machine can be followed. A model that can't be copied runs itself, and everything it was is put back.
 """
 
 from __future__ import annotations
@@ -47,9 +46,6 @@ def training_copy(
         mode: Makes the copy fake.
         gpu_variants: Let the optimizer run the multi-tensor variant that it would choose on a GPU.
 
-    Returns:
-        The copy, in training mode unless the model mixes modes.
-
     Raises:
         WorkloadError: A model of TorchScript or with parameters that have no shape yet, one on the meta device where a
             real copy was asked for, or an optimizer that fits no model.
@@ -84,7 +80,6 @@ def _ready(
     mode: FakeTensorMode | None,
     gpu_variants: bool,
 ) -> Trainee:
-    """Put copied models where they train, and give them their optimizers."""
     if mode is None and device is not None:
         models = map_modules(lambda module: module.to(device), models)
     for module in modules_of(models):
@@ -227,7 +222,7 @@ def _refuse_meta(models: Any) -> None:
 
 
 def _prepare(module: nn.Module) -> None:
-    """Drop gradients that were copied along; train, unless the user trains with parts of it in evaluation mode."""
+    """Drop gradients that were copied along, and train, unless the user trains with parts in evaluation mode."""
     module.zero_grad(set_to_none=True)
     if not module.training:
         module.train()
@@ -284,8 +279,8 @@ def _optimizer(
 def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """Copy a live optimizer onto the copied parameters.
 
-    Its attributes are copied, not its constructor called, because that may take anything. Left out: hooks, and
-    what a scheduler hangs on the instance (`step`), which would reach the live optimizer.
+    Its attributes are copied, since its constructor may take anything, but not hooks, nor what a scheduler hangs on the
+    instance (`step`), which would reach the live optimizer.
     """
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in memo]
     if foreign:

@@ -1,4 +1,4 @@
-"""The cost model as one of Optuna's samplers: it samples what it promises the most of, and leaves the rest to another.
+"""The cost model as one of Optuna's samplers; what it has nothing to say about is another's.
 
 Imported where a search begins, since it imports Optuna.
 """
@@ -34,9 +34,9 @@ class CostModelSampler(BaseSampler):
     Args:
         propose: ``propose(trials) -> Proposal``: what to try after these.
         trials: Returns the trials so far, in order.
-        space: What may be searched; a proposal outside it is left to the explorer.
-        seed: Of the explorer, Optuna's TPE. What it draws depends on the seed and the finished trials, so that a search
-            which was killed and goes on draws the same.
+        space: A proposal outside it is left to the explorer.
+        seed: Of the explorer, Optuna's TPE, which draws by it and the finished trials alone, so that a search that was
+            killed and goes on draws the same.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """DDP with one batch size for all ranks, all that other tools know: the best of such numbers. Pure.
 
-A tool like that runs k forwards of n samples on each of W ranks, so that an optimizer step has exactly k * n * W
-samples: no rank has more than another, and no forward is shorter than the rest.
+Such a tool runs k forwards of n samples on each of W ranks: an optimizer step has exactly k * n * W samples.
 """
 
 from __future__ import annotations
@@ -16,25 +15,18 @@ from autosplit.solve.step_time import Fit
 __all__ = ["EvenProblem", "EvenRanks"]
 
 MOST_FORWARDS = 20_000
-"""Of an optimizer step, where no fewer give it exactly the samples wanted: with more nobody trains."""
+"""Most forwards of an optimizer step, where no fewer give it exactly the samples wanted: with more nobody trains."""
 
 MORE_FORWARDS = 2
-"""Without a fit nobody knows what forwards cost: so many times the fewest are worth an exact step."""
+"""Factor on the fewest forwards that an exact step may cost where, without a fit, nobody knows what forwards cost."""
 
 MOST_RANKS = 64
-"""Of more than these none is left out on trial: that would take seconds."""
+"""Ranks of which some are left out on trial; with more that would take seconds."""
 
 
 @dataclass(frozen=True)
 class EvenRanks:
-    """Numbers for a tool that gives every rank the same.
-
-    Attributes:
-        num_ranks: How many there are.
-        batch_size: Samples per forward on each of them.
-        accumulation_steps: Forwards per optimizer step.
-        samples_per_s: Predicted throughput of whole optimizer steps; None without a fit.
-    """
+    """Numbers for a tool that gives every rank the same; `samples_per_s` is None without a fit."""
 
     num_ranks: int
     batch_size: int
@@ -43,7 +35,7 @@ class EvenRanks:
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples per optimizer step: of all ranks, in all forwards."""
+        """Samples per optimizer step, of all ranks in all forwards."""
         return self.num_ranks * self.batch_size * self.accumulation_steps
 
 
@@ -53,11 +45,10 @@ class EvenProblem:
 
     Attributes:
         ceilings: The most samples that each rank runs, one or more.
-        effective_batch_size: Samples per optimizer step that are wanted.
-        effective_batch_sizes: The least and the most that will do; None where only the former does.
+        effective_batch_sizes: The least and the most samples per optimizer step that will do; None where only
+            `effective_batch_size` does.
         max_batch_size: The most samples per forward, over all ranks; None for no bound.
         least_batch: The fewest samples that a rank can train on.
-        accumulates: An optimizer step may have several forwards.
         fit: The cost of a step, with a curve for each rank; None where nobody knows.
     """
 
@@ -72,8 +63,8 @@ class EvenProblem:
     def best(self) -> EvenRanks | None:
         """Return the even ranks nearest to what is wanted; None where some rank can't hold its share.
 
-        Of those that the model promises `WITHIN_REACH` of the best to, the ones whose optimizer step is within what
-        will do, then nearest to what is wanted, then the fastest, then those with the fewest forwards.
+        Of those that the model promises `WITHIN_REACH` of the best to: first the ones whose optimizer step is within
+        what will do, then the nearest to what is wanted, the fastest, those with the fewest forwards.
         """
         found = self._looked_at()
         if not found:
@@ -93,10 +84,9 @@ class EvenProblem:
         return min(found, key=self._preference, default=None)
 
     def without_slow(self) -> tuple[tuple[int, ...], EvenRanks] | None:
-        """Look for fewer ranks that are faster: with one batch for all, the slowest rank sets the pace of each.
+        """Return fewer ranks that are faster, and their numbers; None where nothing is gained, or nobody knows.
 
-        Returns:
-            The ranks that stay, in order, and their numbers; None where nothing is gained, or nobody knows.
+        With one batch for all, the slowest rank sets the pace of each.
         """
         everyone = self.best()
         if self.fit is None or everyone is None or not 1 < len(self.ceilings) <= MOST_RANKS:

@@ -27,9 +27,8 @@ def fastest_split(
     """Find the split whose slowest device finishes first, under caps.
 
     Each next sample goes to the device that would finish it first, which is optimal when no time falls as the batch
-    grows. Where two would finish at the same moment, the one with fewer samples gets it, then the lower index, so that
-    a flat stretch of a curve doesn't pile samples on one device. Large batches bisect the finish time first and hand
-    out only the last few samples one by one; the answer is the same.
+    grows; of two at the same moment, to the one with fewer samples, then the lower index, so that a flat stretch of a
+    curve doesn't pile samples on one device. Large batches bisect the finish time first; the answer is the same.
 
     Args:
         batch_size: Samples to split, 0 or more.
@@ -144,7 +143,7 @@ def _next_s(times: Sequence[Callable[[int], float]], low: Sequence[int], high: S
 def _counts(
     times: Sequence[Callable[[int], float]], finish_s: float, low: Sequence[int], high: Sequence[int]
 ) -> list[int]:
-    """Per device, the most samples from `low` to `high` that end by `finish_s`; `low` where none above does."""
+    """Return the most samples per device, from `low` to `high`, that end by `finish_s`; `low` where none above does."""
     known: dict[tuple[int, int, int], int] = {}  # of devices that are alike, one is asked
     counts = []
     for time, least, most in zip(times, low, high, strict=True):

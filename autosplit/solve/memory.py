@@ -79,7 +79,7 @@ class Ceiling:
         return largest_size(most, lambda samples: self.bytes_at(samples) <= capacity_bytes)
 
     def with_capacity(self, capacity_bytes: int, batch_size: int) -> Ceiling:
-        """Return the ceiling of a device that may hold so much, which is so many samples."""
+        """Return the ceiling of a device that may hold so many bytes, which is so many samples."""
         if batch_size == self.batch_size:
             return replace(self, capacity_bytes=capacity_bytes)
         return replace(
@@ -114,7 +114,7 @@ class MemoryParts:
 
     @property
     def total_bytes(self) -> int:
-        """All of them together."""
+        """The sum of all parts."""
         held = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.gathered_bytes
         return held + self.activations_bytes + self.untraced_bytes
 
@@ -122,7 +122,6 @@ class MemoryParts:
         """Return the same for another peak; None where that is less than what is there all through.
 
         Args:
-            peak_bytes: What the device holds.
             measured: The peak is that of a real step, so that what it has more was not traced; otherwise it is of a
                 line through traces, and what it has more is more of the activations.
         """
@@ -192,7 +191,7 @@ class Region:
 
     @classmethod
     def apart(cls, ceilings: Sequence[int], max_batch_size: int, least_share: int = 1) -> Region:
-        """Return the region of devices whose memory is their own, as that of ranks is: their ceilings say it all."""
+        """Return the region of devices with a memory of their own, as ranks have: their ceilings say it all."""
         return cls(MemoryFit(0.0, 0.0), 0, ceilings[0], tuple(ceilings[1:]), max_batch_size, least_share)
 
     @property
@@ -235,7 +234,7 @@ def _largest_batch(region: Region) -> int:
 
 
 def largest_size(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest size up to `most` that fits, by halving, where all that is smaller fits; 0 where none does."""
+    """Return the largest size up to `most` that fits, by halving, if all that is smaller fits; 0 where none does."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -244,7 +243,7 @@ def largest_size(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def samples_within(nbytes: float, bytes_per_sample: float, most: int) -> int:
-    """Return how many samples bytes hold, up to `most`."""
+    """Return the number of samples that fit so many bytes, up to `most`."""
     if nbytes < 0:
         return 0
     return most if bytes_per_sample <= 0 else math.floor(min(most, nbytes / bytes_per_sample))
@@ -253,17 +252,10 @@ def samples_within(nbytes: float, bytes_per_sample: float, most: int) -> int:
 def largest_fitting(
     peak_bytes: Callable[[int], float], capacity_bytes: float, *, least: int, most: int, start: int
 ) -> int:
-    """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n.
+    """Find the largest n in ``least..most`` whose peak fits, for a peak that grows with n; `least` is taken to fit.
 
     It doubles from `start` until that is too much, and then looks where the line between what fits and what does not
-    leads; every third look halves what is left, since a peak may bend.
-
-    Args:
-        peak_bytes: Bytes at n samples; asked for once at each.
-        capacity_bytes: What fits.
-        least: Known or assumed to fit; returned where nothing larger does.
-        most: Nothing larger is looked at.
-        start: A size to begin with.
+    leads; every third look halves what is left, since a peak may bend. No size is looked at twice.
     """
     low, high = least, most + 1  # low fits; high does not
     known: dict[int, float] = {}

@@ -1,9 +1,7 @@
-"""Optuna, and only Optuna: which configuration of those that fit is the fastest?
+"""The search by Optuna: which configuration of those that fit is the fastest?
 
-The caller evaluates, and proposes what it can tell by itself; nothing here runs a step or knows a model. The loop,
-the storage and the resumption are Optuna's. A sampler of our own (`cost_model_sampler`) draws what is proposed, and
-leaves the rest to Optuna's. The study keeps every trial with its reason and all there is to it, so that a search that
-was killed goes on where it was: its trials are not run again.
+The caller evaluates and proposes; nothing here runs a step or knows a model. The loop, the storage and the resumption
+are Optuna's. The study keeps every trial with its reason, so that a search that was killed goes on where it was.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ _ENDED = "ended_at"
 """A study's attribute: trials with a lower number are those of searches that came to their end."""
 
 _CEILINGS = "ceilings"
-"""A study's attribute: the ceilings of a search that did not come to its end, by what they are of."""
+"""A study's attribute: the ceilings, by key, of a search that did not come to its end."""
 
 MOST_REPEATS = 3
-"""For each trial so many more are asked for, at most: a sampler may suggest over and over what was tried already."""
+"""Trials asked for, at most, beyond each one made: a sampler may suggest over and over what was tried already."""
 
 
 def search(
@@ -59,18 +57,16 @@ def search(
     """Evaluate configurations until there is nothing more to expect.
 
     Args:
-        space: What may be searched.
         evaluate: ``evaluate(number, configuration) -> Trial``; a configuration that fails is a failed trial.
         propose: ``propose(trials) -> Proposal``: what to try after these, or that it is enough. What is not in the
             space is left to the explorer.
         n_trials: At most so many.
-        seed: Of the explorer; what it draws depends on the seed and the trials before, and on nothing else.
+        seed: Of the explorer, which draws by it and the trials before, and by nothing else.
         sampler: One of Optuna's, which draws every trial instead; then nothing is proposed, and all trials are made.
         deadline_s: `time.monotonic()` after which no trial begins; one is made in any case.
         storage: An Optuna URL to keep the study in; None keeps it in memory. A search that was killed goes on from the
             trials that it left there. Those of a search that came to its end only guide the sampler: their times are
             of another moment. Trials that somebody enqueued there are made first.
-        study_name: Its name there.
         on_trial: Told of each trial, also of those that a killed search left.
         on_trouble: Told why the storage is done without, where it fails in mid-search.
 
@@ -186,11 +182,7 @@ class _Search:
             raise
 
     def _objective(self, asking: Any) -> float:
-        """Evaluate what Optuna suggests; what was evaluated before is told again, and not run.
-
-        Raises:
-            optuna.TrialPruned: It can't be run, or did not fit.
-        """
+        """Evaluate what Optuna suggests, and prune what can't run; what was evaluated before is told again, not run."""
         import optuna
 
         self.asked += 1
@@ -229,11 +221,7 @@ def _log_trial(trial: Trial, why: str) -> None:
 
 
 class CeilingStore:
-    """Keeps the ceilings of a search in its study, so that one which was killed need not measure them again.
-
-    Raises:
-        InputError: Optuna can't open it, or write to it.
-    """
+    """Keeps the ceilings of a search in its study, so that one which was killed need not measure them again."""
 
     def __init__(self, storage: str, study_name: str) -> None:
         _imported()
@@ -275,11 +263,10 @@ def _unusable(storage: str | None, error: Exception) -> InputError:
 
 
 def _imported() -> None:
-    """Import Optuna where nobody waits with a model in hand.
+    """Import Optuna in a new thread, which has no callers.
 
-    While it is imported it catches the error of a database driver that is not there, and keeps it for later. An error
-    keeps its frame, a frame the frames that called it, and these all their variables: for good, the copies of the
-    process's first tuning. A new thread has no callers.
+    While it is imported it keeps the error of a database driver that is not there, and with that the frames that called
+    it and all their variables: for good, the copies of the process's first tuning.
     """
     if "optuna" not in sys.modules:
         thread = threading.Thread(target=importlib.import_module, args=("optuna",), name="autosplit-import")
@@ -289,7 +276,6 @@ def _imported() -> None:
 
 
 def _opened(storage: str | None, study_name: str) -> Any:
-    """Open the study."""
     import optuna
 
     with _quiet_optuna():
@@ -367,11 +353,7 @@ LEAST_RATE = 1e-9
 
 
 def _suggested(trial: Any, space: Space) -> Configuration:
-    """Ask for the parameters one within the bounds that the one before leaves.
-
-    Raises:
-        optuna.TrialPruned: They are none of the space's.
-    """
+    """Ask for the parameters one within the bounds that the one before leaves; prune what is not in the space."""
     import optuna
 
     fewest, most = space.steps_bounds()

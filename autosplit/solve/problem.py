@@ -1,7 +1,6 @@
-"""Solve a plan's problem, and solve it again with less memory or with a bound relaxed. Pure.
+"""A plan's problem: solve it, and solve it again with less memory or with a bound relaxed. Pure.
 
-What a bound costs is what its absence would bring: more memory, a larger batch or step than was asked for, a faster
-device, or copies that cost nothing. Times beyond what was measured go on along the last slope of each curve, memory
+The difference is what a bound costs. Times beyond what was measured go on along the last slope of each curve, memory
 along the line near each ceiling.
 """
 
@@ -24,19 +23,21 @@ NO_LIMIT_BYTES = 2**60
 """More memory than any step takes: an exbibyte."""
 
 MOST_WORK = 20_000
-"""What takes more (numbers of forwards to look at, times the largest of them) is not solved: it would take seconds."""
+"""Most work that is solved (numbers of forwards to look at, times the largest of them): more would take seconds."""
 
 MOST_COMBINED = 256
-"""Numbers of forwards times the square of the devices: for more it is not solved, which would take many seconds."""
+"""Most numbers of forwards times the square of the devices that are solved: more would take many seconds."""
 
 MOST_FORWARDS = 1024
-"""Of an optimizer step: where it would take more, memory is so short that measuring anew is the better answer."""
+"""Most forwards of an optimizer step: where it would take more, measuring anew is the better answer to so little
+memory.
+"""
 
 MORE_FORWARDS = 3
-"""Than the fewest are looked at: each costs a copy and brings nothing but memory."""
+"""Forwards beyond the fewest that are looked at: each costs a copy and brings nothing but memory."""
 
 Overhead = Literal["copies", "gather", "overhead", "update"]
-"""What a step takes beside the devices' own work; ``"overhead"`` is all of it but the optimizer."""
+"""A cost of a step beside the devices' own work; ``"overhead"`` is all of it but the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,7 @@ class Problem:
     """The problem that a plan solves.
 
     Attributes:
-        fit: The cost of a step.
         ceilings: Each device's ceiling, with its memory's line.
-        region: Which splits fit.
         ranks: The devices are DDP's ranks, each with at least one sample; otherwise BalancedDataParallel's.
         effective_batch_sizes: The least and the most samples per optimizer step; None for one forward of any size.
         accumulates: An optimizer step may have several forwards.
@@ -184,7 +183,6 @@ class Problem:
         """Return the problem of devices that may hold less, by their lines and by the sizes that were looked at.
 
         Args:
-            capacities_bytes: What each device may hold.
             waiting_bytes: What gradients take on each while they wait for another forward, unless the lines have it.
             least_batch: The fewest samples that a device trains on.
         """
@@ -238,11 +236,7 @@ class Problem:
         return replace(self, region=replace(self.region, max_batch_size=most_samples)).with_caps(caps)
 
     def with_caps(self, caps: Sequence[int]) -> Problem:
-        """Return the problem of other ceilings.
-
-        Args:
-            caps: Of each device; device 0's is its own alone.
-        """
+        """Return the problem of other ceilings, one for each device; device 0's is its own alone."""
         first, *others = (min(cap, self.region.max_batch_size) for cap in caps)
         return replace(self, region=replace(self.region, primary_ceiling=first, replica_ceilings=tuple(others)))
 
@@ -264,11 +258,7 @@ class Problem:
         return self._with_step_time(replace(self.step_time, curves=curves))
 
     def without(self, overhead: Overhead) -> Problem:
-        """Return the problem of a step in which something costs nothing.
-
-        Args:
-            overhead: What; for ranks, all but the optimizer is the all-reduce.
-        """
+        """Return the problem of a step without a cost; for ranks, all but the optimizer is the all-reduce."""
         if overhead == "update":
             return self._with_step_time(replace(self.step_time, update_s=0.0))
         if self.ranks:
@@ -336,7 +326,7 @@ class Problem:
 
     @property
     def _most_of_ranks(self) -> int:
-        """The most samples per forward of all ranks."""
+        """Return the most samples per forward of all ranks."""
         return min(self.region.max_batch_size, sum(self.region.ceilings))
 
     def _solved_ranks(self) -> Solution | None:

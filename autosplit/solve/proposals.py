@@ -21,19 +21,19 @@ PATIENCE = 8
 """Trials in a row that may bring nothing beyond noise before the search ends, where the model is off."""
 
 LEAST_GAIN = 0.001
-"""No trial is made for less."""
+"""Least gain, as a share, that a trial is made for."""
 
 BESIDE_SHARE = 0.005
-"""Of a share of device 0: so much more or less is tried beside the best. By single samples it would go on for ever."""
+"""Part of device 0's share that is tried more or less beside the best. By single samples it would go on for ever."""
 
 KNEE_STEP = 0.1
-"""The knee is looked for to so much of its batch."""
+"""Share of its batch to which the knee is looked for."""
 
 LEAST_MODEL_ERROR = 0.01
-"""The model is not believed to be nearer to the truth, as a share of it: steps so near are few, and fitted to."""
+"""Least error of the model that is assumed, as a share: steps that came nearer are few, and fitted to."""
 
 FITTED = 3
-"""Numbers that are fitted to trials: so many of them would be met whatever they were."""
+"""Numbers that are fitted to trials: as many trials would be met whatever they were."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,6 @@ class Proposal:
 
     Attributes:
         configuration: To be tried; None where the model has nothing to say, and a sampler may choose.
-        enough: Nothing more is to be expected.
-        why: In a few words, for the log.
     """
 
     configuration: Configuration | None = None
@@ -129,10 +127,9 @@ class Proposer:
         return believed[0] if believed else between[len(between) // 2]
 
     def _beside(self, solver: Solver, tried: set[Configuration], best: Trial, noise: float) -> Configuration | None:
-        """Return the best trial with a few samples more or less on device 0, by the model, which is off; None if tried.
+        """Return the best trial with a few samples more or less on device 0, by the model; None if tried.
 
-        What the model has wrong, it has wrong of all three. One sample of many changes no more than its share: of a
-        large share it is as many as could make a difference.
+        What the model has wrong, it has wrong of all three. A single sample of a large share would make no difference.
         """
         least = best.gpu0_bsz * BESIDE_SHARE
         if solver.step_time.adds_up or best.gpu0_bsz * noise >= max(1.0, least):
@@ -160,12 +157,8 @@ def error_of(solver: Solver, trials: Sequence[Trial]) -> float:
 def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials with each throughput and its error as they are known from all of them together.
 
-    What was measured and what the model says are averaged, each by the inverse of its variance. The model's own is what
-    its misses show beyond the noise of the trials. A trial that is exact stays what it is.
-
-    Args:
-        solver: Fitted to the trials.
-        trials: Failed ones are returned as they are.
+    Each measurement is averaged with the model's prediction, both by the inverse of their variances; the model's own is
+    what its misses show beyond the noise of the trials. A trial that failed or is exact stays what it is.
     """
     ran = [trial for trial in trials if trial.samples_per_s is not None]
     if len(ran) < 2:

@@ -23,11 +23,13 @@ __all__ = [
 ]
 
 KNEE_SHARE = 0.97
-"""With no effective batch asked for: the smallest batch with at least this share of the best throughput."""
+"""Share of the best throughput that the smallest batch has to reach to be the answer, with no effective batch asked
+for.
+"""
 
 
 LEAST_DIFFERENCE = 0.001
-"""As a share of samples/s: nobody would take an odd configuration for less, however exact the times are."""
+"""Least difference, as a share of samples/s, that an odd configuration is taken for, however exact the times are."""
 
 LEAST_MEASURED_DIFFERENCE = 0.03
 """The same for what a model predicts from measured times: three times the error of each (`timing.TARGET_ERROR`)."""
@@ -75,7 +77,7 @@ class Trial:
 
 
 def configuration_of(trial: Trial) -> Configuration:
-    """Return what a trial was a trial of."""
+    """Return the configuration of a trial."""
     return Configuration(trial.gpu0_bsz, trial.batch_size, trial.accumulation_steps)
 
 
@@ -84,7 +86,6 @@ class Space:
     """The configurations that may be searched.
 
     Attributes:
-        region: Which splits fit.
         effective_batch_sizes: The least and the most samples per optimizer step, equal where a number was asked for;
             None for one micro-step of any size.
         max_steps: The most accumulation steps worth a look.
@@ -146,15 +147,13 @@ class Space:
 def best_trial(
     space: Space, trials: Sequence[Trial], rate: Callable[[Configuration], float] | None = None
 ) -> Trial | None:
-    """Choose the answer among trials.
+    """Choose the answer among trials; failed ones never count.
 
     The highest samples/s; among those that can't be told from it the plainest: the fewest micro-steps, then equal ones
     (of these the smallest), then shares as the speeds say. Where no effective batch was asked for, the knee: the
     smallest `batch_size` that has at least `KNEE_SHARE` of the highest samples/s.
 
     Args:
-        space: What was searched.
-        trials: Failed ones never count.
         rate: Predicts samples/s, to tell apart what noise can't. Default: each trial's own.
     """
     rates = {trial: trial.samples_per_s for trial in trials if trial.samples_per_s is not None}

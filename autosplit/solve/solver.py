@@ -26,7 +26,9 @@ MOST_TEAMS = 9
 """Ways to leave devices out that are looked at."""
 
 WITHIN_REACH = 0.8
-"""What is of another kind is tried where the model promises so much of its best: by more it is seldom off."""
+"""Share of its best that the model has to promise another kind of configuration for it to be tried: it is seldom off by
+more.
+"""
 
 MOST_REFINED = 3
 """Answers whose share of device 0 is searched around what the devices' own times say."""
@@ -36,8 +38,6 @@ class Solver:
     """Solves the search space by the cost model.
 
     Args:
-        space: What may be searched.
-        step_time: Predicts seconds.
         tells_apart: Share of samples/s by which predictions have to differ: of less, the plainest is the answer.
     """
 
@@ -95,8 +95,8 @@ class Solver:
     def _teams_of(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the other devices' ceilings with some of them left out, as far as that makes a difference.
 
-        Alike ones are left out from the first on. Of more than `MOST_TEAMS`, only those that leave the devices out
-        whose samples cost the most by themselves.
+        Alike ones are left out from the first on; of more than `MOST_TEAMS`, only those whose samples cost the most by
+        themselves.
         """
         if ceilings not in self._teams:
             self._teams[ceilings] = self._new_teams(ceilings)
@@ -127,7 +127,7 @@ class Solver:
         return tuple(ceiling if index in present else 0 for index, ceiling in enumerate(ceilings))
 
     def _own_cost(self, other: int, ceiling: int) -> float:
-        """Return what a device makes of its ceiling by itself, in seconds a sample."""
+        """Return a device's seconds per sample at its ceiling, by itself."""
         time, most = self._unfitted, max(1, ceiling)
         own_s = time.curves[other + 1](most) + time.copies_s[other + 1]
         return own_s / most + time.gather_s_per_sample[other + 1]
@@ -146,7 +146,6 @@ class Solver:
         """Return the split of each micro-step; the last one shares what is left in proportion.
 
         Args:
-            configuration: In the space.
             split: Of a full micro-step. Default: `split_of` the configuration.
         """
         split = split or self.split_of(configuration)
@@ -237,9 +236,9 @@ class Solver:
         return [first, *(c for c in ranked if c != first)]
 
     def _refined(self, configuration: Configuration) -> Configuration:
-        """Move samples to device 0 or from it as long as the model gains: what is gathered has a cost, too.
+        """Move samples to device 0 or from it as long as the model gains.
 
-        The fastest split by the devices' own times, where this begins, knows nothing of it.
+        The fastest split by the devices' own times, where this begins, leaves out what gathering costs.
         """
         if self.step_time.adds_up:
             return configuration
@@ -284,7 +283,7 @@ class Solver:
         return [configuration for configuration in dict.fromkeys(tried) if self.holds(configuration)]
 
     def _another_team(self, best: Configuration) -> list[Configuration]:
-        """Return the one that takes the fewest devices, of those within reach of the best: it tells what each costs."""
+        """Return the one with the fewest devices within reach of the best: it tells what each device costs."""
         if self.step_time.adds_up or not self.step_time.leaves_out or len(self.space.region.replica_ceilings) < 2:
             return []
 

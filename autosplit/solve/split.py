@@ -1,7 +1,7 @@
 """The arithmetic of splits: how many samples of a batch go on which device.
 
 Pure Python on whole numbers. Every function returns a tuple with one entry per device (or per micro-batch) whose sum
-is exactly the batch that went in; no sample is dropped and none is padded.
+is exactly the batch that went in.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ __all__ = [
 
 
 def even_split(batch_size: int, num_devices: int) -> tuple[int, ...]:
-    """Split a batch as evenly as whole samples allow.
-
-    Returns:
-        One share per device; shares differ by at most 1 sample, the larger ones first.
+    """Split a batch as evenly as whole samples allow: shares differ by at most 1, the larger ones first.
 
     Raises:
         InputError: `batch_size` is negative, `num_devices` is below 1, or either is not a whole number.
@@ -45,11 +42,8 @@ def even_split(batch_size: int, num_devices: int) -> tuple[int, ...]:
 def split_from_gpu0(batch_size: int, gpu0_bsz: int, num_devices: int) -> tuple[int, ...]:
     """Split a batch by device 0's share: it takes `gpu0_bsz` samples, the others take the rest evenly.
 
-    Device 0 may take more than the others, fewer, or none. A batch below `gpu0_bsz` is all on device 0, and on one
-    device everything is on it, because there is nowhere else to go.
-
-    Returns:
-        One share per device; what doesn't divide evenly goes to devices 1, 2, ... one sample each.
+    What doesn't divide evenly goes to devices 1, 2, ... one sample each. A batch below `gpu0_bsz` is all on device 0,
+    and on one device everything is on it.
 
     Raises:
         InputError: A number is negative, `num_devices` is below 1, or one of them is not a whole number.
@@ -72,12 +66,8 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
     index, so the answer is always the same.
 
     Args:
-        batch_size: Samples to split, 0 or more.
         split: The proportions, one whole number per device, not all 0 unless the batch is empty.
         ceilings: The most samples that each device may get; None for no limit.
-
-    Returns:
-        One share per device, none above its ceiling.
 
     Raises:
         InputError: A number is negative or not whole, the lengths differ, `split` is empty or all 0 with samples to
@@ -108,9 +98,6 @@ def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
         batch_size: Samples to split, 0 to `sum(split)`.
         split: Samples per device of a full batch, not all 0 unless the batch is empty.
 
-    Returns:
-        One share per device, none above that of `split`.
-
     Raises:
         InputError: As of `proportional_split`.
     """
@@ -130,9 +117,6 @@ def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
 def cap_split(sizes: Sequence[int], ceilings: Sequence[int]) -> tuple[int, ...]:
     """Move what is above a device's ceiling to the devices with room, in proportion to their own sizes.
 
-    Returns:
-        One size per device, with the sum of `sizes`; `sizes` itself where no ceiling is exceeded.
-
     Raises:
         InputError: A number is negative or not whole, the lengths differ, or the ceilings add up to less than `sizes`.
     """
@@ -141,11 +125,7 @@ def cap_split(sizes: Sequence[int], ceilings: Sequence[int]) -> tuple[int, ...]:
 
 
 def micro_batch_sizes(effective_batch_size: int, batch_size: int) -> tuple[int, ...]:
-    """Cut one optimizer step into micro-batches: full ones, then what is left.
-
-    Returns:
-        `accumulation_steps(effective_batch_size, batch_size)` sizes that add up to `effective_batch_size`; only the
-        last may be below `batch_size`.
+    """Cut one optimizer step into micro-batches: full ones, then what is left, which may be fewer samples.
 
     Raises:
         InputError: Either number is below 1 or not a whole number.
@@ -167,12 +147,11 @@ def accumulation_steps(effective_batch_size: int, batch_size: int) -> int:
 
 
 def whole_number(name: str, value: SupportsIndex, *, minimum: int = 0) -> int:
-    """Check a number that a user gave, whether an int of Python, numpy or torch.
+    """Return a number that a user gave, checked, whether an int of Python, numpy or torch.
 
     Args:
         name: What the user calls it; the message begins with it.
-        value: What was given. A bool is a slip, not a number of samples, and a float is refused even when it is whole.
-        minimum: The least it may be.
+        value: A bool is a slip, not a number of samples, and a float is refused even when it is whole.
 
     Raises:
         InputError: `value` is not a whole number, or is below `minimum`.

@@ -150,7 +150,7 @@ class StepTime:
         return self._counted_copying_s(counted) + micro_s + self.update_s
 
     def copying_s(self, splits: Sequence[Sequence[int]]) -> float:
-        """Return what an optimizer step spends on copying parameters and gradients."""
+        """Return the seconds that an optimizer step spends on copying parameters and gradients."""
         return self._counted_copying_s(Counter(tuple(split) for split in splits))
 
     def _counted_copying_s(self, counted: Mapping[tuple[int, ...], int]) -> float:
@@ -189,7 +189,6 @@ class StepTime:
         """Charge what a step of one micro-step took beyond its slowest device to the copies of all others, evenly.
 
         Args:
-            split: Samples per device.
             seconds: Without the optimizer.
         """
         count = len(self.curves)
@@ -255,7 +254,7 @@ def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, .
 
 
 PRIOR_WEIGHT = 0.03
-"""In a fit, what each parameter was before counts as so many measured steps."""
+"""Number of measured steps that a parameter's earlier value counts as in a fit."""
 
 
 def _non_negative_fit(
@@ -265,8 +264,7 @@ def _non_negative_fit(
 
     Args:
         rows: Coefficients, and what they should add up to.
-        now: Where x is.
-        weight: Of staying there: that of so many rows.
+        weight: Of staying at `now`: that of so many rows.
     """
     x = list(now)
     width = range(len(x))
@@ -346,7 +344,7 @@ class Fit:
 
 
 BACKWARD_SHARE = 2 / 3
-"""Of a micro-step: a backward does twice the arithmetic of its forward."""
+"""Share of a backward in its micro-step: it does twice the arithmetic of its forward."""
 
 
 def overlapped_seconds(

@@ -1,4 +1,4 @@
-"""From sizes that were timed to a curve: what is noise, by its own measure, is averaged out. Pure arithmetic.
+"""From sizes that were timed to a curve: what is noise, by its own measure, is averaged out. Pure.
 
     each size's median and its error | alike devices averaged | drawn towards the line through all sizes | TimeCurve
 
@@ -17,21 +17,15 @@ from autosplit.solve.step_time import TimeCurve
 __all__ = ["TimedSize", "curve_of", "pooled"]
 
 LEAST_LINE_ERROR = 0.01
-"""No line through the sizes is believed to be nearer to the truth, as a share of it."""
+"""Least error of a line through the sizes that is assumed, as a share of its time."""
 
 MOST_ERRORS_APART = 3.0
-"""Alike devices that differ by more of their errors are not alike: one may be hot, or on a slower slot."""
+"""Errors by which alike devices may differ: beyond, one may be hot, or on a slower slot."""
 
 
 @dataclass(frozen=True)
 class TimedSize:
-    """A batch size that was timed on one device.
-
-    Attributes:
-        samples: The size.
-        seconds: The median.
-        error_s: Its standard error; 0 where it is exact.
-    """
+    """A batch size that was timed on one device: the median, and its standard error, which is 0 where it is exact."""
 
     samples: int
     seconds: float
@@ -39,15 +33,7 @@ class TimedSize:
 
 
 def pooled(timed: Sequence[Sequence[TimedSize]], kinds: Sequence[Hashable]) -> list[list[TimedSize]]:
-    """Average what alike devices took, where they differ by no more than noise.
-
-    Args:
-        timed: The sizes of each device.
-        kinds: Of each device; alike ones have equal kinds.
-
-    Returns:
-        The same for each device; averages are alike to the bit.
-    """
+    """Average what devices of equal kinds took, where they differ by no more than noise; all get the same averages."""
     found = [list(sizes) for sizes in timed]
     for kind in dict.fromkeys(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]

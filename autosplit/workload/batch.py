@@ -1,7 +1,7 @@
 """The tree of a batch: walk it, find its batch size, cut it, make one of another size.
 
 A batch is a tensor, or any nesting of tuples, lists, mappings, dataclasses, namedtuples and `UserDict`-like
-encodings of them. Everything that takes a batch apart (the workload, the wrapper, the schedule) uses this.
+encodings of them.
 """
 
 from __future__ import annotations
@@ -158,8 +158,6 @@ def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int
     tokens). What that can't tell apart, `Whole` does.
 
     Args:
-        tree: The batch.
-        dim: The batch dimension.
         may_be_empty: Return 0 for a batch without samples instead of refusing it.
 
     Raises:
@@ -248,7 +246,7 @@ def _shapes(tree: Any) -> str:
 
 
 def unmarked(tree: Any) -> Any:
-    """Return a batch as a plain module takes it: without its `Whole` marks; the very same where it has none."""
+    """Return a batch without its `Whole` marks, as a plain module takes it; the very same where it has none."""
     if not any(isinstance(leaf, Whole) for leaf in leaves_of(tree)):
         return tree
     return map_tensors(lambda tensor: tensor, tree)
@@ -270,11 +268,7 @@ def _map_batched(
 
 
 def chunk(tree: Any, sizes: tuple[int, ...], dim: int = 0, size: int | None = None) -> list[Any]:
-    """Cut a batch into chunks of the given sizes; what holds no samples goes whole into each.
-
-    Returns:
-        One tree per size, with views of the batch's tensors.
-    """
+    """Cut a batch into one tree per size, of views of its tensors; what holds no samples goes whole into each."""
     size = batch_size_of(tree, dim) if size is None else size
     assert sum(sizes) == size, (sizes, size)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -292,9 +286,7 @@ def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
     """Make a batch of `n` samples by repeating those of a sample batch in order.
 
     Args:
-        tree: The sample batch.
-        n: Samples wanted, at least 1.
-        dim: The batch dimension.
+        n: At least 1.
         mark: Put what holds no samples into a `Whole`: at another size, a ``(T, T)`` mask may look like a batch.
 
     Returns:

@@ -1,7 +1,7 @@
 """Modules that torch compiled: told apart, taken back to their eager form, and compiled again as they were.
 
-A compiled module can be neither replicated nor followed op by op: its memory and time are predicted in its eager form.
-One of TorchScript has no eager form, so that it is refused.
+Memory and time are predicted in the eager form: a compiled module can be neither replicated nor followed op by op.
+TorchScript has none, and is refused.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ def eager_of(module: nn.Module) -> nn.Module:
 
 
 def with_eager_parts(module: nn.Module) -> nn.Module:
-    """Put the eager form of each compiled part in its place.
-
-    Args:
-        module: A copy: it is changed.
-    """
+    """Put the eager form of each compiled part in its place, in a copy of the module, which is changed."""
     module = eager_of(module)
     for part in module.modules():
         if getattr(part, "_compiled_call_impl", None) is not None:

@@ -1,9 +1,8 @@
 """Describe a Python value as plain JSON that is the same in every process: for telling workloads apart.
 
 Tensors count by shape and dtype, never by their numbers; functions and classes by their compiled code and by what that
-code refers to; objects by their classes and attributes, modules by their parameters and hooks, too. A description that
-differs needlessly costs a search; one that is the same for two workloads gives a wrong plan. So what may matter is in
-it.
+code refers to; objects by their classes and attributes, modules by their parameters and hooks, too. What may matter is
+in it: a description that differs needlessly costs a search; one that is the same for two workloads gives a wrong plan.
 """
 
 from __future__ import annotations
@@ -131,8 +130,8 @@ class Describer:
     def _other_attributes(self, value: Any, depth: int) -> dict[str, Any]:
         """Describe the attributes that `_plain_attributes` leaves out, as far as they are the user's to set.
 
-        Of what a library made, that is containers of plain values under public names: the rest of it is its own, and
-        may be another in each process.
+        Of what a library made, that is containers of plain values under public names: the rest of it may be another in
+        each process.
         """
         others = {name: item for name, item in _attributes(value).items() if not isinstance(item, _PLAIN)}
         if _extends_library(type(value)):
@@ -220,7 +219,6 @@ def text_of(module: Any) -> str:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return what an instance holds."""
     return {str(name): item for name, item in getattr(value, "__dict__", {}).items()}
 
 
@@ -233,8 +231,8 @@ def _extends_library(kind: type) -> bool:
 def _plain_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes that are numbers, switches or texts.
 
-    `training` is set by whoever runs the model. A hash, which transformers keep, and the number that torch's compiler
-    gives a module are others in each process.
+    Left out are `training`, which is set by whoever runs the model, and what is another in each process: hashes, which
+    transformers keep, and the number that torch's compiler gives a module.
     """
     describer = Describer()
     return {

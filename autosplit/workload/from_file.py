@@ -1,4 +1,4 @@
-"""Finding the workload that ``FILE[:NAME]`` or ``package.module[:NAME]`` names, and running the file that has it."""
+"""The workload that ``FILE[:NAME]`` or ``package.module[:NAME]`` names: find it, and run the file that has it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_NAME", "Loaded", "load_workload", "loaded_workload", "split_spec"]
 
 DEFAULT_NAME = "workload"
-"""What is looked for where the spec names nothing."""
+"""The name that is looked for where the spec has none."""
 
 _EXPECTED = "expected a Python file that has a workload, FILE[:NAME], or package.module[:NAME]"
 
 
 class Loaded:
-    """The object that a spec names, called for the workload; it travels as its spec, and is loaded where it arrives.
+    """A workload's maker by its spec, which is what travels: it is loaded where it arrives.
 
     Attributes:
         spec: With the whole path, so that it holds in any folder.
@@ -41,11 +41,7 @@ class Loaded:
         self._value = value
 
     def __call__(self) -> Workload:
-        """Return the workload, calling the function that makes it where there is one.
-
-        Raises:
-            InputError: The function returned something else.
-        """
+        """Return the workload, calling the function that makes it; an InputError where that returns something else."""
         from autosplit.workload.workload import Workload
 
         value = self._value if isinstance(self._value, Workload) else self._value()

@@ -1,4 +1,4 @@
-"""Which precisions are searched, and where they are native: bf16 runs on any device, and gains nothing on many."""
+"""The precisions that are searched, and where they are native: bf16 runs on any device, and gains nothing on many."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ BF16_CAPABILITY = (8, 0)
 
 WITHOUT_BF16 = ("gfx8", "gfx900", "gfx906", "gfx10")
 """AMD's architectures without matrix units for bfloat16, MI50 and RDNA 2 the last of them: "MI100" Instruction Set
-Architecture, "RDNA3" Instruction Set Architecture. Their compute capability is 9.0 as that of later ones is."""
+Architecture, "RDNA3" Instruction Set Architecture. Their compute capability is 9.0 as that of later ones is.
+"""
 
 
 def precision_list(value: Any) -> tuple[str | None, ...]:
@@ -49,9 +50,8 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
 def without_bf16(precisions: Sequence[str | None], devices: Sequence[Device]) -> list[str]:
     """List the devices that have no units for bfloat16 where it is one of several precisions, by label and name.
 
-    Args:
-        precisions: Of `precision_list`. One alone is what the user wants, native or not.
-        devices: This process's own: what another one calls ``cuda:0`` may be another card, or none here.
+    One precision alone is what the user wants, native or not. The devices are this process's own: what another one
+    calls ``cuda:0`` may be another card, or none here.
     """
     if len(precisions) < 2 or "bf16" not in precisions:
         return []
@@ -61,11 +61,7 @@ def without_bf16(precisions: Sequence[str | None], devices: Sequence[Device]) ->
 def native_ones(
     precisions: Sequence[str | None], lacking: Sequence[str]
 ) -> tuple[tuple[str | None, ...], tuple[str, ...]]:
-    """Leave out of several precisions those that some device has no units for.
-
-    Returns:
-        What is left, and a sentence for each that was left out.
-    """
+    """Leave out of several precisions those that some device has no units for, with a sentence for each."""
     if not lacking:
         return tuple(precisions), ()
     names = ", ".join(sorted(set(lacking)))

@@ -1,7 +1,7 @@
 """The largest of a few batches that a loader yields, drawn so that nothing of it is left behind.
 
-Where samples differ in length, a batch is as large as its longest one: a sample batch with short ones would
-promise batches that run out of memory later.
+A batch is as large as its longest sample: a sample batch with short ones would promise batches that run out of memory
+later.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
         loader: A DataLoader, or anything else that yields batches; no more of it is drawn, and of two alike the one
             with more samples is kept. Random states and the loader itself are as they were; its workers are ended.
         batches: How many to draw, at least 1; fewer if it ends before.
-        dim: The batch dimension of their tensors.
 
     Raises:
         WorkloadError: No batch with samples in it was drawn, or one whose batch size can't be found.

@@ -1,6 +1,6 @@
 """The workload: a model, a sample batch, a loss, an optimizer, a precision, and how a batch of n is made.
 
-A `Workload` only describes; `autosplit.runtime.trainee` makes a copy of it that runs.
+It only describes; `autosplit.runtime.trainee` makes a copy of it that runs.
 """
 
 from __future__ import annotations
@@ -130,9 +130,7 @@ class Workload:
 
         Args:
             loader: A DataLoader, or anything else that yields batches as training sees them, endless or not.
-            model: As for `Workload`.
             batches: How many batches to draw; default 32. More of them find longer samples.
-            batch_dim: As for `Workload`.
             **options: The other arguments of `Workload`.
 
         Raises:
@@ -172,9 +170,6 @@ class Workload:
     def batch(self, n: int) -> Any:
         """Make a batch of `n` samples.
 
-        Args:
-            n: Samples, at least 1.
-
         Returns:
             What `make_batch` returns, otherwise the sample batch with its samples repeated in order; tensors
             that hold no samples are the sample batch's own.
@@ -202,14 +197,7 @@ class Workload:
         return torch.autocast(device_type, dtype=self.autocast_dtype)
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        """Run the model on a batch and take the loss by the rules of the class.
-
-        Args:
-            model: The model, or a wrapper around it.
-            batch: A batch of any size.
-
-        Returns:
-            A scalar.
+        """Run the model, or a wrapper around it, on a batch and return the scalar loss by the rules of the class.
 
         Raises:
             WorkloadError: There is nothing to take a loss of, or it depends on no trainable parameter.
@@ -269,7 +257,7 @@ def call_model(model: Any, inputs: Any) -> Any:
 
 
 def _loss_rule(outputs: Any) -> str:
-    """Tell how a loss is taken of outputs: their own ``"loss"``, the ``"scalar"`` they are, or their ``"mean"``."""
+    """Return how a loss is taken of outputs: their own ``"loss"``, the ``"scalar"`` they are, or their ``"mean"``."""
     if isinstance(_own_loss(outputs), Tensor):
         return "loss"
     return "scalar" if isinstance(outputs, Tensor) and outputs.dim() == 0 else "mean"
@@ -359,6 +347,6 @@ def map_modules(function: Callable[[nn.Module], Any], models: Any) -> Any:
 
 
 def device_type_of(models: Any) -> str:
-    """Return the type of device that the first parameter is on; the processor's where there is none."""
+    """Return the type of device of the first parameter; the processor's where there is none."""
     parameter = _first_parameter(models)
     return "cpu" if parameter is None else parameter.device.type
