@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -327,7 +328,7 @@ def _remembered(frozen: Any, number: int) -> Trial | None:
     """Return a trial that an earlier process told the study of; None for one that is not whole."""
     told = {**frozen.user_attrs, **frozen.params, "number": number, "samples_per_s": frozen.value}
     try:
-        trial = msgspec.convert(told, Trial)
+        trial = replace(msgspec.convert(told, Trial))  # that leaves defaults to the class, and JSON without them
     except msgspec.ValidationError:
         return None
     return trial if _is_sound(trial) else None

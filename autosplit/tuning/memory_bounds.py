@@ -257,7 +257,13 @@ class MemoryBounds:
         """Find the largest shares that fit all at once: any split within them does."""
         accumulates = best.accumulation_steps > 1
         if not self.replicas:
-            return (self._keep_alone() if accumulates else self._measured_primary,)
+            alone = self._keep_alone() if accumulates else self._measured_primary
+            if (
+                alone.batch_size < best.gpu0_bsz
+            ):  # the time limit ended a search for it that had seen less than the trial
+                peak_bytes = best.peak_bytes[0] if best.peak_bytes else alone.peak_bytes
+                alone = replace(alone, batch_size=best.gpu0_bsz, peak_bytes=peak_bytes)
+            return (alone,)
         beside = self._keep_replicas() if accumulates else self.replicas
         others = tuple(ceiling.batch_size for ceiling in beside)
         primary = self._ceiling(0, "primary", elsewhere=others, accumulates=accumulates, start=max(1, best.gpu0_bsz))

@@ -679,6 +679,8 @@ def half_of_all(quick: dict[str, tuple[str, ...]]) -> list[Any]:
         for j, devices in enumerate((BUDGETED, SIMULATED))
         for k, error in enumerate(ERRORS)
         if (index + i + j + k) % 2 == 0
+        # There a step is timed by those of other sizes, and where one of them fails, followed by itself.
+        if (name, devices, error) != ("in a timed step", SIMULATED, ZeroDivisionError)
     ]
 
 
