@@ -119,15 +119,16 @@ class StepRunner:
         return found
 
     def foretold(self, shape: StepShape) -> bool:
-        """Follow a step, and tell whether it holds what was predicted of it; if not, predictions are mended."""
+        """Follow a step, and tell whether it is what was predicted; if not, its like are followed from now on."""
         if not isinstance(self._traces, AffineTraces) or not self.tracer.fake or self.decides_by_steps:
             return True
-        told = self.traced(shape)
+        given_up = self._traces.given_up
         with self._traces.checking():
-            holds = self.traced(shape) == told
-        if not holds:
-            self._measured.clear()
-        return holds
+            self.traced(shape)
+        if self._traces.given_up == given_up:
+            return True
+        self._measured.clear()  # also where another way holds as much, and works otherwise
+        return False
 
     @functools.cached_property
     def largest_traced(self) -> int:

@@ -43,6 +43,9 @@ class AffineTraces:
 
     Args:
         tracer: Follows the workload.
+
+    Attributes:
+        given_up: Kinds of steps that follow no law, as far as is known.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -52,6 +55,7 @@ class AffineTraces:
         self.zeroing_costs = tracer.zeroing_costs
         self._laws: dict[StepShape, _Law | None] = {}
         self._is_curved: bool | None = None
+        self.given_up = 0
         self._checks = False
         self._told: dict[StepShape, Trace] = {}
 
@@ -84,10 +88,10 @@ class AffineTraces:
         return self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
 
     def _checked(self, shape: StepShape) -> Trace:
-        followed, law = self.tracer.trace(shape), self._law_of(shape)
-        if law is not None and 1 not in shape.splits[0] and not law.tells(shape.splits[0], followed):
+        followed = self.tracer.trace(shape)
+        law = None if 1 in shape.splits[0] else self._law_of(shape)
+        if law is not None and not law.tells(shape.splits[0], followed):
             self._give_up(shape)
-            self._told.clear()
         return followed
 
     def _law_of(self, shape: StepShape) -> _Law | None:
@@ -107,6 +111,8 @@ class AffineTraces:
     def _give_up(self, shape: StepShape) -> None:
         _log.info("steps of other sizes take another way: %s is followed at each size", _unit_of(shape))
         self._laws[_unit_of(shape)] = None
+        self.given_up += 1
+        self._told.clear()
 
     def _found(self, unit: StepShape) -> _Law:
         """Follow a step at a few sizes: one, and from there one for each device with samples of its own."""

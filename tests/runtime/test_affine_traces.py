@@ -12,6 +12,7 @@ from workloads import ALL
 from autosplit.devices.spec import parse_devices
 from autosplit.measure.find_ceiling import find_ceiling
 from autosplit.runtime.affine_traces import AffineTraces
+from autosplit.runtime.op_cost import Work
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime, traced_parts, traced_peaks
 from autosplit.runtime.tracer import Tracer, make_tracer
@@ -186,3 +187,29 @@ def test_a_single_sample_is_followed():
     full, _ = make_tracer(workload(), like_gpu=True)
     (held,) = traced_peaks(full, StepShape(((1,),)))
     assert find_ceiling(workload(), f"sim:L4@{held + 4096}B", role="primary").batch_size == 1
+
+
+def test_another_way_that_holds_as_much_is_no_law():
+    """Peaks alone were compared: work that only large batches do was never timed."""
+
+    class WorksMore(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            with torch.no_grad():
+                for _ in range(3 if len(x) > 20 else 0):
+                    x.neg_()
+            return self.layer(x)
+
+    tracer, _ = make_tracer(Workload(WorksMore(), torch.randn(4, 16)), like_gpu=True)
+    traces = AffineTraces(tracer)
+    shape = StepShape(((40,),))
+    before = traces.trace(shape)
+    with traces.checking():
+        assert traces.trace(shape).peak_bytes == before.peak_bytes
+    assert traces.given_up == 1
+    assert sum(len(event.rates) for event in traces.trace(shape).micro if isinstance(event, Work)) > sum(
+        len(event.rates) for event in before.micro if isinstance(event, Work)
+    )
