@@ -679,8 +679,9 @@ def half_of_all(quick: dict[str, tuple[str, ...]]) -> list[Any]:
         for j, devices in enumerate((BUDGETED, SIMULATED))
         for k, error in enumerate(ERRORS)
         if (index + i + j + k) % 2 == 0
-        # There a step is timed by those of other sizes, and where one of them fails, followed by itself.
-        if (name, devices, error) != ("in a timed step", SIMULATED, ZeroDivisionError)
+        # Simulated steps are told by laws: where a trace that makes or checks one fails, each size is followed by
+        # itself, so that what fails but once ends nothing.
+        if not ((devices, error) == (SIMULATED, ZeroDivisionError) and name in ("in a timed step", "in the second ceiling"))
     ]
 
 
