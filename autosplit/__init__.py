@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from autosplit.devices.spec import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
     from autosplit.integrations.executable_batch_size import find_executable_batch_size as find_executable_batch_size
-    from autosplit.measure.find_ceiling import find_ceiling as find_ceiling
-    from autosplit.measure.gradient_check import check as check
     from autosplit.oom import OutOfMemoryError as OutOfMemoryError
     from autosplit.parallel.balanced import BalancedDataParallel as BalancedDataParallel
     from autosplit.parallel.balanced import data_parallel as data_parallel
     from autosplit.parallel.state_dict import matching_state_dict as matching_state_dict
     from autosplit.plan.plan import Plan as Plan
+    from autosplit.probe.find_ceiling import find_ceiling as find_ceiling
+    from autosplit.probe.gradient_check import check as check
     from autosplit.tuning.compare import compare as compare
     from autosplit.tuning.tune import tune as tune
     from autosplit.workload.batch import Whole as Whole
@@ -31,10 +31,10 @@ _HOMES = {
     "Plan": "plan.plan",
     "Whole": "workload.batch",
     "Workload": "workload.workload",
-    "check": "measure.gradient_check",
+    "check": "probe.gradient_check",
     "compare": "tuning.compare",
     "data_parallel": "parallel.balanced",
-    "find_ceiling": "measure.find_ceiling",
+    "find_ceiling": "probe.find_ceiling",
     "find_executable_batch_size": "integrations.executable_batch_size",
     "list_devices": "devices.spec",
     "matching_state_dict": "parallel.state_dict",

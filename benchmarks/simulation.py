@@ -39,8 +39,8 @@ from autosplit.devices.catalog import find_card
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError
-from autosplit.measure.find_ceiling import find_ceiling
 from autosplit.oom import OutOfMemoryError
+from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import StepShape

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from autosplit.devices.examination import Card, Copy, Examination
-from autosplit.measure.check_result import Check
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
+from autosplit.probe.check_result import Check
 from autosplit.solve.memory import Ceiling, MemoryFit, MemoryParts, Region
 from autosplit.solve.search_space import Trial
 from autosplit.solve.split import accumulation_steps

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autosplit.measure.check_result import Check
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan, PlanDevice, RankSettings
+from autosplit.probe.check_result import Check
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.search_space import Trial
 

@@ -23,13 +23,13 @@ MAY_IMPORT = {
     "workload": ("devices",),
     "parallel": ("devices", "solve", "workload"),
     "runtime": ("devices", "solve", "workload", "parallel"),
-    "measure": ("devices", "solve", "workload", "parallel", "runtime"),
-    "plan": ("devices", "solve", "measure.check_result", "parallel", "runtime"),
+    "probe": ("devices", "solve", "workload", "parallel", "runtime"),
+    "plan": ("devices", "solve", "probe.check_result", "parallel", "runtime"),
     "profiles": ("devices", "solve", "workload", "plan"),
     "ddp": ("devices", "solve", "parallel", "plan", "profiles"),
-    "tuning": ("devices", "solve", "workload", "runtime", "measure", "plan", "profiles", "ddp"),
-    "integrations": ("solve", "workload", "parallel", "measure", "plan", "profiles", "ddp"),
-    "cli": ("devices", "solve", "workload", "measure", "plan", "profiles", "ddp", "tuning"),
+    "tuning": ("devices", "solve", "workload", "runtime", "probe", "plan", "profiles", "ddp"),
+    "integrations": ("solve", "workload", "parallel", "probe", "plan", "profiles", "ddp"),
+    "cli": ("devices", "solve", "workload", "probe", "plan", "profiles", "ddp", "tuning"),
 }
 IN_THE_ROOT = ("accelerators", "errors", "files", "oom", "rng", "text", "__main__")
 WITHOUT_TORCH = (
@@ -38,7 +38,7 @@ WITHOUT_TORCH = (
     "files",
     "solve.split",
     "solve.memory",
-    "measure.check_result",
+    "probe.check_result",
     "solve.search_space",
     "solve.solver",
     "plan.explanation",
@@ -324,10 +324,10 @@ def test_the_check_sees_a_downward_import_of_a_public_name(tmp_path: Path) -> No
 def test_the_check_sees_more_than_a_package_may_have_of_another(tmp_path: Path) -> None:
     place(tmp_path, "measure/check_result.py")
     place(tmp_path, "measure/prober.py")
-    place(tmp_path, "plan/record.py", "from autosplit.measure.check_result import Check")
+    place(tmp_path, "plan/record.py", "from autosplit.probe.check_result import Check")
     assert not violations(graph_of(tmp_path))
-    place(tmp_path, "plan/record.py", "from autosplit.measure.prober import Prober")
-    assert violations(graph_of(tmp_path)) == ["plan.record imports measure.prober, which plan may not"]
+    place(tmp_path, "plan/record.py", "from autosplit.probe.prober import Prober")
+    assert violations(graph_of(tmp_path)) == ["plan.record imports probe.prober, which plan may not"]
 
 
 def test_the_check_sees_inside_packages(tmp_path: Path) -> None:

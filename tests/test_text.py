@@ -20,7 +20,7 @@ from autosplit.cli.terminal import progress_bar
 from autosplit.ddp.find_plan import plan_for_job
 from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import DeviceError
-from autosplit.measure.check_result import Check
+from autosplit.probe.check_result import Check
 from autosplit.text import LONGEST, listed, printable, printable_json, without_passwords
 from autosplit.tuning import tune as tuning
 from autosplit.tuning.progress import Progress

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autosplit.cli.tables import add_row, bullet_table, counted_text, plain_table, print_plain
-from autosplit.measure.check_result import Check, error_text
+from autosplit.probe.check_result import Check, error_text
 
 if TYPE_CHECKING:
     from rich.console import Console

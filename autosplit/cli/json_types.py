@@ -9,8 +9,8 @@ from typing import Any
 from autosplit.cli.profile_table import Profile
 from autosplit.devices.examination import Examination
 from autosplit.devices.inventory import DeviceReport
-from autosplit.measure.check_result import Check
 from autosplit.plan.plan import Plan
+from autosplit.probe.check_result import Check
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning.compare import Misfit
 

@@ -19,9 +19,9 @@ from autosplit.cli.plan_report import Told, paste_lines, request_text, told_of
 from autosplit.cli.tables import tuple_text
 from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
-from autosplit.measure.check_result import error_text
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
+from autosplit.probe.check_result import error_text
 from autosplit.text import size_text, visible
 
 __all__ = ["check_page", "page_of", "write_page"]

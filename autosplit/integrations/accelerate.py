@@ -53,8 +53,8 @@ from autosplit.integrations.process_share import (
 from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
-from autosplit.measure.loss_mean import IGNORED, RULES, SUM, UnevenLossWarning
 from autosplit.plan.plan import Plan
+from autosplit.probe.loss_mean import IGNORED, RULES, SUM, UnevenLossWarning
 from autosplit.text import printable
 
 __all__ = ["Accelerator", "NoPlanWarning", "UnevenLossWarning"]

@@ -41,7 +41,8 @@ from autosplit.integrations.process_share import (
 )
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.weighted_backward import batches_of, weighed
-from autosplit.measure.loss_mean import (
+from autosplit.plan.plan import Plan
+from autosplit.probe.loss_mean import (
     MOST_SAMPLES,
     SUM,
     TOLERANCE,
@@ -50,7 +51,6 @@ from autosplit.measure.loss_mean import (
     count_by,
     tell_of_uneven_loss,
 )
-from autosplit.plan.plan import Plan
 
 __all__ = ["NoPlanWarning", "Shares", "SharesLoader", "UnevenLossWarning", "workload"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.measure.loss_mean import TOLERANCE, asked_rule, tell_of_uneven_loss
+from autosplit.probe.loss_mean import TOLERANCE, asked_rule, tell_of_uneven_loss
 from autosplit.rng import kept_rng
 
 __all__ = ["OwnLoss"]

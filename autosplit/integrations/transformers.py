@@ -9,7 +9,7 @@ A Trainer of your own takes them by ``class MyTrainer(SharesMixin, TheirTrainer)
     no plan             the Trainer as it is; a NoPlanWarning says so
 
 Each micro-batch's loss is weighted by what it counts for: its labels that are not left out, shifted or not, or its
-samples; a sum counts whole. Which of them it is, is found by asking the loss (`autosplit.measure.loss_mean`).
+samples; a sum counts whole. Which of them it is, is found by asking the loss (`autosplit.probe.loss_mean`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from autosplit.errors import InputError
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, parameters_in, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighted_backward
-from autosplit.measure.loss_mean import (
+from autosplit.plan.plan import Plan
+from autosplit.probe.loss_mean import (
     IGNORED,
     MOST_SAMPLES,
     RULES,
@@ -46,7 +47,6 @@ from autosplit.measure.loss_mean import (
     fitting_rule,
     tell_of_uneven_loss,
 )
-from autosplit.plan.plan import Plan
 from autosplit.rng import kept_rng
 from autosplit.workload.workload import Workload
 

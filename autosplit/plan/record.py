@@ -14,9 +14,9 @@ from msgspec import Meta
 
 from autosplit.errors import PlanError, PlanVersionError
 from autosplit.files import read_bounded, replace_file
-from autosplit.measure.check_result import Check
 from autosplit.plan.explanation import Change, Explained, Solved, SolvedDevice
 from autosplit.plan.validation import unsound_part
+from autosplit.probe.check_result import Check
 from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.search_space import Trial
 from autosplit.solve.split import accumulation_steps

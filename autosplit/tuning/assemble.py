@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autosplit.measure.check_result import Check
-from autosplit.measure.request import Request
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan, PlanDevice, RankSettings
+from autosplit.probe.check_result import Check
+from autosplit.probe.request import Request
 from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.problem import Problem
 from autosplit.solve.search_space import LEAST_DIFFERENCE, LEAST_MEASURED_DIFFERENCE, Trial, configuration_of

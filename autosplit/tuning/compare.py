@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError, InputError, one_line, shown
-from autosplit.measure.request import checked_request
 from autosplit.plan.plan import Plan
+from autosplit.probe.request import checked_request
 from autosplit.text import rate_text
 from autosplit.tuning.progress import Progress, part_of
 

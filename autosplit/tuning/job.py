@@ -12,7 +12,7 @@ from torch import nn
 from autosplit.accelerators import is_accelerator
 from autosplit.devices.device import Device
 from autosplit.errors import InputError, WorkloadError
-from autosplit.measure.request import Request
+from autosplit.probe.request import Request
 from autosplit.tuning.peers import Interrupts, Peers
 from autosplit.workload.fingerprint import digest_of
 from autosplit.workload.workload import Workload

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from autosplit.accelerators import backend, bounded, is_accelerator
 from autosplit.errors import WorkloadError
-from autosplit.measure.does_not_fit import does_not_fit
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions
+from autosplit.probe.does_not_fit import does_not_fit
 from autosplit.runtime.accelerator import twinned
 from autosplit.runtime.protocol import Measurement
 from autosplit.runtime.tracked_step import bucket_bytes

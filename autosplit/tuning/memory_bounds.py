@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autosplit.measure.does_not_fit import does_not_fit
-from autosplit.measure.prober import Prober
 from autosplit.oom import DoesNotFitError
+from autosplit.probe.does_not_fit import does_not_fit
+from autosplit.probe.prober import Prober
 from autosplit.runtime.tracked_step import bucket_bytes
 from autosplit.solve.memory import Ceiling, MemoryFit, Region, Role
 from autosplit.solve.optuna_search import CeilingStore

@@ -20,7 +20,7 @@ from autosplit.ddp.rendezvous import Place, explain_loopback, import_without_gro
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
-from autosplit.measure.request import Request
+from autosplit.probe.request import Request
 from autosplit.profiles.key import machine_of
 from autosplit.tuning.job import Job, refuse_differing, torch_device
 from autosplit.tuning.peers import Interrupts, Peers, has_waited

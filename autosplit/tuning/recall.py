@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.errors import ProfileError
-from autosplit.measure.request import Request
 from autosplit.plan.plan import Plan
+from autosplit.probe.request import Request
 from autosplit.profiles import store as profiles
 from autosplit.profiles.differences import nearest_told
 from autosplit.profiles.key import key_of

@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from autosplit.errors import AutosplitError, InputError
-from autosplit.measure.check_result import Check
-from autosplit.measure.gradient_check import checks_for, not_checked
-from autosplit.measure.prober import Prober
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.plan.plan import Plan
+from autosplit.probe.check_result import Check
+from autosplit.probe.gradient_check import checks_for, not_checked
+from autosplit.probe.prober import Prober
 from autosplit.runtime.prepare import Followed, runtime_for
 from autosplit.runtime.protocol import Measurement
 from autosplit.solve.optuna_search import CeilingStore, search

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 
-from autosplit.measure.prober import Prober
 from autosplit.plan.plan import Plan
+from autosplit.probe.prober import Prober
 from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.runtime.prepare import Followed, runtime_for
 from autosplit.runtime.protocol import StepShape

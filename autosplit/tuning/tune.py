@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from autosplit.errors import AutosplitError, from_user_code
-from autosplit.measure.request import Request, checked_request
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
+from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import machine_of, workload_of
 from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.rng import kept_rng

@@ -23,10 +23,10 @@ from autosplit.cli.main import app, main
 from autosplit.devices.device import Device
 from autosplit.devices.inventory import DeviceReport
 from autosplit.errors import AutosplitError
-from autosplit.measure import find_ceiling as probe
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
+from autosplit.probe import find_ceiling as probe
 from autosplit.profiles.store import store
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning import tune as tuning

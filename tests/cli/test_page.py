@@ -19,9 +19,9 @@ from autosplit.cli.canvas import Chart
 from autosplit.cli.main import main
 from autosplit.cli.page import page_of, write_page
 from autosplit.errors import InputError
-from autosplit.measure.check_result import Check
 from autosplit.plan.record import DdpPlan
 from autosplit.plan.redact import LEFT_OUT
+from autosplit.probe.check_result import Check
 from autosplit.profiles.store import store
 
 NAMES = ("devices", "line0", "trials", "landscape", "rates")

@@ -11,9 +11,9 @@ from rich.console import Console
 from autosplit.cli.device_tables import print_devices
 from autosplit.cli.plan_report import Origin, paste_lines, print_plan
 from autosplit.devices.inventory import DeviceReport
-from autosplit.measure.check_result import Check
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan
+from autosplit.probe.check_result import Check
 from autosplit.solve.memory import MemoryFit, Region
 
 

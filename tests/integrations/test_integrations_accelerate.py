@@ -28,8 +28,8 @@ from autosplit.ddp.rendezvous import Place
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.integrations.accelerate import Accelerator, NoPlanWarning, UnevenLossWarning, _apply, _doubt_sum
 from autosplit.integrations.process_share import share_of
-from autosplit.measure.check_result import Check
 from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.probe.check_result import Check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 

@@ -31,7 +31,7 @@ from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.integrations.process_share import OtherModelWarning, Share, Uncounted, find_share, share_of
 from autosplit.integrations.share_loader import MARK, MarkingDataset, loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
-from autosplit.measure.loss_mean import TOLERANCE, count_by, fitting_rule
+from autosplit.probe.loss_mean import TOLERANCE, count_by, fitting_rule
 
 
 def as_job(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:

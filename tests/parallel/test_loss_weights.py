@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autosplit
 from autosplit import Workload
 from autosplit.errors import InputError, WorkloadError
-from autosplit.measure.gradient_check import check
 from autosplit.parallel import loss_weights as reducing
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning, checked_reduce, weights_of
+from autosplit.probe.gradient_check import check
 from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 

@@ -24,12 +24,12 @@ from test_explain import solved_plan
 from autosplit.cli.main import main
 from autosplit.cli.torchrun_job import launch_of
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.measure.check_result import Check
 from autosplit.plan.export import FORMATS
 from autosplit.plan.exported import Export
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan, RankSettings
 from autosplit.plan.redact import shareable
+from autosplit.probe.check_result import Check
 from autosplit.profiles import store as profiles
 
 TOOLS = ("transformers", "accelerate", "lightning")

@@ -23,8 +23,8 @@ from workloads import mlp
 from autosplit import tune
 from autosplit.cli.main import main
 from autosplit.errors import PlanError
-from autosplit.measure.check_result import Check
 from autosplit.plan.plan import Plan
+from autosplit.probe.check_result import Check
 from autosplit.profiles import store as profiles
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve

@@ -16,10 +16,10 @@ from workloads import char_gpt, mlp, small
 from autosplit.accelerators import accelerator_kind, backend
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
-from autosplit.measure.find_ceiling import find_ceiling
-from autosplit.measure.prober import Prober
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.probe.find_ceiling import find_ceiling
+from autosplit.probe.prober import Prober
 from autosplit.runtime import accelerator
 from autosplit.runtime.accelerator import AcceleratorRuntime, _failed_gpu
 from autosplit.runtime.protocol import StepMemory, StepShape

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from workloads import ALL
 
 from autosplit.devices.spec import parse_devices
-from autosplit.measure.find_ceiling import find_ceiling
+from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.op_cost import Work
 from autosplit.runtime.protocol import StepShape

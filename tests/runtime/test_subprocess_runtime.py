@@ -17,8 +17,8 @@ from workloads import small
 from autosplit.accelerators import accelerator_kind
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, InputError, UserCodeError
-from autosplit.measure.find_ceiling import find_ceiling
 from autosplit.oom import OutOfMemoryError
+from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime import subprocess_runtime as isolated
 from autosplit.runtime.child_process import ChildLostError, LostCauseError
 from autosplit.runtime.prepare import build, follow, isolated_runtime, runtime_for

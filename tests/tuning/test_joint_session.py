@@ -36,10 +36,10 @@ from autosplit.devices import spec as specs
 from autosplit.devices.accelerator import Found
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, UserCodeError, WorkloadError
-from autosplit.measure.request import checked_request
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions
+from autosplit.probe.request import checked_request
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import key_of, machine_of, workload_of
 from autosplit.profiles.tuning_lock import Turn

@@ -36,11 +36,11 @@ from workloads import net, net_batch
 
 from autosplit.devices.transfer import active_placement
 from autosplit.errors import UserCodeError
-from autosplit.measure import stopwatch
-from autosplit.measure.find_ceiling import find_ceiling
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.accumulation import current_accumulation
 from autosplit.plan.plan import Plan
+from autosplit.probe import stopwatch
+from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime import cpu
 from autosplit.runtime import tracer as tracing
 from autosplit.runtime.fake_tensors import fake_mode
@@ -681,7 +681,9 @@ def half_of_all(quick: dict[str, tuple[str, ...]]) -> list[Any]:
         if (index + i + j + k) % 2 == 0
         # Simulated steps are told by laws: where a trace that makes or checks one fails, each size is followed by
         # itself, so that what fails but once ends nothing.
-        if not ((devices, error) == (SIMULATED, ZeroDivisionError) and name in ("in a timed step", "in the second ceiling"))
+        if not (
+            (devices, error) == (SIMULATED, ZeroDivisionError) and name in ("in a timed step", "in the second ceiling")
+        )
     ]
 
 

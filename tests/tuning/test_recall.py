@@ -26,10 +26,10 @@ from autosplit.devices import device as devices
 from autosplit.devices import spec as specs
 from autosplit.devices.accelerator import Found
 from autosplit.errors import InputError
-from autosplit.measure import request, stopwatch
-from autosplit.measure.gradient_check import not_checked
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
+from autosplit.probe import request, stopwatch
+from autosplit.probe.gradient_check import not_checked
 from autosplit.profiles import key
 from autosplit.profiles import store as profiles
 from autosplit.profiles.key import machine_of

@@ -20,12 +20,12 @@ from workloads import Uncopyable, char_gpt, mlp, net, net_batch, small, with_los
 
 import autosplit
 from autosplit.errors import AutosplitError, DeviceError, InputError, UserCodeError, WorkloadError
-from autosplit.measure import stopwatch
-from autosplit.measure.prober import Prober
-from autosplit.measure.request import checked_request
 from autosplit.oom import DoesNotFitError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.plan.plan import Plan
+from autosplit.probe import stopwatch
+from autosplit.probe.prober import Prober
+from autosplit.probe.request import checked_request
 from autosplit.profiles import store as profiles
 from autosplit.runtime.prepare import build, follow, runtime_for, workload_source
 from autosplit.runtime.protocol import StepShape

@@ -13,7 +13,7 @@ __all__ = ["check"]
 
 def check(spec: str, manner: Manner) -> int:
     """Check a workload, and print what was found."""
-    from autosplit.measure import gradient_check as checks
+    from autosplit.probe import gradient_check as checks
     from autosplit.tuning.progress import Progress
     from autosplit.workload.from_file import load_workload
 

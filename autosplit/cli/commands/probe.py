@@ -127,8 +127,8 @@ def _tell_ceiling(
 
 def _ceiling_of(probing: Probing, source: Any, device: Device, role: Any, **keywords: Any) -> Ceiling:
     """Find one ceiling; where nothing fits it is 0, and why is kept."""
-    from autosplit.measure.find_ceiling import find_ceiling
     from autosplit.oom import DoesNotFitError
+    from autosplit.probe.find_ceiling import find_ceiling
     from autosplit.solve.memory import Ceiling
 
     try:

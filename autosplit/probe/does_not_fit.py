@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autosplit.measure.step_runner import StepRunner
 from autosplit.oom import DoesNotFitError
+from autosplit.probe.step_runner import StepRunner
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime
 from autosplit.runtime.training_copy import bytes_on_accelerators

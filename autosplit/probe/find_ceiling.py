@@ -10,9 +10,9 @@ from autosplit.accelerators import is_accelerator
 from autosplit.devices.device import Device
 from autosplit.devices.spec import list_devices
 from autosplit.errors import DeviceError, InputError
-from autosplit.measure.does_not_fit import does_not_fit
-from autosplit.measure.prober import Prober
-from autosplit.measure.request import Request, checked_request
+from autosplit.probe.does_not_fit import does_not_fit
+from autosplit.probe.prober import Prober
+from autosplit.probe.request import Request, checked_request
 from autosplit.rng import kept_rng
 from autosplit.runtime.prepare import Source, build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.solve.memory import Ceiling, Role

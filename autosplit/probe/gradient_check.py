@@ -18,9 +18,9 @@ from torch import nn
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, WorkloadError, from_user_code, one_line
-from autosplit.measure.check_result import Check
-from autosplit.measure.gradient_comparison import LEAST_SAMPLES, Comparison, begin
-from autosplit.measure.gradient_runs import TooDearError
+from autosplit.probe.check_result import Check
+from autosplit.probe.gradient_comparison import LEAST_SAMPLES, Comparison, begin
+from autosplit.probe.gradient_runs import TooDearError
 from autosplit.rng import kept_rng
 from autosplit.runtime.fake_tensors import built_without_memory, fake_mode, mode_of
 from autosplit.runtime.prepare import build, workload_source

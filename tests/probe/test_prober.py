@@ -12,10 +12,10 @@ from workloads import ALL, branching, cnn, mlp, net, small
 
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError
-from autosplit.measure import stopwatch
-from autosplit.measure.find_ceiling import find_ceiling
-from autosplit.measure.prober import Prober
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.probe import stopwatch
+from autosplit.probe.find_ceiling import find_ceiling
+from autosplit.probe.prober import Prober
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks

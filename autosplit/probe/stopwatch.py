@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from autosplit.errors import UserCodeError
-from autosplit.measure.does_not_fit import does_not_fit
-from autosplit.measure.step_runner import StepRunner
 from autosplit.oom import OutOfMemoryError
+from autosplit.probe.does_not_fit import does_not_fit
+from autosplit.probe.step_runner import StepRunner
 from autosplit.solve.memory import Ceiling, Limit, Role
 from autosplit.solve.step_time import TimeCurve
 from autosplit.solve.timed_sizes import TimedSize

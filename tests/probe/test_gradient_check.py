@@ -26,13 +26,13 @@ import autosplit
 from autosplit.cli import check_report
 from autosplit.cli.main import main
 from autosplit.errors import UserCodeError, WorkloadError
-from autosplit.measure import gradient_check as checks
-from autosplit.measure import gradient_runs as quiet
-from autosplit.measure import loss_rule as rules
-from autosplit.measure.check_result import Check, error_text
-from autosplit.measure.gradient_check import check, checks_for
 from autosplit.parallel.optimizer_steps import steps
 from autosplit.plan.plan import Plan
+from autosplit.probe import gradient_check as checks
+from autosplit.probe import gradient_runs as quiet
+from autosplit.probe import loss_rule as rules
+from autosplit.probe.check_result import Check, error_text
+from autosplit.probe.gradient_check import check, checks_for
 from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.tracked_step import wrapper_for
 from autosplit.workload.batch import Whole, map_tensors

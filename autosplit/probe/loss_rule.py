@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autosplit.measure.gradient_runs import GRADIENT, Gradients, QuietCopy, relative
 from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
+from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, relative
 from autosplit.workload.workload import Workload
 
 __all__ = ["Mixing", "Rule", "mixed", "reduction_of", "rule_of"]

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from autosplit import Workload
 from autosplit.devices.spec import parse_devices
-from autosplit.measure.find_ceiling import find_ceiling
 from autosplit.oom import OutOfMemoryError
+from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.protocol import StepShape
 

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.errors import AutosplitError, WorkloadError, from_user_code, one_line
-from autosplit.measure.check_result import Check
-from autosplit.measure.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, named_models, relative
-from autosplit.measure.loss_rule import Rule, mixed, reduction_of, rule_of
-from autosplit.measure.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
 from autosplit.parallel.loss_weights import Reduce
+from autosplit.probe.check_result import Check
+from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, TooDearError, named_models, relative
+from autosplit.probe.loss_rule import Rule, mixed, reduction_of, rule_of
+from autosplit.probe.module_hooks import NormSeen, first_difference, freeze, printing, watching_draws, watching_norms
 from autosplit.workload.batch import batch_size_of, marked, named_leaves
 from autosplit.workload.workload import Workload
 
