@@ -322,8 +322,8 @@ def test_the_check_sees_a_downward_import_of_a_public_name(tmp_path: Path) -> No
 
 
 def test_the_check_sees_more_than_a_package_may_have_of_another(tmp_path: Path) -> None:
-    place(tmp_path, "measure/check_result.py")
-    place(tmp_path, "measure/prober.py")
+    place(tmp_path, "probe/check_result.py")
+    place(tmp_path, "probe/prober.py")
     place(tmp_path, "plan/record.py", "from autosplit.probe.check_result import Check")
     assert not violations(graph_of(tmp_path))
     place(tmp_path, "plan/record.py", "from autosplit.probe.prober import Prober")
