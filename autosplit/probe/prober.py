@@ -306,7 +306,8 @@ class Prober(Stopwatch):
             elsewhere: About the most that the others hold together.
             accumulates: See `ceiling`.
         """
-        least = self.least_batch()
+        # Of one sample nothing has to be copied to lie in order: it is on no line with others.
+        least = max(self.least_batch(), 2 if share > 2 else 1)
         share, elsewhere = max(share, least + 1), max(elsewhere, least + 1)
         less = max(least, share - max(1, share // 4))
         fewer = max(least, elsewhere - max(1, elsewhere // 2))

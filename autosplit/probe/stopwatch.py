@@ -18,6 +18,9 @@ __all__ = ["Stopwatch"]
 
 _log = logging.getLogger(__name__)
 
+MANY = 32
+"""Samples of a ceiling from which on a share of one is hardly given: 3 % of what the device holds."""
+
 KNEE_GAIN = 0.03
 """On a plain CPU no larger batch is tried once two doublings in a row gained less throughput."""
 
@@ -34,7 +37,7 @@ class Stopwatch(StepRunner):
     def timed_sizes(
         self, index: int, ceiling: int, *, role: Role, budget_s: float, alone: bool = True
     ) -> list[TimedSize]:
-        """Time one device alone on its ceiling and on every power of two from the least share on.
+        """Time one device alone on its ceiling and on every power of two from the least share on, or from 2.
 
         A slow device among fast ones gets a hundredth of its ceiling; a curve that ended above would hold its time for
         constant there, and leave the device with next to nothing.
@@ -54,7 +57,8 @@ class Stopwatch(StepRunner):
         Raises:
             OutOfMemoryError: None of them could be run.
         """
-        least = min(self.least_batch(), ceiling)
+        # A simulated step of one sample is followed, those of more are told: of a large ceiling that is not worth it.
+        least = min(max(self.least_batch(), 2 if self.runtime.simulated and ceiling >= MANY else 1), ceiling)
         apart = alone and role == "replica"
         shape_of = self.forward_and_backward(index) if apart else self.shapes(index, role, (), False)
         if self.runtime.simulated:

@@ -1,12 +1,12 @@
 """Foretell traces at any batch from a few: what comes and goes in a step is the same at every batch.
 
-Each storage takes ``c + s * samples`` bytes, and each op as much work. So two traces of different sizes, laid beside
-each other, tell what a third takes, storage by storage and op by op: bytes are rounded to blocks and added up in their
-order, which gives the peak to the byte; work is played on the clocks of any card. A device beside others adds a size,
-and takes a trace more. Where something is quadratic in the samples (a loss over the whole batch), a third trace of one
-device says so; over several devices such steps follow no law here. What takes another way at another size (a kernel, a
-branch, a share of one sample, of which nothing has to be copied to lie in order) follows none either: it is traced at
-each size that is asked for, or, where a trace takes real tensors and their memory, told by lines through the peaks.
+Each storage takes ``c + s * samples`` bytes, and each op as much work. A step of an odd size shows which is which (see
+`op_calls`), so that one trace of a kind of step tells any batch: bytes are rounded to blocks and added up in their
+order, which gives the peak to the byte; work is played on the clocks of any card. Where something is quadratic in the
+samples (a loss over the whole batch), that is told, too, for one device. What is told is held against a small step and,
+beyond the odd sizes, against the largest that is asked for. What takes another way at another size (a kernel, a branch,
+a share of one sample, of which nothing has to be copied to lie in order) follows no law: it is traced at each size that
+is asked for, or, where a trace takes real tensors and their memory, told by lines through the peaks of two steps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autosplit.runtime.memory_tracker import BLOCK_BYTES
+from autosplit.runtime.op_calls import odd_split
 from autosplit.runtime.op_cost import Move, Numbers, Work
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracer import Event, Phase, Trace, Tracer
@@ -45,7 +46,7 @@ class AffineTraces:
         tracer: Follows the workload.
 
     Attributes:
-        given_up: Kinds of steps that follow no law, as far as is known.
+        given_up: Whether steps were found that follow no law, so that each is followed.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -53,9 +54,10 @@ class AffineTraces:
         self.fake = tracer.fake
         self.accumulation_costs = tracer.accumulation_costs
         self.zeroing_costs = tracer.zeroing_costs
+        self.given_up = False
         self._laws: dict[StepShape, _Law | None] = {}
-        self._is_curved: bool | None = None
-        self.given_up = 0
+        self._is_curved = False
+        self._held_to: dict[tuple[bool, bool], int] = {}
         self._checks = False
         self._told: dict[StepShape, Trace] = {}
 
@@ -76,7 +78,7 @@ class AffineTraces:
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Follow each step that is asked for, and hold its law against that: it is given up where it is off."""
+        """Hold the law of each step that is asked for against the step itself, unless a larger one of its like was."""
         self._checks = True
         try:
             yield
@@ -88,58 +90,77 @@ class AffineTraces:
         return self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
 
     def _checked(self, shape: StepShape) -> Trace:
-        followed = self.tracer.trace(shape)
         law = None if 1 in shape.splits[0] else self._law_of(shape)
-        if law is not None and not law.tells(shape.splits[0], followed):
-            self._give_up(shape)
-        return followed
+        if law is not None and sum(shape.splits[0]) > self._held_to[_way_of(shape)]:
+            self._hold(law, shape)
+        return self._tell(shape)
 
     def _law_of(self, shape: StepShape) -> _Law | None:
         """Return the law of a kind of step; None where there is none, and each step is followed."""
         unit = _unit_of(shape)
-        if unit not in self._laws:
+        if unit not in self._laws and not self.given_up:
             try:
-                self._laws[unit] = self._found(unit)
+                self._laws[unit] = self._followed_oddly(unit) if self.fake else self._followed_twice(unit)
             except Exception as error:  # noqa: BLE001  # it may run at the very size that is asked for, or fail there again
                 _log.info("a step can't be foretold from others: %s: %s", type(error).__name__, error)
                 self._laws[unit] = None
-        law = self._laws[unit]
-        if law is not None and not law.holds and self.fake:
-            self._give_up(shape)
-        return self._laws[unit]
+        return None if self.given_up else self._laws[unit]
 
-    def _give_up(self, shape: StepShape) -> None:
-        _log.info("steps of other sizes take another way: %s is followed at each size", _unit_of(shape))
-        self._laws[_unit_of(shape)] = None
-        self.given_up += 1
-        self._told.clear()
-
-    def _found(self, unit: StepShape) -> _Law:
-        """Follow a step at a few sizes: one, and from there one for each device with samples of its own."""
+    def _followed_oddly(self, unit: StepShape) -> _Law | None:
+        """Follow a step of odd sizes, which tells all others; the first of its way is held against a small step."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples]
-        if len(active) > 1 and self._is_curved is None:
-            self._law_of(StepShape(((self.tracer.workload.sample_batch_size,),)))
-        samples = self.tracer.workload.sample_batch_size  # it was followed
-        high = max(4, samples // len(active)) if self.fake else 2 * samples
-        low = max(2, high // 3) if self.fake else samples
+        alone = StepShape(((self.tracer.workload.sample_batch_size,),))
+        if unit != _unit_of(alone):
+            self._law_of(alone)  # it tells whether anything is quadratic
+        if len(active) > 1 and self._is_curved:
+            return None  # samples of several devices may be multiplied by each other
+        odd = odd_split(unit.splits[0])
+        splits = [tuple(4 if place == index else n for place, n in enumerate(odd)) for index in active]
+        if len(active) == 1:
+            splits.append(tuple(16 if samples else 0 for samples in odd))
         law = _Law()
-        base = tuple(low * samples for samples in unit.splits[0])
-        splits = [base, *((*base[:index], high, *base[index + 1 :]) for index in active)]
-        if len(active) == 1 and self._is_curved is not False and self.fake:
-            splits.append(tuple((high + low) // 2 * samples for samples in unit.splits[0]))
-        for split in splits:
-            law.add(split, self.tracer.trace(replace(unit, splits=(split,))))
-        if self._is_curved is None and len(active) == 1 and law.holds:
+        shape = replace(unit, splits=(odd,))
+        for split, trace in zip([odd, *splits], self.tracer.trace_resized(shape, splits), strict=True):
+            law.add(split, trace)
+        if unit == _unit_of(alone):
             self._is_curved = law.is_curved
         if not self._is_curved:
             law.straighten()
-        # Samples of several devices may be multiplied by each other, which none of these steps shows.
-        law.is_broken = len(active) > 1 and self._is_curved is not False
+        way = _way_of(unit)
+        if way not in self._held_to:
+            self._held_to[way] = sum(odd)
+            small = max(2, alone.splits[0][0]) if unit == _unit_of(alone) else 2
+            self._hold(law, replace(unit, splits=(tuple(small if samples else 0 for samples in odd),)))
+        return law
+
+    def _hold(self, law: _Law, shape: StepShape) -> None:
+        """Hold a law against a step that is followed; where it is off, there is none from now on."""
+        if law.tells(shape.splits[0], self.tracer.trace(shape)):
+            way = _way_of(shape)
+            self._held_to[way] = max(self._held_to[way], sum(shape.splits[0]))
+            return
+        _log.info("steps of other sizes take another way than %s: each is followed", shape)
+        self.given_up = True
+        self._told.clear()
+
+    def _followed_twice(self, unit: StepShape) -> _Law:
+        """Follow a step of real tensors with as many samples as the sample batch has, and twice as many."""
+        active = [index for index, samples in enumerate(unit.splits[0]) if samples]
+        low = self.tracer.workload.sample_batch_size  # it was followed
+        law = _Law()
+        base = tuple(low * samples for samples in unit.splits[0])
+        for split in [base, *((*base[:index], 2 * low, *base[index + 1 :]) for index in active)]:
+            law.add(split, self.tracer.trace(replace(unit, splits=(split,))))
         return law
 
 
 def _unit_of(shape: StepShape) -> StepShape:
     return replace(shape, splits=(tuple(min(1, samples) for samples in shape.splits[0]),))
+
+
+def _way_of(shape: StepShape) -> tuple[bool, bool]:
+    """Tell steps in which a sample takes the same way: accumulating ones, replicas' and ranks' as a lone device's."""
+    return shape.arrangement == "eval", sum(samples > 0 for samples in shape.splits[0]) > 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +209,6 @@ class _Law:
 
     def __init__(self) -> None:
         self._points: list[_Columns] = []
-        self.is_broken = False
 
     def add(self, split: tuple[int, ...], trace: Trace) -> None:
         """Take in a step that was followed."""
@@ -197,7 +217,7 @@ class _Law:
     @property
     def holds(self) -> bool:
         """Whether all steps were alike but for their sizes."""
-        return not self.is_broken and all(self._points[0].order == point.order for point in self._points[1:])
+        return all(self._points[0].order == point.order for point in self._points[1:])
 
     def tells(self, split: tuple[int, ...], trace: Trace) -> bool:
         """Tell whether a step that was followed is what the law says of it."""
@@ -209,8 +229,6 @@ class _Law:
     @property
     def is_curved(self) -> bool:
         """Whether the last of three steps lies beside the line through the others."""
-        if not self.holds or len(self._points) < 3:
-            return False
         told = _evaluated(self._points[:2], self._points[2].split)
         return bool(np.abs(told - self._points[2].numbers).max(initial=0.0) > 0.5)
 
@@ -221,7 +239,7 @@ class _Law:
     def at(self, split: tuple[int, ...]) -> Trace:
         """Return what would be traced."""
         for point in self._points:
-            if point.split == split:
+            if point.split == split and point.trace.peak_bytes:
                 return point.trace
         return self._made(split) if self.holds else self._near(split)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -21,6 +21,7 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.fake_tensors import fake_mode, holds_fakes, mode_of
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Entry, Kind, Tracker
+from autosplit.runtime.op_calls import OpCall, resizer
 from autosplit.runtime.op_cost import Move, OpCost, Work, op_cost
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import run_placed, run_until_settled
@@ -85,13 +86,19 @@ class Trace:
 
 
 class _Recorder:
-    """Gathers ops into work and keeps the transfers between; `norms_over_samples`: one may refuse a single sample."""
+    """Gathers ops into work and keeps the transfers between; `norms_over_samples`: one may refuse a single sample.
 
-    def __init__(self, samples: int) -> None:
+    Args:
+        keeps_calls: Keep what tells the work with other samples.
+    """
+
+    def __init__(self, samples: int, *, keeps_calls: bool) -> None:
         self.phases: list[tuple[str, list[Event]]] = []
         self.norms_over_samples = False
         self._samples = samples
-        self._open: dict[int, list[OpCost]] = {}
+        self._keeps_calls = keeps_calls
+        self._open: dict[int, list[tuple[OpCost, OpCall | None]]] = {}
+        self._calls: list[list[OpCall]] = []  # of each work
         self.mark("start")
 
     def mark(self, phase: str) -> None:
@@ -104,7 +111,8 @@ class _Recorder:
             self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
         cost = op_cost(func, args, kwargs, outputs)
         if cost is not None:
-            self._open.setdefault(device, []).append(cost)
+            call = OpCall.of(func, args, kwargs, outputs) if self._keeps_calls else None
+            self._open.setdefault(device, []).append((cost, call))
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """Close the work of both ends, and keep the transfer."""
@@ -117,11 +125,23 @@ class _Recorder:
         self._close(*list(self._open))
         return self.phases
 
+    def resized(self, resized: Callable[[int], int]) -> list[tuple[str, list[Event]]]:
+        """Return the phases with other samples."""
+        calls = iter(self._calls)
+
+        def event(found: Event) -> Event:
+            if isinstance(found, Move):
+                return replace(found, nbytes=resized(found.nbytes))
+            return Work.of(found.device, [call.cost(resized) for call in next(calls)])
+
+        return [(name, [event(found) for found in events]) for name, events in self.phases]
+
     def _close(self, *devices: int) -> None:
         for device in devices:
-            costs = self._open.pop(device, None)
-            if costs:
-                self.phases[-1][1].append(Work.of(device, costs))
+            ops = self._open.pop(device, None)
+            if ops:
+                self.phases[-1][1].append(Work.of(device, [cost for cost, _ in ops]))
+                self._calls.append([call for _, call in ops if call is not None])
 
 
 def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
@@ -195,6 +215,11 @@ class Tracer:
                 self._kept[shape] = self._run(shape)
         return self._kept[shape]
 
+    def trace_resized(self, shape: StepShape, splits: Sequence[tuple[int, ...]]) -> list[Trace]:
+        """Follow a step of an odd split, see `odd_split`, and return it and, without peaks, its like with others."""
+        self._settle(shape)
+        return self._followed(shape, splits)
+
     def _settle(self, shape: StepShape) -> None:
         """Follow the first step, in which the optimizer's state appears that all others have."""
         if shape.arrangement == "eval" or self._with_gradient is not None:
@@ -204,7 +229,11 @@ class Tracer:
         self._kept[first] = run_until_settled(self.trainee, lambda: self._run(first))
 
     def _run(self, shape: StepShape) -> Trace:
-        recorder = _Recorder(sum(shape.splits[0]))
+        return self._followed(shape)[0]
+
+    def _followed(self, shape: StepShape, resized: Sequence[tuple[int, ...]] = ()) -> list[Trace]:
+        """Follow a step; return its trace, and those of the like with other splits."""
+        recorder = _Recorder(sum(shape.splits[0]), keeps_calls=bool(resized))
 
         def mark(phase: str) -> None:
             recorder.mark(phase)
@@ -228,15 +257,14 @@ class Tracer:
         self.runs += 1
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
-        phases = recorder.finish()
-        micro, update = _events(phases, "micro"), _events(phases, "update")
-        parts = tuple(_parts_of(tracker, device) for device in range(len(names)))
-        if not shape.accumulates:
-            return Trace(peaks, parts, tracker.entries(), (), micro, (), update)
-        # What is followed is one micro-step of many: gradients wait on replicas that are there, and come home after it.
-        broadcast = tuple(event for event in _events(phases, "broadcast") if _moves(event, "parameter"))
-        home = next((index for index, event in enumerate(micro) if _moves(event, "gradient")), len(micro))
-        return Trace(peaks, parts, tracker.entries(), broadcast, micro[:home], micro[home:], update)
+        phases, entries = recorder.finish(), tracker.entries()
+        parts = [_parts_of(tracker, device) for device in range(len(names))]
+        found = [_trace_of(shape, parts, entries, phases)]
+        for split in resized:
+            size = resizer(shape.splits[0], split)
+            others = tuple((kind, device, size(nbytes)) for kind, device, nbytes in entries)
+            found.append(_trace_of(shape, (), others, recorder.resized(size)))
+        return found
 
     def _note_gradients(self) -> None:
         """Note which parameters have a gradient, in the step that leaves out the fewest layers."""
@@ -267,6 +295,20 @@ class Tracer:
             return self.workload.assumptions()
         with kept_rng(), self.trainee.fake_mode or nullcontext(), torch.no_grad():
             return self.workload.assumptions(self.trainee.outputs())
+
+
+def _trace_of(
+    shape: StepShape, parts: Sequence[MemoryParts], entries: tuple[Entry, ...], phases: list[tuple[str, list[Event]]]
+) -> Trace:
+    """Put the phases of a step together as those of an optimizer step."""
+    peaks = tuple(one.total_bytes for one in parts)
+    micro, update = _events(phases, "micro"), _events(phases, "update")
+    if not shape.accumulates:
+        return Trace(peaks, tuple(parts), entries, (), micro, (), update)
+    # What is followed is one micro-step of many: gradients wait on replicas that are there, and come home after it.
+    broadcast = tuple(event for event in _events(phases, "broadcast") if _moves(event, "parameter"))
+    home = next((index for index, event in enumerate(micro) if _moves(event, "gradient")), len(micro))
+    return Trace(peaks, tuple(parts), entries, broadcast, micro[:home], micro[home:], update)
 
 
 def _parts_of(tracker: Tracker, device: int) -> MemoryParts:

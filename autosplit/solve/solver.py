@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from autosplit.errors import InputError
 from autosplit.solve.fastest_split import fastest_split
@@ -23,7 +24,9 @@ SIZES_OF_STEPS = 17
 """Batches that are looked at for each number of micro-steps, where there are so many."""
 
 MOST_TEAMS = 9
-"""Ways to leave devices out that are looked at."""
+"""Ways to leave devices out that are looked at together."""
+
+_Answer = TypeVar("_Answer")
 
 WITHIN_REACH = 0.8
 """Share of its best that the model has to promise another kind of configuration for it to be tried: it is seldom off by
@@ -80,13 +83,14 @@ class Solver:
         share, steps = configuration.gpu0_bsz, configuration.accumulation_steps
         rest = configuration.batch_size - share
         others = self._ceilings(steps)
-        found = {}
-        for team in self._teams_of(others):
+
+        def of_team(team: tuple[int, ...]) -> tuple[float, tuple[int, ...]] | None:
             split = self._fastest(rest, (0, *team))
-            if split is not None:
-                found[split[1:]] = self._unfitted.seconds(((share, *split[1:]),) * steps)
-        assert found, (configuration, self.space)
-        return self._in_order(min(found, key=lambda split: found[split]), others)
+            return None if split is None else (-self._unfitted.seconds(((share, *split[1:]),) * steps), split[1:])
+
+        found = _best_of(self._teams_of(others), of_team)
+        assert found is not None, (configuration, self.space)
+        return self._in_order(found, others)
 
     def _ceilings(self, steps: int) -> tuple[int, ...]:
         """Return the other devices' ceilings in an optimizer step of so many micro-steps."""
@@ -184,22 +188,26 @@ class Solver:
         if self.step_time.adds_up or not ceilings:
             even = even_split(batch_size, 1 + len(ceilings))[0]
             return Configuration(min(max(even, least), most), batch_size, steps)
-        return max(filter(self.holds, self._of_teams(batch_size, steps)), key=self.samples_per_s, default=None)
 
-    def _of_teams(self, batch_size: int, steps: int) -> list[Configuration]:
-        """Return the configurations of a batch that end first with some devices left out, and with device 0 alone."""
+        def of_team(team: tuple[int, ...]) -> tuple[float, Configuration] | None:
+            configuration = self._of_team(batch_size, steps, team)
+            return None if configuration is None else (self.samples_per_s(configuration), configuration)
+
+        found = [_best_of(self._teams_of(ceilings), of_team), self._alone(batch_size, steps)]
+        return max((c for c in found if c is not None), key=self.samples_per_s, default=None)
+
+    def _of_team(self, batch_size: int, steps: int, team: tuple[int, ...]) -> Configuration | None:
+        """Return the configuration of a batch that ends first with some devices left out."""
         shares = self.space.region_of(steps).gpu0_bounds(batch_size)
         assert shares is not None, "it was asked before"
-        least, most = shares
-        found = []
-        for team in self._teams_of(self._ceilings(steps)):
-            split = self._fastest(batch_size, (most, *team))
-            if split is not None:
-                found.append(Configuration(max(split[0], least), batch_size, steps))
-        if most >= batch_size and self._unfitted.leaves_out:
-            # Alone, device 0 has neither copies nor a gather to wait for: small batches may be faster so.
-            found.append(Configuration(batch_size, batch_size, steps))
-        return list(dict.fromkeys(found))
+        split = self._fastest(batch_size, (shares[1], *team))
+        found = None if split is None else Configuration(max(split[0], shares[0]), batch_size, steps)
+        return found if found is not None and self.holds(found) else None
+
+    def _alone(self, batch_size: int, steps: int) -> Configuration | None:
+        """Return device 0 by itself: with neither copies nor a gather to wait for, small batches may be faster so."""
+        found = Configuration(batch_size, batch_size, steps)
+        return found if self._unfitted.leaves_out and self.holds(found) else None
 
     def _fastest(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the split over devices of these ceilings that ends first; None where they hold no such batch."""
@@ -291,9 +299,11 @@ class Solver:
             return [samples > 0 for samples in self.split_of(configuration)[1:]]
 
         within_reach = WITHIN_REACH * self.samples_per_s(best)
-        found = self._of_teams(best.batch_size, best.accumulation_steps)
-        others = [c for c in found if self.holds(c) and team(c) != team(best)]
-        others = [c for c in others if self.samples_per_s(c) >= within_reach]
+        batch_size, steps = best.batch_size, best.accumulation_steps
+        teams = self._teams_of(self._ceilings(steps))
+        found = [self._of_team(batch_size, steps, teams[i]) for i in spread(0, len(teams) - 1, MOST_TEAMS)]
+        others = [c for c in dict.fromkeys((*found, self._alone(batch_size, steps))) if c is not None]
+        others = [c for c in others if team(c) != team(best) and self.samples_per_s(c) >= within_reach]
         return sorted(others, key=lambda c: (sum(team(c)), -self.samples_per_s(c)))[:1]
 
     def neighbours(self, configuration: Configuration) -> list[Configuration]:
@@ -320,6 +330,33 @@ class Solver:
             bounds = self.space.batch_bounds(steps)
             for size in () if bounds is None else spread(*bounds, SIZES_OF_STEPS):
                 yield size, steps
+
+
+def _best_of(
+    teams: Sequence[tuple[int, ...]], valued: Callable[[tuple[int, ...]], tuple[float, _Answer] | None]
+) -> _Answer | None:
+    """Return the answer of the highest value; of many teams, each of fewer devices, between ever closer ones.
+
+    Args:
+        valued: A team's value and answer; None where it has none.
+    """
+    found: dict[int, tuple[float, _Answer]] = {}
+    low, high = 0, len(teams) - 1
+    while True:
+        looked_at = spread(low, high, MOST_TEAMS)
+        for index in looked_at:
+            value = None if index in found else valued(teams[index])
+            if value is not None:
+                found[index] = value
+        if not found:
+            return None
+        best = max(found, key=lambda index: (found[index][0], -index))
+        if looked_at == list(range(low, high + 1)):
+            return found[best][1]
+        low, high = (
+            max((i for i in looked_at if i < best), default=low),
+            min((i for i in looked_at if i > best), default=high),
+        )
 
 
 def geometric(largest: int) -> list[int]:

@@ -207,7 +207,8 @@ class LoneSession(Session):
         while most > least and region.primary_most(2 * most) < most:
             most //= 2
         measured = []
-        for share in sorted({least, max(least, most)}):
+        few = max(least, 2) if most > 2 else least  # a step of one sample is on no line with others
+        for share in sorted({few, max(few, most)}):
             split = tuple(share if place in (0, index) else 0 for place in range(len(self.request.devices)))
             if share > most:
                 continue

@@ -45,7 +45,7 @@ def test_equal_to_the_byte(name):
             assert traced_parts(traces, shape) == traced_parts(full, shape)
     for n in range(100, 1000, 10):
         traced_peaks(traces, StepShape(((n,),)))
-    assert tracer.runs <= 22
+    assert tracer.runs <= 13
 
 
 @pytest.mark.parametrize("name", ["cnn", slow("gru"), slow("char_gpt")])
@@ -79,7 +79,7 @@ def contrast(outputs, _targets):
     return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs), device=outputs.device))
 
 
-def test_a_loss_over_the_whole_batch_takes_one_more_trace():
+def test_a_loss_over_the_whole_batch_is_told_by_one_trace():
     batch = torch.randn(64, 16), torch.zeros(64)
     workload = Workload(Contrasting(), batch, loss_fn=contrast, loss_scope="batch")
     tracer, _ = make_tracer(workload, like_gpu=True)
@@ -87,7 +87,7 @@ def test_a_loss_over_the_whole_batch_takes_one_more_trace():
     traces = AffineTraces(tracer)
     shape = StepShape(((4096,),))
     assert traced_peaks(traces, shape) == traced_peaks(full, shape)
-    assert tracer.runs <= 4
+    assert tracer.runs <= 3
 
 
 class Switching(nn.Module):
@@ -101,16 +101,16 @@ class Switching(nn.Module):
         return self.layer(self.layer(x)) if len(x) > self.most else self.layer(x)
 
 
-@pytest.mark.parametrize("most", [3, 10])
+@pytest.mark.parametrize("most", [10, 3000])
 def test_steps_that_take_another_way_are_followed_at_each_size(most):
-    """Where the sizes that are laid beside each other show it, or where the answer is looked at."""
+    """Where the sample batch's own step shows it, or where the answer is looked at."""
     workload = Workload(Switching(most), torch.randn(4, 16))
     tracer, _ = make_tracer(workload, like_gpu=True)
     full, _ = make_tracer(workload, like_gpu=True)
     traces = AffineTraces(tracer)
     with traces.checking():
-        traced_peaks(traces, StepShape(((12,),)))
-    for n in (2, 8, 16, 100):
+        traced_peaks(traces, StepShape(((4000,),)))
+    for n in (2, 8, 16, 100, 5000):
         assert traced_peaks(traces, StepShape(((n,),))) == traced_peaks(full, StepShape(((n,),)))
 
 
@@ -199,17 +199,17 @@ def test_another_way_that_holds_as_much_is_no_law():
 
         def forward(self, x):
             with torch.no_grad():
-                for _ in range(3 if len(x) > 20 else 0):
+                for _ in range(3 if len(x) > 2000 else 0):
                     x.neg_()
             return self.layer(x)
 
     tracer, _ = make_tracer(Workload(WorksMore(), torch.randn(4, 16)), like_gpu=True)
     traces = AffineTraces(tracer)
-    shape = StepShape(((40,),))
+    shape = StepShape(((4000,),))
     before = traces.trace(shape)
     with traces.checking():
         assert traces.trace(shape).peak_bytes == before.peak_bytes
-    assert traces.given_up == 1
+    assert traces.given_up
     assert sum(len(event.rates) for event in traces.trace(shape).micro if isinstance(event, Work)) > sum(
         len(event.rates) for event in before.micro if isinstance(event, Work)
     )

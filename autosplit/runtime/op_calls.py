@@ -1,0 +1,103 @@
+"""Keep an op's call without its tensors, and tell what it would be with other samples.
+
+A step that is followed at odd sizes, primes that nothing else in a model is a multiple of, shows which dimensions are
+made of samples: those that the sizes divide. One trace tells so what two or three at other sizes would.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosplit.runtime.op_cost import OpCost, op_cost
+
+__all__ = ["OpCall", "odd_split", "resizer"]
+
+ODD_SIZES = (1021, 1033)
+"""Primes for the samples of up to two devices, of which no common model has a multiple, nor of their sum."""
+
+
+def odd_split(split: Sequence[int]) -> tuple[int, ...]:
+    """Return a split with odd sizes where a split has samples.
+
+    Raises:
+        ValueError: It has them on more devices than there are odd sizes.
+    """
+    if sum(samples > 0 for samples in split) > len(ODD_SIZES):
+        raise ValueError(f"the split {split} has samples on more than {len(ODD_SIZES)} devices")
+    sizes = iter(ODD_SIZES)
+    return tuple(next(sizes) if samples else 0 for samples in split)
+
+
+def resizer(before: tuple[int, ...], after: tuple[int, ...]) -> Callable[[int], int]:
+    """Return what tells a dimension, or a number of bytes, of an odd split in another one."""
+    pairs = [(sum(before), sum(after)), *((b, a) for b, a in zip(before, after, strict=True) if b)]
+
+    @functools.cache
+    def resized(size: int) -> int:
+        times = 1
+        for odd, other in pairs:
+            while size and size % odd == 0:
+                size, times = size // odd, times * other
+        return size * times
+
+    return resized
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What an op's cost depends on in a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class OpCall:
+    """A call of an op, of whose tensors only shapes are kept."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    outputs: Any
+
+    @classmethod
+    def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCall:
+        """Return a call that was made."""
+        return cls(func, _mapped(_shape_of, args), _mapped(_shape_of, kwargs), _mapped(_shape_of, outputs))
+
+    def cost(self, resized: Callable[[int], int]) -> OpCost:
+        """Return what the op would cost with dimensions of other sizes."""
+        make = functools.partial(_made, resized=resized)
+        found = op_cost(self.func, _mapped(make, self.args), _mapped(make, self.kwargs), _mapped(make, self.outputs))
+        assert found is not None, "it cost something as it was"
+        return found
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_mapped(change, one) for one in value]
+    if isinstance(value, dict):
+        return {key: _mapped(change, one) for key, one in value.items()}
+    return change(value)
+
+
+def _shape_of(value: Any) -> Any:
+    return _Tensor(tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _made(value: Any, resized: Callable[[int], int]) -> Any:
+    if not isinstance(value, _Tensor):
+        return value
+    return _meta(tuple(map(resized, value.shape)), tuple(map(resized, value.stride)), value.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _meta(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

@@ -1,0 +1,41 @@
+"""What an op's call would be with other samples."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosplit.runtime.op_calls import ODD_SIZES, OpCall, odd_split, resizer
+from autosplit.runtime.op_cost import op_cost
+
+aten = torch.ops.aten
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2), st.integers(1, 4096), st.integers(1, 4096))
+def test_a_size_is_told_by_what_the_samples_divide(factor, degree, first, second):
+    odd = odd_split((first, second))
+    sizes = resizer(odd, (first, second))
+    if any(factor % n == 0 for n in (*odd, sum(odd))):
+        factor += 1  # of a constant that holds one of them nothing is known
+    if all(factor % n for n in (*odd, sum(odd))):
+        assert sizes(factor * odd[0] ** degree) == factor * first**degree
+        assert sizes(factor * sum(odd) ** degree) == factor * (first + second) ** degree
+
+
+def test_only_two_devices_have_samples():
+    assert odd_split((0, 3, 0, 7)) == (0, ODD_SIZES[0], 0, ODD_SIZES[1])
+    with pytest.raises(ValueError, match="more than 2 devices"):
+        odd_split((1, 1, 1))
+
+
+def test_a_product_costs_what_one_of_other_samples_does():
+    def arguments(n):
+        return torch.zeros(n, 7, 3), torch.zeros(n, 3, 5)
+
+    def cost(n):
+        return op_cost(aten.bmm.default, arguments(n), {}, torch.zeros(n, 7, 5))
+
+    (odd,) = odd_split((1,))
+    call = OpCall.of(aten.bmm.default, arguments(odd), {}, torch.zeros(odd, 7, 5))
+    for n in (2, 31, 4096):
+        assert call.cost(resizer((odd,), (n,))) == cost(n)
