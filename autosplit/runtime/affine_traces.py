@@ -58,6 +58,7 @@ class AffineTraces:
         self._laws: dict[StepShape, _Law | None] = {}
         self._is_curved = False
         self._held_to: dict[tuple[bool, bool], int] = {}
+        self._ones: dict[tuple[bool, bool], bool] = {}
         self._checks = False
         self._told: dict[StepShape, Trace] = {}
 
@@ -86,18 +87,28 @@ class AffineTraces:
             self._checks = False
 
     def _tell(self, shape: StepShape) -> Trace:
-        law = None if self.fake and 1 in shape.splits[0] else self._law_of(shape)
+        law = self._law_of(shape)
+        if law is not None and self.fake and 1 in shape.splits[0] and not self._tells_one(law, shape):
+            law = None if max(shape.splits[0]) == 1 else self._law_of(shape, ones_apart=True)
         return self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
 
+    def _tells_one(self, law: _Law, shape: StepShape) -> bool:
+        """Tell whether a share of one is as others are: of it, nothing may have to be copied to lie in order."""
+        way = _way_of(shape)
+        if way not in self._ones:
+            one = tuple(min(1, samples) for samples in shape.splits[0])
+            self._ones[way] = law.tells(one, self.tracer.trace(replace(shape, splits=(one,))))
+        return self._ones[way]
+
     def _checked(self, shape: StepShape) -> Trace:
-        law = None if 1 in shape.splits[0] else self._law_of(shape)
+        law = self._law_of(shape)
         if law is not None and sum(shape.splits[0]) > self._held_to[_way_of(shape)]:
             self._hold(law, shape)
         return self._tell(shape)
 
-    def _law_of(self, shape: StepShape) -> _Law | None:
+    def _law_of(self, shape: StepShape, *, ones_apart: bool = False) -> _Law | None:
         """Return the law of a kind of step; None where there is none, and each step is followed."""
-        unit = _unit_of(shape)
+        unit = _unit_of(shape, ones_apart=ones_apart)
         if unit not in self._laws and not self.given_up:
             try:
                 self._laws[unit] = self._followed_oddly(unit) if self.fake else self._followed_twice(unit)
@@ -108,7 +119,7 @@ class AffineTraces:
 
     def _followed_oddly(self, unit: StepShape) -> _Law | None:
         """Follow a step of odd sizes, which tells all others; the first of its way is held against a small step."""
-        active = [index for index, samples in enumerate(unit.splits[0]) if samples]
+        active = [index for index, samples in enumerate(unit.splits[0]) if samples > 1]
         alone = StepShape(((self.tracer.workload.sample_batch_size,),))
         if unit != _unit_of(alone):
             self._law_of(alone)  # it tells whether anything is quadratic
@@ -117,7 +128,7 @@ class AffineTraces:
         odd = odd_split(unit.splits[0])
         splits = [tuple(4 if place == index else n for place, n in enumerate(odd)) for index in active]
         if len(active) == 1:
-            splits.append(tuple(16 if samples else 0 for samples in odd))
+            splits.append(tuple(min(16, samples) for samples in odd))
         law = _Law()
         shape = replace(unit, splits=(odd,))
         for split, trace in zip([odd, *splits], self.tracer.trace_resized(shape, splits), strict=True):
@@ -130,7 +141,8 @@ class AffineTraces:
         if way not in self._held_to:
             self._held_to[way] = sum(odd)
             small = max(2, alone.splits[0][0]) if unit == _unit_of(alone) else 2
-            self._hold(law, replace(unit, splits=(tuple(small if samples else 0 for samples in odd),)))
+            if small > 2 or self.tracer.norms_over_samples or not self._tells_one(law, unit):
+                self._hold(law, replace(unit, splits=(tuple(small if samples else 0 for samples in odd),)))
         return law
 
     def _hold(self, law: _Law, shape: StepShape) -> None:
@@ -148,14 +160,16 @@ class AffineTraces:
         active = [index for index, samples in enumerate(unit.splits[0]) if samples]
         low = self.tracer.workload.sample_batch_size  # it was followed
         law = _Law()
-        base = tuple(low * samples for samples in unit.splits[0])
+        base = tuple(low if samples else 0 for samples in unit.splits[0])
         for split in [base, *((*base[:index], 2 * low, *base[index + 1 :]) for index in active)]:
             law.add(split, self.tracer.trace(replace(unit, splits=(split,))))
         return law
 
 
-def _unit_of(shape: StepShape) -> StepShape:
-    return replace(shape, splits=(tuple(min(1, samples) for samples in shape.splits[0]),))
+def _unit_of(shape: StepShape, *, ones_apart: bool = False) -> StepShape:
+    """Return a step's kind: 2 for any share, and 1 where a single sample is a kind of its own."""
+    least = 1 if ones_apart else 2
+    return replace(shape, splits=(tuple(min(2, max(least, n)) if n else 0 for n in shape.splits[0]),))
 
 
 def _way_of(shape: StepShape) -> tuple[bool, bool]:

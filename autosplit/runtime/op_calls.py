@@ -23,20 +23,20 @@ ODD_SIZES = (1021, 1033)
 
 
 def odd_split(split: Sequence[int]) -> tuple[int, ...]:
-    """Return a split with odd sizes where a split has samples.
+    """Return a split with odd sizes where a split has more than a sample.
 
     Raises:
         ValueError: It has them on more devices than there are odd sizes.
     """
-    if sum(samples > 0 for samples in split) > len(ODD_SIZES):
+    if sum(samples > 1 for samples in split) > len(ODD_SIZES):
         raise ValueError(f"the split {split} has samples on more than {len(ODD_SIZES)} devices")
     sizes = iter(ODD_SIZES)
-    return tuple(next(sizes) if samples else 0 for samples in split)
+    return tuple(next(sizes) if samples > 1 else samples for samples in split)
 
 
 def resizer(before: tuple[int, ...], after: tuple[int, ...]) -> Callable[[int], int]:
     """Return what tells a dimension, or a number of bytes, of an odd split in another one."""
-    pairs = [(sum(before), sum(after)), *((b, a) for b, a in zip(before, after, strict=True) if b)]
+    pairs = [(sum(before), sum(after)), *((b, a) for b, a in zip(before, after, strict=True) if b > 1)]
 
     @functools.cache
     def resized(size: int) -> int:
@@ -51,7 +51,7 @@ def resizer(before: tuple[int, ...], after: tuple[int, ...]) -> Callable[[int], 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What an op's cost depends on in a tensor."""
+    """A tensor's shape, all that an op's cost depends on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

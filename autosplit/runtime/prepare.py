@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,22 @@ from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.protocol import Runtime
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
-from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
+from autosplit.runtime.tracer import Tracer, Traces, make_device_tracer, make_tracer
 from autosplit.runtime.training_copy import bytes_on_accelerators, training_copy
 from autosplit.text import size_text
 from autosplit.workload.workload import PRECISIONS, Workload
 
-__all__ = ["Built", "Followed", "Source", "build", "follow", "isolated_runtime", "runtime_for", "workload_source"]
+__all__ = [
+    "Built",
+    "Followed",
+    "Source",
+    "build",
+    "follow",
+    "followed_once",
+    "isolated_runtime",
+    "runtime_for",
+    "workload_source",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +69,22 @@ class Followed:
     notes: tuple[str, ...]
     isolated: IsolatedRuntime | None = None
     rebuild: Callable[[], Workload] | None = None
+
+    @functools.cached_property
+    def traces(self) -> Traces:
+        """Its traces at any batch; of real tensors the truth, since what such a model does may depend on numbers."""
+        return AffineTraces(self.tracer) if self.tracer.fake else self.tracer
+
+
+_SHARED: ContextVar[tuple[ExitStack, list[tuple[Any, Followed]]] | None] = ContextVar("_SHARED", default=None)
+
+
+@contextmanager
+def followed_once() -> Iterator[None]:
+    """Let tunings for several simulated machines share the traces of one workload: they are of no card."""
+    with ExitStack() as closing:
+        closing.callback(_SHARED.reset, _SHARED.set((closing, [])))
+        yield
 
 
 @dataclass(frozen=True)
@@ -167,7 +194,7 @@ def isolated_runtime(
     """
     if devices[0].kind == "sim":
         return None
-    make = partial(_runtime_of_source, source, devices, capacities_bytes)
+    make = functools.partial(_runtime_of_source, source, devices, capacities_bytes)
     runtime = IsolatedRuntime(make, devices, deadline_s=deadline_s)
     closing.callback(runtime.close)
     return runtime
@@ -181,7 +208,12 @@ def _runtime_of_source(source: Source, devices: tuple[Device, ...], capacities_b
 
 
 def follow(
-    built: Built, devices: Sequence[Device], closing: ExitStack, isolated: IsolatedRuntime | None = None
+    built: Built,
+    devices: Sequence[Device],
+    closing: ExitStack,
+    isolated: IsolatedRuntime | None = None,
+    *,
+    described: Any = None,
 ) -> Followed:
     """Follow one step of a workload.
 
@@ -189,12 +221,29 @@ def follow(
         built: The workload; one that was built without memory and can't be followed is built again.
         closing: Gets what has to be undone at the end: a model that can't be copied is borrowed.
         isolated: Where its steps are to run, if not in this process.
+        described: Equal for equal workloads, of which `followed_once` shares the traces.
 
     Raises:
         UserCodeError: The workload failed on its own sample batch.
         WorkloadError: No training step can be made of it.
     """
     closing.enter_context(quick_collections())
+    shared = _SHARED.get()
+    if shared is None or devices[0].kind != "sim":
+        return _follow(built, devices, closing, isolated)
+    for other, followed in shared[1]:
+        if other == described:
+            return followed
+    own = ExitStack()
+    with own:  # a model that is borrowed is given back before the next machine describes it
+        followed = _follow(built, devices, own, isolated)
+        (shared[0] if followed.tracer.fake else closing).push(own.pop_all())
+    if followed.tracer.fake:
+        shared[1].append((described, followed))
+    return followed
+
+
+def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolated: IsolatedRuntime | None) -> Followed:
     workload, why_real = built.workload, built.why_real
     try:
         tracer, note = _traced(workload, devices[0])
@@ -212,7 +261,7 @@ def follow(
         why_real = note or why_real
     closing.callback(tracer.trainee.restore)
     assumed = (*tracer.assumptions(), *_held_already(workload, devices[0].kind, twice=isolated is not None))
-    rebuild = partial(_built, built.source) if built.fake and why_real is None else None
+    rebuild = functools.partial(_built, built.source) if built.fake and why_real is None else None
     return Followed(workload, tracer, assumed if why_real is None else (why_real, *assumed), isolated, rebuild)
 
 
@@ -262,9 +311,7 @@ def runtime_for(
         assert followed.isolated.devices == devices, (followed.isolated.devices, devices)
         return followed.isolated
     if devices[0].kind == "sim":
-        # Of real tensors a trace at the very size is the truth: what such a model does may depend on their numbers.
-        traces = AffineTraces(followed.tracer) if followed.tracer.fake else followed.tracer
-        return SimulatedRuntime(devices, capacities_bytes, traces)
+        return SimulatedRuntime(devices, capacities_bytes, followed.traces)
     return _real_runtime(devices, capacities_bytes, followed.workload, closing)
 
 

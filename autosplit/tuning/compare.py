@@ -357,6 +357,18 @@ def compared(
     Raises:
         ComparisonInterrupted: Ctrl-C; it carries the machines that were done.
     """
+    from autosplit.runtime.prepare import followed_once
+
+    with followed_once():
+        return _compared(machines, tune_one, time_limit_s, progress)
+
+
+def _compared(
+    machines: Sequence[AskedMachine],
+    tune_one: Callable[[Any, Mapping[str, Any]], Plan],
+    time_limit_s: float | None,
+    progress: Callable[[Progress], None] | None,
+) -> Comparison:
     from autosplit.oom import DoesNotFitError
 
     ends_s = None if time_limit_s is None else time.monotonic() + time_limit_s

@@ -316,7 +316,9 @@ def _tuned_anew(
             job.peers.each_run(lambda: refuse_waiting(built.workload))
         children = closing.enter_context(ExitStack())
         isolated = _isolated(job, source, children) if asked.isolate else None
-        followed = job.peers.each_run(lambda: follow(built, job.own.devices, closing, isolated))
+        followed = job.peers.each_run(
+            lambda: follow(built, job.own.devices, closing, isolated, described=wanted.described)
+        )
         probing = closing.enter_context(ExitStack())  # after it: a model that is borrowed is given back last
         probing.callback(children.close)
         if found.plan is not None:

@@ -11,7 +11,7 @@ from autosplit.runtime.op_cost import op_cost
 aten = torch.ops.aten
 
 
-@given(st.integers(0, 2**40), st.integers(0, 2), st.integers(1, 4096), st.integers(1, 4096))
+@given(st.integers(0, 2**40), st.integers(0, 2), st.integers(2, 4096), st.integers(2, 4096))
 def test_a_size_is_told_by_what_the_samples_divide(factor, degree, first, second):
     odd = odd_split((first, second))
     sizes = resizer(odd, (first, second))
@@ -23,9 +23,9 @@ def test_a_size_is_told_by_what_the_samples_divide(factor, degree, first, second
 
 
 def test_only_two_devices_have_samples():
-    assert odd_split((0, 3, 0, 7)) == (0, ODD_SIZES[0], 0, ODD_SIZES[1])
+    assert odd_split((0, 3, 1, 7)) == (0, ODD_SIZES[0], 1, ODD_SIZES[1])
     with pytest.raises(ValueError, match="more than 2 devices"):
-        odd_split((1, 1, 1))
+        odd_split((2, 2, 2))
 
 
 def test_a_product_costs_what_one_of_other_samples_does():
@@ -35,7 +35,7 @@ def test_a_product_costs_what_one_of_other_samples_does():
     def cost(n):
         return op_cost(aten.bmm.default, arguments(n), {}, torch.zeros(n, 7, 5))
 
-    (odd,) = odd_split((1,))
+    (odd,) = odd_split((2,))
     call = OpCall.of(aten.bmm.default, arguments(odd), {}, torch.zeros(odd, 7, 5))
     for n in (2, 31, 4096):
         assert call.cost(resizer((odd,), (n,))) == cost(n)
