@@ -355,12 +355,12 @@ def test_the_launcher_has_no_context(tmp_path: Path, monkeypatch: pytest.MonkeyP
 import os, sys
 import emulated
 from autosplit.profiles.validity import usable_here
-from autosplit.cli.commands.tune import _ranks_to_start
+from autosplit.cli.workload_arguments import ranks_to_start
 from autosplit.cli.workload_arguments import check_before_running, isolates
 from autosplit.ddp.device import card_of
 import torch
 check_before_running({"devices": "emu"}, None)
-assert _ranks_to_start("emu") == 2 and isolates(None, "emu")
+assert ranks_to_start("emu") == 2 and isolates(None, "emu")
 usable_here()
 card_of(torch.device("emu", 1))
 assert not emulated.contexts().get(os.getpid()), emulated.contexts()
