@@ -10,6 +10,7 @@ from autosplit.cli.tables import (
     pairs_table,
     plain_table,
     print_plain,
+    rates_text,
     short_bytes_text,
     short_name,
     tuple_text,
@@ -42,6 +43,7 @@ def print_measured(found: MeasuredStep, console: Console) -> None:
         ("accumulation_steps", f"{found.accumulation_steps}"),
         ("throughput", f"{rate_text(found.samples_per_s)} ({found.how})"),
         ("optimizer step", f"{ms_text(found.step_s)}{spread}; {ms_text(found.update_s)} of it the update"),
+        *([("rates", rates_text(found.devices, found.rates))] if found.rates else []),
         *([("faster with", found.faster_with)] if found.bound_by else []),
     ]
     print_plain(pairs_table(rows), console)

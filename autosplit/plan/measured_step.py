@@ -44,6 +44,7 @@ class MeasuredStep:
         simulated: The devices are not there.
         predicted: The time is computed from each rank's own, and no step of all ranks together was run: DDP from one
             process.
+        rates: Where the figures of each simulated card are from: ``"published"``, or on what they were measured.
         notes: What was assumed or could not be done, a sentence each.
     """
 
@@ -64,6 +65,7 @@ class MeasuredStep:
     bound_by: tuple[Bound, ...]
     simulated: bool
     predicted: bool = False
+    rates: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

@@ -168,6 +168,7 @@ def _measured(
             bound_by=bounds_of(measured.seconds, samples, found.without),
             simulated=job.whole.simulated,
             predicted=found.predicted,
+            rates=tuple(device.spec.rates for device in job.whole.devices if device.spec is not None),
             notes=notes,
         )
 
