@@ -7,8 +7,9 @@ import json
 
 import pytest
 import torch
+from gpus import COUNT, KIND
 from torch.nn import functional as F
-from workloads import branching, mlp, net, net_batch, small, with_loss
+from workloads import branching, char_gpt, mlp, net, net_batch, small, with_loss
 
 import autosplit
 from autosplit.cli.main import main
@@ -208,3 +209,25 @@ class TestCommand:
         assert min(answer["peak_bytes"]) > 2**20
         assert main([*words, "--split", "8,4000"]) == 3
         assert "rank 1: split (8, 4000) does not fit cpu:1 (cpu): its share of 4000 needs" in capfd.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+class TestAccelerators:
+    def test_each_device_holds_its_part(self):
+        found = measure(char_gpt(), devices=KIND, split=(4,) * COUNT, accumulation_steps=3)
+        assert found.effective_batch_size == 12 * COUNT
+        assert (found.simulated, found.predicted, len(found.peak_bytes)) == (False, False, COUNT)
+        assert 0 < found.update_s < found.step_s
+        assert all(0 < peak <= most for peak, most in zip(found.peak_bytes, found.capacity_bytes, strict=True))
+
+    def test_too_large_a_share_is_named(self):
+        split = (*(4,) * (COUNT - 1), 2**22)
+        with pytest.raises(DoesNotFitError, match=f"does not fit {KIND}:{COUNT - 1}"):
+            measure(mlp(), devices=KIND, split=split, reserve=0.9)
+
+    @pytest.mark.parametrize("isolate", [False, True])
+    def test_ranks_are_run_one_by_one(self, isolate):
+        found = measure(mlp(), devices=KIND, split=(4,) * COUNT, strategy="ddp", isolate=isolate)
+        assert found.predicted == (COUNT > 1)
+        assert min(found.peak_bytes) > 0
