@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, SupportsIndex
+from typing import Literal
 
 from autosplit.errors import InputError
 from autosplit.plan.explanation import BINDING_SHARE, Bound, What, time_text
@@ -93,7 +93,7 @@ def checked_split(split: int | Sequence[int], num_devices: int) -> tuple[int, ..
     Raises:
         InputError: Not a whole number of 0 or more for each device, or nothing but zeros.
     """
-    given = [split] if isinstance(split, SupportsIndex) else split
+    given = split if isinstance(split, Iterable) else [split]  # an array has an `__index__`, too
     shares = tuple(limits_of("split", given, num_devices))
     if not any(shares):
         raise InputError(f"split is {shares}; expected at least one share above 0; give the devices samples")

@@ -350,7 +350,7 @@ def _ranks_without(fit: Fit, labels: Sequence[str], counted: dict[tuple[int, ...
         return replace(fit, step_time=faster).rank_seconds(counted)
 
     if step_time.adds_up:
-        yield "device", None, seconds(range(len(labels)))
+        yield "device", labels[0] if len(labels) == 1 else None, seconds(range(len(labels)))
     else:
         yield from faster_devices(labels, fit.rank_seconds(counted), seconds)
     yield "copies", None, replace(fit, all_reduce_s=0.0).rank_seconds(counted)

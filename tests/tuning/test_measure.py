@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 
 import pytest
@@ -98,6 +99,9 @@ class TestReal:
         assert (found.simulated, found.predicted) == (False, False)
         # They share a processor: none by itself is the one that bounds it.
         assert {bound.device for bound in found.bound_by} == {None}
+
+    def test_a_split_may_be_an_array(self):
+        assert measure(devices="sim:2xL4", split=torch.tensor([8, 0])).split == (8, 0)
 
     def test_the_sample_batch_is_what_is_measured_by_default(self):
         assert measure(devices=TWO).split == (2, 2)
@@ -198,6 +202,13 @@ class TestCommand:
         assert "does not fit sim:0 (RTX3090)" in capsys.readouterr().err
         assert main(["measure", script, "--split", "4;8"]) == 2
         assert "write it as --split 4,8" in capsys.readouterr().err
+
+    def test_every_keyword_has_its_flag(self, capsys):
+        assert main(["measure", "--help"]) == 0
+        out = capsys.readouterr().out
+        names = inspect.signature(autosplit.measure).parameters
+        described = {"model_or_workload", "sample_batch", *inspect.signature(Workload).parameters} - {"precision"}
+        assert [n for n in names if n not in {*described, "progress"} and f"--{n.replace('_', '-')}" not in out] == []
 
     @pytest.mark.slow
     @pytest.mark.timeout(240)
