@@ -312,6 +312,17 @@ def test_the_command_tunes_with_a_rank_on_each_card(tmp_path: Path) -> None:
     assert [device.label for device in plan.devices] == [f"{KIND}:{index}" for index in range(COUNT)]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command_measures_with_a_rank_on_each_card(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORK)
+    options = ["--strategy", "ddp", "--devices", KIND, "--split", ",".join(["4"] * COUNT), "--accumulation-steps", "2"]
+    found = json.loads(run("measure", str(tmp_path / "work.py"), *options, "--json"))
+    assert (found["strategy"], found["predicted"], found["effective_batch_size"]) == ("ddp", False, 8 * COUNT)
+    assert found["devices"] == [f"{KIND}:{index}" for index in range(COUNT)]
+    assert all(0 < peak <= most for peak, most in zip(found["peak_bytes"], found["capacity_bytes"], strict=True))
+
+
 @pytest.mark.timeout(300)
 def test_two_nodes_of_slurms_whose_ranks_see_one_card_each(tmp_path: Path) -> None:
     """All call theirs number 0: it was taken for one card, and gloo for what NCCL can do."""
