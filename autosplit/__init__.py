@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autosplit.probe.find_ceiling import find_ceiling as find_ceiling
     from autosplit.probe.gradient_check import check as check
     from autosplit.tuning.compare import compare as compare
+    from autosplit.tuning.measure import measure as measure
     from autosplit.tuning.tune import tune as tune
     from autosplit.workload.batch import Whole as Whole
     from autosplit.workload.workload import Workload as Workload
@@ -38,6 +39,7 @@ _HOMES = {
     "find_executable_batch_size": "integrations.executable_batch_size",
     "list_devices": "devices.spec",
     "matching_state_dict": "parallel.state_dict",
+    "measure": "tuning.measure",
     "parse_devices": "devices.spec",
     "tune": "tuning.tune",
 }

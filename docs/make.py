@@ -1,13 +1,17 @@
-"""Writes docs/json.md and docs/json-schema.json from the types of what `--json` prints: python docs/make.py.
+"""Writes docs/json.md, docs/json-schema.json and docs/command-line.md from the code: python docs/make.py.
 
-A key's meaning is what its class says of it under "Attributes"; a test asserts that both files are as this makes them.
+A key's meaning is what its class says of it under "Attributes", a command's what its `--help` says; tests assert that
+the files are as this makes them.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -132,10 +136,28 @@ def _in_a_cell(text: str) -> str:
     return re.sub(r"\bNone\b", "`null`", text.replace("``", "`").replace("|", "\\|"))
 
 
+def command_line() -> str:
+    """Return the page of the commands: the help of each, as a terminal of 100 columns shows it."""
+    parts = ["# Command line", "Made from each command's `--help` by `python docs/make.py`."]
+    names = re.findall(r"^  ([a-z]+) ", _help().split("Commands:")[1], re.MULTILINE)
+    for name in ["", *names]:
+        parts.append(f"## autosplit {name}".rstrip())
+        parts.append(f"```\n{_help(*name.split())}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _help(*command: str) -> str:
+    environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+    line = [sys.executable, "-m", "autosplit", *command, "--help"]
+    said = subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout
+    return "\n".join(line.rstrip() for line in said.strip().splitlines())
+
+
 def main() -> None:
-    """Write both files."""
+    """Write the files."""
     assert Plan in ANSWERS.values(), "what tune prints"
     (FOLDER / "json.md").write_text(page(), encoding="utf-8")
+    (FOLDER / "command-line.md").write_text(command_line(), encoding="utf-8")
     (FOLDER / "json-schema.json").write_text(json.dumps(schema(), indent=2) + "\n", encoding="utf-8")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from autosplit.cli.profile_table import Profile
 from autosplit.devices.examination import Examination
 from autosplit.devices.inventory import DeviceReport
+from autosplit.plan.measured_step import MeasuredStep
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import Check
 from autosplit.solve.memory import Ceiling
@@ -240,6 +241,7 @@ ANSWERS: Mapping[str, type] = {
     "doctor": Examination,
     "tune": Plan,
     "compare": Compared,
+    "measure": MeasuredStep,
     "probe": Ceilings,
     "check": Checks,
     "show": Plan,

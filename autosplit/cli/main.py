@@ -347,6 +347,50 @@ def compare_command(
     return to_run("compare.compare", Manner(as_json, quiet, verbose), spec, devices or [], prices, keywords)
 
 
+@app.command(
+    "measure", epilog=example("autosplit measure examples/char_gpt.py --devices sim:RTX3090+RTX2080Ti --split 96,32")
+)
+def measure_command(
+    spec: SameWorkload,
+    devices: Annotated[
+        Text, typer.Option(metavar="SPEC", help="As for tune. Default: every visible GPU; without any, cpu.")
+    ] = None,
+    split: Annotated[
+        Text,
+        typer.Option(
+            metavar="N,N,...", help="Samples per device in one forward. Default: the sample batch, split evenly."
+        ),
+    ] = None,
+    accumulation_steps: Annotated[
+        Text, typer.Option(metavar="N", help="Forwards per optimizer step. Default: 1.")
+    ] = None,
+    strategy: Annotated[
+        Text,
+        typer.Option(
+            metavar="auto|balanced|ddp",
+            help="Whose step; ddp starts a process for each real device, by torchrun. Default: auto, balanced.",
+        ),
+    ] = None,
+    precision: Annotated[Text, typer.Option(metavar="none|bf16|fp16", help="Default: what the workload says.")] = None,
+    reserve: Reserve = None,
+    isolate: Isolate = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> Command:
+    """Show what one setting does: its time, its memory, its bounds."""
+    keywords = keywords_given(
+        devices=devices,
+        split=split,
+        accumulation_steps=accumulation_steps,
+        strategy=strategy,
+        precision=precision,
+        reserve=reserve,
+        isolate=isolate,
+    )
+    return to_run("measure.measure", Manner(as_json, quiet, verbose), spec, keywords)
+
+
 @app.command("probe", epilog=example("autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval"))
 def probe_command(
     spec: SameWorkload,

@@ -112,11 +112,22 @@ def _seconds(flag: str, text: str) -> float:
         raise InputError(f"{flag} {text!r}: expected a number of seconds; write it as {flag} 60") from None
 
 
+def _split(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(_whole(flag, share) for share in text.split(","))
+    except InputError:
+        raise InputError(
+            f"{flag} {shown(text)}: expected a whole number for each device; write it as {flag} 4,8"
+        ) from None
+
+
 _READERS: Mapping[str, Callable[[str, str], object]] = {
     "effective_batch_size": _whole_or_range,
+    "accumulation_steps": _whole,
     "max_batch_size": _whole,
     "n_trials": _whole,
     "seed": _whole,
+    "split": _split,
     "time_limit_s": _seconds,
 }
 

@@ -17,6 +17,7 @@ from autosplit.cli.tables import (
     pairs_table,
     plain_table,
     print_plain,
+    rates_text,
     short_name,
     tuple_text,
 )
@@ -246,6 +247,9 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
     if several:
         rows.append(("gain", _gain_text(plan)))
+    known = [(device.label, device.rates) for device in plan.devices if device.rates]
+    if known:
+        rows.append(("rates", rates_text(*zip(*known, strict=True))))
     if plan.trials:
         rows.append(("found with", _effort_text(plan)))
     return rows

@@ -24,6 +24,7 @@ __all__ = [
     "pairs_table",
     "plain_table",
     "print_plain",
+    "rates_text",
     "short_bytes_text",
     "short_name",
     "tuple_text",
@@ -90,6 +91,13 @@ def short_name(name: str) -> str:
 def tuple_text(split: Sequence[int]) -> str:
     """Write a split: ``(4, 6, 6)``."""
     return f"({', '.join(map(str, split))})"
+
+
+def rates_text(labels: Sequence[str], rates: Sequence[str]) -> str:
+    """Say where the figures of simulated cards are from: once where all are from one place."""
+    if len(set(rates)) == 1:
+        return rates[0]
+    return "; ".join(f"{label} {rate}" for label, rate in zip(labels, rates, strict=True))
 
 
 def counted_text(n: int, noun: str) -> str:

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from autosplit.devices.device import Device
     from autosplit.workload.from_file import Loaded
 
-__all__ = ["check_before_running", "isolates", "one_of_several", "quoted", "sendable", "users_errors"]
+__all__ = [
+    "as_rank",
+    "check_before_running",
+    "flags_of",
+    "isolates",
+    "one_of_several",
+    "quoted",
+    "ranks_to_start",
+    "sendable",
+    "users_errors",
+]
 
 
 def check_before_running(keywords: Mapping[str, Any], output: str | None) -> None:
@@ -56,6 +66,26 @@ def one_of_several() -> bool:
     from autosplit.tuning.rank_group import in_a_job
 
     return in_a_job()
+
+
+def as_rank(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Tell whether this process is one of several; these train by DDP, whether that was asked for or not."""
+    if not one_of_several():
+        return False, keywords
+    if keywords.get("strategy", "auto") == "balanced":
+        raise InputError(
+            "--strategy balanced in one of several processes: expected ddp, a BalancedDataParallel has one process; "
+            "leave torchrun out"
+        )
+    return True, {**keywords, "strategy": "ddp"}
+
+
+def ranks_to_start(devices: str | None) -> int:
+    """Return how many processes DDP's ranks need: one for each device that is there; simulated ones need none."""
+    from autosplit.devices.spec import parse_devices
+
+    found = parse_devices(devices, ask_memory=False)  # the processes will, each of its own
+    return 1 if found[0].kind == "sim" else len(found)
 
 
 def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, together: bool = False) -> bool:
@@ -99,3 +129,15 @@ def users_errors(spec: str) -> Iterator[None]:
 def quoted(value: object) -> str:
     """Write a value as Python, a string in the quotes that formatters like."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def flags_of(keywords: Mapping[str, Any]) -> list[str]:
+    """Return keywords as they are given on the command line."""
+    flags = []
+    for keyword, value in keywords.items():
+        flag = keyword.replace("_", "-")
+        flags.append(f"--no-{flag}" if value is False else f"--{flag}")
+        flags.extend(
+            [] if isinstance(value, bool) else [",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+        )
+    return flags

@@ -1,7 +1,7 @@
 """The catalogue of GPUs: the cards that ``sim:`` specs know, and finding one by a name that somebody wrote.
 
-The figures are in ``gpus.toml``, each row with its source. A file of the same form, named by AUTOSPLIT_GPUS,
-adds cards or replaces them; it is read as hostile input.
+The figures are in ``gpus.toml``, each row with its source. A file of the same form, or what ``autosplit doctor --json``
+printed, named by AUTOSPLIT_GPUS, adds cards or replaces them; it is read as hostile input.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from autosplit.devices.examination import Examination, cards_table
 from autosplit.errors import DeviceError, shown
 from autosplit.files import read_bounded
 from autosplit.text import printable
@@ -65,7 +66,7 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """A card of the catalogue: published figures, a row of ``gpus.toml``.
+    """A card of the catalogue: published figures, a row of ``gpus.toml``; or what was measured of one.
 
     Attributes:
         name: Its name in ``sim:`` specs, without spaces (``"A100-40GB"``).
@@ -88,6 +89,11 @@ class GpuSpec:
     compute_capability: str
     source: str
 
+    @property
+    def rates(self) -> str:
+        """Where the figures are from: ``"published"``, or on what they were measured."""
+        return self.source if self.source.startswith("measured ") else "published"
+
 
 def gpu_catalog() -> Mapping[str, GpuSpec]:
     """Return the cards that ``sim:`` knows by name, in the order of the file; read once.
@@ -105,16 +111,24 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
     if path is None:
         return _specs(table, table)
     try:
-        others = _specs(_table_of(read_bounded(path, _MOST_BYTES).decode("utf-8")), table)
+        others = _specs(_table_in(read_bounded(path, _MOST_BYTES).decode("utf-8")), table)
     # Of what TOML may hold (dates, numbers of thousands of digits), some fails outside the parser's own error.
     except (OSError, ValueError, ArithmeticError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DeviceError(
             f"the cards of {GPUS_VARIABLE}, {path}, can't be used ({printable(reason, longest=300)}); expected a file "
-            "of the form of autosplit/devices/gpus.toml; correct it, or unset the variable"
+            "of the form of autosplit/devices/gpus.toml, or what autosplit doctor --json printed; correct it, or unset "
+            "the variable"
         ) from error
     replaced = {_normal(name) for name in others}
     return {**{name: spec for name, spec in _specs(table, table).items() if _normal(name) not in replaced}, **others}
+
+
+def _table_in(text: str) -> _Table:
+    """Return the cards of a file of the user's own: of a catalogue's form, or doctor's JSON."""
+    if not text.lstrip().startswith("{"):
+        return _table_of(text)
+    return msgspec.convert(cards_table(msgspec.json.decode(text, type=Examination)), type=_Table)
 
 
 def _table_of(text: str) -> _Table:

@@ -5,14 +5,15 @@ Nothing in it tells whose machine it is: no UUIDs, addresses, paths or processes
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autosplit.accelerators import is_accelerator
-from autosplit.devices.catalog import GpuSpec, find_card
 from autosplit.errors import DeviceError
 
-__all__ = ["Card", "Copy", "Examination", "Meeting", "Problem", "Training", "cards_toml", "row_of"]
+__all__ = ["Card", "Copy", "Examination", "Meeting", "Problem", "Training", "cards_table", "cards_toml"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ class Card:
         compute_capability: ``"9.0"``; None of what is no CUDA device.
         compute_mode: ``"default"``, ``"exclusive process"``, ...; None where NVML does not tell.
         catalogue: The row of the catalogue of that name; None where there is none.
-        tflops: Of matrix products, by dtype, in 10^12 operations per second.
+        tflops: Of matrix products, by dtype, in 10^12 operations per second; ``"tf32"`` where the card has it.
         tflops_of_catalogue: The same, as parts of the catalogue's; empty without a row.
         memory_gb_per_s: Bytes read and written within its memory, in 10^9 per second.
         memory_of_catalogue: The same, as a part of the catalogue's; None without a row.
         launch_s: What an operation costs the host.
+        usual_link_gb_per_s: Of the catalogue: 10^9 bytes per second to a card beside it; None without a row.
     """
 
     device: str
@@ -61,6 +63,7 @@ class Card:
     memory_gb_per_s: float
     memory_of_catalogue: float | None
     launch_s: float
+    usual_link_gb_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -155,50 +158,60 @@ class Examination:
     took_s: float
 
 
-def row_of(name: str) -> GpuSpec | None:
-    """Return the catalogue's row of a card by its maker's name; None where it has none."""
-    try:
-        return find_card(name)
-    except DeviceError:
-        return None
+def cards_table(examination: Examination) -> dict[str, Any]:
+    """Return the machine's cards with the rates that were measured, as ``autosplit/devices/gpus.toml`` has cards.
 
-
-def cards_toml(examination: Examination) -> str:
-    """Return the machine's cards with the rates that were measured, in the form of ``autosplit/devices/gpus.toml``.
+    A card alone has no link to measure: its catalogue row's is taken, without one that of PCI Express 4.0. Products
+    that a card has not run as float32.
 
     Raises:
         DeviceError: The machine has no accelerators.
     """
     if not is_accelerator(examination.kind):
-        raise DeviceError("this machine has no accelerator; expected one whose rates can be kept; leave out --save")
+        raise DeviceError("the machine has no accelerator; expected one whose rates can be kept; examine one that has")
     slowest = min((copy.gb_per_s for copy in examination.copies if copy.arrives), default=None)
-    lines = ["# Rates that autosplit doctor measured; for AUTOSPLIT_GPUS."]
-    if slowest is None:
-        lines += ["# One card has no link to measure: pcie4 is assumed. Write another of the catalogue's in its place."]
-    else:
-        lines += ["", "[links]", f"measured = {slowest * 1e9:.4g}"]
+    driver = f", driver {examination.driver}" if examination.driver else ""
+    cards, links = {}, {}
     for name, card in {_name_of(card): card for card in examination.cards}.items():
-        tflops = {**card.tflops}
-        tflops.setdefault("float16", tflops["float32"])
-        row = row_of(card.name)
-        tflops.setdefault("float64", row.peak_flops["float64"] / 1e12 if row is not None else tflops["float32"])
-        link = "measured" if slowest is not None else "pcie4"
-        lines += [
-            "",
-            f"[cards.{name}]",
-            f"memory_gib = {card.memory_bytes / 2**30:.3f}",
-            f"tflops = {{ {', '.join(f'{dtype} = {rate:.4g}' for dtype, rate in sorted(tflops.items()))} }}",
-            f"memory_gb_per_s = {card.memory_gb_per_s:.4g}",
-            f'link = "{link}"',
-            f'compute_capability = "{card.compute_capability or "0.0"}"',
-            f"launch_s = {card.launch_s:.3g}",
-            f'source = "measured by autosplit doctor, torch {examination.torch}"',
-        ]
+        gb_per_s = card.usual_link_gb_per_s if slowest is None else slowest
+        link = "pcie4" if gb_per_s is None else f"of-{name}"
+        if gb_per_s is not None:
+            links[link] = _rounded(gb_per_s * 1e9)
+        missing = {rate: card.tflops["float32"] for rate in ("float16", "float64") if rate not in card.tflops}
+        cards[name] = {
+            "memory_gib": round(card.memory_bytes / 2**30, 3),
+            "tflops": {rate: _rounded(reached) for rate, reached in sorted({**card.tflops, **missing}.items())},
+            "memory_gb_per_s": _rounded(card.memory_gb_per_s),
+            "link": link,
+            "compute_capability": card.compute_capability or "0.0",
+            "launch_s": _rounded(card.launch_s),
+            "source": f"measured on {card.name} by autosplit doctor, torch {examination.torch}{driver}",
+        }
+    return {"links": links, "cards": cards}
+
+
+def cards_toml(examination: Examination) -> str:
+    """Return `cards_table` as the text of a file, for AUTOSPLIT_GPUS."""
+    table = cards_table(examination)
+    lines = ["# Rates that autosplit doctor measured, for AUTOSPLIT_GPUS.", "", "[links]"]
+    lines += [f"{name} = {rate}" for name, rate in table["links"].items()]
+    for name, row in table["cards"].items():
+        lines += ["", f"[cards.{name}]", *(f"{key} = {_toml_of(value)}" for key, value in row.items())]
     return "\n".join(lines) + "\n"
+
+
+def _toml_of(value: float | str | dict[str, float]) -> str:
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {one}' for key, one in value.items())} }}"
+    return json.dumps(value) if isinstance(value, str) else f"{value}"
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.4g}")
 
 
 def _name_of(card: Card) -> str:
     if card.catalogue is not None:
         return card.catalogue
     plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in card.name).strip("-")
-    return plain if plain[:1].isalpha() else f"card-{plain}"
+    return (plain if plain[:1].isalpha() else f"card-{plain}")[:60]

@@ -32,6 +32,7 @@ __all__ = [
     "Solved",
     "SolvedDevice",
     "What",
+    "time_text",
 ]
 
 BINDING_SHARE = 0.005
@@ -47,6 +48,7 @@ What = Literal[
     "gather",
     "overhead",
     "update",
+    "host",
     "contention",  # only in older files
 ]
 """What bounds a plan."""
@@ -131,7 +133,8 @@ class Bound:
         what: ``"memory"`` of a device; ``"max_batch_size"`` or ``"effective_batch_size"``, against what twice as much
             would bring (of `max_batch_size` at a given effective batch: no limit); ``"device"``: the time of one,
             and ``"link"``: of all transfers, against twice the rates; ``"copies"`` of parameters and gradients (of
-            ranks: the all-reduce), ``"gather"`` of the outputs, and ``"update"`` (the optimizer), against none;
+            ranks: the all-reduce), ``"gather"`` of the outputs, ``"update"`` (the optimizer) and ``"host"`` (what it
+            costs to start each operation; of a single step alone, see `MeasuredStep`), against none;
             ``"overhead"``, what real devices cost each other by all of that but the optimizer: measured together, it
             can't be told apart.
         device: Which device; None where it is all of them together, or none in particular.
@@ -314,7 +317,7 @@ class Explained:
 def _bounds_text(bounds: tuple[Bound, ...]) -> str:
     """Say what keeps the batch small, or that nothing does; then what takes the most time."""
     limits = [bound for bound in bounds if bound.what in LIMITS]
-    times = ", ".join(map(_time_text, [bound for bound in bounds if bound.what not in LIMITS][:3]))
+    times = ", ".join(map(time_text, [bound for bound in bounds if bound.what not in LIMITS][:3]))
     if any(bound.what != "effective_batch_size" for bound in limits):
         return "; ".join([*map(_limit_text, limits), *([f"then time ({times})"] if times else [])])
     return "; ".join([*([f"time bounds it, not memory ({times})"] if times else []), *map(_limit_text, limits)])
@@ -329,9 +332,10 @@ def _limit_text(bound: Bound) -> str:
     return f"an effective batch of up to twice as many samples: {_more(bound.gain)}"
 
 
-def _time_text(bound: Bound) -> str:
+def time_text(bound: Bound) -> str:
+    """Say what a step is without, and what that would bring."""
     if bound.what == "device":
-        return f"{bound.device or 'a processor'} twice as fast: {_more(bound.gain)}"
+        return f"{bound.device or 'all devices'} twice as fast: {_more(bound.gain)}"
     cause = {
         "link": "links twice as fast",
         "copies": "free copies of parameters and gradients",
@@ -339,6 +343,7 @@ def _time_text(bound: Bound) -> str:
         "overhead": "devices that cost each other no time",
         "contention": "devices not in each other's way",
         "update": "a free optimizer",
+        "host": "a host that starts operations in no time",
     }[bound.what]
     return f"{cause}: {_more(bound.gain)}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autosplit.parallel.batch_sampler import ScheduledBatchSampler
     from autosplit.parallel.optimizer_steps import OptimizerStep
     from autosplit.plan.exported import Export
+    from autosplit.plan.split_comparison import SplitComparison
     from autosplit.runtime.memory_tracker import Tracker
 
 __all__ = ["Plan"]
@@ -79,6 +80,26 @@ class Plan(PlanRecord):
     def with_explanation(self) -> Plan:
         """Return the plan with its explanation in it, so that who reads it from a file has it at once."""
         return replace(self, explained=Explained(self.solved().digest(), self.explain())).kept_at(self.path)
+
+    def compare_with(self, split: int | Sequence[int], accumulation_steps: int = 1) -> SplitComparison:
+        """Hold another configuration against the plan: its samples/s and its memory, predicted by the plan's fits.
+
+        Nothing is run, so that a loaded plan answers, too; `autosplit.measure` runs a configuration.
+
+        Args:
+            split: Samples per device in one forward; of DDP alone (``strategy="ddp"``), each rank's.
+            accumulation_steps: Forwards per optimizer step, each of the whole split.
+
+        Returns:
+            Plain numbers; `str()` of them is the text for people.
+
+        Raises:
+            InputError: Not a number for each device, or shares that nothing trains on.
+            PlanError: The plan holds no fit.
+        """
+        from autosplit.plan.split_comparison import compared_split
+
+        return compared_split(self, split, accumulation_steps)
 
     def export(self, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
         """Turn the plan into the settings of another tool.

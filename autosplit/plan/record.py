@@ -63,6 +63,7 @@ class PlanDevice:
         uuid: Of a GPU; None for others.
         driver: Its driver's version; None for others.
         memory: What `peak_bytes` is made of; None where that is not known.
+        rates: Of a simulated card: ``"published"``, or on what its figures were measured; None of others.
     """
 
     label: str
@@ -79,6 +80,7 @@ class PlanDevice:
     uuid: str | None = None
     driver: str | None = None
     memory: MemoryParts | None = None
+    rates: str | None = None
 
 
 @dataclass(frozen=True)

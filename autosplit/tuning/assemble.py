@@ -159,6 +159,7 @@ def _device(request: Request, answer: Answer, position: int) -> PlanDevice:
         uuid=device.uuid,
         driver=device.driver,
         memory=answer.memory[position] if answer.memory else None,
+        rates=None if device.spec is None else device.spec.rates,
     )
 
 

@@ -21,8 +21,9 @@ from torch import nn
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.collective_check import met
 from autosplit.devices import measured_rates as rates
+from autosplit.devices.catalog import GpuSpec, find_card
 from autosplit.devices.device import Device
-from autosplit.devices.examination import Card, Copy, Examination, Problem, Training, row_of
+from autosplit.devices.examination import Card, Copy, Examination, Problem, Training
 from autosplit.devices.inventory import DeviceReport, survey_devices
 from autosplit.devices.nvml import started_nvml
 from autosplit.devices.peer_copy_check import check_links
@@ -45,6 +46,9 @@ datasheet, and elementwise operations 0.74 to 0.89 of the memory's rate (medians
 
 OFF = 0.25
 """A prediction that is off by more than this is named."""
+
+TF32_SINCE = 8, 0
+"""Compute capability of the first cards whose tensor cores take float32."""
 
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
@@ -143,10 +147,10 @@ def _card_of(device: Device, place: torch.device, report: DeviceReport | None, n
     largest_bytes = min(device.capacity_bytes // 4, 2**30)
     on_card = torch.accelerator.device_index(place.index) if is_accelerator(place.type) else nullcontext()
     with on_card:
-        flops = {name: rates.matmul_flops(place, dtype, largest_bytes=largest_bytes) for name, dtype in _DTYPES.items()}
+        flops = _flops_of(place, largest_bytes)
         memory = rates.memory_bytes_per_s(place, largest_bytes=largest_bytes)
         launch_s = rates.launch_s(place)
-    row = row_of(device.name)
+    row = _row_of(device.name)
     tflops = {name: one / 1e12 for name, one in flops.items() if one is not None}
     total = report.total_bytes if report is not None and report.total_bytes else device.capacity_bytes
     return Card(
@@ -167,7 +171,29 @@ def _card_of(device: Device, place: torch.device, report: DeviceReport | None, n
         memory_gb_per_s=memory / 1e9,
         memory_of_catalogue=None if row is None else memory / row.memory_bytes_per_s,
         launch_s=launch_s,
+        usual_link_gb_per_s=None if row is None else row.link_bytes_per_s / 1e9,
     )
+
+
+def _row_of(name: str) -> GpuSpec | None:
+    """Return the catalogue's row of a card by its maker's name; None where it has none."""
+    try:
+        return find_card(name)
+    except DeviceError:
+        return None
+
+
+def _flops_of(place: torch.device, largest_bytes: int) -> dict[str, float | None]:
+    """Return what matrix products reach by dtype, float32's also with the tensor cores that round it (TF32)."""
+    flops = {name: rates.matmul_flops(place, dtype, largest_bytes=largest_bytes) for name, dtype in _DTYPES.items()}
+    if place.type == "cuda" and torch.cuda.get_device_capability(place) >= TF32_SINCE:
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            flops["tf32"] = rates.matmul_flops(place, torch.float32, largest_bytes=largest_bytes)
+        finally:
+            torch.set_float32_matmul_precision(precision)
+    return flops
 
 
 def _compute_mode(nvml: Any, uuid: str | None) -> str | None:

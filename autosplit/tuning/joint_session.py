@@ -84,7 +84,7 @@ class JointSession(Session):
     def _found(self) -> Plan:
         self.ranks = tuple(self._measured_alone())
         self.peers.all_run(self._refuse_small)
-        self.steps = self._rank_steps()
+        self.steps = self.rank_steps(self._options())
         self._closing.callback(self.steps.close)
         nbytes = bucket_bytes(self.prober.tracer.trainee)
         reduce_s = max(self.peers.all_run(lambda: self._rank_steps_made.all_reduce_seconds(nbytes)))
@@ -158,7 +158,8 @@ class JointSession(Session):
 
     # All ranks together
 
-    def _rank_steps(self) -> RankSteps:
+    def rank_steps(self, options: DdpOptions) -> RankSteps:
+        """Make what runs steps of all ranks together; this rank's device is measured by itself no more."""
         if is_accelerator(self.request.kind):
             self._probing.close()  # a card's memory has to be free of it before all ranks step together
             # Until the end the allocator holds no more than this rank's capacity, or the user's own limit.
@@ -170,7 +171,7 @@ class JointSession(Session):
             self.job.device,
             self.peers,
             backend=self.job.backend,
-            options=self._options().keywords(),
+            options=options.keywords(),
         )
 
     @property

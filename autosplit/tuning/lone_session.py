@@ -80,7 +80,7 @@ class LoneSession(Session):
         try:
             plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
             if any(map(has_compiled_parts, self.subject.workload.modules)):
-                plan = plan.with_notes(last=[self._compiled_note(max(plan.split))])
+                plan = plan.with_notes(last=[self.compiled_note(max(plan.split))])
             self._say("done", "done", 1.0)
         except KeyboardInterrupt:
             best = self._best_so_far()
@@ -118,7 +118,7 @@ class LoneSession(Session):
     def _ddp_plan(self) -> Plan:
         """Solve DDP's batch sizes from what each device does by itself; nothing is searched."""
         ranks = self.memory.of_ranks()
-        step_time = self._rank_time(self._curves(ranks), ranks)
+        step_time = self._rank_time(self._curves(ranks), [rank.batch_size for rank in ranks])
         ddp, step_time = self._solved_ranks(ranks, step_time)
         if not ddp.ranks:
             raise DoesNotFitError(
@@ -129,7 +129,7 @@ class LoneSession(Session):
         memory = self.prober.rank_parts(answer.split, answer.peak_bytes, accumulates=answer.accumulation_steps > 1)
         return self._assembled(replace(answer, memory=memory), DDP_NOTE)
 
-    def _compiled_note(self, samples: int) -> str:
+    def compiled_note(self, samples: int) -> str:
         """Run the model once as it was compiled, where it can be, and say what came of it."""
         note = "the model is compiled, and its memory and time are those of its eager form"
         if self.runtime.simulated:
@@ -277,12 +277,18 @@ class LoneSession(Session):
             timed[index] = TimeCurve.of([*curves[index].points, (share, seconds)])
         return tuple(timed)
 
-    def _rank_time(self, curves: tuple[TimeCurve, ...], ranks: tuple[Ceiling, ...]) -> StepTime:
+    def rank_fit(self, split: Sequence[int]) -> Fit:
+        """Time each device as a DDP rank at its own samples, and return what their step costs."""
+        timed = [self.prober.rank_seconds(index, n, budget_s=TRIAL_BUDGET_S) for index, n in enumerate(split)]
+        step_time = self._rank_time(tuple(TimeCurve(((n, s),)) for n, s in zip(split, timed, strict=True)), split)
+        return Fit(step_time, self._all_reduce_seconds(step_time))
+
+    def _rank_time(self, curves: tuple[TimeCurve, ...], shares: Sequence[int]) -> StepTime:
         """Return the ranks' curves with the time of copying parameters and gradients, by one small balanced step."""
         bare = StepTime.bare(curves, self.prober.update_seconds(), adds_up=self.runtime.shares_processor)
-        if len(ranks) == 1 or self.runtime.shares_processor or self.runtime.simulated:
+        if len(shares) == 1 or self.runtime.shares_processor or self.runtime.simulated:
             return bare  # a simulated all-reduce is computed; on one processor nothing is copied
-        split = (max(1, min(rank.batch_size for rank in ranks) // 4),) * len(ranks)
+        split = (max(1, min(shares) // 4),) * len(shares)
         try:
             seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
         except OutOfMemoryError:

@@ -25,13 +25,14 @@ from autosplit.plan.explain import (
     sizes_relaxed,
 )
 from autosplit.plan.explanation import BINDING_SHARE, Change, Changed, Solved
+from autosplit.plan.measured_step import Without, faster_devices
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.solve.problem import NO_LIMIT_BYTES, Problem
 from autosplit.solve.search_space import Configuration, Trial, configuration_of
 from autosplit.solve.solver import Solver
 
-__all__ = ["simulated_changes"]
+__all__ = ["simulated_changes", "simulated_without"]
 
 MOST_NEW = 2
 """Splits that are simulated anew on a changed machine, at most: each takes traces of its own."""
@@ -85,6 +86,24 @@ def simulated_changes(
         rate = _best_rate(_Machine("memory", None, everywhere, all_memory_relaxed(problem)))
         changes.append(Change("memory", None, max(base, rate)))
     return tuple(changes)
+
+
+def simulated_without(runtime: SimulatedRuntime, shape: StepShape) -> Iterator[Without]:
+    """Simulate one step, as it is split, on machines that lack one thing that costs time."""
+    measured = runtime.measure(shape)
+    labels = [device.label for device in runtime.devices]
+
+    def seconds(changed: SimulatedRuntime) -> float:
+        return changed.measure(shape).seconds
+
+    yield from faster_devices(labels, measured.seconds, lambda indices: seconds(_with_specs(runtime, indices, _faster)))
+    everywhere = range(len(labels))
+    if len(labels) > 1:
+        own = runtime.devices, runtime.capacities_bytes, runtime.tracer
+        yield "copies", None, seconds(SimulatedRuntime(*own, free=_COPIES))
+        yield "gather", None, seconds(SimulatedRuntime(*own, free=_OUTPUTS))
+    yield "host", None, seconds(_with_specs(runtime, everywhere, lambda spec: replace(spec, launch_s=0.0)))
+    yield "update", None, measured.seconds - measured.update_s
 
 
 def _machines(plan: Solved, problem: Problem, runtime: SimulatedRuntime) -> Iterator[_Machine]:

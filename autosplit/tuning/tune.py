@@ -31,7 +31,18 @@ from autosplit.tuning.session import Session
 from autosplit.tuning.try_again import tried_again
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
 
-__all__ = ["Progress", "TuningInterrupted", "tune"]
+__all__ = [
+    "NO_GPU_NOTE",
+    "Progress",
+    "TuningInterrupted",
+    "isolated_for",
+    "job_for",
+    "losses_of",
+    "quiet",
+    "session_of",
+    "tune",
+    "users_code_named",
+]
 
 
 _log = logging.getLogger(__name__)
@@ -168,7 +179,7 @@ def tune(
         "make_batch": make_batch,
         "batch_dim": batch_dim or None,
     }
-    with _job(request) as job:
+    with job_for(request) as job:
         wanted = precision_list(precision)
         lacking = [*itertools.chain(*job.peers.all_run(lambda: without_bf16(wanted, job.own.devices)))]
         precisions, notes = native_ones(wanted, lacking)
@@ -177,7 +188,7 @@ def tune(
             return workload_source(model_or_workload, sample_batch, {**described, "precision": one})
 
         heard = progress or notebook_bar()
-        asked = _Asked(request, reserve, heard or _quiet, isolate, job, heard=heard is not None)
+        asked = _Asked(request, reserve, heard or quiet, isolate, job, heard=heard is not None)
         return _fastest_of(precisions, make, asked, notes)
 
 
@@ -210,7 +221,7 @@ class _Asked:
 
 
 @contextmanager
-def _job(request: Request) -> Iterator[Job]:
+def job_for(request: Request) -> Iterator[Job]:
     """Meet the other ranks, where DDP is to be tuned by several."""
     if request.strategy == "ddp":
         from autosplit.tuning.rank_group import in_a_job, joined
@@ -261,17 +272,25 @@ def _compared(plans: list[Plan]) -> tuple[str, ...]:
     return (f"precisions: {rates}; {_fastest(plans).precision} is the plan's",)
 
 
-def _quiet(progress: Progress) -> None:
+def quiet(progress: Progress) -> None:
     """Report to nobody."""
 
 
 def _tune_source(asked: _Asked, source: Source) -> Plan:
     try:
-        return _tuned(asked, asked.job, source)
+        with users_code_named():
+            return _tuned(asked, asked.job, source)
     except TuningInterrupted:
         raise
     except KeyboardInterrupt:  # before there was anything to keep
         raise TuningInterrupted(None) from None
+
+
+@contextmanager
+def users_code_named() -> Iterator[None]:
+    """Tell what the workload's own code raises from what is ours."""
+    try:
+        yield
     except AutosplitError:
         raise
     except (Exception, SystemExit) as error:
@@ -315,7 +334,7 @@ def _tuned_anew(
         if job.several:
             job.peers.each_run(lambda: refuse_waiting(built.workload))
         children = closing.enter_context(ExitStack())
-        isolated = _isolated(job, source, children) if asked.isolate else None
+        isolated = isolated_for(job, source, children) if asked.isolate else None
         followed = job.peers.each_run(
             lambda: follow(built, job.own.devices, closing, isolated, described=wanted.described)
         )
@@ -324,11 +343,11 @@ def _tuned_anew(
         if found.plan is not None:
             plan, found = tried_again(wanted, found, followed, job)
             if plan is not None:
-                return plan.with_notes(last=[*defaulted, *_losses(job, isolated)])
+                return plan.with_notes(last=[*defaulted, *losses_of(job, isolated)])
         nearest = job.told(lambda: () if found.notes else wanted.nearest(asked.ignoring))
-        told = asked.progress if job.peers.rank == 0 else _quiet
-        session = _session_of(job)(job, Subject(wanted, followed.workload), followed, told, probing, closing)
-        plan = session.plan().with_notes(last=_losses(job, isolated))
+        told = asked.progress if job.peers.rank == 0 else quiet
+        session = session_of(job)(job, Subject(wanted, followed.workload), followed, told, probing, closing)
+        plan = session.plan().with_notes(last=losses_of(job, isolated))
         said = (*found.wait.notes, *found.notes, *nearest)
         plan = wanted.kept(plan, found, said, defaulted, stores=job.is_first_of_machine)
         if not plan.complete:
@@ -337,7 +356,8 @@ def _tuned_anew(
         return plan
 
 
-def _session_of(job: Job) -> type[Session]:
+def session_of(job: Job) -> type[Session]:
+    """Return the kind of session that a job has."""
     if not job.several:
         return LoneSession
     from autosplit.tuning.joint_session import JointSession
@@ -345,12 +365,13 @@ def _session_of(job: Job) -> type[Session]:
     return JointSession
 
 
-def _isolated(job: Job, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
+def isolated_for(job: Job, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
+    """Start a process for this rank's real steps; None for simulated cards."""
     devices, capacities_bytes = job.own.devices, job.own.capacities_bytes
     return isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=job.own.deadline_s)
 
 
-def _losses(job: Job, isolated: IsolatedRuntime | None) -> tuple[str, ...]:
+def losses_of(job: Job, isolated: IsolatedRuntime | None) -> tuple[str, ...]:
     """Tell what became of the processes that steps ran in, the same on all ranks."""
     told = job.peers.gathered(() if isolated is None else isolated.notes)
     return tuple(dict.fromkeys(itertools.chain(*told)))

@@ -86,6 +86,7 @@ LINES = {
     "doctor": "doctor",
     "tune": "tune train.py --devices sim:2xRTX3090",
     "compare": "compare train.py --devices sim:2xRTX3090 --devices sim:L4 --price L4=0.8",
+    "measure": "measure train.py --devices sim:RTX3090 --split 4",
     "probe": "probe train.py --devices cpu:1MiB",
     "check": "check train.py",
     "show": "show plan.json",

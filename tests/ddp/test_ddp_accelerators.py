@@ -312,6 +312,17 @@ def test_the_command_tunes_with_a_rank_on_each_card(tmp_path: Path) -> None:
     assert [device.label for device in plan.devices] == [f"{KIND}:{index}" for index in range(COUNT)]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command_measures_with_a_rank_on_each_card(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORK)
+    options = ["--strategy", "ddp", "--devices", KIND, "--split", ",".join(["4"] * COUNT), "--accumulation-steps", "2"]
+    found = json.loads(run("measure", str(tmp_path / "work.py"), *options, "--json"))
+    assert (found["strategy"], found["predicted"], found["effective_batch_size"]) == ("ddp", False, 8 * COUNT)
+    assert found["devices"] == [f"{KIND}:{index}" for index in range(COUNT)]
+    assert all(0 < peak <= most for peak, most in zip(found["peak_bytes"], found["capacity_bytes"], strict=True))
+
+
 @pytest.mark.timeout(300)
 def test_two_nodes_of_slurms_whose_ranks_see_one_card_each(tmp_path: Path) -> None:
     """All call theirs number 0: it was taken for one card, and gloo for what NCCL can do."""
@@ -355,12 +366,12 @@ def test_the_launcher_has_no_context(tmp_path: Path, monkeypatch: pytest.MonkeyP
 import os, sys
 import emulated
 from autosplit.profiles.validity import usable_here
-from autosplit.cli.commands.tune import _ranks_to_start
+from autosplit.cli.workload_arguments import ranks_to_start
 from autosplit.cli.workload_arguments import check_before_running, isolates
 from autosplit.ddp.device import card_of
 import torch
 check_before_running({"devices": "emu"}, None)
-assert _ranks_to_start("emu") == 2 and isolates(None, "emu")
+assert ranks_to_start("emu") == 2 and isolates(None, "emu")
 usable_here()
 card_of(torch.device("emu", 1))
 assert not emulated.contexts().get(os.getpid()), emulated.contexts()

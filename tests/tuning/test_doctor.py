@@ -50,6 +50,22 @@ class TestRates:
         monkeypatch.setattr(torch, "ones", fails)
         assert rates.matmul_flops(CPU, torch.float16, largest_bytes=2**20) is None
 
+    @pytest.mark.parametrize(("capability", "has"), [((9, 0), True), ((7, 5), False)])
+    def test_float32_by_tensor_cores_is_a_rate_of_its_own(self, monkeypatch, capability, has):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        seen = []
+
+        def rate(_device: object, dtype: torch.dtype, **_options: object) -> float:
+            seen.append((dtype, torch.get_float32_matmul_precision()))
+            return 1e12 * len(seen)
+
+        monkeypatch.setattr(rates, "matmul_flops", rate)
+        found = doctor._flops_of(torch.device("cuda", 0), 2**30)
+        assert ("tf32" in found) == has
+        assert (torch.float32, "highest") in seen
+        assert ((torch.float32, "high") in seen) == has
+        assert torch.get_float32_matmul_precision() == "highest"
+
 
 class TestProblems:
     def test_who_else_holds_memory_is_said_with_a_cure(self):
@@ -102,12 +118,10 @@ class TestCards:
         own = replace(CARD, device="cuda:1", name="Intel(R) Data Center GPU Max 1550", catalogue=None)
         path = tmp_path / "cards.toml"
         path.write_text(cards_toml(examined(CARD, replace(own, compute_capability=None), copies=copies)))
-        before = find_card("H200")
         monkeypatch.setenv(GPUS_VARIABLE, str(path))
         known = find_card("H200")
         assert (known.peak_flops["bfloat16"], known.memory_bytes_per_s) == (7e14, 4.1e12)
         assert (known.link_bytes_per_s, known.launch_s) == (3e11, 4e-6)
-        assert known.peak_flops["float64"] == before.peak_flops["float64"]
         assert find_card("Intel-R--Data-Center-GPU-Max-1550").memory_bytes == 140 * GIB
 
     def test_a_machine_without_cards_has_none_to_keep(self):

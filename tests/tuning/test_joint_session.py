@@ -29,8 +29,7 @@ from torch import nn
 
 import autosplit
 from autosplit import ddp
-from autosplit.cli.commands import tune as starts
-from autosplit.cli.workload_arguments import check_before_running, isolates
+from autosplit.cli.workload_arguments import check_before_running, isolates, ranks_to_start
 from autosplit.ddp.rendezvous import Place, meeting_place
 from autosplit.devices import spec as specs
 from autosplit.devices.accelerator import Found
@@ -849,7 +848,7 @@ class TestOwnPart:
     def test_whoever_starts_ranks_or_looks_for_their_plan_asks_none(self, fake: FakeCuda) -> None:
         for card in fake.cards:
             card.fails["mem_get_info"] = AssertionError("a context")
-        assert starts._ranks_to_start("cuda") == 4
+        assert ranks_to_start("cuda") == 4
         check_before_running({"devices": "cuda:0,1"}, None)
         assert isolates(None, "cuda")
         assert usable_here() == ()

@@ -14,14 +14,16 @@ from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_p
 from autosplit.cli.output import progress as drawn
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import (
+    as_rank,
     check_before_running,
+    flags_of,
     isolates,
-    one_of_several,
     quoted,
+    ranks_to_start,
     sendable,
     users_errors,
 )
-from autosplit.errors import InputError, PlanError
+from autosplit.errors import PlanError
 from autosplit.text import without_passwords
 
 if TYPE_CHECKING:
@@ -37,9 +39,9 @@ def tune(spec: str, keywords: dict[str, Any], manner: Manner, *, output: str | N
     end_with_parent()
     check_before_running(keywords, output)
     folder = Path.cwd()
-    together, keywords = _in_a_job(keywords)
+    together, keywords = as_rank(keywords)
     if not together and keywords.get("strategy") == "ddp":
-        count = _ranks_to_start(keywords.get("devices"))
+        count = ranks_to_start(keywords.get("devices"))
         if count > 1:
             return _tune_by_torchrun(spec, keywords, count, manner, output=output)
     from autosplit.workload.from_file import load_workload, loaded_workload
@@ -73,31 +75,11 @@ def tune(spec: str, keywords: dict[str, Any], manner: Manner, *, output: str | N
     return 0 if interrupted is None else EXIT_INTERRUPTED
 
 
-def _in_a_job(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Tell whether this process is one of several; these tune for DDP, whether that was asked for or not."""
-    if not one_of_several():
-        return False, keywords
-    if keywords.get("strategy", "auto") == "balanced":
-        raise InputError(
-            "--strategy balanced in one of several processes: expected ddp, a BalancedDataParallel has one process; "
-            "leave torchrun out"
-        )
-    return True, {**keywords, "strategy": "ddp"}
-
-
-def _ranks_to_start(devices: str | None) -> int:
-    """Return how many processes a DDP tuning needs: one for each device that is there; simulated ones need none."""
-    from autosplit.devices.spec import parse_devices
-
-    found = parse_devices(devices, ask_memory=False)  # the processes will, each of its own
-    return 1 if found[0].kind == "sim" else len(found)
-
-
 def _tune_by_torchrun(spec: str, keywords: dict[str, Any], count: int, manner: Manner, *, output: str | None) -> int:
     """Tune by as many processes as there are devices, which print and save."""
     from autosplit.cli.torchrun_job import run_together
 
-    arguments = ["tune", spec, *_flags(keywords), *manner.flags()]
+    arguments = ["tune", spec, *flags_of(keywords), *manner.flags()]
     return run_together([*arguments, *([] if output is None else ["--output", output])], count)
 
 
@@ -146,7 +128,7 @@ def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any]
     if "storage" in keywords:  # these lines are shown, and copied
         keywords = {**keywords, "storage": without_passwords(str(keywords["storage"]))}
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
-    command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *_flags(elsewhere)])
+    command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *flags_of(elsewhere)])
     if saved is not None:
         return Origin(f"autosplit.Plan.load({quoted(saved)})", command=command, path=saved)
     place, name = split_spec(spec)
@@ -161,12 +143,3 @@ def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any]
         command,
         None if plan.path is None else str(plan.path),
     )
-
-
-def _flags(keywords: Mapping[str, Any]) -> list[str]:
-    flags = []
-    for keyword, value in keywords.items():
-        flag = keyword.replace("_", "-")
-        flags.append(f"--no-{flag}" if value is False else f"--{flag}")
-        flags.extend([] if isinstance(value, bool) else [str(value)])
-    return flags

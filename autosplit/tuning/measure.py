@@ -1,0 +1,427 @@
+"""`measure()`: one configuration, run or simulated as a trial of `tune` is. It has no algorithm of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from autosplit.errors import InputError, WorkloadError
+from autosplit.oom import DoesNotFitError, OutOfMemoryError
+from autosplit.plan.explain import FASTER
+from autosplit.plan.measured_step import MeasuredStep, Without, bounds_of, checked_split, faster_devices
+from autosplit.plan.record import DdpOptions
+from autosplit.probe.prober import Prober
+from autosplit.probe.request import checked_request
+from autosplit.rng import kept_rng
+from autosplit.runtime.prepare import Source, build, follow, workload_source
+from autosplit.runtime.protocol import Measurement, StepShape
+from autosplit.runtime.simulated import SimulatedRuntime
+from autosplit.runtime.subprocess_runtime import StepLostError
+from autosplit.solve.memory import MemoryParts
+from autosplit.solve.split import even_split, whole_number
+from autosplit.solve.step_time import Fit, StepTime, TimeCurve
+from autosplit.text import size_text
+from autosplit.tuning.assemble import Subject, why_no_ranks
+from autosplit.tuning.job import Job, refuse_waiting
+from autosplit.tuning.lone_session import LoneSession
+from autosplit.tuning.peers import Failure
+from autosplit.tuning.progress import Progress
+from autosplit.tuning.recall import Wanted
+from autosplit.tuning.sensitivity import simulated_without
+from autosplit.tuning.session import MOST_FORWARDS, POINT_BUDGET_S, TRIAL_BUDGET_S, Session
+from autosplit.tuning.tune import (
+    NO_GPU_NOTE,
+    isolated_for,
+    job_for,
+    losses_of,
+    quiet,
+    session_of,
+    users_code_named,
+)
+from autosplit.workload.compiled import has_compiled_parts
+from autosplit.workload.workload import Workload
+
+if TYPE_CHECKING:  # a torch without torch.distributed measures alone
+    from autosplit.tuning.joint_session import JointSession
+
+__all__ = ["measure"]
+
+PREDICTED_NOTE = (
+    "strategy 'ddp' in one process: the time is computed from each device's own, and no step of all ranks together was "
+    "run; call it on every rank (torchrun, or the command autosplit measure) to run them"
+)
+
+
+def measure(
+    model_or_workload: Any,
+    sample_batch: Any = None,
+    *,
+    split: int | Sequence[int] | None = None,
+    accumulation_steps: int = 1,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    compute_loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: Any = None,
+    batch_dim: int = 0,
+    make_batch: Callable[[int], Any] | None = None,
+    devices: Any = None,
+    strategy: str = "auto",
+    precision: str | None = None,
+    reserve: str | float | None = None,
+    isolate: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> MeasuredStep:
+    """Measure an optimizer step of one configuration: its time, each device's memory, and what bounds it.
+
+    It is run, or on ``sim:`` simulated, as `tune` runs its trials; nothing is searched, and no plan is read or kept.
+    The workload is left as it was.
+
+    Args:
+        model_or_workload: A module with its `sample_batch`, a `Workload`, or a function that returns one; this and
+            what else describes the workload as for `tune`.
+        split: Samples per device in one forward; of one device, a number will do. Default: the sample batch, split
+            evenly.
+        accumulation_steps: Forwards per optimizer step, each of the whole split.
+        devices: As for `tune`. Default: every visible GPU; without any, the processor.
+        strategy: ``"auto"`` and ``"balanced"`` are BalancedDataParallel, ``"ddp"`` DistributedDataParallel, of which
+            the split holds the ranks' batch sizes: in one process computed from each device's own step, in a job
+            (called on every rank) run by all ranks together.
+        precision: ``"none"``, ``"bf16"`` or ``"fp16"``; replaces what a `Workload` says.
+        reserve: Kept free on every device. Default: 5 % on GPUs.
+        isolate: Run real steps in a process of their own, which a crash ends instead of this one.
+        progress: Called with a `Progress` now and then.
+
+    Raises:
+        InputError: An argument that can't be used; `DeviceError` and `WorkloadError` are among its leaves.
+        DoesNotFitError: The configuration does not fit; the message names the device, with the bytes that it needs and
+            has.
+        UserCodeError: The workload's own code raised.
+        RankFailedError: In a job, what another rank raised.
+    """
+    if strategy == "ddp":
+        from autosplit.tuning.rank_group import own_part
+
+        devices = own_part(devices)
+    request = checked_request(devices=devices, strategy=strategy, reserve=reserve)
+    described = {
+        "loss_fn": loss_fn,
+        "compute_loss": compute_loss,
+        "optimizer": optimizer,
+        "make_batch": make_batch,
+        "batch_dim": batch_dim or None,
+        "precision": precision,
+    }
+    source = workload_source(model_or_workload, sample_batch, described)
+    with job_for(request) as job, users_code_named():
+        return _measured(job, source, split, accumulation_steps, isolate=isolate, tell=progress or quiet)
+
+
+def _measured(
+    job: Job, source: Source, split: Any, accumulation_steps: int, *, isolate: bool, tell: Callable[[Progress], None]
+) -> MeasuredStep:
+    """Measure as one process of a job; all of them return the same."""
+    with kept_rng(), ExitStack() as closing:
+        built = job.peers.each_run(lambda: build(source, job.own.devices))
+        asked = job.peers.each_run(lambda: _checked(split, accumulation_steps, job, built.workload))
+        most = sum(asked.split)
+        job = replace(job, own=replace(job.own, max_batch_size=most), whole=replace(job.whole, max_batch_size=most))
+        children = closing.enter_context(ExitStack())
+        isolated = isolated_for(job, source, children) if isolate else None
+        followed = job.peers.each_run(lambda: follow(built, job.own.devices, closing, isolated))
+        probing = closing.enter_context(ExitStack())  # after it: a model that is borrowed is given back last
+        probing.callback(children.close)
+        subject = Subject(Wanted(job.whole, job.machine, {}, {}), followed.workload)
+        session = session_of(job)(job, subject, followed, tell, probing, closing)
+        job.peers.all_run(lambda: _refuse_untrainable(asked, session.prober))
+        if job.several:
+            from autosplit.tuning.joint_session import JointSession
+
+            assert isinstance(session, JointSession)
+            found = _run_together(session, asked, closing)
+        else:
+            assert isinstance(session, LoneSession)
+            found = (_rank_by_rank if job.whole.strategy == "ddp" else _balanced)(session, asked)
+            if any(map(has_compiled_parts, followed.workload.modules)):
+                session.notes.append(session.compiled_note(max(asked.split)))
+        defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
+        predicted = (PREDICTED_NOTE,) if found.predicted else ()
+        notes = (*job.peers.told(tuple(session.notes)), *predicted, *defaulted, *losses_of(job, isolated))
+        measured, samples = found.measurement, most * asked.accumulation_steps
+        return MeasuredStep(
+            split=asked.split,
+            accumulation_steps=asked.accumulation_steps,
+            effective_batch_size=samples,
+            strategy="ddp" if job.whole.strategy == "ddp" else "balanced",
+            precision=followed.workload.precision or "none",
+            devices=tuple(device.label for device in job.whole.devices),
+            device_names=tuple(device.name for device in job.whole.devices),
+            step_s=measured.seconds,
+            update_s=measured.update_s,
+            spread_s=measured.error_s,
+            samples_per_s=samples / measured.seconds,
+            peak_bytes=measured.peak_bytes,
+            capacity_bytes=found.capacities_bytes,
+            memory=found.memory,
+            bound_by=bounds_of(measured.seconds, samples, found.without),
+            simulated=job.whole.simulated,
+            predicted=found.predicted,
+            rates=tuple(device.spec.rates for device in job.whole.devices if device.spec is not None),
+            notes=notes,
+        )
+
+
+@dataclass(frozen=True)
+class _Configuration:
+    split: tuple[int, ...]
+    accumulation_steps: int
+
+    @property
+    def splits(self) -> tuple[tuple[int, ...], ...]:
+        return (self.split,) * self.accumulation_steps
+
+    @property
+    def begin(self) -> StepShape:
+        """The part of the step that holds as much as all of it."""
+        return StepShape(self.splits[:2])
+
+    def of_rank(self, index: int, num_ranks: int) -> StepShape:
+        """Return the part of a DDP step that a device of this process does."""
+        own = tuple(n if place == index else 0 for place, n in enumerate(self.split))
+        return StepShape((own,) * min(2, self.accumulation_steps), "rank", num_ranks=num_ranks)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The findings, by device in the order of all ranks."""
+
+    measurement: Measurement
+    capacities_bytes: tuple[int, ...]
+    memory: tuple[MemoryParts | None, ...]
+    without: tuple[Without, ...]
+    predicted: bool = False
+
+
+# What is asked
+
+
+def _checked(split: Any, accumulation_steps: Any, job: Job, workload: Workload) -> _Configuration:
+    """Read the configuration, and refuse one that no step can be made of."""
+    devices = job.whole.devices
+    if split is None:
+        split = even_split(workload.sample_batch_size, len(devices))
+    shares = checked_split(split, len(devices))
+    steps = whole_number("accumulation_steps", accumulation_steps, minimum=1)
+    if steps > MOST_FORWARDS:
+        raise InputError(f"accumulation_steps is {steps}; expected at most {MOST_FORWARDS}; ask for fewer")
+    checked_request(devices=devices, max_batch_size=sum(shares))
+    subject = Subject(Wanted(job.whole, job.machine, {}, {}), workload)
+    if steps > 1 and subject.why_single is not None:
+        raise WorkloadError(f"accumulation_steps is {steps}, and {subject.why_single}; expected 1; leave it out")
+    if job.whole.strategy == "ddp":
+        _refuse_no_ranks(shares, subject)
+        if job.several:
+            refuse_waiting(workload)
+    return _Configuration(shares, steps)
+
+
+def _refuse_no_ranks(split: tuple[int, ...], subject: Subject) -> None:
+    why_not = why_no_ranks(subject, (), 1)
+    if why_not is not None:
+        raise WorkloadError(f"DDP has no answer: {why_not}")
+    if 0 in split:
+        raise InputError(
+            f"split is {split} with strategy 'ddp'; expected at least one sample for each rank, which all take part; "
+            "leave the device out"
+        )
+
+
+def _refuse_untrainable(asked: _Configuration, prober: Prober) -> None:
+    least = prober.least_batch()
+    if any(0 < share < least for share in asked.split):
+        raise InputError(
+            f"split is {asked.split}, and BatchNorm trains on no fewer than {least} samples; expected that or 0 for "
+            "each device; move samples, or add some"
+        )
+    if prober.runtime.simulated and max(asked.split) > prober.largest_traced:
+        raise InputError(
+            f"split is {asked.split}, and the model can only be followed with real tensors, of which this machine "
+            f"holds those of {prober.largest_traced} samples; expected shares of no more; measure a smaller split"
+        )
+
+
+# Devices of one process
+
+
+def _balanced(session: LoneSession, asked: _Configuration) -> _Found:
+    prober = session.prober
+    session.stage = "times"
+    prober.report(f"the split {asked.split}")
+    prober.foretold(asked.begin)
+    try:
+        measured = prober.step(asked.splits, budget_s=TRIAL_BUDGET_S, copies_s=_copies_s(session, asked))
+    except OutOfMemoryError as error:
+        raise _misfit(asked.split, asked.begin, session, error, error.device_index) from error
+    if isinstance(session.runtime, SimulatedRuntime):
+        without = tuple(simulated_without(session.runtime, StepShape(asked.splits)))
+    else:
+        without = tuple(_real_without(session, asked, measured))
+    memory = prober.parts(asked.begin, measured.peak_bytes)
+    return _Found(measured, session.runtime.capacities_bytes, memory, without)
+
+
+def _copies_s(session: LoneSession, asked: _Configuration) -> float:
+    """Return what a real step of many forwards spends on copies, once: by a step of one beside a step of two."""
+    runtime = session.runtime
+    if asked.accumulation_steps < 3 or runtime.simulated or runtime.shares_processor or not any(asked.split[1:]):
+        return 0.0
+    one, two = (
+        session.prober.micro_seconds(StepShape(asked.splits[:count]), budget_s=TRIAL_BUDGET_S) for count in (1, 2)
+    )
+    return max(0.0, 2 * one - two)
+
+
+def _real_without(session: LoneSession, asked: _Configuration, measured: Measurement) -> Iterator[Without]:
+    """Tell what a real step takes without one thing, by the time that each device needs for its share alone."""
+    labels = [device.label for device in session.request.devices]
+    yield "update", None, measured.seconds - measured.update_s
+    if session.runtime.shares_processor or len(labels) == 1:
+        work_s = measured.seconds - measured.update_s
+        yield "device", labels[0] if len(labels) == 1 else None, measured.seconds - work_s * (1 - 1 / FASTER)
+        return
+    try:
+        curves = tuple(_alone(session.prober, index, share) for index, share in enumerate(asked.split))
+    except OutOfMemoryError:  # by itself a device may hold more than its part of a step
+        return
+    alone = StepTime.bare(curves, measured.update_s, adds_up=False)
+    beside_s = max(0.0, measured.seconds - alone.seconds(asked.splits))
+
+    def seconds(indices: Sequence[int]) -> float:
+        return beside_s + replace(alone, curves=_faster(alone.curves, indices)).seconds(asked.splits)
+
+    yield from faster_devices(labels, measured.seconds, seconds)
+    yield "overhead", None, measured.seconds - beside_s
+
+
+def _alone(prober: Prober, index: int, share: int) -> TimeCurve:
+    if share == 0:
+        return TimeCurve(((1, 1.0),))  # which is never asked for
+    shape = prober.forward_and_backward(index)(share)
+    return TimeCurve(((share, prober.micro_seconds(shape, budget_s=POINT_BUDGET_S)),))
+
+
+def _faster(curves: Sequence[TimeCurve], indices: Sequence[int]) -> tuple[TimeCurve, ...]:
+    return tuple(
+        TimeCurve(tuple((n, seconds / FASTER) for n, seconds in curve.points)) if index in indices else curve
+        for index, curve in enumerate(curves)
+    )
+
+
+def _rank_by_rank(session: LoneSession, asked: _Configuration) -> _Found:
+    """Compute a step of DDP's ranks from what each device does by itself."""
+    prober, count = session.prober, len(asked.split)
+    session.stage = "times"
+    peaks = []
+    for index in range(count):
+        shape = asked.of_rank(index, count)
+        prober.foretold(shape)
+        try:
+            peaks.append(prober.confirmed_peaks(shape)[index])
+        except OutOfMemoryError as error:
+            raise _misfit(asked.split, shape, session, error, index) from error
+    fit = session.rank_fit(asked.split)
+    counted = {asked.split: asked.accumulation_steps}
+    shapes = [prober.shapes(index, "rank", (), False)(share) for index, share in enumerate(asked.split)]
+    error_s = max(prober.measured(shape, budget_s=TRIAL_BUDGET_S).error_s for shape in shapes)
+    step_s, steps = fit.rank_seconds(counted), asked.accumulation_steps
+    measured = Measurement(step_s, error_s * steps, tuple(peaks), update_s=fit.step_time.update_s)
+    memory = prober.rank_parts(asked.split, peaks, accumulates=steps > 1)
+    without = tuple(_ranks_without(fit, [device.label for device in session.request.devices], counted))
+    return _Found(measured, session.runtime.capacities_bytes, memory, without, predicted=count > 1)
+
+
+def _ranks_without(fit: Fit, labels: Sequence[str], counted: dict[tuple[int, ...], int]) -> Iterator[Without]:
+    step_time = fit.step_time
+
+    def seconds(indices: Sequence[int]) -> float:
+        faster = replace(step_time, curves=_faster(step_time.curves, indices))
+        return replace(fit, step_time=faster).rank_seconds(counted)
+
+    if step_time.adds_up:
+        yield "device", labels[0] if len(labels) == 1 else None, seconds(range(len(labels)))
+    else:
+        yield from faster_devices(labels, fit.rank_seconds(counted), seconds)
+    yield "copies", None, replace(fit, all_reduce_s=0.0).rank_seconds(counted)
+    yield "update", None, replace(fit, step_time=replace(step_time, update_s=0.0)).rank_seconds(counted)
+
+
+# Ranks of a job
+
+
+def _run_together(session: JointSession, asked: _Configuration, closing: ExitStack) -> _Found:
+    """Let each rank time its own part by itself, then all run the step together."""
+    prober, peers = session.prober, session.peers
+    own = asked.split[peers.rank]
+    shape = StepShape(((own,),) * min(2, asked.accumulation_steps), "rank", num_ranks=peers.world_size)
+
+    def by_itself() -> float | str:
+        try:
+            prober.confirmed_peaks(shape)
+            return prober.rank_seconds(0, own, budget_s=POINT_BUDGET_S)
+        except OutOfMemoryError as error:  # which all ranks raise
+            return str(_misfit(asked.split, shape, session, error, 0))
+
+    alone = peers.all_run(by_itself)
+    for rank, found in enumerate(alone):
+        if isinstance(found, str):
+            raise _rank_misfit(session, rank, found)
+    unused = any(peers.all_run(prober.tracer.leaves_unused))
+    capacities = tuple(peers.gathered(prober.runtime.capacities_bytes[0]))
+    steps = session.rank_steps(DdpOptions(find_unused_parameters=unused))
+    closing.callback(steps.close)
+    together = steps.measured((own,) * asked.accumulation_steps, budget_s=TRIAL_BUDGET_S)
+    if isinstance(together, Failure):
+        raise _rank_misfit(session, together.rank, f"split {asked.split} does not fit: {together.message}")
+    peaks, timed = together
+    measured = replace(timed, peak_bytes=tuple(peaks))
+    memory = tuple(peers.all_run(lambda: prober.parts(shape, [peaks[peers.rank]])[0]))
+    curves = tuple(TimeCurve(((n, float(seconds)),)) for n, seconds in zip(asked.split, alone, strict=True))
+    bare = Fit(StepTime.bare(curves, measured.update_s, adds_up=False))
+    counted = {asked.split: asked.accumulation_steps}
+    beside_s = max(0.0, measured.seconds - bare.rank_seconds(counted))
+    labels = [f"rank {rank}" for rank in range(peers.world_size)]
+    without = [(what, label, seconds + beside_s) for what, label, seconds in _ranks_without(bare, labels, counted)]
+    return _Found(measured, capacities, memory, (*without, ("copies", None, measured.seconds - beside_s)))
+
+
+def _rank_misfit(session: JointSession, rank: int, why: str) -> DoesNotFitError:
+    session.peers.part()
+    label = session.request.devices[rank].label
+    return DoesNotFitError(f"rank {rank}: {why}", device=label, device_index=rank)
+
+
+# What does not fit
+
+
+def _misfit(
+    split: tuple[int, ...], shape: StepShape, session: Session, error: OutOfMemoryError, index: int | None
+) -> DoesNotFitError:
+    """Return the error of a split that does not fit a device of this process, with what that needs and has."""
+    prober = session.prober
+    if index is None or isinstance(error, StepLostError):
+        return DoesNotFitError(f"split {split} does not fit: {error}", device=error.device)
+    device, share = prober.runtime.devices[index], shape.splits[0][index]
+    capacity_bytes = prober.runtime.capacities_bytes[index]
+    needed = prober.traced(shape)[index] if prober.has_traces else error.live_bytes + error.requested_bytes
+    more = f"{needed} bytes ({size_text(needed)})" if needed > capacity_bytes else "more than that"
+    return DoesNotFitError(
+        f"split {split} does not fit {device.label} ({device.name}): its share of {share} needs {more} and it may hold "
+        f"{capacity_bytes} bytes ({size_text(capacity_bytes)}); expected a step within it; give it fewer samples, in "
+        "more accumulation steps if the optimizer step is to stay as large",
+        device=device.label,
+        device_index=index,
+        requested_bytes=needed,
+        capacity_bytes=capacity_bytes,
+    )

@@ -1,0 +1,244 @@
+"""measure(): what one setting does, as `tune` runs its trials, and what is said of one that can't be run."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+
+import pytest
+import torch
+from gpus import COUNT, KIND
+from torch.nn import functional as F
+from workloads import branching, char_gpt, mlp, net, net_batch, small, with_loss
+
+import autosplit
+from autosplit.cli.main import main
+from autosplit.errors import InputError, UserCodeError, WorkloadError
+from autosplit.oom import DoesNotFitError
+from autosplit.plan.explanation import Bound
+from autosplit.plan.measured_step import bounds_of, faster_devices
+from autosplit.tuning import measure as measuring
+from autosplit.workload.workload import Workload
+
+TWO = "cpu:8MiB,cpu:4MiB"
+CARDS = "sim:RTX3090+RTX2080Ti"
+
+
+@pytest.fixture(autouse=True)
+def _short_budgets(monkeypatch):
+    """What is timed is not looked at here."""
+    monkeypatch.setattr(measuring, "TRIAL_BUDGET_S", 0.01)
+
+
+def measure(*workload, **options):
+    return autosplit.measure(*(workload or (mlp(),)), **options)
+
+
+class TestSimulated:
+    def test_a_plans_split_has_its_trials_rate_and_memory(self):
+        plan = autosplit.tune(mlp(), devices=CARDS, effective_batch_size=96, n_trials=3, profile="off")
+        found = measure(devices=CARDS, split=plan.split, accumulation_steps=plan.accumulation_steps)
+        assert found.samples_per_s == pytest.approx(plan.samples_per_s)
+        assert found.peak_bytes == tuple(device.peak_bytes for device in plan.devices)
+        assert found.memory == tuple(device.memory for device in plan.devices)
+        assert (found.simulated, found.spread_s, found.strategy) == (True, 0.0, "balanced")
+        assert found.device_names == ("RTX3090", "RTX2080Ti")
+
+    def test_accumulation_pays_for_copies_and_the_update_once(self):
+        one, four = (measure(devices=CARDS, split=(8, 4), accumulation_steps=steps) for steps in (1, 4))
+        assert four.effective_batch_size == 4 * one.effective_batch_size == 48
+        assert one.step_s < four.step_s < 4 * one.step_s
+        assert one.update_s == pytest.approx(four.update_s)
+        assert sum(four.peak_bytes) == sum(parts.total_bytes for parts in four.memory)
+
+    def test_ddp_is_computed_from_its_ranks(self):
+        found = measure(devices=CARDS, split=(64, 8), strategy="ddp")
+        alone = [measure(devices=f"sim:{name}", split=n) for name, n in (("RTX3090", 64), ("RTX2080Ti", 8))]
+        assert found.predicted
+        assert "no step of all ranks together" in found.notes[-1]
+        assert found.step_s >= max(one.step_s for one in alone)
+        assert all(a >= b.peak_bytes[0] for a, b in zip(found.peak_bytes, alone, strict=True))  # there are buckets
+        assert [parts.total_bytes for parts in found.memory] == [*found.peak_bytes]
+
+    def test_what_bounds_it_is_what_it_would_gain_by(self):
+        found = measure(devices="sim:2xRTX3090", split=(8, 8))
+        gains = {(bound.what, bound.device): bound.gain for bound in found.bound_by}
+        assert [*gains.values()] == sorted(gains.values(), reverse=True)
+        assert ("copies", None) in gains
+        assert "free copies of parameters and gradients" in found.faster_with
+
+    def test_a_device_may_have_nothing(self):
+        found = measure(devices=CARDS, split=(64, 0))
+        assert found.peak_bytes[1] == 0 < found.peak_bytes[0]
+
+    def test_a_model_that_can_not_be_faked_is_followed_for_real(self):
+        found = measure(branching(), devices="sim:RTX3090", split=3)
+        assert "real ones on the CPU were followed" in found.notes[0]
+
+    def test_one_that_does_not_fit_names_the_device_with_its_bytes(self):
+        with pytest.raises(
+            DoesNotFitError, match=r"split \(16, 800\) does not fit sim:1 \(RTX3090\): its share of 800"
+        ):
+            measure(devices="sim:2xRTX3090@2MiB", split=(16, 800))
+
+
+class TestReal:
+    def test_the_workload_comes_back_untouched(self):
+        model, batch = net(), net_batch(6)
+        before = copy.deepcopy(model.state_dict())
+        state = torch.get_rng_state()
+        found = measure(model, batch, loss_fn=F.cross_entropy, devices=TWO, split=(4, 2), accumulation_steps=3)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert model.training
+        assert found.effective_batch_size == 18
+        assert 0 < found.update_s < found.step_s
+        assert found.samples_per_s == pytest.approx(18 / found.step_s)
+        assert (found.simulated, found.predicted) == (False, False)
+        # They share a processor: none by itself is the one that bounds it.
+        assert {bound.device for bound in found.bound_by} == {None}
+
+    def test_a_split_may_be_an_array(self):
+        assert measure(devices="sim:2xL4", split=torch.tensor([8, 0])).split == (8, 0)
+
+    def test_the_sample_batch_is_what_is_measured_by_default(self):
+        assert measure(devices=TWO).split == (2, 2)
+        assert measure(devices="cpu").split == (4,)
+
+    def test_ranks_of_one_process_are_run_one_by_one(self):
+        found = measure(devices=TWO, split=(16, 8), accumulation_steps=2, strategy="ddp")
+        assert found.predicted
+        assert min(found.peak_bytes) > 0
+
+    @pytest.mark.parametrize("strategy", ["balanced", "ddp"])
+    def test_a_budget_that_is_too_small_is_named(self, strategy):
+        with pytest.raises(DoesNotFitError) as caught:
+            measure(devices=TWO, split=(16, 2000), strategy=strategy)
+        error = caught.value
+        assert (error.device, error.device_index, error.capacity_bytes) == ("cpu:1", 1, 4 * 2**20)
+        assert error.requested_bytes > error.capacity_bytes
+        assert f"needs {error.requested_bytes} bytes" in str(error)
+
+    def test_a_plain_processor_is_never_filled(self):
+        with pytest.raises(DoesNotFitError, match="does not fit cpu "):
+            measure(devices="cpu", split=10**8)
+
+
+WRONG = {
+    "length": ({"split": (4, 4, 4)}, "split has 3 entries for 2 devices; expected one per device"),
+    "one for two": ({"split": 8}, "split has 1 entries for 2 devices"),
+    "nothing": ({"split": (0, 0)}, "expected at least one share above 0"),
+    "negative": ({"split": (4, -1)}, r"split\[1\] is -1"),
+    "a rank without samples": ({"split": (4, 0), "strategy": "ddp"}, "at least one sample for each rank"),
+    "no forward": ({"split": (4, 4), "accumulation_steps": 0}, "accumulation_steps is 0"),
+    "too many forwards": ({"split": (4, 4), "accumulation_steps": 10**6}, "expected at most 65536"),
+    "strategy": ({"split": (4, 4), "strategy": "fsdp"}, "strategy is 'fsdp'"),
+    "too many samples": ({"split": (2**31, 4)}, "expected at most 2147483647"),
+}
+
+
+class TestWrong:
+    @pytest.mark.parametrize("name", WRONG)
+    def test_what_is_wrong_is_said_before_anything_runs(self, name):
+        options, said = WRONG[name]
+        with pytest.raises(InputError, match=said):
+            measure(devices=TWO, **options)
+
+    def test_a_batchnorm_needs_two(self):
+        with pytest.raises(InputError, match="BatchNorm trains on no fewer than 2 samples"):
+            measure(small(), devices=TWO, split=(3, 1))
+
+    def test_a_loss_over_the_batch_has_one_forward_and_no_ranks(self):
+        workload = with_loss(loss_scope="batch")
+        with pytest.raises(WorkloadError, match=r"accumulation_steps is 2, and a loss over the whole batch"):
+            measure(workload, devices=TWO, split=(4, 4), accumulation_steps=2)
+        with pytest.raises(WorkloadError, match="DDP has no answer"):
+            measure(workload, devices=TWO, split=(4, 4), strategy="ddp")
+
+    def test_what_the_model_raises_is_the_users(self):
+        def only_small(model, batch):
+            if len(batch[0]) > 4:
+                raise ValueError("boom")
+            return F.cross_entropy(model(batch[0]), batch[1])
+
+        with pytest.raises(UserCodeError, match="ValueError: boom"):
+            measure(Workload(net(), net_batch(), compute_loss=only_small), devices=TWO, split=(5, 2))
+
+
+def test_all_devices_are_one_bound_where_none_by_itself_is():
+    def of_the_slowest(indices):
+        return max(1.0 if index in indices else 2.0 for index in range(2))
+
+    found = bounds_of(2.0, 8, faster_devices(["a", "b"], 2.0, of_the_slowest))
+    assert found == (Bound("device", None, 8.0, 2.0),)
+
+
+class TestCommand:
+    @pytest.fixture
+    def script(self, tmp_path):
+        path = tmp_path / "train.py"
+        path.write_text(
+            "import torch, autosplit\n"
+            "model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 9))\n"
+            "workload = autosplit.Workload(model, torch.randn(4, 64), optimizer=torch.optim.AdamW)\n"
+        )
+        return str(path)
+
+    def test_the_table_and_the_json_say_the_same(self, script, capsys):
+        words = ["measure", script, "--devices", CARDS, "--split", "8,4", "--accumulation-steps", "2"]
+        assert main(words) == 0
+        table = capsys.readouterr().out
+        assert main([*words, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["split"], answer["effective_batch_size"]) == ([8, 4], 24)
+        assert f"{answer['samples_per_s']:,.0f} samples/s (simulated)" in table
+        for word in ("(8, 4)", "parameters", "activations", "faster with", "sim:1 RTX2080Ti"):
+            assert word in table
+
+    def test_exit_codes_are_those_of_the_others(self, script, capsys):
+        assert main(["measure", script, "--devices", "sim:RTX3090@1MiB", "--split", "800"]) == 3
+        assert "does not fit sim:0 (RTX3090)" in capsys.readouterr().err
+        assert main(["measure", script, "--split", "4;8"]) == 2
+        assert "write it as --split 4,8" in capsys.readouterr().err
+
+    def test_every_keyword_has_its_flag(self, capsys):
+        assert main(["measure", "--help"]) == 0
+        out = capsys.readouterr().out
+        names = inspect.signature(autosplit.measure).parameters
+        described = {"model_or_workload", "sample_batch", *inspect.signature(Workload).parameters} - {"precision"}
+        assert [n for n in names if n not in {*described, "progress"} and f"--{n.replace('_', '-')}" not in out] == []
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(240)
+    def test_ddp_is_measured_by_a_process_for_each_device(self, capfd):
+        words = ["measure", "examples/char_gpt.py", "--devices", "cpu:512MiB,cpu:256MiB", "--strategy", "ddp"]
+        assert main([*words, "--split", "8,4", "--accumulation-steps", "2", "--json"]) == 0
+        answer = json.loads(capfd.readouterr().out)
+        assert (answer["strategy"], answer["predicted"], answer["effective_batch_size"]) == ("ddp", False, 24)
+        assert min(answer["peak_bytes"]) > 2**20
+        assert main([*words, "--split", "8,4000"]) == 3
+        assert "rank 1: split (8, 4000) does not fit cpu:1 (cpu): its share of 4000 needs" in capfd.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+class TestAccelerators:
+    def test_each_device_holds_its_part(self):
+        found = measure(char_gpt(), devices=KIND, split=(4,) * COUNT, accumulation_steps=3)
+        assert found.effective_batch_size == 12 * COUNT
+        assert (found.simulated, found.predicted, len(found.peak_bytes)) == (False, False, COUNT)
+        assert 0 < found.update_s < found.step_s
+        assert all(0 < peak <= most for peak, most in zip(found.peak_bytes, found.capacity_bytes, strict=True))
+
+    def test_too_large_a_share_is_named(self):
+        split = (*(4,) * (COUNT - 1), 2**22)
+        with pytest.raises(DoesNotFitError, match=f"does not fit {KIND}:{COUNT - 1}"):
+            measure(mlp(), devices=KIND, split=split, reserve=0.9)
+
+    @pytest.mark.parametrize("isolate", [False, True])
+    def test_ranks_are_run_one_by_one(self, isolate):
+        found = measure(mlp(), devices=KIND, split=(4,) * COUNT, strategy="ddp", isolate=isolate)
+        assert found.predicted == (COUNT > 1)
+        assert min(found.peak_bytes) > 0
