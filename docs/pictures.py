@@ -35,9 +35,9 @@ def picture(svg: str) -> str:
         f"<style>svg{{{light} font-family:system-ui,sans-serif;background:var(--paper)}}"
         f"@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
     )
-    return re.sub(r"^<svg ", '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" ', svg).replace(
-        ">", f">{style}", 1
-    )
+    return re.sub(
+        r"^<svg ", '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" ', svg
+    ).replace(">", f">{style}", 1)
 
 
 def main() -> None:
@@ -46,9 +46,7 @@ def main() -> None:
         plan = Plan.load(sys.argv[1])
     else:
         source = load_workload(str(ROOT / "examples" / "char_gpt.py"))
-        plan = autosplit.tune(
-            source, devices="sim:1xRTX3090+1xRTX2080Ti", effective_batch_size=1024, profile="off"
-        )
+        plan = autosplit.tune(source, devices="sim:1xRTX3090+1xRTX2080Ti", effective_batch_size=1024, profile="off")
     FOLDER.mkdir(exist_ok=True)
     for chart in charts_of(plan, plan.explain()):
         if chart.name in PICTURES:

@@ -8,4 +8,7 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 EXAMPLES = ROOT / "examples"
 BENCHMARKS = ROOT / "benchmarks"
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = "\n".join([README, *(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md")))])
+"""All that is written for users: README, then every page."""

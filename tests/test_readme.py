@@ -1,4 +1,4 @@
-"""The README's commands run, and say what the README says they do."""
+"""The commands of README and docs run, and say what is said of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from folders import README, ROOT
+from folders import DOCS, PAGES, README, ROOT
 
 GPUS = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line]
+COMMANDS = list(
+    dict.fromkeys(
+        line for block in re.findall(r"```sh\n(.*?)```", PAGES, re.DOTALL) for line in block.splitlines() if line
+    )
+)
 INSTALLING = [command for command in COMMANDS if command.startswith("pip install")]
 EXAMPLES = [command for command in COMMANDS if re.fullmatch(r"python examples/\w+\.py", command)]
 SIMULATED = next(command for command in COMMANDS if "tune" in command and "sim:" in command)
@@ -99,10 +103,48 @@ def test_the_table_is_what_the_command_prints(tmp_path: Path) -> None:
     assert "59,393 samples/s" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_files_it_names_exist() -> None:
-    named = set(re.findall(r"(?:examples|autosplit|docs)/[\w/]+\.\w+|[A-Z]+\.md", README))
+def test_the_files_that_are_named_exist() -> None:
+    named = set(re.findall(r"(?:examples|autosplit|docs)/[\w/]+\.\w+|\b[A-Z]+\.md", PAGES))
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    for target, _, anchor in re.findall(r"\]\((?!http)([^)#]*)(#([\w-]*))?\)", page.read_text(encoding="utf-8")):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles]
+
+
+def test_readme_is_a_page() -> None:
+    assert len(README.splitlines()) <= 150
+    assert len(re.sub(r"```.*?```", "", README, flags=re.DOTALL).split()) <= 1000
+    assert len(re.findall(r"^!\[", README, re.MULTILINE)) >= 2
+
+
+def test_every_page_is_in_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert {page.name for page in DOCS.glob("*.md")} == set(re.findall(r": ([\w-]+\.md)$", site, re.MULTILINE))
+
+
+def test_the_errors_that_troubleshooting_quotes_are_said() -> None:
+    """But for those of others: torch, and the system."""
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "autosplit").rglob("*.py"))
+    quoted = re.findall(r'^## "([^"]+)"', (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    own = [words.removesuffix("...").strip() for words in quoted if words != "Connection refused"]
+    assert len(own) >= 5
+    assert [words for words in own if words not in source] == []
+
+
+@pytest.mark.slow
+def test_the_ten_lines_run_as_they_stand(tmp_path: Path) -> None:
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "import torch" in block)
+    (tmp_path / "script.py").write_text(code, encoding="utf-8")
+    done = run("python script.py", tmp_path, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_map_names_modules_that_are_there() -> None:

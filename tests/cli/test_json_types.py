@@ -50,6 +50,11 @@ def test_the_documents_are_those_that_the_code_makes(made):
     assert json.loads((DOCS / "json-schema.json").read_text()) == made.schema(), "run python docs/make.py"
 
 
+@pytest.mark.slow
+def test_the_page_of_the_commands_is_made_from_their_helps(made):
+    assert (DOCS / "command-line.md").read_text() == made.command_line(), "run python docs/make.py"
+
+
 def test_every_key_says_what_it_is(made):
     undescribed = {one.__name__: {f.name for f in fields(one)} - set(made.described(one)) for one in made._classes()}
     assert not {name: missing for name, missing in undescribed.items() if missing}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_jobs import gradient, make_plan, relative_error, weights
-from folders import README
+from folders import PAGES
 from ranks import found_by, run_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -387,7 +387,7 @@ def means_over_nothing() -> tuple[list[torch.Tensor], list[int]]:
 
 # The README's iterable data set
 
-RECIPES = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "IterableDataset" in block]
+RECIPES = [block for block in re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL) if "IterableDataset" in block]
 
 
 class Stream:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from folders import README
+from folders import PAGES
 from gpus import CARDS, KIND
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,7 +26,7 @@ NUM_SAMPLES = 20
 
 def readme_block(containing: str) -> str:
     """Return the README's first block of Python with some text in it."""
-    return next(block for block in README.split("```python\n")[1:] if containing in block.split("```")[0]).split("```")[
+    return next(block for block in PAGES.split("```python\n")[1:] if containing in block.split("```")[0]).split("```")[
         0
     ]
 
