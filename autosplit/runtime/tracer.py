@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import AutosplitError, from_user_code
 from autosplit.rng import kept_rng
+from autosplit.runtime.cuda_autocast import CudaAutocast
 from autosplit.runtime.fake_tensors import fake_mode, holds_fakes, mode_of
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Entry, Kind, Tracker
@@ -102,9 +103,9 @@ class _Recorder:
         """Add an op to its device's open work."""
         if getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES:
             self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
-        cost = op_cost(func, args, kwargs, outputs)
-        if cost is not None:
-            self._open.setdefault(device, []).append(cost)
+        costs = op_cost(func, args, kwargs, outputs)
+        if costs:
+            self._open.setdefault(device, []).extend(costs)
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """Close the work of both ends, and keep the transfer."""
@@ -223,6 +224,7 @@ class Tracer:
             _without_collector(),
             _without_fake_log(),
             _without_onednn() if self.like_gpu else nullcontext(),
+            CudaAutocast() if self.like_gpu else nullcontext(),
         ):
             peaks = run_placed(self.trainee, shape, tracker, mark, held=held)
         self.runs += 1
@@ -251,7 +253,9 @@ class Tracer:
     def accumulation_costs(self) -> list[OpCost]:
         """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
         # Two tensors read, one written.
-        return [OpCost(0, 3 * p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
+        return [
+            OpCost(0, 3 * p.numel() * p.element_size(), "float32", part="backward") for p in self._with_gradient or []
+        ]
 
     def zeroing_costs(self) -> list[OpCost]:
         """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
