@@ -51,6 +51,11 @@ MEMORY_BOUND = (
     "layout",
     "depthwise",
     "depthwise_weight",
+    "batch_norm_channels",
+    "batch_norm_backward_channels",
+    "pooling_channels",
+    "depthwise_channels",
+    "depthwise_weight_channels",
 )
 ARITHMETIC = (
     "batched",
@@ -62,6 +67,10 @@ ARITHMETIC = (
     "grouped_weight",
     "depthwise",
     "depthwise_weight",
+    "grouped_channels",
+    "grouped_weight_channels",
+    "depthwise_channels",
+    "depthwise_weight_channels",
 )
 
 
@@ -221,19 +230,22 @@ def table_of(
         old: For torchvision's models, which ran under an old torch.
     """
     found = {}
-    for card, precision in sorted({(step.row.card, step.row.precision) for step in steps}):
+    for card, precision, layout in sorted({(step.row.card, step.row.precision, step.row.layout) for step in steps}):
         spec = find_card(card)
         rate = "float16" if precision == "fp16" else "float32"
         spec = replace(spec, sustained={**spec.sustained, rate: shares.get((card, rate), spec.sustained[rate])})
-        of_card = [step for step in steps if (step.row.card, step.row.precision) == (card, precision)]
+        of_card = [
+            step for step in steps if (step.row.card, step.row.precision, step.row.layout) == (card, precision, layout)
+        ]
         for said, group in (
             ("fitted", [step for step in of_card if step in ours]),
             ("held out", [step for step in of_card if step not in ours]),
         ):
             if group:
+                name = f"{card} {precision} {layout} {said}"
                 used = old if group[0].row.family == "torchvision" else rates
-                found[f"{card} {precision} {said}"] = errors(group, used, spec)
-                print(f"{card} {precision} {said}", found[f"{card} {precision} {said}"])
+                found[name] = errors(group, used, spec)
+                print(name, found[name])
     return found
 
 
@@ -241,7 +253,7 @@ def traced(cache: Path | None, *, cached_only: bool) -> list[Step]:
     """Trace what is published of one card; what can't be traced is left out, and said to be."""
     steps = []
     for row in rows():
-        if row.cards > 1 or row.layout == "nhwc" or (cached_only and not kept_at(row, row.batch, cache).exists()):
+        if row.cards > 1 or (cached_only and not kept_at(row, row.batch, cache).exists()):
             continue
         try:
             steps.append(Step.of(row, cache))

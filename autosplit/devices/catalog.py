@@ -59,6 +59,8 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launch_s: Annotated[float, Meta(gt=0, le=1)]
+    context_gib: Annotated[float, Meta(ge=0, le=64)] = 0.0
+    fragmented: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     sustained: dict[_Rate, _Share] = {}
 
 
@@ -77,6 +79,8 @@ class GpuSpec:
     Attributes:
         name: Its name in ``sim:`` specs, without spaces (``"A100-40GB"``).
         memory_bytes: Nominal memory.
+        context_bytes: What CUDA's context takes of it.
+        fragmented: Share of the rest that workspaces and gaps between tensors take.
         peak_flops: Dense peak by dtype name, in FLOP/s: ``float32`` (without tensor cores), ``float16`` and ``float64``
             always, ``tf32`` and ``bfloat16`` only where the hardware has them.
         memory_bytes_per_s: Bandwidth of the card's memory.
@@ -98,6 +102,13 @@ class GpuSpec:
     source: str
     multiprocessors: int | None = None
     sustained: Mapping[str, float] = field(default_factory=dict, hash=False)
+    context_bytes: int = 0
+    fragmented: float = 0.0
+
+    @property
+    def usable_bytes(self) -> int:
+        """The bytes that tensors may take of a whole card."""
+        return int((self.memory_bytes - self.context_bytes) * (1.0 - self.fragmented)) // 512 * 512
 
     def sustained_flops(self, rate: str) -> float:
         """Return what products of a dtype reach, in FLOP/s; what the card has no units for runs as float32."""
@@ -142,6 +153,7 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
     defaults = table.defaults or known.defaults
     assert defaults is not None, "gpus.toml has some"
     links = {**known.links, **table.links}
+    sustained = defaults.sustained if table is known else {}  # a user's figures may be measured ones
     specs = {}
     for name, row in table.cards.items():
         missing = {"float32", "float16", "float64"} - row.tflops.keys()
@@ -159,7 +171,9 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
             compute_capability=row.compute_capability,
             source=row.source,
             multiprocessors=row.multiprocessors,
-            sustained={str(rate): share for rate, share in {**defaults.sustained, **row.sustained}.items()},
+            context_bytes=int(min(defaults.context_gib, row.memory_gib / 2) * 2**30),
+            fragmented=defaults.fragmented,
+            sustained={str(rate): share for rate, share in {**sustained, **row.sustained}.items()},
         )
     if len({_normal(name) for name in specs}) < len(specs):
         raise ValueError("two cards have names that differ only in case, '-', '_' or the brand")

@@ -146,6 +146,9 @@ _KIND_OF = {
     getattr(aten, name): kind for kind, names in _KINDS.items() for name in names.split() if hasattr(aten, name)
 }
 
+_BY_LAYOUT = {"batch_norm", "batch_norm_backward", "pooling"}
+"""Kinds whose kernels are others where channels lie beside each other."""
+
 
 def op_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> tuple[OpCost, ...]:
     """Return the kernels of an op; none for what costs nothing: views, allocations, questions (``prim.device``)."""
@@ -189,7 +192,10 @@ def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs
         inner = flops // max(1, 2 * count * rows * columns)
         kind = "batched" if batch else "matmul"
         return OpCost(flops, nbytes, rate, kind, (rows, columns, inner, count))
-    return OpCost(flops, nbytes, rate, _KIND_OF.get(packet, "elementwise"))
+    kind = _KIND_OF.get(packet, "elementwise")
+    if kind in _BY_LAYOUT and any(_in_channels(tensor) for tensor in tensors):
+        kind += "_channels"
+    return OpCost(flops, nbytes, rate, kind)
 
 
 def _convolution(args: Sequence[Any], outputs: Any) -> Iterator[OpCost]:
@@ -242,12 +248,19 @@ def _one_convolution(
 ) -> OpCost:
     rate = _rate([weight])
     nbytes = sum(_nbytes(tensor) for tensor in tensors)
+    layout = "_channels" if any(_in_channels(tensor) for tensor in tensors) else ""
     if groups > 1 and weight.shape[1] == 1:
-        return OpCost(2 * macs, nbytes, "float64" if rate == "float64" else "float32", f"depthwise{suffix}", product)
+        kind = f"depthwise{suffix}{layout}"
+        return OpCost(2 * macs, nbytes, "float64" if rate == "float64" else "float32", kind, product)
     # cuDNN convolutions take TF32 by default, matrix products don't (torch.backends.cuda.matmul.allow_tf32).
     rate = "tf32" if rate == "float32" else rate
     size = "grouped" if groups > 1 else "pointwise" if math.prod(weight.shape[2:]) == 1 else "convolution"
-    return OpCost(2 * macs, nbytes, rate, size + suffix, product)
+    return OpCost(2 * macs, nbytes, rate, size + suffix + (layout if groups > 1 else ""), product)
+
+
+def _in_channels(tensor: Tensor) -> bool:
+    """Tell whether the channels of images lie beside each other (``torch.channels_last``)."""
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _layout(*tensors: Tensor) -> Iterator[OpCost]:
