@@ -40,20 +40,29 @@ _Positive = Annotated[float, Meta(ge=1e-6, le=1e15)]
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}\Z")]
 
 
+_Rate = Literal["float16", "float32", "float64", "tf32", "bfloat16"]
+_Share = Annotated[float, Meta(ge=1e-3, le=2)]
+
+
 class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A card as the file has it; the header of ``gpus.toml`` says what each figure is."""
 
     memory_gib: Annotated[float, Meta(ge=1e-6, le=2**20)]
-    tflops: dict[Literal["float16", "float32", "float64", "tf32", "bfloat16"], Annotated[float, Meta(ge=1e-6, le=1e9)]]
+    tflops: dict[_Rate, Annotated[float, Meta(ge=1e-6, le=1e9)]]
     memory_gb_per_s: Annotated[float, Meta(ge=1e-6, le=1e9)]
     link: str
     compute_capability: Annotated[str, Meta(pattern=r"^[0-9]{1,2}\.[0-9]\Z")]
     source: Annotated[str, Meta(max_length=1000)]
     launch_s: Annotated[float, Meta(gt=0, le=1)] | None = None
+    multiprocessors: Annotated[int, Meta(ge=1, le=2**16)] | None = None
+    sustained: dict[_Rate, _Share] = {}
 
 
 class _Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launch_s: Annotated[float, Meta(gt=0, le=1)]
+    context_gib: Annotated[float, Meta(ge=0, le=64)] = 0.0
+    fragmented: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    sustained: dict[_Rate, _Share] = {}
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,12 +80,16 @@ class GpuSpec:
     Attributes:
         name: Its name in ``sim:`` specs, without spaces (``"A100-40GB"``).
         memory_bytes: Nominal memory.
+        context_bytes: What CUDA's context takes of it.
+        fragmented: Share of the rest that workspaces and gaps between tensors take.
         peak_flops: Dense peak by dtype name, in FLOP/s: ``float32`` (without tensor cores), ``float16`` and ``float64``
             always, ``tf32`` and ``bfloat16`` only where the hardware has them.
         memory_bytes_per_s: Bandwidth of the card's memory.
         link_bytes_per_s: Bandwidth to its peers in one direction, over its usual link.
         launch_s: What one operation costs before its kernel does any work.
         compute_capability: ``"8.6"``.
+        multiprocessors: None where unknown: then no product leaves some of them idle.
+        sustained: Share of a peak that long products reach, by dtype.
     """
 
     name: str
@@ -88,6 +101,20 @@ class GpuSpec:
     launch_s: float
     compute_capability: str
     source: str
+    multiprocessors: int | None = None
+    sustained: Mapping[str, float] = field(default_factory=dict, hash=False)
+    context_bytes: int = 0
+    fragmented: float = 0.0
+
+    @property
+    def usable_bytes(self) -> int:
+        """The bytes that tensors may take of a whole card."""
+        return int((self.memory_bytes - self.context_bytes) * (1.0 - self.fragmented)) // 512 * 512
+
+    def sustained_flops(self, rate: str) -> float:
+        """Return what products of a dtype reach, in FLOP/s; what the card has no units for runs as float32."""
+        own = rate if rate in self.peak_flops else "float32"
+        return self.peak_flops[own] * self.sustained.get(own, 1.0)
 
     @property
     def rates(self) -> str:
@@ -140,6 +167,7 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
     defaults = table.defaults or known.defaults
     assert defaults is not None, "gpus.toml has some"
     links = {**known.links, **table.links}
+    sustained = defaults.sustained if table is known else {}  # a user's figures may be measured ones
     specs = {}
     for name, row in table.cards.items():
         missing = {"float32", "float16", "float64"} - row.tflops.keys()
@@ -156,6 +184,10 @@ def _specs(table: _Table, known: _Table) -> dict[str, GpuSpec]:
             launch_s=row.launch_s or defaults.launch_s,
             compute_capability=row.compute_capability,
             source=row.source,
+            multiprocessors=row.multiprocessors,
+            context_bytes=int(min(defaults.context_gib, row.memory_gib / 2) * 2**30),
+            fragmented=defaults.fragmented,
+            sustained={str(rate): share for rate, share in {**sustained, **row.sustained}.items()},
         )
     if len({_normal(name) for name in specs}) < len(specs):
         raise ValueError("two cards have names that differ only in case, '-', '_' or the brand")

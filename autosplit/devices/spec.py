@@ -217,7 +217,7 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
             f"count {shown(count_text)} in {shown(spec)}: expected a whole number of 1 or more; correct it"
         )
     gpu = find_card(name)
-    capacity_bytes = _budget(item, memory) if at else gpu.memory_bytes
+    capacity_bytes = _budget(item, memory) if at else gpu.usable_bytes
     if capacity_bytes > gpu.memory_bytes:
         raise DeviceError(
             f"memory {shown(memory)} in {shown(item)}: expected at most the {size_text(gpu.memory_bytes)} of a "

@@ -203,7 +203,7 @@ class _Columns:
         events = [event for phase in _PHASES for event in trace.events(phase)]
         works = [event for event in events if isinstance(event, Work)]
         columns = [np.array([float(nbytes) for _, _, nbytes in trace.entries])]
-        columns += [column for work in works for column in (work.flops, work.nbytes)]
+        columns += [work.numbers.ravel() for work in works]
         columns.append(np.array([float(event.nbytes) for event in events if isinstance(event, Move)]))
         order: list[object] = [(kind, device, nbytes < 0) for kind, device, nbytes in trace.entries]
         for phase in _PHASES:
@@ -212,7 +212,7 @@ class _Columns:
                 if isinstance(event, Move):
                     order.append((event.source, event.destination, event.purpose))
                 else:
-                    order.append((event.device, event.rates))
+                    order.append((event.device, event.labels))
         kinds = np.array([_KINDS.index(kind) for kind, _, _ in trace.entries], dtype=np.int64)
         devices = np.array([device for _, device, _ in trace.entries], dtype=np.int64)
         return cls(split, trace, np.concatenate(columns), tuple(order), kinds, devices)
@@ -313,12 +313,11 @@ def _events(events: Sequence[Event], numbers: Numbers) -> Iterator[Event]:
         if isinstance(event, Move):
             yield replace(event, nbytes=int(next(copies)))
         else:
-            flops, nbytes = np.split(numbers[start : start + 2 * len(event.rates)], 2)
-            start += 2 * len(event.rates)
-            yield replace(event, flops=flops, nbytes=nbytes)
+            yield event.with_numbers(numbers[start : start + event.numbers.size])
+            start += event.numbers.size
 
 
 def _scaled(event: Event, times: float) -> Event:
     if isinstance(event, Move):
         return event
-    return replace(event, flops=event.flops * times, nbytes=event.nbytes * times)
+    return event.with_numbers(np.vstack([event.numbers[:2] * times, event.numbers[2:]]))

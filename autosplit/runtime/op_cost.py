@@ -1,9 +1,10 @@
-"""The cost of an op on a device by the roofline: its floating-point operations and bytes."""
+"""The work of an op: the kernels that it runs on a GPU, with their arithmetic, bytes and shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,66 +14,76 @@ from torch import Tensor
 from torch.utils import flop_counter
 
 from autosplit.devices.catalog import GpuSpec
+from autosplit.runtime.kernel_time import Numbers, Part, host_seconds, kernel_seconds, work_codes
 
-__all__ = ["Move", "Numbers", "OpCost", "Work", "op_cost", "peak_flops"]
-
-Numbers = npt.NDArray[np.float64]
+__all__ = ["Move", "Numbers", "OpCost", "Work", "op_cost"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class OpCost:
-    """The cost of an op on any card.
+    """The work of a kernel on any card.
 
     Attributes:
         flops: Floating-point operations, counted where torch has a formula for them; 0 for what only moves memory.
         nbytes: Bytes read and written.
         rate: Which of a card's peaks bounds it: a dtype's name, or ``"tf32"``.
+        kind: Its class, a key of ``kernel_rates.json``.
+        product: What is multiplied: rows, columns, the dimension summed over, and how many such products; all 0 where
+            nothing is. Of an optimizer's kernel the first is the number of tensors.
+        part: Where its op was started from; the first kernel of an op alone has one, others cost the host nothing.
     """
 
     flops: int
     nbytes: int
     rate: str
+    kind: str = "elementwise"
+    product: tuple[int, int, int, int] = (0, 0, 0, 0)
+    part: Part = "forward"
 
     def seconds(self, spec: GpuSpec) -> float:
-        """Return the roofline time on a card: bound by launch, by arithmetic or by memory."""
-        arithmetic_s = self.flops / peak_flops(spec, self.rate)
-        return max(spec.launch_s, arithmetic_s, self.nbytes / spec.memory_bytes_per_s)
-
-
-def peak_flops(spec: GpuSpec, rate: str) -> float:
-    """Return a card's dense peak for a rate; what it has no units for runs at its float32 peak."""
-    return spec.peak_flops.get(rate) or spec.peak_flops["float32"]
+        """Return the time that the kernel takes on a card."""
+        return Work.of(0, [self]).seconds(spec)
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Ops that a device runs between two transfers, in columns: a step has thousands.
+    """Kernels that a device runs between two transfers, in columns: a step has thousands.
 
     Attributes:
-        flops: Floating-point operations of each.
-        nbytes: Bytes that each reads and writes.
-        rates: The peak that bounds each, see `OpCost.rate`.
+        numbers: A row each for flops, bytes and the four numbers of the product; every one is affine in the samples.
+        labels: Each kernel's kind, rate and part, see `OpCost`.
+        codes: The labels as numbers, see `kernel_time.work_codes`.
     """
 
     device: int
-    flops: Numbers
-    nbytes: Numbers
-    rates: tuple[str, ...]
+    numbers: Numbers
+    labels: tuple[tuple[str, str, Part], ...]
+    codes: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, device: int, costs: Sequence[OpCost]) -> Work:
-        """Return the work of these ops."""
-        flops = np.array([cost.flops for cost in costs], dtype=np.float64)
-        nbytes = np.array([cost.nbytes for cost in costs], dtype=np.float64)
-        return cls(device, flops, nbytes, tuple(cost.rate for cost in costs))
+        """Return the work of these kernels."""
+        numbers = np.array([(cost.flops, cost.nbytes, *cost.product) for cost in costs], dtype=np.float64)
+        labels = tuple((cost.kind, cost.rate, cost.part) for cost in costs)
+        return cls(device, numbers.reshape(-1, 6).T, labels, work_codes(labels))
+
+    def with_numbers(self, numbers: Numbers) -> Work:
+        """Return the same kernels with other numbers, in the order of `numbers` laid flat."""
+        return replace(self, numbers=numbers.reshape(self.numbers.shape))
+
+    def kernels_s(self, spec: GpuSpec) -> Numbers:
+        """Return the time of each kernel on a card."""
+        return kernel_seconds(self.numbers, self.codes, spec)
+
+    def started_s(self, spec: GpuSpec, replicas: int = 1) -> Numbers:
+        """Return when the host has started each kernel, see `kernel_time.host_seconds`."""
+        return np.cumsum(host_seconds(self.numbers, self.codes, spec, replicas=replicas))
 
     def seconds(self, spec: GpuSpec) -> float:
-        """Return the time on a card, see `OpCost.seconds`."""
-        peaks = {rate: peak_flops(spec, rate) for rate in set(self.rates)}
-        arithmetic_s = self.flops / np.array([peaks[rate] for rate in self.rates])
-        return float(np.maximum(np.maximum(arithmetic_s, self.nbytes / spec.memory_bytes_per_s), spec.launch_s).sum())
+        """Return the time of all kernels on a card that never waits for the host."""
+        return float(self.kernels_s(spec).sum())
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,172 @@ _ROW_READERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 # Ops that only reserve memory.
 _ALLOCATIONS = {aten.empty_like, aten.new_empty, aten.empty, aten.empty_strided, aten.new_empty_strided}
 
-_CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward}
+_CONVOLUTIONS = {aten.convolution, aten._convolution}
+
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+}
+_ATTENTION_BACKWARD = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+}
+
+_KINDS = {
+    "batch_norm": (
+        "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
+        "_native_batch_norm_legit_functional _batch_norm_with_update"
+    ),
+    "batch_norm_backward": "native_batch_norm_backward cudnn_batch_norm_backward batch_norm_backward",
+    "layer_norm": "native_layer_norm native_group_norm _fused_rms_norm",
+    "layer_norm_backward": "native_layer_norm_backward native_group_norm_backward _fused_rms_norm_backward",
+    "softmax": "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data",
+    "pooling": (
+        "max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward "
+        "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward max_pool3d_with_indices avg_pool3d "
+        "upsample_bilinear2d upsample_bilinear2d_backward upsample_nearest2d upsample_nearest2d_backward "
+        "upsample_bicubic2d upsample_bicubic2d_backward"
+    ),
+    "reduction": (
+        "sum mean amax amin max min argmax norm linalg_vector_norm var std var_mean prod any all cumsum "
+        "nll_loss_forward nll_loss_backward mse_loss"
+    ),
+    "index": (
+        "embedding index_select index gather embedding_dense_backward index_put index_put_ _index_put_impl_ "
+        "_unsafe_index scatter scatter_ scatter_add scatter_add_ index_add index_add_ roll"
+    ),
+    "copy": "clone copy_ _to_copy cat stack constant_pad_nd fill_ zero_ fill zeros zeros_like new_zeros ones_like",
+}
+_KIND_OF = {
+    getattr(aten, name): kind for kind, names in _KINDS.items() for name in names.split() if hasattr(aten, name)
+}
+
+_BY_LAYOUT = {"batch_norm", "batch_norm_backward", "pooling"}
+"""Kinds whose kernels are others where channels lie beside each other."""
+
+
+def op_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> tuple[OpCost, ...]:
+    """Return the kernels of an op; none for what costs nothing: views, allocations, questions (``prim.device``)."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in _ALLOCATIONS or getattr(func, "is_view", False) or getattr(func, "namespace", None) == "prim":
+        return ()
+    kernels = list(_kernels(packet, args, kwargs, outputs))
+    part: Part = "forward" if torch._C._current_graph_task_id() < 0 else "backward"
+    if kernels and kernels[0].kind == "optimizer":
+        part = "update"
+    return tuple(replace(kernel, part="none" if at else part) for at, kernel in enumerate(kernels))
+
+
+def _kernels(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Iterator[OpCost]:
+    if packet in _CONVOLUTIONS:
+        yield from _convolution(args, outputs)
+    elif packet is aten.convolution_backward:
+        yield from _convolution_backward(args, outputs)
+    else:
+        yield _kernel(packet, args, kwargs, outputs)
+
+
+def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCost:
+    written = _flat((outputs,))
+    tensors = [*_flat((*args, *kwargs.values())), *written]
+    if packet in _ROW_READERS:
+        tensors = [*_flat(args[1:]), *written, *written]
+    rate = _rate(tensors)
+    nbytes = sum(_nbytes(tensor) for tensor in tensors)
+    flops = _flops(packet, args, kwargs, outputs)
+    name = getattr(packet, "__name__", "")
+    if name.startswith(("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")):
+        count = max((len(value) for value in args if isinstance(value, (tuple, list))), default=1)
+        return OpCost(0, nbytes, rate, "optimizer", (count, 0, 0, 0))
+    if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
+        kind = "attention" if packet in _ATTENTION else "attention_backward"
+        return OpCost(flops, nbytes, rate, kind)
+    if flops and len(written) == 1 and written[0].dim() in (2, 3):
+        *batch, rows, columns = written[0].shape
+        count = math.prod(batch)
+        inner = flops // max(1, 2 * count * rows * columns)
+        kind = "batched" if batch else "matmul"
+        return OpCost(flops, nbytes, rate, kind, (rows, columns, inner, count))
+    kind = _KIND_OF.get(packet, "elementwise")
+    if kind in _BY_LAYOUT and any(_in_channels(tensor) for tensor in tensors):
+        kind += "_channels"
+    return OpCost(flops, nbytes, rate, kind)
+
+
+def _convolution(args: Sequence[Any], outputs: Any) -> Iterator[OpCost]:
+    values, weight, transposed, groups = args[0], args[1], args[6], args[8]
+    outer = values if transposed else outputs
+    product = _product(outer, weight, groups)
+    if transposed:  # its arithmetic is that of the gradient of an input
+        product = _input_product(outputs, weight, groups)
+    macs = _positions(outer) * weight.numel()
+    yield _one_convolution("", (values, weight, outputs), weight, groups, product, macs)
+    yield from _layout(values, outputs)
+
+
+def _convolution_backward(args: Sequence[Any], outputs: Any) -> Iterator[OpCost]:
+    grad, values, weight, transposed, groups = args[0], args[1], args[2], args[7], args[9]
+    outer, inputs = (values, grad) if transposed else (grad, values)
+    product = _product(outer, weight, groups)
+    macs = _positions(outer) * weight.numel()
+    grad_values, grad_weight, grad_bias = outputs
+    if grad_values is not None:
+        shape = product if transposed else _input_product(inputs, weight, groups)
+        yield _one_convolution("", (grad, weight, grad_values), weight, groups, shape, macs)
+        yield from _layout(grad, grad_values)
+    if grad_weight is not None:
+        rows, columns, inner, _ = product
+        shape = (inner, columns, rows, groups)
+        yield _one_convolution("_weight", (grad, values, grad_weight), weight, groups, shape, macs)
+    if grad_bias is not None:
+        yield OpCost(0, _nbytes(grad), _rate([grad]), "reduction")
+
+
+def _product(outer: Tensor, weight: Tensor, groups: int) -> tuple[int, int, int, int]:
+    """Return the product that a convolution is: positions by channels, summed over a window."""
+    return _positions(outer), weight.shape[0] // groups, math.prod(weight.shape[1:]), groups
+
+
+def _positions(values: Tensor) -> int:
+    """Return the number of samples times that of places."""
+    return values.shape[0] * math.prod(values.shape[2:])
+
+
+def _input_product(inputs: Tensor, weight: Tensor, groups: int) -> tuple[int, int, int, int]:
+    """Return the product that the gradient of a convolution's input is."""
+    window = math.prod(weight.shape[2:])
+    return _positions(inputs), weight.shape[1], weight.shape[0] // groups * window, groups
+
+
+def _one_convolution(
+    suffix: str, tensors: Sequence[Tensor], weight: Tensor, groups: int, product: tuple[int, int, int, int], macs: int
+) -> OpCost:
+    rate = _rate([weight])
+    nbytes = sum(_nbytes(tensor) for tensor in tensors)
+    layout = "_channels" if any(_in_channels(tensor) for tensor in tensors) else ""
+    if groups > 1 and weight.shape[1] == 1:
+        kind = f"depthwise{suffix}{layout}"
+        return OpCost(2 * macs, nbytes, "float64" if rate == "float64" else "float32", kind, product)
+    # cuDNN convolutions take TF32 by default, matrix products don't (torch.backends.cuda.matmul.allow_tf32).
+    rate = "tf32" if rate == "float32" else rate
+    size = "grouped" if groups > 1 else "pointwise" if math.prod(weight.shape[2:]) == 1 else "convolution"
+    return OpCost(2 * macs, nbytes, rate, size + suffix + (layout if groups > 1 else ""), product)
+
+
+def _in_channels(tensor: Tensor) -> bool:
+    """Tell whether the channels of images lie beside each other (``torch.channels_last``)."""
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def _layout(*tensors: Tensor) -> Iterator[OpCost]:
+    """Yield the conversion of planes to channels that tensor cores want, where a convolution is not in them."""
+    rate = _rate(tensors)
+    if rate in ("float16", "bfloat16") and all(t.dim() == 4 and t.is_contiguous() for t in tensors):
+        yield OpCost(0, 2 * sum(_nbytes(tensor) for tensor in tensors), rate, "layout")
 
 
 def _attention_flops(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
@@ -111,18 +287,6 @@ _CPU_FORMULAS: dict[Any, Callable[..., int]] = {
 }
 
 
-def op_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCost | None:
-    """Return what an op costs; None where it costs nothing: views, allocations, questions (``prim.device``)."""
-    packet = getattr(func, "_overloadpacket", None)
-    if packet in _ALLOCATIONS or getattr(func, "is_view", False) or getattr(func, "namespace", None) == "prim":
-        return None
-    tensors = [*_flat((*args, *kwargs.values())), *_flat((outputs,))]
-    if packet in _ROW_READERS:
-        tensors = [*_flat(args[1:]), *_flat((outputs,)), *_flat((outputs,))]
-    flops = _flops(packet, args, kwargs, outputs)
-    return OpCost(flops, sum(t.numel() * t.element_size() for t in tensors), _rate(packet, tensors))
-
-
 def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
     own = _CPU_FORMULAS.get(packet)
     if own is not None:
@@ -131,12 +295,16 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 
 
-def _rate(packet: Any, tensors: list[Tensor]) -> str:
+def _rate(tensors: Sequence[Tensor]) -> str:
     floating = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-    # cuDNN convolutions take TF32 by default, matrix products don't (torch.backends.cuda.matmul.allow_tf32).
-    if floating == torch.float32 and packet in _CONVOLUTIONS:
-        return "tf32"
     return str(floating).removeprefix("torch.")
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return the bytes that a tensor's values take: what is expanded is read once."""
+    shape = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    repeated = math.prod(size for size, stride in shape if stride == 0) or 1
+    return tensor.numel() * tensor.element_size() // repeated
 
 
 def _flat(values: Sequence[Any]) -> list[Tensor]:

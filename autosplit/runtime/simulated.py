@@ -1,10 +1,9 @@
-"""GPUs that are not there: a roofline clock for each card, fed with traces.
+"""GPUs that are not there: a clock for each card and one for the host that feeds it, driven by traces.
 
 Order of a simulated micro-step: scatter, broadcast the parameters, run every replica, gather, loss, and the way
 back; then the optimizer on device 0. In a step of several micro-steps replicas are kept: the broadcast comes before
 the first, and gradients come back after the last. A device's clock runs by itself between transfers; a transfer
-starts when both ends are free and keeps both: nn.DataParallel without NCCL, device 0's link carrying every copy in
-turn.
+starts when both ends are free and keeps both.
 
 Tracing eight cards costs eight times as much as one. So a step is composed: device 0 from a trace with its own share
 and all others' together, each other device from a trace of its share alone.
@@ -15,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from autosplit.devices.catalog import GpuSpec
 from autosplit.devices.device import Device
 from autosplit.devices.transfer import HOST
 from autosplit.oom import OutOfMemoryError
+from autosplit.runtime.kernel_time import Part, kernel_rates
 from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.protocol import Measurement, StepShape
@@ -34,35 +36,76 @@ _BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
 
 @dataclass
 class _Clocks:
-    """The time on each card, and how long each worked; transfers for what is free take none."""
+    """The time on each card and on the host that feeds it, and how long each card worked; what is `free` takes none.
+
+    The host runs ahead of a card until it is the slower one: an op begins when it was started and what was before it
+    is done. Parameters and gradients go over all links at once, as NCCL's rings send them; other copies keep both
+    their ends.
+    """
 
     specs: Sequence[GpuSpec]
     free: frozenset[str] = frozenset()
+    replicas: int = 1
     now_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.now_s = [0.0] * len(self.specs)
         self.busy_s = [0.0] * len(self.specs)
+        self._host_s = [0.0] * len(self.specs)
+        self._links_s = [0.0] * len(self.specs)  # each to the first device
+        self._arrived_s = [0.0] * len(self.specs)  # what was sent over them is there
 
-    def work(self, device: int, seconds: float) -> None:
-        self.now_s[device] += seconds
-        self.busy_s[device] += seconds
+    def work(self, device: int, work: Work) -> None:
+        kernels_s = work.kernels_s(self.specs[device])
+        started_s = self._host_s[device] + work.started_s(self.specs[device], self.replicas)
+        left_s = np.cumsum(kernels_s[::-1])[::-1]
+        self._wait(device)
+        self.now_s[device] = max(self.now_s[device] + float(left_s[0]), float((started_s + left_s).max()))
+        self._host_s[device] = float(started_s[-1])
+        self.busy_s[device] += float(left_s[0])
+
+    def take_back(self, device: int, work: Work) -> None:
+        """Take off what was played, but is not done: card and host are each ahead by what the other does not hide."""
+        seconds = work.seconds(self.specs[device])
+        host_s = float(work.started_s(self.specs[device], self.replicas)[-1])
+        self.now_s[device] -= max(seconds, host_s) if self.now_s[device] <= self._host_s[device] + seconds else seconds
+        self.busy_s[device] -= seconds
+        self._host_s[device] -= host_s
 
     def move(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         ends = [device for device in (source, destination) if device != HOST]
         link = min(self.specs[device].link_bytes_per_s for device in ends)
         launch_s = max(self.specs[device].launch_s for device in ends)
-        takes_s = 0.0 if purpose in self.free else launch_s + nbytes / link
+        is_free = purpose in self.free
+        if purpose in _TOGETHER and len(ends) == 2:
+            host_s = max(self._host_s[device] for device in ends) + launch_s * kernel_rates().host.replicated
+            at = max(ends)
+            start_s = max(*(self.now_s[device] for device in ends), self._links_s[at], 0.0 if is_free else host_s)
+            self._links_s[at] = start_s + (0.0 if is_free else nbytes / link)
+            for device in ends:
+                self._arrived_s[device] = max(self._arrived_s[device], self._links_s[at])
+                self._host_s[device] = max(self._host_s[device], 0.0 if is_free else host_s)
+            return
+        for device in ends:
+            self._wait(device)
+        takes_s = 0.0 if is_free else launch_s + nbytes / link
         end_s = max(self.now_s[device] for device in ends) + takes_s
         for device in ends:
             self.now_s[device] = end_s
 
+    def _wait(self, device: int) -> None:
+        self.now_s[device] = max(self.now_s[device], self._arrived_s[device])
+
     def meet(self) -> float:
         """Let all devices wait for the slowest, and return that time."""
-        end_s = max(self.now_s)
+        end_s = max(*self.now_s, *self._arrived_s)
         self.now_s = [end_s] * len(self.now_s)
         return end_s
+
+
+_TOGETHER = ("parameter", "gradient")
+"""What NCCL's broadcast and reduce carry: in as many rings as there are links, whatever the number of devices."""
 
 
 class SimulatedRuntime:
@@ -109,7 +152,8 @@ class SimulatedRuntime:
         source = self._source(shape)
         peaks = source.peaks()
         self._refuse_overflow(peaks, shape)
-        clocks = _Clocks(self._specs, self.free)
+        replicas = 1 if shape.alone else len(_active(shape.splits[0]))
+        clocks = _Clocks(self._specs, self.free, replicas)
         source.play(clocks, shape.splits[0], "broadcast")
         for number, split in enumerate(shape.splits):
             source.play(clocks, split, "micro")
@@ -124,9 +168,9 @@ class SimulatedRuntime:
     def _begin_gradients(self, clocks: _Clocks, shape: StepShape) -> None:
         """Correct the first micro-step: each was traced as one that adds to earlier gradients."""
         for device in _active(shape.splits[0]):
-            clocks.work(device, -sum(cost.seconds(self._specs[device]) for cost in self.tracer.accumulation_costs()))
+            clocks.take_back(device, Work.of(device, self.tracer.accumulation_costs()))
         if not shape.alone and not shape.splits[0][0]:
-            clocks.work(0, sum(cost.seconds(self._specs[0]) for cost in self.tracer.zeroing_costs()))
+            clocks.work(0, Work.of(0, self.tracer.zeroing_costs()))
 
     def _source(self, shape: StepShape) -> _Whole | _Composed:
         return _source_of(self.tracer, shape)
@@ -189,8 +233,7 @@ def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> Non
     """Play a trace's events on the clocks; `place` gives the card of each of its devices."""
     for event in events:
         if isinstance(event, Work):
-            device = place[event.device]
-            clocks.work(device, event.seconds(clocks.specs[device]))
+            clocks.work(place[event.device], event)
         else:
             ends = [HOST if end == HOST else place[end] for end in (event.source, event.destination)]
             clocks.move(ends[0], ends[1], event.nbytes, event.purpose)
@@ -238,7 +281,8 @@ class _Whole:
 
 def _joining_costs(event: Move, nbytes: int) -> tuple[OpCost, ...]:
     """Return what device 0 does with a transfer of one more device; what it does with the stand-ins' is traced."""
-    add = OpCost(0, 3 * nbytes, "float32")  # two tensors read, one written
+    part: Part = "forward" if event.purpose == "scalar" and event.destination == 0 else "backward"
+    add = OpCost(0, 3 * nbytes, "float32", part=part)  # two tensors read, one written
     if event.purpose == "gradient":
         return (add,)
     if event.purpose == "scalar":  # weighted and added; its gradient is weighted
@@ -293,7 +337,7 @@ class _Composed:
         for event in primary:
             if isinstance(event, Work):
                 if event.device == 0:
-                    clocks.work(0, event.seconds(clocks.specs[0]))
+                    clocks.work(0, event)
             elif 1 in (event.source, event.destination):
                 self._move_all(clocks, event, replicas, len(_stand_ins(split)))
             elif 2 not in (event.source, event.destination):  # the second stand-in's were played with the first's
@@ -321,8 +365,9 @@ class _Composed:
             ends = [device if end == 1 else end for end in (event.source, event.destination)]
             clocks.move(ends[0], ends[1], nbytes, event.purpose)
             if position >= num_stand_ins:
-                for cost in _joining_costs(event, nbytes):
-                    clocks.work(0, cost.seconds(clocks.specs[0]))
+                costs = _joining_costs(event, nbytes)
+                if costs:
+                    clocks.work(0, Work.of(0, costs))
 
     def _primary(self, split: tuple[int, ...]) -> Trace:
         short = (split[0], *_stand_ins(split))
@@ -350,7 +395,7 @@ class _Replica:
         while self._events and isinstance(self._events[0], Work):
             work = self._events.pop(0)
             assert isinstance(work, Work)
-            clocks.work(device, work.seconds(clocks.specs[device]))
+            clocks.work(device, work)
 
     def next_move(self) -> Move:
         move = self._events.pop(0)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import AutosplitError, from_user_code
 from autosplit.rng import kept_rng
+from autosplit.runtime.cuda_autocast import CudaAutocast
 from autosplit.runtime.fake_tensors import fake_mode, holds_fakes, mode_of
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Entry, Kind, Tracker
@@ -97,7 +98,7 @@ class _Recorder:
         self.norms_over_samples = False
         self._samples = samples
         self._keeps_calls = keeps_calls
-        self._open: dict[int, list[tuple[OpCost, OpCall | None]]] = {}
+        self._open: dict[int, list[tuple[tuple[OpCost, ...], OpCall | None]]] = {}
         self._calls: list[list[OpCall]] = []  # of each work
         self.mark("start")
 
@@ -109,10 +110,10 @@ class _Recorder:
         """Add an op to its device's open work."""
         if getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES:
             self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
-        cost = op_cost(func, args, kwargs, outputs)
-        if cost is not None:
+        costs = op_cost(func, args, kwargs, outputs)
+        if costs:
             call = OpCall.of(func, args, kwargs, outputs) if self._keeps_calls else None
-            self._open.setdefault(device, []).append((cost, call))
+            self._open.setdefault(device, []).append((costs, call))
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """Close the work of both ends, and keep the transfer."""
@@ -132,7 +133,10 @@ class _Recorder:
         def event(found: Event) -> Event:
             if isinstance(found, Move):
                 return replace(found, nbytes=resized(found.nbytes))
-            return Work.of(found.device, [call.cost(resized) for call in next(calls)])
+            costs = [cost for call in next(calls) for cost in call.costs(resized)]
+            assert len(costs) == len(found.labels), "an op has as many kernels at any size"
+            # Where an op was started from is not to be seen afterwards.
+            return replace(Work.of(found.device, costs), labels=found.labels, codes=found.codes)
 
         return [(name, [event(found) for found in events]) for name, events in self.phases]
 
@@ -140,7 +144,7 @@ class _Recorder:
         for device in devices:
             ops = self._open.pop(device, None)
             if ops:
-                self.phases[-1][1].append(Work.of(device, [cost for cost, _ in ops]))
+                self.phases[-1][1].append(Work.of(device, [cost for costs, _ in ops for cost in costs]))
                 self._calls.append([call for _, call in ops if call is not None])
 
 
@@ -252,6 +256,7 @@ class Tracer:
             _without_collector(),
             _without_fake_log(),
             _without_onednn() if self.like_gpu else nullcontext(),
+            CudaAutocast() if self.like_gpu else nullcontext(),
         ):
             peaks = run_placed(self.trainee, shape, tracker, mark, held=held)
         self.runs += 1
@@ -279,7 +284,9 @@ class Tracer:
     def accumulation_costs(self) -> list[OpCost]:
         """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
         # Two tensors read, one written.
-        return [OpCost(0, 3 * p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
+        return [
+            OpCost(0, 3 * p.numel() * p.element_size(), "float32", part="backward") for p in self._with_gradient or []
+        ]
 
     def zeroing_costs(self) -> list[OpCost]:
         """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""

@@ -167,7 +167,8 @@ def test_simulated_cards():
     parsed = parse_devices("sim:2xA100-40GB+1xRTX3090")
     assert [device.label for device in parsed] == ["sim:0", "sim:1", "sim:2"]
     assert [device.name for device in parsed] == ["A100-40GB", "A100-40GB", "RTX3090"]
-    assert [device.capacity_bytes for device in parsed] == [40 * GIB, 40 * GIB, 24 * GIB]
+    assert [device.capacity_bytes for device in parsed] == [device.spec.usable_bytes for device in parsed]
+    assert [device.spec.memory_bytes for device in parsed] == [40 * GIB, 40 * GIB, 24 * GIB]
     assert all(device.budgeted and device.spec is gpu_catalog()[device.name] for device in parsed)
 
 
@@ -179,7 +180,7 @@ def test_specs_can_be_hashed_pickled_and_shown():
 
 def test_lowered_memory():
     parsed = parse_devices("sim:3xRTX3090@10GiB+T4")
-    assert [device.capacity_bytes for device in parsed] == [10 * GIB] * 3 + [16 * GIB]
+    assert [device.capacity_bytes for device in parsed] == [10 * GIB] * 3 + [gpu_catalog()["T4"].usable_bytes]
     assert parsed[0].spec.memory_bytes == 24 * GIB
 
 

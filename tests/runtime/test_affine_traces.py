@@ -210,8 +210,8 @@ def test_another_way_that_holds_as_much_is_no_law():
     with traces.checking():
         assert traces.trace(shape).peak_bytes == before.peak_bytes
     assert traces.given_up
-    assert sum(len(event.rates) for event in traces.trace(shape).micro if isinstance(event, Work)) > sum(
-        len(event.rates) for event in before.micro if isinstance(event, Work)
+    assert sum(len(event.labels) for event in traces.trace(shape).micro if isinstance(event, Work)) > sum(
+        len(event.labels) for event in before.micro if isinstance(event, Work)
     )
 
 

@@ -38,4 +38,4 @@ def test_a_product_costs_what_one_of_other_samples_does():
     (odd,) = odd_split((2,))
     call = OpCall.of(aten.bmm.default, arguments(odd), {}, torch.zeros(odd, 7, 5))
     for n in (2, 31, 4096):
-        assert call.cost(resizer((odd,), (n,))) == cost(n)
+        assert call.costs(resizer((odd,), (n,))) == cost(n)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError
 from autosplit.oom import OutOfMemoryError
+from autosplit.runtime.kernel_time import kernel_rates
 from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.protocol import StepShape
@@ -132,13 +133,14 @@ class TestKeptReplicas:
         machine = runtime(tracer, "sim:1xRTX3090+2xRTX2080Ti")
         shape = StepShape((split, split, split, tuple(n // 2 for n in split)))
         followed = tracer._run(shape)
-        clocks = _Clocks(machine._specs)
+        clocks = _Clocks(machine._specs, replicas=sum(map(bool, split)))
         _play(clocks, followed.micro, (0, 1, 2))
         clocks.meet()
         _play(clocks, followed.update, (0, 1, 2))
         found = machine.measure(shape)
         assert found.peak_bytes == followed.peak_bytes
-        assert found.seconds == pytest.approx(clocks.meet(), rel=0.01)
+        # What the host does for sums of gradients that the first micro-step does not have is taken back as a whole.
+        assert found.seconds == pytest.approx(clocks.meet(), rel=0.05)
         assert found.busy_s == pytest.approx(clocks.busy_s, rel=0.02)
 
     def test_parameters_travel_once_a_step(self, tracers):
@@ -196,15 +198,27 @@ class TestTime:
         two, three, five = (machine.measure(StepShape(((4, 4),) * k)).seconds for k in (2, 3, 5))
         assert five - three == pytest.approx(2 * (three - two), rel=1e-6)
 
-    def test_roofline(self):
-        spec = parse_devices("sim:1xRTX3090")[0].spec
-        arithmetic, memory, launch = OpCost(10**15, 8, "float32"), OpCost(0, 10**9, "float32"), OpCost(1, 8, "float32")
-        assert arithmetic.seconds(spec) == 10**15 / spec.peak_flops["float32"]
-        assert memory.seconds(spec) == 10**9 / spec.memory_bytes_per_s
-        assert launch.seconds(spec) == spec.launch_s
-        assert Work.of(0, [memory, launch, memory, launch, memory]).seconds(spec) == pytest.approx(
-            3 * memory.seconds(spec) + 2 * launch.seconds(spec)
-        )
+    def test_a_kernel_is_bound_by_arithmetic_by_memory_or_by_its_start(self):
+        spec, rates = parse_devices("sim:1xRTX3090")[0].spec, kernel_rates()
+        arithmetic = OpCost(2 * 8192**3, 8, "float16", "matmul", (8192, 8192, 8192, 1))
+        ideal_s = arithmetic.flops / (spec.sustained_flops("float16") * rates.kinds["matmul"].reached)
+        assert ideal_s < arithmetic.seconds(spec) < 1.1 * ideal_s
+        memory = OpCost(0, 10**9, "float32")
+        passes = rates.kinds["elementwise"].passes
+        assert memory.seconds(spec) == pytest.approx(rates.start_s + passes * 10**9 / spec.memory_bytes_per_s)
+        small = OpCost(1, 8, "float32")
+        assert small.seconds(spec) == pytest.approx(rates.start_s, rel=0.01)
+        together = Work.of(0, [memory, small, memory]).seconds(spec)
+        assert together == pytest.approx(2 * memory.seconds(spec) + small.seconds(spec))
+
+    def test_small_kernels_wait_for_the_host(self):
+        machine = runtime(make_tracer(cnn(), like_gpu=True)[0], "sim:2xH100-80GB")
+        small, double = (machine.measure(StepShape(((n, 0),))).seconds for n in (2, 4))
+        assert double == pytest.approx(small, rel=0.02)
+        both = machine.measure(StepShape(((2, 2),)))
+        # One interpreter starts the ops of both: what is gained of a second card is nothing.
+        assert both.seconds > 1.3 * small
+        assert max(both.busy_s) < small / 2
 
     def test_half_precision_has_a_rate_of_its_own(self):
         spec = parse_devices("sim:1xH100-80GB")[0].spec
@@ -394,5 +408,5 @@ def test_questions_about_tensors_cost_no_time():
     kernels = []
     for fake in (True, False):
         trace = Tracer(cnn(), fake=fake, like_gpu=True).trace(StepShape(((2,),)))
-        kernels.append(sum(len(event.rates) for event in (*trace.micro, *trace.update) if isinstance(event, Work)))
+        kernels.append(sum(len(event.labels) for event in (*trace.micro, *trace.update) if isinstance(event, Work)))
     assert kernels[0] == kernels[1]

@@ -1,0 +1,76 @@
+"""CUDA's autocast on the processor, where fewer ops run in float32.
+
+What a simulated card holds and does depends on it: a layer norm in float32 keeps four bytes of each value, and the next
+product casts them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["CudaAutocast"]
+
+# "CUDA Ops that can autocast to float32" of torch's documentation (torch.amp), without those that training loops lack.
+_NAMES = (
+    "cosine_embedding_loss cosine_similarity cross_entropy cumprod cumsum dist exp expm1 group_norm "
+    "hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 log_softmax margin_ranking_loss mse_loss "
+    "multi_margin_loss "
+    "multilabel_margin_loss nll_loss norm poisson_nll_loss pow prod reciprocal rsqrt smooth_l1_loss soft_margin_loss "
+    "softmax softmin softplus sum __pow__ __rpow__ triplet_margin_loss"
+)
+_FLOAT32 = {
+    getattr(place, name)
+    for place in (torch, F, Tensor)
+    for name in _NAMES.split()
+    if callable(getattr(place, name, None))
+}
+
+_SOFTMAX = {
+    **dict.fromkeys((torch.softmax, F.softmax, Tensor.softmax), torch.ops.aten._softmax),
+    **dict.fromkeys((torch.log_softmax, F.log_softmax, Tensor.log_softmax), torch.ops.aten._log_softmax),
+}
+"""Functions whose kernels on GPUs read halves and write float32, and those kernels."""
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Run in float32, inside autocast, what CUDA's autocast runs in it."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function, its halves as float32 where CUDA would."""
+        kwargs = dict(kwargs or {})
+        if func in _SOFTMAX and torch.is_autocast_enabled("cpu"):
+            found = _softmax(_SOFTMAX[func], args, kwargs)
+            if found is not None:
+                return found
+        if func in _FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _softmax(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return what GPUs' kernel returns of a fake half; None of anything else: the processor has no such kernel."""
+    values = args[0] if args else kwargs.get("input")
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    is_half = isinstance(values, FakeTensor) and values.dtype in (torch.float16, torch.bfloat16)
+    if not is_half or not isinstance(dim, int) or kwargs.get("dtype", torch.float32) not in (None, torch.float32):
+        return None
+    found: Tensor = kernel(values, dim, True)
+    return found
