@@ -102,10 +102,11 @@ def _refuse_options(what: str, kind: str, **options: object) -> None:
 def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except ImportError as error:
-        cause = "is not installed" if getattr(error, "name", None) == name else f"can't be imported ({one_line(error)})"
+    except Exception as error:  # torchvision raises a RuntimeError where it was built for another torch
+        missing = isinstance(error, ModuleNotFoundError) and error.name == name
+        why = "is not installed" if missing else f"can't be imported ({one_line(error)})"
         raise WorkloadError(
-            f"{name} {cause}; expected it, for it builds the model; install it: pip install {name}"
+            f"{name} {why}; expected it, for it builds the model; install the build for this torch: pip install {name}"
         ) from error
 
 
@@ -127,7 +128,8 @@ def _told_as_input(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise WorkloadError(f"{what}: {one_line(error)}; {advice}") from error
+        told = " ".join(str(error).split())  # transformers says what is wrong on a line of its own
+        raise WorkloadError(f"{what}: {type(error).__name__}: {told[:300]}; {advice}") from error
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -210,6 +212,7 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise InputError(f"{path} has {layers} layers; expected at most {MOST_LAYERS}; correct num_hidden_layers")
+    config.architectures = config.architectures or []  # transformers itself looks through them
     # Nobody trains with it; a cache would count as an output that is gathered.
     config.use_cache = False
     return config
@@ -303,17 +306,19 @@ def _token_batch(path: Path, task: str, seq_len: int | None, model: Any) -> tupl
         labels = torch.randint(0, config.num_labels, (SAMPLES, length))
     else:
         labels = torch.randint(0, text.vocab_size, (SAMPLES, length))
+        if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0  # labels are moved by one token, and need a first
     said = () if seq_len else (f"sequences of {length} tokens are assumed; --seq-len (seq_len=) says another length",)
     return {"input_ids": tokens, "labels": labels}, said
 
 
 def _class_labels(config: Any) -> Tensor:
-    """Make labels as the loss takes them that a configuration chooses: of classes, of several at once, of a number."""
-    if getattr(config, "problem_type", None) == "multi_label_classification":
-        return torch.rand(SAMPLES, config.num_labels)
-    if config.num_labels == 1 or getattr(config, "problem_type", None) == "regression":
-        return torch.rand(SAMPLES) if config.num_labels == 1 else torch.rand(SAMPLES, config.num_labels)
-    return torch.randint(0, config.num_labels, (SAMPLES,))
+    """Make labels as the loss takes them that a configuration chooses: of classes, of several at once, of numbers."""
+    if getattr(config, "problem_type", None) is None:  # some models look into the labels for it
+        config.problem_type = "regression" if config.num_labels == 1 else "single_label_classification"
+    if config.problem_type == "single_label_classification":
+        return torch.randint(0, config.num_labels, (SAMPLES,))
+    return torch.rand(SAMPLES) if config.num_labels == 1 else torch.rand(SAMPLES, config.num_labels)
 
 
 def _pixel_batch(path: Path, image_size: int | None, model: Any) -> tuple[Any, tuple[str, ...]]:

@@ -387,7 +387,9 @@ def test_unknown_classifiers_and_sizes_are_refused(spec, options, said):
 def test_a_library_that_is_not_there_is_named(library, save, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     spec = save() if library == "transformers" else f"{library}:resnet18"
-    with pytest.raises(WorkloadError, match=rf"{library} .*; expected it, .*; install it: pip install {library}"):
+    with pytest.raises(
+        WorkloadError, match=rf"{library} .*; expected it, .*; install the build for this torch: pip install {library}"
+    ):
         Workload.from_name(spec)
 
 
