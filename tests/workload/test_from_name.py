@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -187,6 +188,18 @@ def test_the_key_is_that_of_the_name_and_its_options(save, tmp_path):
     assert first == again == fake
     assert first != workload_of(Workload.from_name(spec, seq_len=17))
     assert first != workload_of(Workload.from_name(save(vocab_size=61), seq_len=16))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hub")
+def test_the_key_is_the_same_in_every_process(save):
+    """Where transformers took itself for the user's code, a number that it draws in each process was in the key."""
+    code = (
+        "from autosplit.profiles.key import workload_of; from autosplit.workload.workload import Workload\n"
+        f"print(workload_of(Workload.from_name({save()!r})))"
+    )
+    said = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in range(2)]
+    assert said[0] == said[1] != b""
 
 
 @pytest.mark.slow
