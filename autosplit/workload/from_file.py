@@ -26,7 +26,10 @@ __all__ = ["DEFAULT_NAME", "Loaded", "is_model_name", "load_workload", "loaded_w
 DEFAULT_NAME = "workload"
 """The name that is looked for where the spec has none."""
 
-_EXPECTED = "expected a Python file that has a workload, FILE[:NAME], or package.module[:NAME]"
+_EXPECTED = (
+    "expected a Python file that has a workload, FILE[:NAME], or package.module[:NAME], or a model as hf:PATH, "
+    "timm:NAME or torchvision:NAME"
+)
 
 _MODEL_NAMES = ("hf:", "timm:", "torchvision:")
 """What a spec begins with that names a model instead of a file; see `Workload.from_name`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -357,7 +358,9 @@ def _of_torchvision(name: str, image_size: int | None) -> Callable[[], ModelPart
         )
 
     def build() -> ModelParts:
-        model = models.get_model(name, weights=None)
+        with warnings.catch_warnings():  # of how GoogLeNet will once draw its weights
+            warnings.simplefilter("ignore", FutureWarning)
+            model = models.get_model(name, weights=None)
         # Weights may be for another size than a model without them, which then says its own.
         own = getattr(model, "image_size", None) or models.get_model_weights(name).DEFAULT.transforms().crop_size
         return _classifier(f"torchvision:{name}", own, image_size, model, 3)

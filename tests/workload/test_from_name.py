@@ -145,7 +145,7 @@ def test_a_configuration_has_a_batch_and_a_loss(save, known, options, shape, lab
     # Of random weights, a guess among so many.
     loss = loss_of(workload)
     assert math.isfinite(loss)
-    assert chance is None or loss == pytest.approx(math.log(chance), rel=0.3)
+    assert chance is None or loss == pytest.approx(math.log(chance), rel=0.5)
 
 
 @pytest.fixture
