@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.errors import InputError, WorkloadError, one_line, shown
+from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line, shown
 
 __all__ = ["TASKS", "ModelParts", "model_by_name"]
 
@@ -128,6 +128,8 @@ def _told_as_input(what: str, advice: str) -> Iterator[None]:
     """Turn what a library raises over a configuration or a size into an error on one line."""
     try:
         yield
+    except AutosplitError:
+        raise
     except Exception as error:
         told = " ".join(str(error).split())  # transformers says what is wrong on a line of its own
         raise WorkloadError(f"{what}: {type(error).__name__}: {told[:300]}; {advice}") from error
@@ -144,8 +146,11 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _of_transformers(
     path: Path, *, seq_len: int | None, image_size: int | None, task: str | None
 ) -> Callable[[], ModelParts]:
-    path = path / "config.json" if path.is_dir() else path
-    values = _config_values(path)
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        values = _config_values(path)
+    except OSError as error:
+        raise InputError(f"{path} can't be read: {one_line(error)}; expected a config.json; check the file") from None
     _library("transformers")
     config = _config(path, values)
     task, auto_class = _task_of(path, config, values.get("architectures"), task)
@@ -166,11 +171,8 @@ def _config_values(path: Path) -> dict[str, Any]:
             f"{path} does not exist; expected a model's config.json, or a folder that has it; nothing is downloaded: "
             "save the file, and give its path"
         )
-    try:
-        with path.open("rb") as file:
-            text = file.read(MOST_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{path} can't be read: {one_line(error)}; expected a config.json; check the file") from error
+    with path.open("rb") as file:
+        text = file.read(MOST_CONFIG_BYTES + 1)
     if len(text) > MOST_CONFIG_BYTES:
         raise InputError(f"{path} has more than {MOST_CONFIG_BYTES} bytes; expected a model's config.json; check it")
     try:
@@ -208,7 +210,7 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
             f"{len(CONFIG_MAPPING.keys())}; {_nearest(kind, CONFIG_MAPPING.keys())}, or upgrade transformers"
         )
     with _told_as_input(f"{path} is no configuration of a {kind}", "expected it as transformers saves it; mend it"):
-        config: Any = CONFIG_MAPPING[kind].from_dict(values)
+        config: Any = CONFIG_MAPPING[kind].from_dict(_without_kernels(values))
         text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
@@ -217,6 +219,13 @@ def _config(path: Path, values: dict[str, Any]) -> Any:
     # Nobody trains with it; a cache would count as an output that is gathered.
     config.use_cache = False
     return config
+
+
+def _without_kernels(value: Any) -> Any:
+    """Leave out which kernels are to be used, which may be code on the hub: transformers' own choice is what runs."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_kernels(item) for name, item in value.items() if not name.endswith("_implementation")}
 
 
 def _task_of(path: Path, config: Any, architectures: object, asked: str | None) -> tuple[str, str]:
@@ -266,7 +275,7 @@ def _build_of_transformers(
         )
     with _offline(), _told_as_input(f"no model can be made of {path}", "expected a configuration that fits; mend it"):
         model = getattr(transformers, auto_class).from_config(config, dtype=dtype)
-    sample_batch, more = batch(model)
+        sample_batch, more = batch(model)
     return ModelParts(model, sample_batch, None, (*assumed, *more))
 
 

@@ -245,6 +245,7 @@ def test_the_hub_is_offline_while_a_model_is_built_and_not_afterwards(save, monk
         ("gpt2", {"model_type": "gpt3"}, {}, r"model type 'gpt3', which this transformers does not have; .*gpt2"),
         ("gpt2", {"n_embd": "wide"}, {}, r"is no configuration of a gpt2: .*; mend it"),
         ("gpt2", {"n_embd": -16}, {}, r"no model can be made of .*: .*; mend it"),
+        ("gpt2", {"vocab_size": 0}, {}, "no model can be made of "),
         ("gpt2", {"n_layer": 10**9}, {}, "has 1000000000 layers; expected at most 10000"),
         ("gpt2", {"architectures": None}, {}, r"no architecture; expected one for .*; say which with --task causal-lm"),
         ("gpt2", {"architectures": ["GPT9"]}, {}, "the architecture 'GPT9'; expected one for causal-lm or"),
@@ -291,6 +292,8 @@ def test_code_of_a_configurations_own_is_not_run(save, tmp_path):
         ("hf:meta-llama/Llama-2-7b", r"does not exist; expected a model's config\.json.*nothing is downloaded"),
         ("hf:", r"does not exist; expected a model's config\.json"),
         ("hf:/dev/zero", "does not exist; expected"),
+        ("hf:\0", "does not exist; expected"),
+        (f"hf:{'a' * 5000}", "can't be read: OSError: .*File name too long"),
         ("keras:vgg", "'keras:vgg' names no model; expected hf:PATH"),
     ],
 )
@@ -298,6 +301,13 @@ def test_what_is_not_there_is_not_looked_for_elsewhere(spec, said, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=said):
         Workload.from_name(spec)
+
+
+@pytest.mark.usefixtures("hub", "_no_network")
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation"])
+def test_kernels_from_the_hub_are_not_asked_for(save, name):
+    workload = Workload.from_name(save("llama", **{name: "someone/flash"}))
+    assert workload.model.config._attn_implementation == "sdpa"
 
 
 # Classifiers
