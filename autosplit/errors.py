@@ -22,6 +22,7 @@ __all__ = [
     "advise",
     "first_line",
     "from_user_code",
+    "is_installed",
     "one_line",
     "shown",
     "user_frames",
@@ -125,6 +126,11 @@ OWN_FOLDER = str(Path(__file__).parent)
 _FOREIGN_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
+def is_installed(path: str) -> bool:
+    """Tell whether a file is Python's own or an installed package's, of this environment or of one that it sees."""
+    return path.startswith(_FOREIGN_FOLDERS) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+
+
 def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
     """Pick the user's own frames from a traceback: neither ours, nor an installed library's, nor Python's.
 
@@ -134,7 +140,7 @@ def user_frames(trace: TracebackType | None) -> tuple[str, ...]:
     frames = []
     while trace is not None:
         path, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        if not path.startswith((OWN_FOLDER, *_FOREIGN_FOLDERS, "<frozen")):
+        if not path.startswith((OWN_FOLDER, "<frozen")) and not is_installed(path):
             source = linecache.getline(path, line).strip()
             frames.append(f"{path}:{line} in {trace.tb_frame.f_code.co_name}: {source}")
         trace = trace.tb_next

@@ -23,12 +23,15 @@ import typer.main
 from autosplit.cli.exit_code import reported
 from autosplit.cli.options import (
     Command,
+    ImageSize,
     Isolate,
     Json,
     Quiet,
     Reserve,
     SameWorkload,
+    SeqLen,
     StoredPlan,
+    Task,
     Text,
     Verbose,
     example,
@@ -214,7 +217,7 @@ def tune_command(
         typer.Argument(
             metavar="FILE[:NAME]",
             help="A Python file, or package.module, whose NAME (workload) is an autosplit.Workload or a function "
-            "that returns one.",
+            "that returns one. Or a model without a file: hf:PATH of a config.json, timm:NAME, torchvision:NAME.",
         ),
     ],
     devices: Annotated[
@@ -261,6 +264,9 @@ def tune_command(
     ] = None,
     name: Annotated[Text, typer.Option(metavar="NAME", help="Keeps plans for equal workloads apart.")] = None,
     seed: Annotated[Text, typer.Option(metavar="N", help="Of the search. Default: 0.")] = None,
+    seq_len: SeqLen = None,
+    image_size: ImageSize = None,
+    task: Task = None,
     output: Annotated[Text, typer.Option(metavar="PATH", help="Save the plan as JSON.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -282,7 +288,10 @@ def tune_command(
         name=name,
         seed=seed,
     )
-    return to_run("tune.tune", Manner(as_json, quiet, verbose), spec, keywords, output=output)
+    model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
+    return to_run(
+        "tune.tune", Manner(as_json, quiet, verbose), spec, keywords, model_options=model_options, output=output
+    )
 
 
 def _one_machine(spec: str, devices: Sequence[str] | None) -> str | None:
@@ -324,6 +333,9 @@ def compare_command(
     profile: Annotated[Text, typer.Option(metavar="auto|refresh|off", help="As for tune.")] = None,
     name: Annotated[Text, typer.Option(metavar="NAME", help="As for tune.")] = None,
     seed: Annotated[Text, typer.Option(metavar="N", help="As for tune.")] = None,
+    seq_len: SeqLen = None,
+    image_size: ImageSize = None,
+    task: Task = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -344,7 +356,9 @@ def compare_command(
         seed=seed,
     )
     prices = [price_given(text) for text in price or ()]
-    return to_run("compare.compare", Manner(as_json, quiet, verbose), spec, devices or [], prices, keywords)
+    model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
+    asked = (spec, devices or [], prices, keywords)
+    return to_run("compare.compare", Manner(as_json, quiet, verbose), *asked, model_options=model_options)
 
 
 @app.command(
@@ -374,6 +388,9 @@ def measure_command(
     precision: Annotated[Text, typer.Option(metavar="none|bf16|fp16", help="Default: what the workload says.")] = None,
     reserve: Reserve = None,
     isolate: Isolate = None,
+    seq_len: SeqLen = None,
+    image_size: ImageSize = None,
+    task: Task = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -388,7 +405,8 @@ def measure_command(
         reserve=reserve,
         isolate=isolate,
     )
-    return to_run("measure.measure", Manner(as_json, quiet, verbose), spec, keywords)
+    model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
+    return to_run("measure.measure", Manner(as_json, quiet, verbose), spec, keywords, model_options=model_options)
 
 
 @app.command("probe", epilog=example("autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval"))
@@ -414,6 +432,9 @@ def probe_command(
         Text, typer.Option(metavar="SECONDS", help="For all ceilings; past it no further step confirms one.")
     ] = None,
     isolate: Isolate = None,
+    seq_len: SeqLen = None,
+    image_size: ImageSize = None,
+    task: Task = None,
     plot: Annotated[
         Text, typer.Option(metavar="PATH", help="Draw bytes against batch (.png, .pdf, .svg). Needs matplotlib.")
     ] = None,
@@ -424,19 +445,24 @@ def probe_command(
     """Find how many samples each device holds."""
     limit_s = keywords_given(time_limit_s=time_limit_s).get("time_limit_s")
     keywords = keywords_given(max_batch_size=max_batch_size, reserve=reserve, exact=exact or None)
-    asked = (spec, devices, tuple(dict.fromkeys(role or ["rank"])), keywords, limit_s, isolate)
+    model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
+    asked = (spec, model_options, devices, tuple(dict.fromkeys(role or ["rank"])), keywords, limit_s, isolate)
     return to_run("probe.probe", Manner(as_json, quiet, verbose), asked, plot=plot)
 
 
 @app.command("check", epilog=example("autosplit check examples/char_gpt.py"))
 def check_command(
     spec: SameWorkload,
+    seq_len: SeqLen = None,
+    image_size: ImageSize = None,
+    task: Task = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> Command:
     """Tell what of the training changes with the split."""
-    return to_run("check.check", Manner(as_json, quiet, verbose), spec)
+    model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
+    return to_run("check.check", Manner(as_json, quiet, verbose), spec, model_options=model_options)
 
 
 @app.command("show", epilog=example("autosplit show plan.json"))

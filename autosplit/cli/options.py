@@ -14,12 +14,15 @@ from autosplit.errors import InputError, shown
 
 __all__ = [
     "Command",
+    "ImageSize",
     "Isolate",
     "Json",
     "Quiet",
     "Reserve",
     "SameWorkload",
+    "SeqLen",
     "StoredPlan",
+    "Task",
     "Text",
     "Verbose",
     "example",
@@ -47,6 +50,23 @@ Isolate = Annotated[
 
 
 SameWorkload = Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")]
+
+SeqLen = Annotated[
+    Text, typer.Option(metavar="N", help="Of hf:PATH: tokens of a sample. Default: 512, or as many as it takes.")
+]
+
+ImageSize = Annotated[
+    Text, typer.Option(metavar="N", help="Of a named model: height and width in pixels. Default: the model's own.")
+]
+
+Task = Annotated[
+    Text,
+    typer.Option(
+        metavar="TASK",
+        help="Of hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: its "
+        "architecture's.",
+    ),
+]
 
 Reserve = Annotated[
     Text,
@@ -124,9 +144,11 @@ def _split(flag: str, text: str) -> tuple[int, ...]:
 _READERS: Mapping[str, Callable[[str, str], object]] = {
     "effective_batch_size": _whole_or_range,
     "accumulation_steps": _whole,
+    "image_size": _whole,
     "max_batch_size": _whole,
     "n_trials": _whole,
     "seed": _whole,
+    "seq_len": _whole,
     "split": _split,
     "time_limit_s": _seconds,
 }

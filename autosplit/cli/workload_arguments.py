@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from autosplit.errors import AutosplitError, InputError, PlanError, from_user_co
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
-    from autosplit.workload.from_file import Loaded
+    from autosplit.workload.workload import Workload
 
 __all__ = [
     "as_rank",
@@ -102,15 +102,12 @@ def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, toge
     return is_accelerator(first.kind) or (first.kind == "cpu" and first.budgeted and not together)
 
 
-def sendable(spec: str, workload: object) -> Loaded:
+def sendable(spec: str, workload: Workload | Callable[[], Workload]) -> Callable[[], Workload]:
     """Return what another process can have: it loads the file again, since classes defined in it can't be sent."""
     from autosplit.workload.from_file import Loaded
     from autosplit.workload.workload import Workload
 
-    if isinstance(workload, Loaded):
-        return workload
-    assert isinstance(workload, Workload)
-    return Loaded(spec, workload)
+    return Loaded(spec, workload) if isinstance(workload, Workload) else workload
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 
 from autosplit.accelerators import is_accelerator
 from autosplit.devices.device import Device
+from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.affine_traces import AffineTraces
@@ -25,6 +26,7 @@ from autosplit.runtime.fake_tensors import built_without_memory, fake_mode
 from autosplit.runtime.garbage import quick_collections
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.protocol import Runtime
+from autosplit.runtime.quantization import refuse_quantized
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
 from autosplit.runtime.tracer import Tracer, Traces, make_device_tracer, make_tracer
@@ -250,6 +252,7 @@ def _follow(built: Built, devices: Sequence[Device], closing: ExitStack, isolate
     except Exception as error:
         if not built.fake:
             raise
+        _refuse_beyond_this_machine(workload, error)
         why_real = _built_for_real(error)
     else:
         why_real = note or why_real
@@ -279,11 +282,22 @@ def _held_already(workload: Workload, kind: str, *, twice: bool) -> tuple[str, .
 def _traced(workload: Workload, device: Device) -> tuple[Tracer, str | None]:
     if is_accelerator(device.kind):
         return make_device_tracer(workload, torch.device(device.kind, device.index))
+    refuse_quantized(workload)
     return make_tracer(workload, like_gpu=device.kind == "sim")
 
 
 def _built_for_real(error: Exception) -> str:
     return f"the workload could not be built without its memory, and was built for real: {one_line(error)}"
+
+
+def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
+    """Refuse to build for real what would fill this machine: a model, its copy, and gradients of that."""
+    needed = 3 * sum(parameter.nbytes for module in workload.modules for parameter in module.parameters())
+    if needed > available_host_bytes():
+        raise WorkloadError(
+            f"the workload can't be followed without its memory ({one_line(error)}); with it, a copy and gradients "
+            f"take {size_text(needed)}; expected no more than this machine has; plan a model with fewer layers"
+        ) from error
 
 
 def _built(source: Source) -> Workload:

@@ -427,7 +427,7 @@ def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | No
         failure = error
     else:
         return tracer, None
-    if any(parameter.is_meta for module in workload.modules for parameter in module.parameters()):
+    if mode_of(workload) or any(parameter.is_meta for module in workload.modules for parameter in module.parameters()):
         raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
     try:
         tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu)

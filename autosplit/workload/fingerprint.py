@@ -13,12 +13,13 @@ import hashlib
 import json
 import re
 import sys
-import sysconfig
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
+
+from autosplit.errors import is_installed
 
 __all__ = ["Describer", "digest_of", "qualified_name", "shape_of"]
 
@@ -30,7 +31,6 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, str)
 _RECORDS = (SimpleNamespace, argparse.Namespace)  # Python's own, for what somebody puts into them
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def digest_of(plain: object) -> str:
@@ -54,7 +54,7 @@ def _is_installed(module: str) -> bool:
     if root == "torch" or root in sys.stdlib_module_names:
         return root != "__main__"
     path = getattr(sys.modules.get(module), "__file__", None)
-    return isinstance(path, str) and path.startswith(_INSTALLED)
+    return isinstance(path, str) and is_installed(path)
 
 
 def shape_of(tensor: Any) -> str | None:

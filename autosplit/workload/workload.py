@@ -25,6 +25,7 @@ from autosplit.workload.batch import (
     tensors_of,
     unmarked,
 )
+from autosplit.workload.from_name import model_by_name
 from autosplit.workload.sample_batch import largest_batch
 
 __all__ = ["PRECISIONS", "Workload", "device_type_of", "map_modules", "modules_of", "optimizers_of"]
@@ -63,6 +64,7 @@ class Workload:
             whole batch (contrastive losses), which forbids accumulation.
         batch_dim: The batch dimension of every tensor that holds samples.
         make_batch: ``make_batch(n) -> batch`` where repeating samples is not enough.
+        assumed: Sentences for the plan's notes, on what was taken for granted in describing it.
 
     Raises:
         WorkloadError: Arguments from which no training step can be made.
@@ -80,6 +82,7 @@ class Workload:
     loss_scope: str = "sample"
     batch_dim: int = 0
     make_batch: MakeBatch | None = None
+    assumed: tuple[str, ...] = ()
     modules: tuple[nn.Module, ...] = field(init=False, repr=False)
     """The model, or each of several; none where a function makes it."""
 
@@ -138,6 +141,41 @@ class Workload:
                 lengths, a PackedSequence, a nested tensor.
         """
         return cls(model, largest_batch(loader, batches, batch_dim), batch_dim=batch_dim, **options)
+
+    @classmethod
+    def from_name(
+        cls,
+        name: str,
+        *,
+        seq_len: int | None = None,
+        image_size: int | None = None,
+        task: str | None = None,
+        **options: Any,
+    ) -> Workload:
+        """Build a model with random weights from its name, with a batch that gives it a loss.
+
+        Nothing is downloaded and no code of a configuration is run. What is large is built without its memory for
+        ``sim:`` devices where a function does it::
+
+            autosplit.tune(lambda: autosplit.Workload.from_name("hf:llama/config.json"), devices="sim:8xA100-80GB")
+
+        Args:
+            name: ``"hf:PATH"`` of a config.json of transformers or its folder, ``"timm:NAME"``, ``"torchvision:NAME"``.
+                Weights are of the configuration's dtype; bfloat16 stands in for float16.
+            seq_len: Tokens of a sample, without padding; default 512, or as many as the model has positions for.
+            image_size: Height and width in pixels; default the model's own.
+            task: ``"causal-lm"``, ``"masked-lm"``, ``"seq2seq"``, ``"classification"`` or ``"token-classification"``;
+                default that of the first of the configuration's ``architectures``.
+            **options: The other arguments of `Workload`; the optimizer's default is AdamW.
+
+        Raises:
+            InputError: There is no such model, it can't be built from its configuration (unknown types, code of its
+                own, quantised weights), or has no positions for so long a sequence or so large an image.
+            WorkloadError: The library that has the model is not installed.
+        """
+        parts = model_by_name(name, seq_len=seq_len, image_size=image_size, task=task)()
+        given = {"optimizer": torch.optim.AdamW, "loss_fn": parts.loss_fn, "assumed": parts.assumed, **options}
+        return cls(parts.model, parts.sample_batch, **given)
 
     def _checked_modules(self) -> tuple[nn.Module, ...]:
         if isinstance(self.model, nn.Module):
@@ -229,7 +267,7 @@ class Workload:
 
     def assumptions(self, outputs: Any = None) -> tuple[str, ...]:
         """Return what was taken for granted because it was not given, one sentence each."""
-        said = []
+        said = [*self.assumed]
         if self.optimizer is None and self.step is None:
             said.append("no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer=")
         if self.takes_loss_itself and _loss_rule(outputs) == "mean":

@@ -8,10 +8,12 @@ import importlib.util
 import random
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from folders import EXAMPLES
+from marks import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +24,7 @@ from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.memory_tracker import BLOCK_BYTES, Tracker, rounded
 from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.tracer import Tracer
 from autosplit.runtime.tracked_step import run_placed
 from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.workload import Workload
@@ -443,3 +446,48 @@ def test_fake_peaks_are_real_peaks_to_the_byte(make, splits):
 def test_so_they_are_of_an_lstm_that_onednn_does_not_fuse():
     with onednn(False):
         assert_fake_is_real(lstm, ((2, 3),))
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained update of low rank beside it, as LoRA has it."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 4):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down, self.up = nn.Linear(layer.in_features, rank, bias=False), nn.Linear(rank, layer.out_features)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def adapted_gpt() -> Workload:
+    workload = char_gpt()
+    model = workload.model.requires_grad_(False)
+    for part in list(model.modules()):
+        for name, layer in list(part.named_children()):
+            if isinstance(layer, nn.Linear) and not isinstance(part, LowRank):
+                setattr(part, name, LowRank(layer))
+    return replace(workload, model=model)
+
+
+def frozen_first() -> Workload:
+    workload = mlp()
+    workload.model[0].requires_grad_(False)
+    return workload
+
+
+@pytest.mark.parametrize("make", [frozen_first, slow(adapted_gpt)])
+@pytest.mark.parametrize("splits", [((5,),), ((2, 3),), ((3, 4), (3, 4))], ids=str)
+def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(make, splits):
+    assert_fake_is_real(make, splits)
+    tracer = Tracer(make(), fake=True, like_gpu=False)
+    parts = tracer.trace(StepShape(splits)).parts[0]
+    parameters = list(tracer.trainee.models.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    assert 0 < len(trained) < len(parameters)
+    frozen_bytes = sum(rounded(p.nbytes) for p in parameters if not p.requires_grad)
+    trained_bytes = sum(rounded(p.nbytes) for p in trained)
+    assert frozen_bytes > 0
+    assert parts.parameters_bytes >= frozen_bytes + trained_bytes
+    assert parts.optimizer_bytes == 2 * trained_bytes  # AdamW's two moments
+    assert {id(p) for p in trained} == {id(p) for p in tracer._with_gradient}

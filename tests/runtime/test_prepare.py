@@ -117,6 +117,31 @@ def test_a_function_that_reads_numbers_is_built_for_real_and_said_so():
     assert "could not be built without its memory" in followed.notes[0]
 
 
+class Picky(nn.Module):
+    """A model whose shapes depend on the numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.layer(x[x[:, 0] > 0])
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_what_can_not_be_followed_is_not_built_where_it_would_fill_this_machine(monkeypatch):
+    def picky() -> Workload:
+        return Workload(Picky(), torch.rand(4, 3))
+
+    with ExitStack() as closing:
+        followed = staged(picky, SIM, closing)
+    assert not followed.tracer.fake
+    monkeypatch.setattr(staging, "available_host_bytes", lambda: 95)
+    said = r"without its memory \(DynamicOutputShapeException: .*a copy and gradients take 96 B; expected no"
+    with ExitStack() as closing, pytest.raises(WorkloadError, match=said):
+        staged(picky, SIM, closing)
+
+
 def test_runtimes_by_kind():
     with ExitStack() as closing:
         for devices, kind in ((SIM, SimulatedRuntime), (CPU, CpuRuntime)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from autosplit.cli.output import Manner, print_json, progress
 from autosplit.cli.terminal import stdout_kept_clean
@@ -11,14 +13,14 @@ from autosplit.cli.workload_arguments import users_errors
 __all__ = ["check"]
 
 
-def check(spec: str, manner: Manner) -> int:
+def check(spec: str, manner: Manner, *, model_options: Mapping[str, Any]) -> int:
     """Check a workload, and print what was found."""
     from autosplit.probe import gradient_check as checks
     from autosplit.tuning.progress import Progress
     from autosplit.workload.from_file import load_workload
 
     with stdout_kept_clean():
-        workload = load_workload(spec)
+        workload = load_workload(spec, **model_options)
         with users_errors(spec), progress(manner) as tell:
             if tell is not None:
                 tell(Progress("checks", "the gradient of the sample batch, whole and cut", 0.0))

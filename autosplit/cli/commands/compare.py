@@ -27,12 +27,15 @@ def compare(
     prices: Sequence[tuple[str, float]],
     keywords: Mapping[str, Any],
     manner: Manner,
+    *,
+    model_options: Mapping[str, Any],
 ) -> int:
     """Tune for one machine after the other, and print them in one table.
 
     Args:
         prices: Of machines, for an hour.
         keywords: For `tune`; the time limit is for all machines together.
+        model_options: Those of a model that is named, as `load_workload` takes them.
     """
     from autosplit.tuning import compare as comparing
 
@@ -47,7 +50,7 @@ def compare(
     called = {keyword: value for keyword, value in keywords.items() if keyword not in limits}
     interrupted = False
     with stdout_kept_clean():
-        tune_one = _tuner(spec, called)
+        tune_one = _tuner(spec, model_options, called)
         try:
             with progress(manner) as tell:
                 comparison = comparing.compared(machines, tune_one, **limits, progress=tell)
@@ -65,12 +68,14 @@ def compare(
     return 0
 
 
-def _tuner(spec: str, keywords: Mapping[str, Any]) -> Callable[[Any, Mapping[str, Any]], Plan]:
+def _tuner(
+    spec: str, model_options: Mapping[str, Any], keywords: Mapping[str, Any]
+) -> Callable[[Any, Mapping[str, Any]], Plan]:
     """Load a workload, and return what tunes it for a machine as the command `tune` does."""
     from autosplit.tuning import tune as tuning
     from autosplit.workload.from_file import load_workload
 
-    workload: Any = load_workload(spec)
+    workload: Any = load_workload(spec, **model_options)
 
     def tune_one(devices: str, timed: Mapping[str, Any]) -> Plan:
         isolated = isolates(keywords.get("isolate"), devices)

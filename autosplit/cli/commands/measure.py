@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from autosplit.cli.exit_code import end_with_parent
@@ -22,7 +23,7 @@ from autosplit.cli.workload_arguments import (
 __all__ = ["measure"]
 
 
-def measure(spec: str, keywords: dict[str, Any], manner: Manner) -> int:
+def measure(spec: str, keywords: dict[str, Any], manner: Manner, *, model_options: Mapping[str, Any]) -> int:
     """Measure a configuration, and print what was found."""
     end_with_parent()
     check_before_running(keywords, None)
@@ -32,13 +33,15 @@ def measure(spec: str, keywords: dict[str, Any], manner: Manner) -> int:
         if count > 1:
             from autosplit.cli.torchrun_job import run_together
 
-            return run_together(["measure", spec, *flags_of(keywords), *manner.flags()], count)
+            return run_together(["measure", spec, *flags_of({**keywords, **model_options}), *manner.flags()], count)
     from autosplit.tuning import measure as measuring
     from autosplit.workload.from_file import load_workload, loaded_workload
 
     with stdout_kept_clean():
         # In a job it is loaded where all ranks hear of it if one can't.
-        workload: Any = functools.partial(loaded_workload, spec) if together else load_workload(spec)
+        load = loaded_workload if together else load_workload
+        workload: Any = functools.partial(load, spec, **model_options)
+        workload = workload if together else workload()
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
         source = sendable(spec, workload) if isolate and not together else workload
         with users_errors(spec), progress(manner) as tell:

@@ -27,6 +27,7 @@ class Probing:
     """The devices to probe, and the ceilings found so far."""
 
     spec: str
+    model_options: dict[str, Any]
     devices_spec: str | None
     roles: tuple[str, ...]
     keywords: dict[str, Any]
@@ -94,7 +95,7 @@ def _find_ceilings(probing: Probing, tell: Callable[[Progress], None] | None) ->
     from autosplit.tuning.tune import NO_GPU_NOTE
     from autosplit.workload.from_file import load_workload
 
-    workload: Any = load_workload(probing.spec)
+    workload: Any = load_workload(probing.spec, **probing.model_options)
     devices = parse_devices(probing.devices_spec)
     probing.simulated = devices[0].kind == "sim"
     if probing.devices_spec is None and devices[0].kind == "cpu":

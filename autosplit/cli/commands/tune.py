@@ -34,8 +34,15 @@ if TYPE_CHECKING:
 __all__ = ["tune"]
 
 
-def tune(spec: str, keywords: dict[str, Any], manner: Manner, *, output: str | None) -> int:
-    """Tune a workload, print its plan, and save it where that was asked for."""
+def tune(
+    spec: str, keywords: dict[str, Any], manner: Manner, *, model_options: Mapping[str, Any], output: str | None
+) -> int:
+    """Tune a workload, print its plan, and save it where that was asked for.
+
+    Args:
+        keywords: For `autosplit.tune`.
+        model_options: Those of a model that is named, as `load_workload` takes them.
+    """
     end_with_parent()
     check_before_running(keywords, output)
     folder = Path.cwd()
@@ -43,12 +50,16 @@ def tune(spec: str, keywords: dict[str, Any], manner: Manner, *, output: str | N
     if not together and keywords.get("strategy") == "ddp":
         count = ranks_to_start(keywords.get("devices"))
         if count > 1:
-            return _tune_by_torchrun(spec, keywords, count, manner, output=output)
+            return _tune_by_torchrun(spec, {**keywords, **model_options}, count, manner, output=output)
     from autosplit.workload.from_file import load_workload, loaded_workload
 
     with stdout_kept_clean():
         # In a job it is loaded where all ranks hear of it if one can't.
-        workload: Any = functools.partial(loaded_workload, spec) if together else load_workload(spec)
+        workload: Any = (
+            functools.partial(loaded_workload, spec, **model_options)
+            if together
+            else load_workload(spec, **model_options)
+        )
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
         source: object = workload
         if isolates(keywords.get("isolate"), keywords.get("devices"), together=together):
@@ -69,7 +80,7 @@ def tune(spec: str, keywords: dict[str, Any], manner: Manner, *, output: str | N
             unsaved = error
     if interrupted is not None:
         failed(_interrupted_text(saved), EXIT_INTERRUPTED)
-    print_plan(plan, _origin(spec, plan, workload, keywords, saved), manner)
+    print_plan(plan, _origin(spec, plan, workload, keywords, model_options, saved), manner)
     if unsaved is not None:
         raise unsaved  # only now: what took so long to find has been shown
     return 0 if interrupted is None else EXIT_INTERRUPTED
@@ -120,26 +131,42 @@ def _warn_if_not_remembered(plan: Plan, manner: Manner) -> None:
             note(f"warning: {one}", manner)
 
 
-def _origin(spec: str, plan: Plan, workload: object, keywords: Mapping[str, Any], saved: str | None) -> Origin:
+def _origin(
+    spec: str,
+    plan: Plan,
+    workload: object,
+    keywords: Mapping[str, Any],
+    model_options: Mapping[str, Any],
+    saved: str | None,
+) -> Origin:
     """Say how this plan is had again: from its file, or by the same call, which its profile answers."""
     from autosplit.cli.plan_report import Origin
-    from autosplit.workload.from_file import split_spec
+    from autosplit.workload.from_file import is_model_name, split_spec
 
     if "storage" in keywords:  # these lines are shown, and copied
         keywords = {**keywords, "storage": without_passwords(str(keywords["storage"]))}
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
-    command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *flags_of(elsewhere)])
+    flags = flags_of({**elsewhere, **model_options})
+    command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *flags])
     if saved is not None:
         return Origin(f"autosplit.Plan.load({quoted(saved)})", command=command, path=saved)
+    same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
+    arguments = _arguments(same)
+    remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
+    path = None if plan.path is None else str(plan.path)
+    if is_model_name(spec):
+        model = f"autosplit.Workload.from_name({quoted(spec)}{_arguments(model_options)})"
+        return Origin(f"autosplit.tune(lambda: {model}{arguments})", (), remark, command, path)
     place, name = split_spec(spec)
     module = Path(place).stem if place.endswith(".py") else place
-    same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
-    arguments = "".join(f", {keyword}={quoted(value)}" for keyword, value in same.items())
-    remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
     return Origin(
         f"autosplit.tune({name}{'()' if callable(workload) else ''}{arguments})",
         (f"from {module} import {name}" + (f"  # {place}" if place.endswith(".py") else ""),),
         remark,
         command,
-        None if plan.path is None else str(plan.path),
+        path,
     )
+
+
+def _arguments(keywords: Mapping[str, Any]) -> str:
+    return "".join(f", {keyword}={quoted(value)}" for keyword, value in keywords.items())

@@ -1,0 +1,410 @@
+"""Build a model and a batch for it from a name: a config.json of transformers, a model of timm's or of torchvision's.
+
+Weights are random and nothing is downloaded: memory and time depend on shapes alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line, shown
+
+__all__ = ["TASKS", "ModelParts", "model_by_name"]
+
+SAMPLES = 4
+"""Samples in the batch: as few as the gradient check can cut."""
+
+DEFAULT_SEQ_LEN = 512
+DEFAULT_IMAGE_SIZE = 224
+
+MOST_CONFIG_BYTES = 2**20
+"""Most that is read of a config.json: those that are published have some KiB."""
+
+MOST_LAYERS = 10_000
+"""Most layers that are built: a file that says more would fill the memory with modules."""
+
+CLASSES_OF_TASKS = {
+    "causal-lm": {"CAUSAL_LM": "AutoModelForCausalLM"},
+    "masked-lm": {"MASKED_LM": "AutoModelForMaskedLM"},
+    "seq2seq": {"SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM"},
+    "classification": {
+        "SEQUENCE_CLASSIFICATION": "AutoModelForSequenceClassification",
+        "IMAGE_CLASSIFICATION": "AutoModelForImageClassification",
+    },
+    "token-classification": {"TOKEN_CLASSIFICATION": "AutoModelForTokenClassification"},
+}
+"""Each task with transformers' own names: of the mapping from model types to classes, and of the class that uses it."""
+
+TASKS = tuple(CLASSES_OF_TASKS)
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model with random weights, and what trains it.
+
+    Attributes:
+        loss_fn: None where the model returns its loss.
+        assumed: A sentence for each thing that the name left open.
+    """
+
+    model: nn.Module
+    sample_batch: Any
+    loss_fn: Callable[[Any, Tensor], Tensor] | None
+    assumed: tuple[str, ...]
+
+
+def model_by_name(
+    spec: str, *, seq_len: int | None = None, image_size: int | None = None, task: str | None = None
+) -> Callable[[], ModelParts]:
+    """Return the function that builds what a name stands for; see `Workload.from_name`.
+
+    Raises:
+        InputError: There is no such model, it is not one that can be built from its configuration, or an option is
+            not for it.
+    """
+    scheme, _, name = spec.partition(":")
+    for option, value in (("seq_len", seq_len), ("image_size", image_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(f"{option} is {value!r}; expected a whole number of 1 or more; write it as 224, say")
+    if task is not None and task not in TASKS:
+        raise InputError(f"task is {shown(task)}; expected one of {', '.join(TASKS)}; choose one of them")
+    if scheme == "hf":
+        return _of_transformers(Path(name), seq_len=seq_len, image_size=image_size, task=task)
+    _refuse_options(spec, "an image classifier, of which only image_size can be said", seq_len=seq_len, task=task)
+    if scheme == "timm":
+        return _of_timm(name, image_size)
+    if scheme == "torchvision":
+        return _of_torchvision(name, image_size)
+    raise InputError(
+        f"{shown(spec)} names no model; expected hf:PATH of a config.json, timm:NAME or torchvision:NAME; write one "
+        "of them"
+    )
+
+
+def _refuse_options(what: str, kind: str, **options: object) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise InputError(f"{' and '.join(given)} given for {what}; expected none, it is {kind}; leave it out")
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # torchvision raises a RuntimeError where it was built for another torch
+        missing = isinstance(error, ModuleNotFoundError) and error.name == name
+        why = "is not installed" if missing else f"can't be imported ({one_line(error)})"
+        raise WorkloadError(
+            f"{name} {why}; expected it, for it builds the model; install the build for this torch: pip install {name}"
+        ) from error
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Let the hub's own library refuse to connect, whatever a configuration asks it for."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:  # then nothing connects
+        yield
+        return
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def _told_as_input(what: str, advice: str) -> Iterator[None]:
+    """Turn what a library raises over a configuration or a size into an error on one line."""
+    try:
+        yield
+    except AutosplitError:
+        raise
+    except Exception as error:
+        told = " ".join(str(error).split())  # transformers says what is wrong on a line of its own
+        raise WorkloadError(f"{what}: {type(error).__name__}: {told[:300]}; {advice}") from error
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f"the nearest are {', '.join(near)}" if near else "check its spelling"
+
+
+# ----------------------------------------------------------------------------------------------------- transformers
+
+
+def _of_transformers(
+    path: Path, *, seq_len: int | None, image_size: int | None, task: str | None
+) -> Callable[[], ModelParts]:
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        values = _config_values(path)
+    except OSError as error:
+        raise InputError(f"{path} can't be read: {one_line(error)}; expected a config.json; check the file") from None
+    _library("transformers")
+    config = _config(path, values)
+    task, auto_class = _task_of(path, config, values.get("architectures"), task)
+    if auto_class == "AutoModelForImageClassification":
+        _refuse_options(str(path), "an image classifier", seq_len=seq_len)
+        batch = partial(_pixel_batch, path, image_size)
+    else:
+        _refuse_options(str(path), "a model of text", image_size=image_size)
+        _check_seq_len(path, seq_len, _positions(config))
+        batch = partial(_token_batch, path, task, seq_len)
+    return partial(_build_of_transformers, path, config, auto_class, batch)
+
+
+def _config_values(path: Path) -> dict[str, Any]:
+    """Read a config.json; one that asks for code or weights that are not here is refused."""
+    if not path.is_file():
+        raise InputError(
+            f"{path} does not exist; expected a model's config.json, or a folder that has it; nothing is downloaded: "
+            "save the file, and give its path"
+        )
+    with path.open("rb") as file:
+        text = file.read(MOST_CONFIG_BYTES + 1)
+    if len(text) > MOST_CONFIG_BYTES:
+        raise InputError(f"{path} has more than {MOST_CONFIG_BYTES} bytes; expected a model's config.json; check it")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path} is no JSON: {one_line(error)}; expected a model's config.json; save it anew"
+        ) from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise InputError(f"{path} has no model_type; expected a config.json as transformers saves it; check it")
+    if values.get("auto_map"):
+        raise InputError(
+            f"{path} names code of its own (auto_map), which is not run; expected a model that transformers has; "
+            "without auto_map transformers' own model of that type is taken, or write a file with a workload()"
+        )
+    if values.get("quantization_config"):
+        raise InputError(
+            f"{path} has quantised weights ({_quantization(values['quantization_config'])}), of which neither memory "
+            "nor time can be predicted; expected floating-point weights; take quantization_config out"
+        )
+    return values
+
+
+def _quantization(config: object) -> str:
+    return str(config.get("quant_method", "of a kind not named"))[:40] if isinstance(config, dict) else "not readable"
+
+
+def _config(path: Path, values: dict[str, Any]) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = values["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise InputError(
+            f"{path} is of the model type {shown(kind)}, which this transformers does not have; expected one of its "
+            f"{len(CONFIG_MAPPING.keys())}; {_nearest(kind, CONFIG_MAPPING.keys())}, or upgrade transformers"
+        )
+    with _told_as_input(f"{path} is no configuration of a {kind}", "expected it as transformers saves it; mend it"):
+        config: Any = CONFIG_MAPPING[kind].from_dict(_without_kernels(values))
+        text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise InputError(f"{path} has {layers} layers; expected at most {MOST_LAYERS}; correct num_hidden_layers")
+    config.architectures = config.architectures or []  # transformers itself looks through them
+    # Nobody trains with it; a cache would count as an output that is gathered.
+    config.use_cache = False
+    return config
+
+
+def _without_kernels(value: Any) -> Any:
+    """Leave out which kernels are to be used, which may be code on the hub: transformers' own choice is what runs."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_kernels(item) for name, item in value.items() if not name.endswith("_implementation")}
+
+
+def _task_of(path: Path, config: Any, architectures: object, asked: str | None) -> tuple[str, str]:
+    """Return the task and the class that builds its model: as asked, otherwise that of the architecture it names."""
+    from transformers.models.auto import modeling_auto
+
+    found = {}
+    for task, classes in CLASSES_OF_TASKS.items():
+        for mapping, auto_class in classes.items():
+            names = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").get(config.model_type, ())
+            found.update(dict.fromkeys((names,) if isinstance(names, str) else names, (task, auto_class)))
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    if asked is None and isinstance(first, str) and first in found:
+        return found[first]
+    of_task = dict(found.values())
+    if asked in of_task:
+        return str(asked), of_task[asked]
+    if not of_task:
+        raise InputError(
+            f"{path} is of the model type {config.model_type}, which has none of the tasks {', '.join(TASKS)}; "
+            "expected one that has; write a Python file with a workload()"
+        )
+    if asked is not None:
+        raise InputError(
+            f"{config.model_type} of {path} has no model for task {asked}; expected {' or '.join(of_task)}; choose one "
+            "of them"
+        )
+    raise InputError(
+        f"{path} names {f'the architecture {shown(first)}' if first else 'no architecture'}; expected one for "
+        f"{' or '.join(of_task)}; say which with --task {next(iter(of_task))} (task=)"
+    )
+
+
+def _build_of_transformers(
+    path: Path, config: Any, auto_class: str, batch: Callable[[nn.Module], tuple[Any, tuple[str, ...]]]
+) -> ModelParts:
+    import transformers
+
+    dtype = config.dtype or torch.float32
+    assumed: tuple[str, ...] = ()
+    if dtype is torch.float16:
+        dtype = torch.bfloat16  # of as many bytes; an optimizer that updates weights of float16 diverges
+        assumed = (f"{path.name} says float16: its weights are planned as bfloat16, of as many bytes, which train",)
+    elif dtype is not torch.float32:
+        assumed = (
+            f"weights, gradients and optimizer states are {str(dtype).removeprefix('torch.')}: {path.name} says so",
+        )
+    with _offline(), _told_as_input(f"no model can be made of {path}", "expected a configuration that fits; mend it"):
+        model = getattr(transformers, auto_class).from_config(config, dtype=dtype)
+        sample_batch, more = batch(model)
+    return ModelParts(model, sample_batch, None, (*assumed, *more))
+
+
+def _positions(config: Any) -> int | None:
+    """Return the most tokens that a model has positions for; None where positions are relative."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def _positions_left(model: nn.Module) -> int | None:
+    """Return the positions of a table that is padded, as RoBERTa's: they begin after the padding's."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding) and "position" in name and part.padding_idx is not None:
+            return part.num_embeddings - part.padding_idx - 1
+    return None
+
+
+def _check_seq_len(path: Path, seq_len: int | None, most: int | None) -> None:
+    if seq_len is not None and most is not None and seq_len > most:
+        raise InputError(
+            f"seq_len {seq_len} is more than the {most} positions of {path}; expected at most these; give less, or "
+            "change max_position_embeddings in a copy of the file"
+        )
+
+
+def _token_batch(path: Path, task: str, seq_len: int | None, model: Any) -> tuple[Any, tuple[str, ...]]:
+    """Make token sequences without padding, and their labels."""
+    config, text = model.config, model.config.get_text_config()
+    most = _positions_left(model) or _positions(config)
+    _check_seq_len(path, seq_len, most)
+    length = seq_len or min(DEFAULT_SEQ_LEN, most or DEFAULT_SEQ_LEN)
+    tokens = torch.randint(0, text.vocab_size, (SAMPLES, length))
+    if task == "classification":
+        labels = _class_labels(config)
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0  # a decoder that classifies looks for the last token that is none
+    elif task == "token-classification":
+        labels = torch.randint(0, config.num_labels, (SAMPLES, length))
+    else:
+        labels = torch.randint(0, text.vocab_size, (SAMPLES, length))
+        if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0  # labels are moved by one token, and need a first
+    said = () if seq_len else (f"sequences of {length} tokens are assumed; --seq-len (seq_len=) says another length",)
+    return {"input_ids": tokens, "labels": labels}, said
+
+
+def _class_labels(config: Any) -> Tensor:
+    """Make labels as the loss takes them that a configuration chooses: of classes, of several at once, of numbers."""
+    if getattr(config, "problem_type", None) is None:  # some models look into the labels for it
+        config.problem_type = "regression" if config.num_labels == 1 else "single_label_classification"
+    if config.problem_type == "single_label_classification":
+        return torch.randint(0, config.num_labels, (SAMPLES,))
+    return torch.rand(SAMPLES) if config.num_labels == 1 else torch.rand(SAMPLES, config.num_labels)
+
+
+def _pixel_batch(path: Path, image_size: int | None, model: Any) -> tuple[Any, tuple[str, ...]]:
+    config = model.config
+    own = getattr(config, "image_size", None) or DEFAULT_IMAGE_SIZE
+    pixels, said = _images(path.name, own, image_size, model, channels=getattr(config, "num_channels", 3))
+    return {"pixel_values": pixels, "labels": _class_labels(config)}, said
+
+
+# ----------------------------------------------------------------------------------------------------------- images
+
+
+def _of_timm(name: str, image_size: int | None) -> Callable[[], ModelParts]:
+    timm = _library("timm")
+    if not timm.is_model(name):
+        raise InputError(
+            f"timm has no model {shown(name)}; expected one of its {len(timm.list_models())}; "
+            f"{_nearest(name, timm.list_models())}"
+        )
+
+    def build() -> ModelParts:
+        with _offline(), _told_as_input(f"timm can't build {name}", "expected a classifier; choose another one"):
+            model = timm.create_model(name, pretrained=False)
+        channels, *own = model.pretrained_cfg["input_size"]
+        return _classifier(f"timm:{name}", own, image_size, model, channels)
+
+    return build
+
+
+def _of_torchvision(name: str, image_size: int | None) -> Callable[[], ModelParts]:
+    models = _library("torchvision").models
+    known = models.list_models(module=models)  # without those of detection, segmentation and video
+    if name not in known:
+        raise InputError(
+            f"torchvision has no classifier {shown(name)}; expected one of its {len(known)}; {_nearest(name, known)}"
+        )
+
+    def build() -> ModelParts:
+        with warnings.catch_warnings():  # of how GoogLeNet will once draw its weights
+            warnings.simplefilter("ignore", FutureWarning)
+            model = models.get_model(name, weights=None)
+        # Weights may be for another size than a model without them, which then says its own.
+        own = getattr(model, "image_size", None) or models.get_model_weights(name).DEFAULT.transforms().crop_size
+        return _classifier(f"torchvision:{name}", own, image_size, model, 3)
+
+    return build
+
+
+def _classifier(spec: str, own: Any, image_size: int | None, model: Any, channels: int) -> ModelParts:
+    pixels, said = _images(spec, own, image_size, model, channels=channels)
+    labels = torch.randint(0, getattr(model, "num_classes", 1000), (SAMPLES,))
+    return ModelParts(model, (pixels, labels), class_loss, said)
+
+
+def class_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """Return the cross entropy of a classifier's logits; those of its auxiliary heads are added."""
+    heads = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    return torch.stack([F.cross_entropy(logits, labels) for logits in heads if logits is not None]).sum()
+
+
+def _images(
+    what: str, own: Any, image_size: int | None, model: Any, *, channels: int
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Make images of the size asked for, which the model has to take, or else of the model's own."""
+    sides = [*own] * (2 // len(own)) if isinstance(own, (list, tuple)) else [own, own]
+    asked = sides if image_size is None else [image_size, image_size]
+    pixels = torch.randn(SAMPLES, channels, *asked)
+    size = " x ".join(map(str, sides))
+    if asked != sides:
+        advice = f"expected a size that it takes, such as its own, {size}; leave image_size out"
+        with _told_as_input(f"{what} takes no images of {image_size} x {image_size} pixels", advice), torch.no_grad():
+            model.eval()
+            model(pixels[:1])
+            model.train()
+    said = f"images of {size} pixels are assumed; --image-size (image_size=) says another size"
+    return pixels, (said,) if image_size is None else ()
