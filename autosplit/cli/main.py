@@ -42,6 +42,7 @@ from autosplit.cli.options import (
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed
 from autosplit.cli.profiles_options import profiles_app
 from autosplit.cli.signals import leaves_at_the_second
+from autosplit.cli.step_options import check_command, measure_command, probe_command
 from autosplit.cli.terminal import bars_say_it_stops, restored_terminal, sent_nowhere, streams_made_fit
 from autosplit.errors import AutosplitError, InputError, UserCodeError, shown
 
@@ -361,108 +362,13 @@ def compare_command(
     return to_run("compare.compare", Manner(as_json, quiet, verbose), *asked, model_options=model_options)
 
 
-@app.command(
+app.command(
     "measure", epilog=example("autosplit measure examples/char_gpt.py --devices sim:RTX3090+RTX2080Ti --split 96,32")
+)(measure_command)
+app.command("probe", epilog=example("autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval"))(
+    probe_command
 )
-def measure_command(
-    spec: SameWorkload,
-    devices: Annotated[
-        Text, typer.Option(metavar="SPEC", help="As for tune. Default: every visible GPU; without any, cpu.")
-    ] = None,
-    split: Annotated[
-        Text,
-        typer.Option(
-            metavar="N,N,...", help="Samples per device in one forward. Default: the sample batch, split evenly."
-        ),
-    ] = None,
-    accumulation_steps: Annotated[
-        Text, typer.Option(metavar="N", help="Forwards per optimizer step. Default: 1.")
-    ] = None,
-    strategy: Annotated[
-        Text,
-        typer.Option(
-            metavar="auto|balanced|ddp",
-            help="Whose step; ddp starts a process for each real device, by torchrun. Default: auto, balanced.",
-        ),
-    ] = None,
-    precision: Annotated[Text, typer.Option(metavar="none|bf16|fp16", help="Default: what the workload says.")] = None,
-    reserve: Reserve = None,
-    isolate: Isolate = None,
-    seq_len: SeqLen = None,
-    image_size: ImageSize = None,
-    task: Task = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
-    """Show what one setting does: its time, its memory, its bounds."""
-    keywords = keywords_given(
-        devices=devices,
-        split=split,
-        accumulation_steps=accumulation_steps,
-        strategy=strategy,
-        precision=precision,
-        reserve=reserve,
-        isolate=isolate,
-    )
-    model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
-    return to_run("measure.measure", Manner(as_json, quiet, verbose), spec, keywords, model_options=model_options)
-
-
-@app.command("probe", epilog=example("autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval"))
-def probe_command(
-    spec: SameWorkload,
-    devices: Annotated[
-        Text, typer.Option(metavar="SPEC", help="As for tune. Default: every visible GPU; without any, cpu.")
-    ] = None,
-    role: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="primary|replica|rank|eval",
-            help="What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward "
-            "without gradients. May be given several times. Default: rank.",
-        ),
-    ] = None,
-    max_batch_size: Annotated[Text, typer.Option(metavar="N", help="Look no further.")] = None,
-    reserve: Reserve = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Also run one sample more, which must run out of memory.")
-    ] = False,
-    time_limit_s: Annotated[
-        Text, typer.Option(metavar="SECONDS", help="For all ceilings; past it no further step confirms one.")
-    ] = None,
-    isolate: Isolate = None,
-    seq_len: SeqLen = None,
-    image_size: ImageSize = None,
-    task: Task = None,
-    plot: Annotated[
-        Text, typer.Option(metavar="PATH", help="Draw bytes against batch (.png, .pdf, .svg). Needs matplotlib.")
-    ] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
-    """Find how many samples each device holds."""
-    limit_s = keywords_given(time_limit_s=time_limit_s).get("time_limit_s")
-    keywords = keywords_given(max_batch_size=max_batch_size, reserve=reserve, exact=exact or None)
-    model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
-    asked = (spec, model_options, devices, tuple(dict.fromkeys(role or ["rank"])), keywords, limit_s, isolate)
-    return to_run("probe.probe", Manner(as_json, quiet, verbose), asked, plot=plot)
-
-
-@app.command("check", epilog=example("autosplit check examples/char_gpt.py"))
-def check_command(
-    spec: SameWorkload,
-    seq_len: SeqLen = None,
-    image_size: ImageSize = None,
-    task: Task = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
-    """Tell what of the training changes with the split."""
-    model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
-    return to_run("check.check", Manner(as_json, quiet, verbose), spec, model_options=model_options)
+app.command("check", epilog=example("autosplit check examples/char_gpt.py"))(check_command)
 
 
 @app.command("show", epilog=example("autosplit show plan.json"))
