@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import json
 import os
 import pickle
@@ -189,10 +190,15 @@ def trace(row: Row, batch: int, cache: Path | None) -> Trace:
 def seconds(row: Row, cache: Path | None) -> float:
     """Return the predicted time of a step; an update where the published one has it."""
     devices = parse_devices(f"sim:{row.cards}x{row.card}")
-    traces = _Kept(row, cache)
+    traces = _kept(replace(row, card="", cards=1, step_s=0.0, failed=0, torch=""), cache)
     runtime = SimulatedRuntime(devices, (2**60,) * row.cards, traces)
     found = runtime.measure(StepShape(((row.batch,) * row.cards,)))
     return found.seconds if row.family == "timm" else found.seconds - found.update_s
+
+
+@functools.lru_cache(maxsize=1)
+def _kept(row: Row, cache: Path | None) -> _Kept:
+    return _Kept(row, cache)
 
 
 class _Kept:
@@ -267,7 +273,7 @@ def gains(known: list[Row], cache: Path | None, most: int) -> dict[str, dict[str
     chosen = set(models[:: max(1, len(models) // most)])
     ours: dict[tuple[str, ...], float] = {}
     ratios: dict[str, list[float]] = {}
-    for row in sorted(known, key=lambda row: row.cards):
+    for row in sorted(known, key=lambda row: (row.model, row.cards)):
         if row.family != "torchvision" or row.model not in chosen or row.precision != "fp32":
             continue
         key = (row.model, row.card, row.torch)
