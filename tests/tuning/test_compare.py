@@ -274,6 +274,18 @@ def test_the_cases_that_were_compared_are_those_of_the_benchmark():
     assert f"in {len(ratios)} cases" in SIMULATED_ERRORS[1]
 
 
+def test_the_errors_that_are_quoted_are_those_that_were_measured():
+    found = json.loads((ROOT / "benchmarks" / "results" / "published.json").read_text(encoding="utf-8"))
+    held_out = [found["step times"][f"timm RTX3090 fp16 {layout} held out"] for layout in ("nchw", "nhwc")]
+    time, memory = SIMULATED_ERRORS
+    assert f"of {sum(half['steps'] for half in held_out)} published steps" in time
+    assert max(half["median"] for half in held_out) <= 0.08
+    assert f"within {max(half['p90'] for half in held_out):.0%}".replace("%", " %") in time
+    largest = found["largest batch"]
+    assert f"{100 * largest['inside']:.0f} % of {largest['models']} largest batches" in memory
+    assert f"{100 * largest['above']:.0f} % too large" in memory
+
+
 # The table
 
 
