@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -21,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from published import Row, kept_at, rows, trace
+from published import HELD_OUT, Row, fitted_models, kept_at, rows, trace
 from scipy.optimize import least_squares
 
 from autosplit.devices.catalog import GpuSpec, find_card
@@ -34,9 +33,6 @@ RESULTS = Path(__file__).parent / "results" / "fit_cards.json"
 PRIOR = 0.7
 """How far a figure may stray from where it starts, as a logarithm, at the cost of one model that is off by SCALE."""
 SCALE = 0.3
-
-HELD_OUT = ("TITAN-Xp", "V100-PCIe-16GB")
-"""Cards that nothing is fitted to."""
 
 MEMORY_BOUND = (
     "batch_norm",
@@ -181,9 +177,7 @@ def main() -> None:
     parser.add_argument("--cached-only", action="store_true", help="leave out what is not in the cache")
     options = parser.parse_args()
     steps = traced(options.cache, cached_only=options.cached_only)
-    models = sorted({step.row.model for step in steps})
-    random.Random(options.seed).shuffle(models)
-    fitted = set(models[: len(models) // 2])
+    fitted = fitted_models(options.seed)
     ours = [step for step in steps if step.row.model in fitted and step.row.card not in HELD_OUT]
     before = kernel_rates()
     rates, shares = fit([step for step in ours if step.row.family == "timm"], before, names())

@@ -1,6 +1,6 @@
 """How far simulated cards are off what others measured: step times, the gain of several cards, the largest batch.
 
-    python benchmarks/published.py [--cache DIR] [--seed 0] [--output FILE]
+    python benchmarks/published.py [--cache DIR] [--cached-only] [--seed 0] [--models 10] [--output FILE]
 
 Replays the tables in ``published.csv`` on simulated cards: timm's training benchmark on an RTX 3090, torchvision's
 models on one card and by nn.DataParallel on two to four, transformers' on a V100. Models are built with random
@@ -17,10 +17,18 @@ scripts/asplos/label (MIT).
 
 from __future__ import annotations
 
+import argparse
 import csv
+import functools
+import json
 import os
 import pickle
+import random
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +39,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autosplit.devices.spec import parse_devices
+from autosplit.runtime.op_cost import OpCost
 from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracer import Trace, Tracer
+from autosplit.runtime.trainee import Trainee
 from autosplit.workload.workload import Workload
 
 TABLE = Path(__file__).with_name("published.csv")
+RESULTS = Path(__file__).parent / "results" / "published.json"
+
+HELD_OUT = ("TITAN-Xp", "V100-PCIe-16GB")
+"""Cards that nothing is fitted to."""
 
 
 @dataclass(frozen=True)
@@ -166,3 +182,157 @@ def trace(row: Row, batch: int, cache: Path | None) -> Trace:
     if cache is not None:
         kept.write_bytes(pickle.dumps(found))
     return found
+
+
+# Predicted and published
+
+
+def seconds(row: Row, cache: Path | None) -> float:
+    """Return the predicted time of a step; an update where the published one has it."""
+    devices = parse_devices(f"sim:{row.cards}x{row.card}")
+    traces = _kept(replace(row, card="", cards=1, step_s=0.0, failed=0, torch=""), cache)
+    # timm's inputs are on the card already.
+    free = frozenset({"input"}) if row.family == "timm" else frozenset()
+    runtime = SimulatedRuntime(devices, (2**60,) * row.cards, traces, free=free)
+    found = runtime.measure(StepShape(((row.batch,) * row.cards,)))
+    return found.seconds if row.family == "timm" else found.seconds - found.update_s
+
+
+@functools.lru_cache(maxsize=1)
+def _kept(row: Row, cache: Path | None) -> _Kept:
+    return _Kept(row, cache)
+
+
+class _Kept:
+    """The traces of one model, from a cache where there is one."""
+
+    fake = True
+
+    def __init__(self, row: Row, cache: Path | None) -> None:
+        self._row, self._cache = row, cache
+        self._tracer: Tracer | None = None
+
+    @property
+    def trainee(self) -> Trainee:
+        return self._made().trainee
+
+    def _made(self) -> Tracer:
+        if self._tracer is None:
+            self._tracer = Tracer(workload(self._row), fake=True, like_gpu=True)
+        return self._tracer
+
+    def trace(self, shape: StepShape) -> Trace:
+        if shape.splits == ((self._row.batch,),):
+            return trace(self._row, self._row.batch, self._cache)
+        return self._made().trace(shape)
+
+    def accumulation_costs(self) -> list[OpCost]:
+        return self._made().accumulation_costs()
+
+    def zeroing_costs(self) -> list[OpCost]:
+        return self._made().zeroing_costs()
+
+
+def summary(ratios: list[float]) -> dict[str, float]:
+    """Return the bias, the median, the 90 % quantile and the worst of errors."""
+    off = sorted(abs(ratio - 1) for ratio in ratios)
+    return {
+        "steps": len(ratios),
+        "bias": round(statistics.median(ratios), 3),
+        "median": round(statistics.median(off), 3),
+        "p90": round(off[int(0.9 * (len(off) - 1))], 3),
+        "worst": round(off[-1], 3),
+    }
+
+
+def fitted_models(seed: int) -> set[str]:
+    """Return the models that are fitted: half of those of the table."""
+    models = sorted({row.model for row in rows()})
+    random.Random(seed).shuffle(models)
+    return set(models[: len(models) // 2])
+
+
+def step_times(known: list[Row], seed: int, cache: Path | None) -> dict[str, dict[str, float]]:
+    """Return the errors of step times on one card, by card, precision and layout, of fitted models and of others."""
+    fitted = fitted_models(seed)
+    ratios: dict[str, list[float]] = {}
+    for row in known:
+        if row.cards == 1:
+            half = "fitted" if row.model in fitted and row.card not in HELD_OUT else "held out"
+            name = " ".join(part for part in (row.family, row.card, row.precision, row.layout, half) if part)
+            with _leaving_out(row):
+                ratios.setdefault(name, []).append(seconds(row, cache) / row.step_s)
+    return {name: summary(found) for name, found in sorted(ratios.items())}
+
+
+def gains(known: list[Row], cache: Path | None, most: int) -> dict[str, dict[str, float]]:
+    """Return the errors of what nn.DataParallel gains: samples/s of several cards over those of one.
+
+    Args:
+        most: Models, drawn evenly from the table: each takes traces of its own.
+    """
+    models = sorted({row.model for row in known if row.cards > 1})
+    chosen = set(models[:: max(1, len(models) // most)])
+    ours: dict[tuple[str, ...], float] = {}
+    ratios: dict[str, list[float]] = {}
+    for row in sorted(known, key=lambda row: (row.model, row.cards)):
+        if row.family != "torchvision" or row.model not in chosen or row.precision != "fp32":
+            continue
+        key = (row.model, row.card, row.torch)
+        with _leaving_out(row):
+            if row.cards == 1:
+                ours[key] = seconds(row, cache) / row.step_s
+            elif key in ours:
+                name = f"{row.card} x {row.cards}"
+                ratios.setdefault(name, []).append(ours[key] * row.step_s / seconds(row, cache))
+    return {name: summary(found) for name, found in sorted(ratios.items())}
+
+
+def brackets(known: list[Row], cache: Path | None) -> dict[str, float]:
+    """Return how often the largest batch lies between the largest that was run and the next that failed."""
+    usable = parse_devices("sim:RTX3090")[0].capacity_bytes
+    inside = above = count = 0
+    for row in known:
+        if row.failed and row.layout == "nchw":
+            with _leaving_out(row):
+                fits, fails = (trace(row, batch, cache).peak_bytes[0] <= usable for batch in (row.batch, row.failed))
+                count, inside, above = count + 1, inside + (fits and not fails), above + fails
+    return {"models": count, "inside": round(inside / max(1, count), 3), "above": round(above / max(1, count), 3)}
+
+
+@contextmanager
+def _leaving_out(row: Row) -> Iterator[None]:
+    """Leave out what can't be built, and say so: a model that is gone, a package that is not here."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # what others' models raise when they are built
+        print(f"left out: {row.model}: {type(error).__name__}: {str(error)[:100]}")
+
+
+def main() -> None:
+    """Replay the tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cache", type=Path, help="a folder of your own for traces: they take most of the time")
+    parser.add_argument("--cached-only", action="store_true", help="leave out what is not there")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", type=int, default=10, help="models whose gain by several cards is looked at")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    known = rows()
+    if options.cached_only:
+        known = [row for row in known if kept_at(row, row.batch, options.cache).exists()]
+    bracketed = [r for r in known if not options.cached_only or kept_at(r, r.failed, options.cache).exists()]
+    report = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "torch": str(torch.__version__),
+        "seed": options.seed,
+        "step times": step_times(known, options.seed, options.cache),
+        "largest batch": brackets(bracketed, options.cache),
+        "gain of DataParallel": gains(known, options.cache, options.models),
+    }
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ from autosplit.cli.tables import (
     short_name,
     tuple_text,
 )
+from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice, RankSettings
 from autosplit.solve.split import even_split
@@ -114,7 +115,7 @@ def plan_report(plan: Plan, *, origin: Origin | None = None) -> Group:
     parts.append(pairs_table(_numbers(plan)))
     explanation = plan.explain()
     ddp = _ddp_lines(plan)
-    notes = [*check_lines(plan.checks), *plan.notes]
+    notes = [*check_lines(plan.checks), *plan.notes, *(SIMULATED_ERRORS if plan.simulated else ())]
     for heading, body in (
         (_ddp_heading(explanation), ddp),
         ("explained", _explained_lines(explanation)),

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import DeviceError, InputError, one_line, shown
@@ -34,15 +35,6 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 """Of a comparison's JSON."""
-
-UNCOMPARED = (
-    "samples/s of simulated cards have not been compared with real ones yet",
-    (
-        "memory of simulated cards has not been compared with real ones yet; on processors with a memory budget the "
-        "largest batch was predicted to the sample in 39 cases"
-    ),
-)
-"""How far the figures of simulated cards may be trusted; the cases are those of benchmarks/results/ceilings.json."""
 
 LARGEST_PRICE = 1e15
 """Of an hour, in whatever money: more is a typing error."""
@@ -401,7 +393,7 @@ def _planned(machine: AskedMachine, plan: Plan) -> ComparedMachine:
 
 def _comparison(done: Sequence[ComparedMachine], asked: Sequence[AskedMachine], left: Sequence[str]) -> Comparison:
     simulated = any(one.simulated and one.name not in left for one in asked)
-    notes = (*(UNCOMPARED if simulated else ()), *_remarks(done))
+    notes = (*(SIMULATED_ERRORS if simulated else ()), *_remarks(done))
     return Comparison(tuple(sorted(done, key=_rank)), notes, tuple(left))
 
 

@@ -1,0 +1,60 @@
+"""The time of kernels: what shapes, classes and the host cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosplit.devices.catalog import find_card
+from autosplit.runtime.kernel_time import host_seconds, kernel_rates
+from autosplit.runtime.op_cost import OpCost, Work
+
+A100 = find_card("A100-40GB")
+
+
+def product(rows: int, columns: int, inner: int, *, kind: str = "matmul", rate: str = "float16") -> OpCost:
+    return OpCost(2 * rows * columns * inner, 2, rate, kind, (rows, columns, inner, 1))
+
+
+@given(*[st.integers(1, 20000)] * 3)
+def test_no_product_exceeds_what_a_card_sustains(rows, columns, inner):
+    cost = product(rows, columns, inner)
+    reached = kernel_rates().kinds["matmul"].reached
+    assert cost.seconds(A100) >= cost.flops / (A100.sustained_flops("float16") * reached)
+
+
+def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one_unless_smaller_tiles_are_taken():
+    # 108 multiprocessors: one tile of 256 x 128 more than a wave of them takes a second wave, or smaller tiles.
+    full, more = (product(256 * count, 128, 4096).seconds(A100) for count in (108, 109))
+    assert more > 1.15 * full
+    unknown = replace(A100, multiprocessors=None)
+    smooth = [product(256 * count, 128, 4096).seconds(unknown) for count in (108, 109)]
+    assert smooth[1] < 1.02 * smooth[0]
+
+
+def test_a_card_of_70_watts_sustains_less_than_its_datasheet_says():
+    large = product(8192, 8192, 8192, rate="float32")
+    of_peak = large.flops / find_card("T4").peak_flops["float32"]
+    assert 0.38 < of_peak / large.seconds(find_card("T4")) < 0.43
+
+
+def test_wider_groups_are_faster():
+    thin, wide = (OpCost(10**12, 2, "float16", "grouped", (10**6, channels, 9 * channels, 32)) for channels in (4, 64))
+    assert wide.seconds(A100) < thin.seconds(A100) / 1.5
+
+
+def test_one_interpreter_starts_the_forwards_of_all_replicas():
+    work = Work.of(0, [OpCost(0, 8, "float32", part=part) for part in ("forward", "backward", "none")])
+    one, four = (host_seconds(work.numbers, work.codes, A100, replicas=count) for count in (1, 4))
+    assert four[0] == pytest.approx(4 * one[0])
+    assert (four[1], four[2]) == (one[1], 0.0)
+
+
+def test_an_op_over_lists_costs_the_host_something_for_each_tensor():
+    few, many = (Work.of(0, [OpCost(0, 8, "float32", "optimizer", (n, 0, 0, 0), "update")]) for n in (1, 100))
+    seconds = [float(np.sum(host_seconds(work.numbers, work.codes, A100))) for work in (few, many)]
+    assert seconds[1] - seconds[0] == pytest.approx(99 * kernel_rates().host.tensor * A100.launch_s)
