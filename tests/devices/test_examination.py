@@ -63,10 +63,10 @@ def test_a_card_that_nobody_knows_has_the_usual_link(kept):
 
 
 def test_sim_predicts_with_it_and_says_so(kept, capsys):
-    published = autosplit.measure(mlp(), devices="sim:H200", split=4096)
+    published = autosplit.measure(mlp(), devices="sim:H200", split=2**20)
     slow = replace(CARD, tflops={"float32": 5.0}, memory_gb_per_s=410.0)
     kept(examined(slow))
-    measured = autosplit.measure(mlp(), devices="sim:H200", split=4096)
+    measured = autosplit.measure(mlp(), devices="sim:H200", split=2**20)
     assert measured.step_s > 2 * published.step_s
     assert (published.rates, measured.rates[0][:23]) == (("published",), "measured on NVIDIA H200")
     assert main(["devices"]) == 0
