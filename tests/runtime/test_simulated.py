@@ -18,7 +18,7 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.kernel_time import kernel_rates
-from autosplit.runtime.memory_tracker import rounded
+from autosplit.runtime.memory_tracker import BLOCK_BYTES, rounded
 from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, _Whole, traced_parts, traced_peaks
@@ -138,7 +138,8 @@ class TestKeptReplicas:
         clocks.meet()
         _play(clocks, followed.update, (0, 1, 2))
         found = machine.measure(shape)
-        assert found.peak_bytes == followed.peak_bytes
+        # All replicas but the first are told by one, which brings a single scalar loss: a block for each of the others.
+        assert found.peak_bytes == pytest.approx(followed.peak_bytes, abs=BLOCK_BYTES * (len(split) - 2))
         # What the host does for sums of gradients that the first micro-step does not have is taken back as a whole.
         assert found.seconds == pytest.approx(clocks.meet(), rel=0.05)
         assert found.busy_s == pytest.approx(clocks.busy_s, rel=0.02)
