@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import textwrap
 import types
 from contextlib import ExitStack
 from dataclasses import replace
@@ -53,6 +54,27 @@ def quick(workload, devices, **options) -> Plan:
     return tune(workload, devices=devices, **{"profile": "off", "n_trials": 3, **options})
 
 
+@pytest.fixture
+def working_cards(tmp_path, monkeypatch) -> tuple[str, str]:
+    """Two cards whose kernels take longer than the host, also those of small models; the second is a third as fast."""
+    row = """
+        [cards.{name}]
+        memory_gib = 24
+        tflops = {{ float32 = {tflops}, float16 = {tflops}, float64 = {tflops} }}
+        memory_gb_per_s = {bandwidth}
+        link = "nvlink4"
+        compute_capability = "7.0"
+        launch_s = 1e-9
+        source = "made up"
+    """
+    cards = (("Quick", 0.3, 30), ("Slack", 0.1, 10))
+    text = "".join(row.format(name=name, tflops=tflops, bandwidth=bandwidth) for name, tflops, bandwidth in cards)
+    path = tmp_path / "cards.toml"
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    monkeypatch.setenv("AUTOSPLIT_GPUS", str(path))
+    return "Quick", "Slack"
+
+
 def one_block() -> Workload:
     """The example's model with one of its blocks: what a tuning takes grows with the calls that are followed."""
     return char_gpt(depth=1)
@@ -95,30 +117,32 @@ class TestSimulated:
         assert plan.split[0] > plan.split[1]
 
     @pytest.mark.slow
-    def test_lowered_memory_takes_two_micro_steps_with_fewer_samples_on_device_0(self):
-        tracer, _ = make_tracer(one_block(), like_gpu=True)
+    def test_lowered_memory_takes_fewer_samples_on_device_0(self):
+        """All have to run in one forward, and device 0 gathers them: an even split does not fit."""
+        workload = replace(one_block(), loss_scope="batch")
+        tracer, _ = make_tracer(workload, like_gpu=True)
 
         def most(gpu0: int) -> int:
             rest = 256 - gpu0
-            return max(traced_peaks(tracer, StepShape(((gpu0, rest - rest // 2, rest // 2),) * 2)))
+            return max(traced_peaks(tracer, StepShape(((gpu0, rest - rest // 2, rest // 2),))))
 
-        even = max(traced_peaks(tracer, StepShape(((86, 85, 85),) * 2)))
-        uneven = min(most(gpu0) for gpu0 in range(46, 86, 4))
+        even, uneven = most(86), min(most(gpu0) for gpu0 in range(46, 86, 4))
         assert uneven < even
-        plan = quick(one_block(), f"sim:3xRTX3090@{(even + uneven) // 2}B", effective_batch_size=512, n_trials=24)
-        check_sums(plan, 512)
-        assert plan.accumulation_steps == 2
+        plan = quick(workload, f"sim:3xRTX3090@{(even + uneven) // 2}B", effective_batch_size=256, n_trials=24)
+        check_sums(plan, 256)
+        assert plan.accumulation_steps == 1
         assert plan.split[0] < 86
 
     @pytest.mark.slow
-    def test_among_many_cards_slow_ones_get_what_they_can_do(self):
+    def test_among_many_cards_slow_ones_get_what_they_can_do(self, working_cards):
         """Times ended at a sixteenth of a ceiling: cards that should have 53 samples got 2, and a fifth was lost."""
         workload = Workload(net(), net_batch(8), loss_fn=F.cross_entropy, optimizer=torch.optim.SGD)
-        plan = quick(workload, "sim:3xRTX3090+3xT4", strategy="ddp", effective_batch_size=768)
+        machine = "sim:3x{}+3x{}".format(*working_cards)
+        plan = quick(workload, machine, strategy="ddp", effective_batch_size=768)
         shares = [rank.batch_size for rank in plan.ddp.ranks]
         slowest = {}
         with ExitStack() as closing:
-            request = checked_request(devices="sim:3xRTX3090+3xT4")
+            request = checked_request(devices=machine)
             followed = follow(build(workload_source(workload, None, {}), request.devices), request.devices, closing)
             runtime = runtime_for(request.devices, request.capacities_bytes, followed, closing)
             for fast in range(128, 256, 8):
@@ -165,7 +189,8 @@ class TestGradientsThatWait:
         """What it runs alone in one micro-step was taken for what it runs in each of several, and nothing ran."""
         plan = quick(wide(), self.machine(8192, 1024), effective_batch_size=16_000)
         assert plan.accumulation_steps == 3
-        assert plan.split == (5334, 0)
+        assert 5334 <= plan.split[0] < 8192
+        assert plan.split[1] == 0
         assert not [trial for trial in plan.trials if trial.failure]
 
     @pytest.mark.slow
@@ -213,7 +238,10 @@ class TestOneMicroStepAndSeveral:
     def test_a_vast_step_takes_no_longer(self, effective):
         """Each of its thousands of micro-steps was looked at by itself, for each candidate: minutes."""
         plan = quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=effective)
-        assert plan.accumulation_steps > 500
+        if isinstance(effective, tuple):
+            assert effective[0] <= plan.effective_batch_size <= effective[1]
+        else:
+            assert plan.accumulation_steps > 500
 
     @pytest.mark.slow
     def test_a_step_of_too_many_is_refused(self):
