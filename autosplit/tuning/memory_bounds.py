@@ -257,14 +257,9 @@ class MemoryBounds:
         """Find the largest shares that fit all at once: any split within them does."""
         accumulates = best.accumulation_steps > 1
         if not self.replicas:
-            alone = self._keep_alone() if accumulates else self._measured_primary
-            if (
-                alone.batch_size < best.gpu0_bsz
-            ):  # the time limit ended a search for it that had seen less than the trial
-                peak_bytes = best.peak_bytes[0] if best.peak_bytes else alone.peak_bytes
-                alone = replace(alone, batch_size=best.gpu0_bsz, peak_bytes=peak_bytes)
-            return (alone,)
-        beside = self._keep_replicas() if accumulates else self.replicas
+            return (_no_less(self._keep_alone() if accumulates else self._measured_primary, best, 0),)
+        kept = self._keep_replicas() if accumulates else self.replicas
+        beside = tuple(_no_less(ceiling, best, index) for index, ceiling in enumerate(kept, 1))
         others = tuple(ceiling.batch_size for ceiling in beside)
         primary = self._ceiling(0, "primary", elsewhere=others, accumulates=accumulates, start=max(1, best.gpu0_bsz))
         if primary.batch_size >= best.gpu0_bsz:
@@ -279,3 +274,12 @@ class MemoryBounds:
         most = space.region_of(best.accumulation_steps).primary_most(best.batch_size)
         others = self.replicas if best.accumulation_steps == 1 or self.kept is None else self.kept
         return (replace(self._measured_primary, batch_size=max(best.gpu0_bsz, most)), *others)
+
+
+def _no_less(ceiling: Ceiling, best: Trial, index: int) -> Ceiling:
+    """Return a ceiling that holds a trial's share: a time limit may have ended the search for it before."""
+    share = best.split[index]
+    if ceiling.batch_size >= share:
+        return ceiling
+    peak_bytes = best.peak_bytes[index] if best.peak_bytes else ceiling.peak_bytes
+    return replace(ceiling, batch_size=share, peak_bytes=peak_bytes)

@@ -35,6 +35,7 @@ from autosplit.runtime.tracer import Tracer, make_tracer
 from autosplit.solve.split import micro_batch_sizes
 from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.tuning import lone_session, memory_bounds, session
+from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload
 
@@ -1135,3 +1136,16 @@ def test_an_all_reduce_takes_no_longer_than_the_slowest_links_copies(copies_s, r
     step_time = StepTime(curves, copies_s, (0.0,) * len(copies_s), 0.0, adds_up=False)
     asked = SimpleNamespace(request=SimpleNamespace(devices=curves, simulated=False))
     assert lone_session.LoneSession._all_reduce_seconds(asked, step_time) == pytest.approx(reduce_s)
+
+
+def test_a_ceiling_is_no_less_than_the_share_that_ran(monkeypatch):
+    """Doctor's small model was refused on a busy machine: the time limit was over before a ceiling was looked for."""
+    of_plan = MemoryBounds.of_plan
+
+    def out_of_time(self, best):
+        self.replicas = tuple(replace(ceiling, batch_size=1) for ceiling in self.replicas)
+        return of_plan(self, best)
+
+    monkeypatch.setattr(MemoryBounds, "of_plan", out_of_time)
+    plan = quick(small(), "sim:2xRTX3090", effective_batch_size=64)
+    assert 1 < plan.split[1] <= plan.ceilings[1]
