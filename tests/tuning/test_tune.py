@@ -1147,5 +1147,6 @@ def test_a_ceiling_is_no_less_than_the_share_that_ran(monkeypatch):
         return of_plan(self, best)
 
     monkeypatch.setattr(MemoryBounds, "of_plan", out_of_time)
-    plan = quick(small(), "sim:2xRTX3090", effective_batch_size=64)
+    workload = replace(mlp(), loss_scope="batch")  # more than the first card holds, in one forward
+    plan = quick(workload, "sim:1xP100@1837KiB+1xP100@1500KiB", effective_batch_size=200)
     assert 1 < plan.split[1] <= plan.ceilings[1]
