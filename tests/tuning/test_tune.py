@@ -1138,7 +1138,7 @@ def test_an_all_reduce_takes_no_longer_than_the_slowest_links_copies(copies_s, r
     assert lone_session.LoneSession._all_reduce_seconds(asked, step_time) == pytest.approx(reduce_s)
 
 
-def test_a_ceiling_is_no_less_than_the_share_that_ran(monkeypatch):
+def test_a_ceiling_is_no_less_than_the_share_that_ran(monkeypatch, working_cards):
     """Doctor's small model was refused on a busy machine: the time limit was over before a ceiling was looked for."""
     of_plan = MemoryBounds.of_plan
 
@@ -1147,6 +1147,5 @@ def test_a_ceiling_is_no_less_than_the_share_that_ran(monkeypatch):
         return of_plan(self, best)
 
     monkeypatch.setattr(MemoryBounds, "of_plan", out_of_time)
-    workload = replace(mlp(), loss_scope="batch")  # more than the first card holds, in one forward
-    plan = quick(workload, "sim:1xP100@1837KiB+1xP100@1500KiB", effective_batch_size=200)
+    plan = quick(one_block(), f"sim:2x{working_cards[0]}", effective_batch_size=64)
     assert 1 < plan.split[1] <= plan.ceilings[1]
