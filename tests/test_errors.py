@@ -16,7 +16,7 @@ from autosplit.errors import is_installed
         (f"{sysconfig.get_path('purelib')}/own/module.py", True),
         # Of an environment below this one: `python -m venv --system-site-packages`, or a .pth file.
         ("/usr/lib/python3/dist-packages/torch/nn/__init__.py", True),
-        ("/opt/base/lib/python3.11/site-packages/transformers/utils/hub.py", True),
+        ("/srv/env/lib/python3.11/site-packages/transformers/utils/hub.py", True),
         ("/home/me/train.py", False),
         ("/home/me/site-packages.py", False),
         (__file__, False),

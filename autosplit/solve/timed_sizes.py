@@ -66,15 +66,16 @@ def curve_of(timed: Sequence[TimedSize]) -> TimeCurve:
 
 
 def _steadied(timed: Sequence[TimedSize]) -> Sequence[TimedSize]:
-    if len(timed) < 3 or not any(size.error_s for size in timed):
+    told = [size for size in timed if size.error_s < size.seconds]  # the others are less than their own noise
+    if len(told) < 3 or not any(size.error_s for size in timed):
         return timed
-    line = _line(timed)
+    line = _line(told)
     if line is None:
         return timed
     fixed_s, sample_s = line
-    misses = [(fixed_s + sample_s * size.samples) / size.seconds - 1 for size in timed]
-    noise = statistics.fmean((size.error_s / size.seconds) ** 2 for size in timed)
-    variance = max(LEAST_LINE_ERROR**2, sum(miss**2 for miss in misses) / (len(timed) - 2) - noise)
+    misses = [(fixed_s + sample_s * size.samples) / size.seconds - 1 for size in told]
+    noise = statistics.fmean((size.error_s / size.seconds) ** 2 for size in told)
+    variance = max(LEAST_LINE_ERROR**2, sum(miss**2 for miss in misses) / (len(told) - 2) - noise)
     return [
         replace(size, seconds=_average(size, fixed_s + sample_s * size.samples, variance)) if size.error_s else size
         for size in timed
@@ -82,12 +83,12 @@ def _steadied(timed: Sequence[TimedSize]) -> Sequence[TimedSize]:
 
 
 def _average(size: TimedSize, on_line_s: float, variance: float) -> float:
-    own, other = (size.seconds / size.error_s) ** 2, 1 / variance
-    return (own * size.seconds + other * on_line_s) / (own + other)
+    own = variance / (variance + (size.error_s / size.seconds) ** 2)
+    return own * size.seconds + (1 - own) * on_line_s
 
 
 def _line(timed: Sequence[TimedSize]) -> tuple[float, float] | None:
-    """Return fixed seconds and seconds per sample by least squares of relative errors; None where it falls."""
+    """Return fixed seconds, from 0, and seconds per sample by least squares of relative errors; None where it falls."""
     # Of ``fixed / t + per_sample * n / t = 1``, a row for each size.
     rows = [(1 / size.seconds, size.samples / size.seconds) for size in timed]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
@@ -96,4 +97,6 @@ def _line(timed: Sequence[TimedSize]) -> tuple[float, float] | None:
     if determinant <= 0:
         return None
     fixed_s, sample_s = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if fixed_s < 0:
+        return 0.0, b / bb
     return None if sample_s < 0 else (fixed_s, sample_s)

@@ -57,6 +57,27 @@ def test_what_is_no_line_stays_none():
     assert misses(stairs, stairs) < 0.01
 
 
+sizes = st.lists(
+    st.builds(TimedSize, st.integers(1, 500), st.floats(1e-9, 10), st.floats(0, 1)),
+    min_size=1,
+    unique_by=lambda size: size.samples,
+)
+
+
+@given(sizes)
+def test_time_passes_at_every_size(timed):
+    # A line through noisy times met zero above one sample: the plan was refused for a time below 0.
+    curve = curve_of(sorted(timed, key=lambda size: size.samples))
+    assert all(seconds > 0 for _, seconds in curve.points)
+
+
+def test_a_time_below_its_own_noise_draws_no_other_down():
+    timed = [TimedSize(1, 1e-9, 0.001), *(TimedSize(n, 0.003, 0.0001) for n in SIZES)]
+    curve = curve_of(timed)
+    assert curve(1) == pytest.approx(0.003, rel=0.05)
+    assert curve(32) == pytest.approx(0.003, rel=0.05)
+
+
 def test_a_line_that_falls_is_no_line():
     falling = [TimedSize(n, 1.0 - 0.01 * n, 0.05) for n in SIZES]
     curve = curve_of(falling)
