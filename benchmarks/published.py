@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.devices.spec import parse_devices
+from autosplit.runtime.fake_tensors import built_without_memory, fake_mode
 from autosplit.runtime.op_cost import OpCost
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
@@ -146,20 +147,36 @@ def _declare_torchvision() -> None:
         _DECLARED.append(library)
 
 
+_GPTS = {
+    "gpt2_large": {"n_embd": 1280, "n_layer": 36, "n_head": 20},
+    "gpt3_27": {"n_embd": 2560, "n_layer": 32, "n_head": 32, "n_positions": 2048},
+    "gpt3_xl": {"n_embd": 3072, "n_layer": 24, "n_head": 24, "n_positions": 2048},
+}
+"""Configurations of the source's scripts/asplos/data/DLmodel_configs, beside those of BERT and OPT below."""
+
+
 def _language_model(row: Row) -> Workload:
     import transformers
 
     eager = {"attn_implementation": "eager"}
-    if row.model == "bert_large":
-        config = transformers.BertConfig(
-            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, **eager
-        )
-        model: nn.Module = transformers.BertForMaskedLM(config)
-    else:
-        config = transformers.GPT2Config(n_embd=1280, n_layer=36, n_head=20, **eager)
-        model = transformers.GPT2LMHeadModel(config)
     tokens = torch.zeros(2, row.size, dtype=torch.long)
-    return Workload(model, {"input_ids": tokens, "labels": tokens}, optimizer=torch.optim.SGD, precision="none")
+
+    def model() -> nn.Module:
+        if row.model == "bert_large":
+            config = transformers.BertConfig(
+                hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, **eager
+            )
+            return transformers.BertForMaskedLM(config)
+        if row.model == "opt_13":
+            config = transformers.OPTConfig(
+                hidden_size=2048, num_hidden_layers=24, num_attention_heads=32, ffn_dim=8192, **eager
+            )
+            return transformers.OPTForCausalLM(config)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPTS[row.model], **eager))
+
+    # The largest takes 10 GB, which none of its numbers is needed for.
+    built = built_without_memory(model, fake_mode())
+    return Workload(built, {"input_ids": tokens, "labels": tokens}, optimizer=torch.optim.SGD, precision="none")
 
 
 def kept_at(row: Row, batch: int, cache: Path | None) -> Path:

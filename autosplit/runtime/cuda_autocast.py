@@ -41,7 +41,15 @@ _SOFTMAX = {
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Run in float32, inside autocast, what CUDA's autocast runs in it."""
+    """Run in float32, inside autocast, what CUDA's autocast runs in it.
+
+    Attributes:
+        needed: There was something to run in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needed = False
 
     def __torch_function__(
         self,
@@ -52,11 +60,11 @@ class CudaAutocast(TorchFunctionMode):
     ) -> Any:
         """Run a function, its halves as float32 where CUDA would."""
         kwargs = dict(kwargs or {})
-        if func in _SOFTMAX and torch.is_autocast_enabled("cpu"):
-            found = _softmax(_SOFTMAX[func], args, kwargs)
+        if func in _FLOAT32 and torch.is_autocast_enabled("cpu"):
+            self.needed = True
+            found = _softmax(_SOFTMAX[func], args, kwargs) if func in _SOFTMAX else None
             if found is not None:
                 return found
-        if func in _FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -20,7 +20,7 @@ Blocks are rounded up to 512 bytes, as CUDA's caching allocator rounds them
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Token
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -220,6 +220,22 @@ class Tracker(TorchDispatchMode, Placement):
             if place == device:
                 found[held.kind] = found.get(held.kind, 0) + nbytes
         return found
+
+    def repeatable(self, act: Callable[[], None]) -> Callable[[Tracker], None] | None:
+        """Do something, and return what makes another tracker count the same again.
+
+        None where it touched gradients or parameters, which come and go by what else a step does.
+        """
+        assert self._account is not None, "the tracker keeps no accounts"
+        begin = len(self._account)
+        act()
+        account = self._account[begin:]
+
+        def repeat(tracker: Tracker) -> None:
+            for held, _, nbytes, exact_bytes in account:
+                tracker._charge(held, nbytes, exact_bytes)
+
+        return None if any(held.kind in ("gradients", "parameters") for held, *_ in account) else repeat
 
     def entries(self) -> tuple[Entry, ...]:
         """Return what came and went, in order."""

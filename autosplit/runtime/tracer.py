@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -86,6 +87,15 @@ class Trace:
         }[phase]
 
 
+@dataclass(frozen=True)
+class _Update:
+    """An optimizer's update that was followed: of how many gradients, the storages it took, and its work."""
+
+    num_gradients: int
+    count: Callable[[Tracker], None]
+    works: tuple[Event, ...]
+
+
 class _Recorder:
     """Gathers ops into work and keeps the transfers between; `norms_over_samples`: one may refuse a single sample.
 
@@ -99,7 +109,7 @@ class _Recorder:
         self._samples = samples
         self._keeps_calls = keeps_calls
         self._open: dict[int, list[tuple[tuple[OpCost, ...], OpCall | None]]] = {}
-        self._calls: list[list[OpCall]] = []  # of each work
+        self._calls: list[list[OpCall] | None] = []  # of each work; None of one that is the same at any size
         self.mark("start")
 
     def mark(self, phase: str) -> None:
@@ -121,6 +131,17 @@ class _Recorder:
         self._close(*(list(self._open) if purpose == "gradient" else (source, destination)))
         self.phases[-1][1].append(Move(source, destination, nbytes, purpose))
 
+    def phase(self) -> tuple[Event, ...]:
+        """Return what was done in the phase that has begun."""
+        self._close(*list(self._open))
+        return tuple(self.phases[-1][1])
+
+    def repeat(self, works: Sequence[Event]) -> None:
+        """Keep work that was done before, in the phase that has begun, as what no size changes."""
+        self._close(*list(self._open))
+        self.phases[-1][1].extend(works)
+        self._calls.extend(None for _ in works)
+
     def finish(self) -> list[tuple[str, list[Event]]]:
         """Close what is open and return the phases."""
         self._close(*list(self._open))
@@ -133,7 +154,10 @@ class _Recorder:
         def event(found: Event) -> Event:
             if isinstance(found, Move):
                 return replace(found, nbytes=resized(found.nbytes))
-            costs = [cost for call in next(calls) for cost in call.costs(resized)]
+            made = next(calls)
+            if made is None:
+                return found
+            costs = [cost for call in made for cost in call.costs(resized)]
             assert len(costs) == len(found.labels), "an op has as many kernels at any size"
             # Where an op was started from is not to be seen afterwards.
             return replace(Work.of(found.device, costs), labels=found.labels, codes=found.codes)
@@ -206,6 +230,9 @@ class Tracer:
         self._kept: dict[StepShape, Trace] = {}
         self._with_gradient: list[nn.Parameter] | None = None
         self._leaves_unused = False
+        self._autocasts = like_gpu
+        self._update: _Update | None = None
+        self._has_settled = False
 
     def trace(self, shape: StepShape) -> Trace:
         """Return the trace of one optimizer step over pretended devices, followed once; no capacity bounds it.
@@ -231,6 +258,7 @@ class Tracer:
         self._with_gradient = []
         first = replace(shape, accumulates=False, updates=True)
         self._kept[first] = run_until_settled(self.trainee, lambda: self._run(first))
+        self._has_settled = True
 
     def _run(self, shape: StepShape) -> Trace:
         return self._followed(shape)[0]
@@ -250,16 +278,20 @@ class Tracer:
         held: list[nn.Parameter] = (self._with_gradient or []) if shape.accumulates else []
         names = [f"device {index}" for index in range(len(shape.splits[0]))]
         tracker = Tracker(names, [None] * len(names), observer=recorder, draws=self.trainee.draws, accounts=True)
+        autocast = CudaAutocast() if self._autocasts else None
         with (
             kept_rng(),
             held_interrupts() if self.fake else nullcontext(),
             _without_collector(),
             _without_fake_log(),
             _without_onednn() if self.like_gpu else nullcontext(),
-            CudaAutocast() if self.like_gpu else nullcontext(),
+            autocast or nullcontext(),
         ):
-            peaks = run_placed(self.trainee, shape, tracker, mark, held=held)
+            update = partial(self._updated, tracker, recorder)
+            peaks = run_placed(self.trainee, shape, tracker, mark, update=update, held=held)
         self.runs += 1
+        if shape.arrangement != "eval" and autocast is not None:
+            self._autocasts = autocast.needed  # it is asked at every call of torch's functions
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
         phases, entries = recorder.finish(), tracker.entries()
@@ -270,6 +302,16 @@ class Tracer:
             others = tuple((kind, device, size(nbytes)) for kind, device, nbytes in entries)
             found.append(_trace_of(shape, (), others, recorder.resized(size)))
         return found
+
+    def _updated(self, tracker: Tracker, recorder: _Recorder) -> None:
+        """Update the parameters; of fake ones once, and then count the same again: no batch makes it another."""
+        count = sum(parameter.grad is not None for parameter in self.trainee.parameters())
+        if self.fake and self._has_settled and self._update is not None and self._update.num_gradients == count:
+            self._update.count(tracker)
+            recorder.repeat(self._update.works)
+            return
+        counted = tracker.repeatable(self.trainee.update)
+        self._update = None if counted is None else _Update(count, counted, recorder.phase())
 
     def _note_gradients(self) -> None:
         """Note which parameters have a gradient, in the step that leaves out the fewest layers."""

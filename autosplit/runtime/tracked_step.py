@@ -101,12 +101,14 @@ def run_placed(
     tracker: Tracker,
     mark: Callable[[str], None],
     *,
+    update: Callable[[], None] | None = None,
     held: Iterable[nn.Parameter] = (),
 ) -> tuple[int, ...]:
     """Train by one optimizer step under a tracker, and return each device's peak, in bytes.
 
     Args:
         tracker: A new one, with a device for each entry of the split.
+        update: See `Trainee.step`.
         held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
     """
     sizes = [sum(split) for split in shape.splits]
@@ -131,7 +133,9 @@ def run_placed(
                     # Of a step of many only one may be followed, and weights its loss as all of them do.
                     total = 2 * sum(sizes) if shape.accumulates else None
                     with _buckets(shape, trainee, tracker):
-                        trainee.step(models, batches, sizes, mark, updates=shape.updates, num_samples=total)
+                        trainee.step(
+                            models, batches, sizes, mark, updates=shape.updates, update=update, num_samples=total
+                        )
                 peaks = tuple(tracker.peak_bytes)
                 if shape.updates and shape.arrangement != "eval":
                     trainee.left = _left_by(trainee, tracker)

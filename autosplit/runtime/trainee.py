@@ -123,6 +123,7 @@ class Trainee:
         mark: Callable[[str], None] = lambda _phase: None,
         *,
         updates: bool = True,
+        update: Callable[[], None] | None = None,
         num_samples: int | None = None,
     ) -> None:
         """Run one optimizer step.
@@ -130,6 +131,7 @@ class Trainee:
         Args:
             sizes: Samples in each micro-batch; a mean loss counts by its share of them.
             mark: Told when a phase begins: ``"micro"`` for each micro-step, ``"update"`` for the optimizer.
+            update: Runs in place of the optimizers' `update`; a custom step has its own.
             num_samples: Samples of the whole step, where these are not all of its micro-batches.
         """
         workload = self.workload
@@ -155,7 +157,7 @@ class Trainee:
             accumulation.finish()
             mark("update")
             if updates:
-                self._update()
+                (update or self.update)()
         for optimizer in optimizers_of(self.optimizers):
             optimizer.zero_grad(set_to_none=True)
 
@@ -165,7 +167,8 @@ class Trainee:
         # Fake tensors have no infinities to look for: the scaler's arithmetic without its decision.
         return loss * LOSS_SCALE if self.scaler is None else self.scaler.scale(loss)
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """Let the optimizers update the parameters, as the loss scale of fp16 wants it."""
         for optimizer in optimizers_of(self.optimizers):
             if self.scaler is not None:
                 self.scaler.step(optimizer)
