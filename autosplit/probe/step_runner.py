@@ -309,9 +309,10 @@ class StepRunner:
         def shape(n: int) -> StepShape:
             split = tuple(n if position == index else samples for position, samples in enumerate(others))
             if role in ("primary", "replica"):
-                # Of a replica only what it holds itself is asked for, and the optimizer is not on it.
-                updates = role == "primary" or not self.runtime.simulated
-                return replace(balanced(split, accumulates=accumulates), updates=updates)
+                # Of a replica only what it holds itself is asked for: the first device may have as many samples, and a
+                # simulated step is told by those that plans ask for.
+                beside = role == "replica" and self.runtime.simulated and index > 0
+                return balanced((n, *split[1:]) if beside else split, accumulates=accumulates)
             if role == "eval":
                 return StepShape((split,), "eval")
             return StepShape((split,) * micro_steps, "rank", num_ranks=self.num_ranks or count)

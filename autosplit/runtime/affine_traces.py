@@ -95,6 +95,8 @@ class AffineTraces:
     def _tells_one(self, law: _Law, shape: StepShape) -> bool:
         """Tell whether a share of one is as others are: of it, nothing may have to be copied to lie in order."""
         way = _way_of(shape)
+        if self._ones.get((way[0], False)) is False:
+            return False  # a device that is not alone takes one sample as a lone one does
         if way not in self._ones:
             one = tuple(min(1, samples) for samples in shape.splits[0])
             self._ones[way] = law.tells(one, self.tracer.trace(replace(shape, splits=(one,))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch.utils import flop_counter
 from autosplit.devices.catalog import GpuSpec
 from autosplit.runtime.kernel_time import Numbers, Part, host_seconds, kernel_seconds, work_codes
 
-__all__ = ["Move", "Numbers", "OpCost", "Work", "op_cost"]
+__all__ = ["Load", "Move", "Numbers", "OpCost", "Work", "loads_of", "op_cost"]
 
 aten = torch.ops.aten
 
@@ -73,17 +74,47 @@ class Work:
         """Return the same kernels with other numbers, in the order of `numbers` laid flat."""
         return replace(self, numbers=numbers.reshape(self.numbers.shape))
 
-    def kernels_s(self, spec: GpuSpec) -> Numbers:
-        """Return the time of each kernel on a card."""
-        return kernel_seconds(self.numbers, self.codes, spec)
-
-    def started_s(self, spec: GpuSpec, replicas: int = 1) -> Numbers:
-        """Return when the host has started each kernel, see `kernel_time.host_seconds`."""
-        return np.cumsum(host_seconds(self.numbers, self.codes, spec, replicas=replicas))
-
     def seconds(self, spec: GpuSpec) -> float:
         """Return the time of all kernels on a card that never waits for the host."""
-        return float(self.kernels_s(spec).sum())
+        return float(kernel_seconds(self.numbers, self.codes, spec).sum())
+
+
+@dataclass(frozen=True)
+class Load:
+    """The time of a work on a card whose host starts its kernels one after the other.
+
+    Attributes:
+        busy_s: All kernels.
+        host_s: The host, for all of them.
+        end_s: From when the host begins to when the last kernel is done, on a card that has nothing else to do.
+    """
+
+    busy_s: float
+    host_s: float
+    end_s: float
+
+
+def loads_of(works: Sequence[Work], spec: GpuSpec, replicas: int = 1) -> list[Load]:
+    """Return the loads of works on a card, all at once: a step has thousands, most of a kernel or two.
+
+    Args:
+        replicas: See `kernel_time.host_seconds`.
+    """
+    begins = np.cumsum([0, *(work.numbers.shape[1] for work in works)])
+    numbers = np.concatenate([np.zeros((6, 0)), *(work.numbers for work in works)], axis=1)
+    codes = np.concatenate([np.zeros((3, 0), np.int64), *(work.codes for work in works)], axis=1)
+    kernels_s = np.append(0.0, np.cumsum(kernel_seconds(numbers, codes, spec)))
+    started_s = np.append(0.0, np.cumsum(host_seconds(numbers, codes, spec, replicas=replicas)))
+    # A kernel that the host starts late has all those after it still before it.
+    done_s = started_s[1:] - kernels_s[:-1]
+    return [
+        Load(
+            float(kernels_s[end] - kernels_s[begin]),
+            float(started_s[end] - started_s[begin]),
+            float(done_s[begin:end].max() + kernels_s[end] - started_s[begin]) if begin < end else 0.0,
+        )
+        for begin, end in itertools.pairwise(begins)
+    ]
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,14 @@ the first, and gradients come back after the last. A device's clock runs by itse
 starts when both ends are free and keeps both.
 
 Tracing eight cards costs eight times as much as one. So a step is composed: device 0 from a trace with its own share
-and all others' together, each other device from a trace of its share alone.
+and all others' together, each other device from a trace of its share on two.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from autosplit.devices.catalog import GpuSpec
 from autosplit.devices.device import Device
@@ -22,7 +21,7 @@ from autosplit.devices.transfer import HOST
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.kernel_time import Part, kernel_rates
 from autosplit.runtime.memory_tracker import rounded
-from autosplit.runtime.op_cost import Move, OpCost, Work
+from autosplit.runtime.op_cost import Load, Move, OpCost, Work, loads_of
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.tracer import Event, Phase, Trace, Traces
 from autosplit.runtime.tracked_step import bucket_bytes, views_buckets
@@ -55,23 +54,29 @@ class _Clocks:
         self._host_s = [0.0] * len(self.specs)
         self._links_s = [0.0] * len(self.specs)  # each to the first device
         self._arrived_s = [0.0] * len(self.specs)  # what was sent over them is there
+        self._loads: list[dict[Work, Load]] = [{} for _ in self.specs]
+
+    def foresee(self, device: int, events: Sequence[Event]) -> None:
+        """Tell the loads of a device's works at once, before they are played."""
+        works = [event for event in events if isinstance(event, Work) and event not in self._loads[device]]
+        loads = loads_of(works, self.specs[device], self.replicas) if works else ()
+        self._loads[device].update(zip(works, loads, strict=True))
 
     def work(self, device: int, work: Work) -> None:
-        kernels_s = work.kernels_s(self.specs[device])
-        started_s = self._host_s[device] + work.started_s(self.specs[device], self.replicas)
-        left_s = np.cumsum(kernels_s[::-1])[::-1]
+        self.foresee(device, [work])
+        load = self._loads[device][work]
         self._wait(device)
-        self.now_s[device] = max(self.now_s[device] + float(left_s[0]), float((started_s + left_s).max()))
-        self._host_s[device] = float(started_s[-1])
-        self.busy_s[device] += float(left_s[0])
+        self.now_s[device] = max(self.now_s[device] + load.busy_s, self._host_s[device] + load.end_s)
+        self._host_s[device] += load.host_s
+        self.busy_s[device] += load.busy_s
 
     def take_back(self, device: int, work: Work) -> None:
         """Take off what was played, but is not done: card and host are each ahead by what the other does not hide."""
-        seconds = work.seconds(self.specs[device])
-        host_s = float(work.started_s(self.specs[device], self.replicas)[-1])
-        self.now_s[device] -= max(seconds, host_s) if self.now_s[device] <= self._host_s[device] + seconds else seconds
-        self.busy_s[device] -= seconds
-        self._host_s[device] -= host_s
+        load = loads_of([work], self.specs[device], self.replicas)[0]
+        is_behind = self.now_s[device] <= self._host_s[device] + load.busy_s
+        self.now_s[device] -= max(load.busy_s, load.host_s) if is_behind else load.busy_s
+        self.busy_s[device] -= load.busy_s
+        self._host_s[device] -= load.host_s
 
     def move(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         ends = [device for device in (source, destination) if device != HOST]
@@ -234,6 +239,8 @@ def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = Fa
 
 def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
     """Play a trace's events on the clocks; `place` gives the card of each of its devices."""
+    for device, card in enumerate(place):
+        clocks.foresee(card, [event for event in events if isinstance(event, Work) and event.device == device])
     for event in events:
         if isinstance(event, Work):
             clocks.work(place[event.device], event)
@@ -282,15 +289,16 @@ class _Whole:
         return self._tracer.trace(_followed(self._shape, own, in_buckets=self._in_buckets))
 
 
-def _joining_costs(event: Move, nbytes: int) -> tuple[OpCost, ...]:
+@functools.lru_cache(maxsize=1024)
+def _joining(purpose: str, arrives: bool, nbytes: int) -> Work | None:
     """Return what device 0 does with a transfer of one more device; what it does with the stand-ins' is traced."""
-    part: Part = "forward" if event.purpose == "scalar" and event.destination == 0 else "backward"
+    part: Part = "forward" if purpose == "scalar" and arrives else "backward"
     add = OpCost(0, 3 * nbytes, "float32", part=part)  # two tensors read, one written
-    if event.purpose == "gradient":
-        return (add,)
-    if event.purpose == "scalar":  # weighted and added; its gradient is weighted
-        return (add, add) if event.destination == 0 else (add,)
-    return ()
+    if purpose == "gradient":
+        return Work.of(0, [add])
+    if purpose == "scalar":  # weighted and added; its gradient is weighted
+        return Work.of(0, [add, add] if arrives else [add])
+    return None
 
 
 def _stand_ins(split: tuple[int, ...]) -> tuple[int, ...]:
@@ -305,16 +313,17 @@ def _stand_ins(split: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Composed:
-    """A step put together: device 0 beside stand-ins for all the rest, and each other device beside an idle one."""
+    """A step put together: device 0 beside stand-ins for all the rest, and each other device beside another."""
 
     def __init__(self, tracer: Traces, shape: StepShape) -> None:
         self._tracer = tracer
         self._shape = shape
+        self._events: dict[tuple[bool, int, Phase], list[Event]] = {}
 
     def fits_together(self) -> bool:
         """Tell whether every trace moves the same tensors, so that they can be laid over each other."""
         return all(
-            len(self._beside(split, samples, phase).moves) == len(_moves(self._primary(split).events(phase)))
+            len(_moves(self._beside(split, samples, phase))) == len(_moves(self._primary(split).events(phase)))
             for split in set(self._shape.splits)
             for samples in split[1:]
             if samples
@@ -323,12 +332,12 @@ class _Composed:
 
     def peaks(self) -> tuple[int, ...]:
         split = self._shape.splits[0]  # the largest
-        others = [self._replica(samples).peak_bytes[1] if samples else 0 for samples in split[1:]]
+        others = [self._replica(split, samples).peak_bytes[1] if samples else 0 for samples in split[1:]]
         return (self._primary(split).peak_bytes[0], *others)
 
     def parts(self) -> tuple[MemoryParts, ...]:
         split = self._shape.splits[0]
-        others = [self._replica(samples).parts[1] if samples else _NOTHING for samples in split[1:]]
+        others = [self._replica(split, samples).parts[1] if samples else _NOTHING for samples in split[1:]]
         return (self._primary(split).parts[0], *others)
 
     def play(self, clocks: _Clocks, split: tuple[int, ...], phase: Phase) -> None:
@@ -336,7 +345,10 @@ class _Composed:
         if phase == "update":
             _play(clocks, primary, (0, 0, 0))
             return
-        replicas = {index + 1: self._beside(split, n, phase) for index, n in enumerate(split[1:]) if n}
+        replicas = {index + 1: _Replica(self._beside(split, n, phase)) for index, n in enumerate(split[1:]) if n}
+        clocks.foresee(0, [event for event in primary if isinstance(event, Work) and event.device == 0])
+        for device, replica in replicas.items():
+            clocks.foresee(device, replica.events)
         for event in primary:
             if isinstance(event, Work):
                 if event.device == 0:
@@ -348,12 +360,16 @@ class _Composed:
         for device, replica in replicas.items():
             replica.work(clocks, device)
 
-    def _beside(self, split: tuple[int, ...], samples: int, phase: Phase) -> _Replica:
+    def _beside(self, split: tuple[int, ...], samples: int, phase: Phase) -> list[Event]:
         """Return what a device with so many samples does in a phase of a split."""
-        events = self._replica(samples).events(phase)
-        if split[0]:  # it was traced beside an idle device 0, which has no samples to move its buffers with
-            events = tuple(event for event in events if not _returns_buffer(event))
-        return _Replica(events)
+        key = bool(split[0]), samples, phase
+        if key not in self._events:
+            self._events[key] = [
+                event
+                for event in self._replica(split, samples).events(phase)
+                if (event.device == 1 if isinstance(event, Work) else 1 in (event.source, event.destination))
+            ]
+        return self._events[key]
 
     def _move_all(self, clocks: _Clocks, event: Move, replicas: dict[int, _Replica], num_stand_ins: int) -> None:
         """Play a transfer between device 0 and the first stand-in once for each device of the rest."""
@@ -368,46 +384,41 @@ class _Composed:
             ends = [device if end == 1 else end for end in (event.source, event.destination)]
             clocks.move(ends[0], ends[1], nbytes, event.purpose)
             if position >= num_stand_ins:
-                costs = _joining_costs(event, nbytes)
-                if costs:
-                    clocks.work(0, Work.of(0, costs))
+                joining = _joining(event.purpose, event.destination == 0, nbytes)
+                if joining is not None:
+                    clocks.work(0, joining)
 
     def _primary(self, split: tuple[int, ...]) -> Trace:
         short = (split[0], *_stand_ins(split))
         return self._tracer.trace(_followed(self._shape, short))
 
-    def _replica(self, samples: int) -> Trace:
+    def _replica(self, split: tuple[int, ...], samples: int) -> Trace:
+        """Return a trace of two devices: what the second does depends only on whether the first has samples, too."""
+        if split[0]:
+            return self._tracer.trace(_followed(self._shape, (samples, samples)))
         return self._tracer.trace(replace(_followed(self._shape, (0, samples)), updates=False))
 
 
 class _Replica:
-    """The events of device 1 of a trace, played up to each transfer in turn."""
+    """The events of a device, played up to each transfer in turn."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self._events = [event for event in events if isinstance(event, Move) or event.device == 1]
-        self._events = [
-            event for event in self._events if isinstance(event, Work) or 1 in (event.source, event.destination)
-        ]
-
-    @property
-    def moves(self) -> list[Move]:
-        """The transfers that are left."""
-        return [event for event in self._events if isinstance(event, Move)]
+        self.events = events
+        self._next = 0
 
     def work(self, clocks: _Clocks, device: int) -> None:
-        while self._events and isinstance(self._events[0], Work):
-            work = self._events.pop(0)
-            assert isinstance(work, Work)
-            clocks.work(device, work)
+        while self._next < len(self.events):
+            event = self.events[self._next]
+            if not isinstance(event, Work):
+                break
+            clocks.work(device, event)
+            self._next += 1
 
     def next_move(self) -> Move:
-        move = self._events.pop(0)
+        move = self.events[self._next]
         assert isinstance(move, Move)
+        self._next += 1
         return move
-
-
-def _returns_buffer(event: Event) -> bool:
-    return isinstance(event, Move) and event.purpose == "buffer" and event.destination == 0
 
 
 def _moves(events: Sequence[Event]) -> list[Move]:
