@@ -394,9 +394,7 @@ class _Composed:
 
     def _replica(self, split: tuple[int, ...], samples: int) -> Trace:
         """Return a trace of two devices: what the second does depends only on whether the first has samples, too."""
-        if split[0]:
-            return self._tracer.trace(_followed(self._shape, (samples, samples)))
-        return self._tracer.trace(replace(_followed(self._shape, (0, samples)), updates=False))
+        return self._tracer.trace(_followed(self._shape, (samples if split[0] else 0, samples)))
 
 
 class _Replica:
