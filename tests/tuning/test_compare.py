@@ -281,6 +281,9 @@ def test_the_errors_that_are_quoted_are_those_that_were_measured():
     assert f"of {sum(half['steps'] for half in held_out)} published steps" in time
     assert max(half["median"] for half in held_out) <= 0.08
     assert f"within {max(half['p90'] for half in held_out):.0%}".replace("%", " %") in time
+    language = found["step times"]["transformers, all cards"]
+    assert f"of {language['steps']} of transformers" in time
+    assert all(f"within {language[share]:.0%}".replace("%", " %") in time for share in ("median", "p90"))
     largest = found["largest batch"]
     assert f"{100 * largest['inside']:.0f} % of {largest['models']} largest batches" in memory
     assert f"{100 * largest['above']:.0f} % too large" in memory
