@@ -8,7 +8,7 @@ whole sample batch. Where it differs, the cause is looked for, and no advice is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -59,13 +59,22 @@ def check(workload: Any) -> tuple[Check, ...]:
         The whole gradient first (with `step=` what each optimizer sees), then what makes it differ.
 
     Raises:
-        WorkloadError: The sample batch has fewer than 4 samples, and there is no `make_batch`; or the gradient is not
-            finite.
+        WorkloadError: The sample batch has fewer than 4 samples, and there is no `make_batch`; the gradient is not
+            finite; or gradients take more memory than this machine has.
         UserCodeError: The workload's own code raised on its own sample.
     """
     source = workload_source(workload, None, {})
     with kept_rng():
-        built = _with_model(build(source, parse_devices("cpu")).workload)
+        first = build(source, parse_devices("sim:H100-80GB"))  # a large one without its memory
+        needed_bytes, available_bytes = _gradients_bytes(first.workload.modules), available_host_bytes()
+        if needed_bytes > available_bytes:
+            raise WorkloadError(
+                f"gradients in float64 take {needed_bytes / 2**30:.1f} GiB; expected no more than the "
+                f"{available_bytes / 2**30:.1f} GiB that this machine has available; check the same model with fewer "
+                "layers"
+            )
+        workload = build(source, parse_devices("cpu")).workload if first.fake else first.workload
+        built = _with_model(workload)
         found = Comparison(built, _batch_of(built)).checks()
     for one in found:
         _log.info("%s", one)
@@ -148,6 +157,11 @@ def _batch_of(workload: Workload) -> Any:
     return workload.made_batch(MADE_SAMPLES)
 
 
+def _gradients_bytes(modules: Sequence[nn.Module]) -> int:
+    """Return what the gradients take that are kept at a time, in float64."""
+    return KEPT_GRADIENTS * 8 * sum(t.numel() for module in modules for t in (*module.parameters(), *module.buffers()))
+
+
 def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
     """Refuse what has too many parameters to be run here, or no memory; tell whether it has memory."""
     model: Any = workload.model
@@ -158,7 +172,7 @@ def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
     has_no_memory |= any(t.is_meta for t in tensors_of(workload.sample_batch))
     if has_no_memory and not can_be_rebuilt:
         raise TooDearError("the workload was built without its memory")
-    needed_bytes = KEPT_GRADIENTS * 8 * sum(tensor.numel() for tensor in tensors)
+    needed_bytes = _gradients_bytes(modules)
     room_bytes = available_host_bytes() // 4
     if needed_bytes > room_bytes:
         raise TooDearError(

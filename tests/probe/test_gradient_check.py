@@ -680,6 +680,15 @@ def test_too_few_samples_are_refused_and_made_where_they_can_be():
     only_gradient(check(replace(workload, make_batch=lambda n: (torch.randn(n, 4), torch.randint(0, 3, (n,))))))
 
 
+def test_a_model_that_this_machine_can_not_hold_is_refused_before_it_is_built():
+    def workload():
+        layers = [nn.Linear(2**14, 2**14, bias=False) for _ in range(64)]  # 64 GiB in float32
+        return Workload(nn.Sequential(*layers), torch.zeros(4, 2**14))
+
+    with pytest.raises(WorkloadError, match=r"gradients in float64 take 768.0 GiB; expected no more than the .*layers"):
+        check(workload)
+
+
 def test_a_gradient_that_is_not_finite_is_refused():
     with pytest.raises(WorkloadError, match="not finite"):
         check(Workload(nn.Linear(4, 3), torch.full((6, 4), math.nan)))
