@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -32,6 +33,9 @@ __all__ = ["SimulatedRuntime", "traced_parts", "traced_peaks"]
 
 _BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
 """The phases in which devices work together."""
+
+_Played = Phase | Literal["first"]
+"""What of a step is played at once; ``first`` is the first micro-step with the broadcast in it."""
 
 
 @dataclass
@@ -157,9 +161,8 @@ class SimulatedRuntime:
         self._refuse_overflow(peaks, shape)
         replicas = 1 if shape.alone else len(_active(shape.splits[0]))
         clocks = _Clocks(self._specs, self.free, replicas)
-        source.play(clocks, shape.splits[0], "broadcast")
         for number, split in enumerate(shape.splits):
-            source.play(clocks, split, "micro")
+            source.play(clocks, split, "micro" if number else "first")
             if number == 0 and len(shape.splits) > 1:
                 self._begin_gradients(clocks, shape)
         source.play(clocks, shape.splits[0], "reduce")
@@ -232,6 +235,18 @@ def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = Fa
     return StepShape((split,), arrangement, accumulates=accumulates, updates=shape.updates)
 
 
+def _events(trace: Trace, phase: _Played) -> tuple[Event, ...]:
+    """Return the events to play; parameters are sent once the first inputs are: their launches hide behind these."""
+    if phase != "first":
+        return trace.events(phase)
+    inputs = next((index for index, event in enumerate(trace.micro) if not _is_input(event)), len(trace.micro))
+    return (*trace.micro[:inputs], *trace.broadcast, *trace.micro[inputs:])
+
+
+def _is_input(event: Event) -> bool:
+    return isinstance(event, Move) and event.source == HOST
+
+
 def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
     """Play a trace's events on the clocks; `place` gives the card of each of its devices."""
     for event in events:
@@ -274,8 +289,8 @@ class _Whole:
             found[index] = replace(parts, gradients_bytes=parts.gradients_bytes + buckets)
         return tuple(found)
 
-    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: Phase) -> None:
-        _play(clocks, self._trace(split).events(phase), self._place)
+    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: _Played) -> None:
+        _play(clocks, _events(self._trace(split), phase), self._place)
 
     def _trace(self, split: tuple[int, ...]) -> Trace:
         own = tuple(split[index] for index in self._place)
@@ -331,8 +346,8 @@ class _Composed:
         others = [self._replica(samples).parts[1] if samples else _NOTHING for samples in split[1:]]
         return (self._primary(split).parts[0], *others)
 
-    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: Phase) -> None:
-        primary = self._primary(split).events(phase)
+    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: _Played) -> None:
+        primary = _events(self._primary(split), phase)
         if phase == "update":
             _play(clocks, primary, (0, 0, 0))
             return
@@ -348,9 +363,9 @@ class _Composed:
         for device, replica in replicas.items():
             replica.work(clocks, device)
 
-    def _beside(self, split: tuple[int, ...], samples: int, phase: Phase) -> _Replica:
+    def _beside(self, split: tuple[int, ...], samples: int, phase: _Played) -> _Replica:
         """Return what a device with so many samples does in a phase of a split."""
-        events = self._replica(samples).events(phase)
+        events = _events(self._replica(samples), phase)
         if split[0]:  # it was traced beside an idle device 0, which has no samples to move its buffers with
             events = tuple(event for event in events if not _returns_buffer(event))
         return _Replica(events)
