@@ -11,6 +11,7 @@ and all others' together, each other device from a trace of its share alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -21,7 +22,7 @@ from autosplit.devices.catalog import GpuSpec
 from autosplit.devices.device import Device
 from autosplit.devices.transfer import HOST
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime.kernel_time import Part, kernel_rates
+from autosplit.runtime.kernel_time import Numbers, Part, kernel_rates
 from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.protocol import Measurement, StepShape
@@ -59,15 +60,26 @@ class _Clocks:
         self._host_s = [0.0] * len(self.specs)
         self._links_s = [0.0] * len(self.specs)  # each to the first device
         self._arrived_s = [0.0] * len(self.specs)  # what was sent over them is there
+        self._known: dict[
+            tuple[int, int], tuple[Work, Numbers, Numbers]
+        ] = {}  # the work is kept, or its id were another's
 
     def work(self, device: int, work: Work) -> None:
-        kernels_s = work.kernels_s(self.specs[device])
-        started_s = self._host_s[device] + work.started_s(self.specs[device], self.replicas)
-        left_s = np.cumsum(kernels_s[::-1])[::-1]
+        left_s, started_s = self._times_s(device, work)
+        started_s = self._host_s[device] + started_s
         self._wait(device)
         self.now_s[device] = max(self.now_s[device] + float(left_s[0]), float((started_s + left_s).max()))
         self._host_s[device] = float(started_s[-1])
         self.busy_s[device] += float(left_s[0])
+
+    def _times_s(self, device: int, work: Work) -> tuple[Numbers, Numbers]:
+        """Return what is left from each kernel on, and when it is started; the same in every micro-step."""
+        known = self._known.get((device, id(work)))
+        if known is None:
+            left_s = np.cumsum(work.kernels_s(self.specs[device])[::-1])[::-1]
+            known = work, left_s, work.started_s(self.specs[device], self.replicas)
+            self._known[device, id(work)] = known
+        return known[1:]
 
     def take_back(self, device: int, work: Work) -> None:
         """Take off what was played, but is not done: card and host are each ahead by what the other does not hide."""
@@ -297,15 +309,16 @@ class _Whole:
         return self._tracer.trace(_followed(self._shape, own, in_buckets=self._in_buckets))
 
 
-def _joining_costs(event: Move, nbytes: int) -> tuple[OpCost, ...]:
+@functools.lru_cache(maxsize=1024)
+def _joining_work(purpose: str, destination: int, nbytes: int) -> Work | None:
     """Return what device 0 does with a transfer of one more device; what it does with the stand-ins' is traced."""
-    part: Part = "forward" if event.purpose == "scalar" and event.destination == 0 else "backward"
+    part: Part = "forward" if purpose == "scalar" and destination == 0 else "backward"
     add = OpCost(0, 3 * nbytes, "float32", part=part)  # two tensors read, one written
-    if event.purpose == "gradient":
-        return (add,)
-    if event.purpose == "scalar":  # weighted and added; its gradient is weighted
-        return (add, add) if event.destination == 0 else (add,)
-    return ()
+    if purpose == "gradient":
+        return Work.of(0, (add,))
+    if purpose == "scalar":  # weighted and added; its gradient is weighted
+        return Work.of(0, (add, add) if destination == 0 else (add,))
+    return None
 
 
 def _stand_ins(split: tuple[int, ...]) -> tuple[int, ...]:
@@ -383,9 +396,9 @@ class _Composed:
             ends = [device if end == 1 else end for end in (event.source, event.destination)]
             clocks.move(ends[0], ends[1], nbytes, event.purpose)
             if position >= num_stand_ins:
-                costs = _joining_costs(event, nbytes)
-                if costs:
-                    clocks.work(0, Work.of(0, costs))
+                joining = _joining_work(event.purpose, event.destination, nbytes)
+                if joining is not None:
+                    clocks.work(0, joining)
 
     def _primary(self, split: tuple[int, ...]) -> Trace:
         short = (split[0], *_stand_ins(split))
