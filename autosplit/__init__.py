@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autosplit import ddp as ddp
     from autosplit.devices.spec import list_devices as list_devices
     from autosplit.devices.spec import parse_devices as parse_devices
     from autosplit.errors import AutosplitError as AutosplitError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from autosplit.tuning.tune import tune as tune
     from autosplit.workload.batch import Whole as Whole
     from autosplit.workload.workload import Workload as Workload
+
+    __version__: str
 
 # Where each public name lives. Nothing is imported before it is asked for: `--help` and a remembered plan
 # must not wait for torch.
@@ -47,19 +50,21 @@ _HOMES = {
 __all__ = ["__version__", "ddp", *_HOMES]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"autosplit.{_HOMES[name]}"), name)
-    elif name == "ddp":
-        value = importlib.import_module("autosplit.ddp")
-    elif name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:  # a checker would take any name, misspelt ones too, for an Any
 
-        value = version("autosplit")
-    else:
-        raise AttributeError(f"module 'autosplit' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            value = getattr(importlib.import_module(f"autosplit.{_HOMES[name]}"), name)
+        elif name == "ddp":
+            value = importlib.import_module("autosplit.ddp")
+        elif name == "__version__":
+            from importlib.metadata import version
+
+            value = version("autosplit")
+        else:
+            raise AttributeError(f"module 'autosplit' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -88,18 +88,28 @@ def shares_plan(sizes: tuple[int, ...], effective: int, *, in_one: bool = False)
     )
 
 
-def on_cards(plan: Plan, monkeypatch: Any) -> Plan:
-    """A plan with accelerators of this machine in place of its devices; accelerate hears of a kind that it misses."""
+def on_cards(plan: Plan, monkeypatch: Any = None) -> Plan:
+    """A plan with accelerators of this machine in place of its devices.
+
+    Args:
+        monkeypatch: Where it is for one process, accelerate hears of a kind that it misses.
+    """
     from gpus import COUNT, KIND
 
-    if KIND not in {"cuda", "xpu", "npu"}:
+    if monkeypatch is not None and KIND not in {"cuda", "xpu", "npu"}:
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", f"{KIND}:0")
     here = visible_devices(KIND)
     placed = [
         replace(device, label=f"{KIND}:{n}", kind=KIND, index=n, name=here[n].name, uuid=here[n].uuid)
         for n, device in ((device.index % COUNT, device) for device in plan.devices)
     ]
-    return replace(plan, devices=tuple(placed))
+    ranks = tuple(replace(rank, device=placed[rank.rank].label) for rank in plan.ddp.ranks)
+    return replace(plan, devices=tuple(placed), ddp=replace(plan.ddp, ranks=ranks))
+
+
+def shares_of_cards(sizes: tuple[int, ...], effective: int) -> Plan:
+    """A plan for a process on each accelerator of this machine."""
+    return on_cards(shares_plan(sizes, effective))
 
 
 def make_text(index: int, generator: torch.Generator) -> dict[str, Any]:
@@ -222,7 +232,7 @@ def folder_of_job(name: str) -> Path:
 
 
 def weights_of(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()])
 
 
 def epoch_order(epoch: int) -> list[int]:

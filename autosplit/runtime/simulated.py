@@ -12,8 +12,9 @@ and all others' together, each other device from a trace of its share on two.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from autosplit.devices.catalog import GpuSpec
 from autosplit.devices.device import Device
@@ -31,6 +32,9 @@ __all__ = ["SimulatedRuntime", "traced_parts", "traced_peaks"]
 
 _BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
 """The phases in which devices work together."""
+
+_Played = Phase | Literal["first"]
+"""What of a step is played at once; ``first`` is the first micro-step with the broadcast in it."""
 
 
 @dataclass
@@ -56,14 +60,16 @@ class _Clocks:
         self._arrived_s = [0.0] * len(self.specs)  # what was sent over them is there
         self._loads: list[dict[Work, Load]] = [{} for _ in self.specs]
 
-    def foresee(self, device: int, events: Sequence[Event]) -> None:
-        """Tell the loads of a device's works at once, before they are played."""
-        works = [event for event in events if isinstance(event, Work) and event not in self._loads[device]]
-        loads = loads_of(works, self.specs[device], self.replicas) if works else ()
-        self._loads[device].update(zip(works, loads, strict=True))
+    def foresee(self, card: int, works: Iterator[Work]) -> None:
+        """Tell the loads of a card's works at once, before they are played; those of another micro-step are known."""
+        loads = self._loads[card]
+        first = next(works, None)
+        if first is not None and first not in loads:
+            new = [first, *(work for work in works if work not in loads)]
+            loads.update(zip(new, loads_of(new, self.specs[card], self.replicas), strict=True))
 
     def work(self, device: int, work: Work) -> None:
-        self.foresee(device, [work])
+        self.foresee(device, iter([work]))
         load = self._loads[device][work]
         self._wait(device)
         self.now_s[device] = max(self.now_s[device] + load.busy_s, self._host_s[device] + load.end_s)
@@ -162,9 +168,8 @@ class SimulatedRuntime:
         self._refuse_overflow(peaks, shape)
         replicas = 1 if shape.alone else len(_active(shape.splits[0]))
         clocks = _Clocks(self._specs, self.free, replicas)
-        source.play(clocks, shape.splits[0], "broadcast")
         for number, split in enumerate(shape.splits):
-            source.play(clocks, split, "micro")
+            source.play(clocks, split, "micro" if number else "first")
             if number == 0 and len(shape.splits) > 1:
                 self._begin_gradients(clocks, shape)
         source.play(clocks, shape.splits[0], "reduce")
@@ -237,10 +242,27 @@ def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = Fa
     return StepShape((split,), arrangement, accumulates=accumulates, updates=shape.updates)
 
 
+def _events(trace: Trace, phase: _Played) -> tuple[Event, ...]:
+    """Return the events to play; parameters are sent once the first inputs are: their launches hide behind these."""
+    if phase != "first":
+        return trace.events(phase)
+    inputs = next((index for index, event in enumerate(trace.micro) if not _is_input(event)), len(trace.micro))
+    return (*trace.micro[:inputs], *trace.broadcast, *trace.micro[inputs:])
+
+
+def _is_input(event: Event) -> bool:
+    return isinstance(event, Move) and event.source == HOST
+
+
+def _works(events: Sequence[Event], device: int) -> Iterator[Work]:
+    """Yield what a device of a trace works."""
+    return (event for event in events if isinstance(event, Work) and event.device == device)
+
+
 def _play(clocks: _Clocks, events: Sequence[Event], place: Sequence[int]) -> None:
     """Play a trace's events on the clocks; `place` gives the card of each of its devices."""
     for device, card in enumerate(place):
-        clocks.foresee(card, [event for event in events if isinstance(event, Work) and event.device == device])
+        clocks.foresee(card, _works(events, device))
     for event in events:
         if isinstance(event, Work):
             clocks.work(place[event.device], event)
@@ -281,8 +303,8 @@ class _Whole:
             found[index] = replace(parts, gradients_bytes=parts.gradients_bytes + buckets)
         return tuple(found)
 
-    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: Phase) -> None:
-        _play(clocks, self._trace(split).events(phase), self._place)
+    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: _Played) -> None:
+        _play(clocks, _events(self._trace(split), phase), self._place)
 
     def _trace(self, split: tuple[int, ...]) -> Trace:
         own = tuple(split[index] for index in self._place)
@@ -318,7 +340,7 @@ class _Composed:
     def __init__(self, tracer: Traces, shape: StepShape) -> None:
         self._tracer = tracer
         self._shape = shape
-        self._events: dict[tuple[bool, int, Phase], list[Event]] = {}
+        self._events: dict[tuple[bool, int, _Played], list[Event]] = {}
 
     def fits_together(self) -> bool:
         """Tell whether every trace moves the same tensors, so that they can be laid over each other."""
@@ -340,15 +362,15 @@ class _Composed:
         others = [self._replica(split, samples).parts[1] if samples else _NOTHING for samples in split[1:]]
         return (self._primary(split).parts[0], *others)
 
-    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: Phase) -> None:
-        primary = self._primary(split).events(phase)
+    def play(self, clocks: _Clocks, split: tuple[int, ...], phase: _Played) -> None:
+        primary = _events(self._primary(split), phase)
         if phase == "update":
             _play(clocks, primary, (0, 0, 0))
             return
         replicas = {index + 1: _Replica(self._beside(split, n, phase)) for index, n in enumerate(split[1:]) if n}
-        clocks.foresee(0, [event for event in primary if isinstance(event, Work) and event.device == 0])
+        clocks.foresee(0, _works(primary, 0))
         for device, replica in replicas.items():
-            clocks.foresee(device, replica.events)
+            clocks.foresee(device, _works(replica.events, 1))
         for event in primary:
             if isinstance(event, Work):
                 if event.device == 0:
@@ -360,13 +382,13 @@ class _Composed:
         for device, replica in replicas.items():
             replica.work(clocks, device)
 
-    def _beside(self, split: tuple[int, ...], samples: int, phase: Phase) -> list[Event]:
+    def _beside(self, split: tuple[int, ...], samples: int, phase: _Played) -> list[Event]:
         """Return what a device with so many samples does in a phase of a split."""
         key = bool(split[0]), samples, phase
         if key not in self._events:
             self._events[key] = [
                 event
-                for event in self._replica(split, samples).events(phase)
+                for event in _events(self._replica(split, samples), phase)
                 if (event.device == 1 if isinstance(event, Work) else 1 in (event.source, event.destination))
             ]
         return self._events[key]

@@ -332,7 +332,7 @@ class Tracer:
 
     def zeroing_costs(self) -> list[OpCost]:
         """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
-        return [OpCost(0, p.numel() * p.element_size(), "float32") for p in self._with_gradient or []]
+        return [OpCost(0, p.numel() * p.element_size(), "float32", part="backward") for p in self._with_gradient or []]
 
     def leaves_unused(self) -> bool:
         """Tell whether some trainable parameter got no gradient in a step; of a custom step nobody knows."""

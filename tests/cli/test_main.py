@@ -102,6 +102,7 @@ def fails(capsys):
 # Usage
 
 
+@pytest.mark.smoke
 def test_help_names_the_commands(capsys):
     assert main(["--help"]) == 0
     assert main([]) == 0
@@ -207,6 +208,7 @@ def test_the_help_lists_the_exit_codes_and_examples_are_not_broken(capsys, monke
     assert max(map(len, others)) <= 60
 
 
+@pytest.mark.smoke
 def test_python_m_autosplit_runs_the_command_line():
     done = subprocess.run([sys.executable, "-m", "autosplit", "tune"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
@@ -525,7 +527,7 @@ def test_a_model_that_does_not_fit_at_batch_1(script, fails, devices):
 # tune, for real
 
 
-@pytest.mark.parametrize("path", [None, pytest.param(EXAMPLE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", [pytest.param(None, marks=pytest.mark.smoke), slow(EXAMPLE)])
 def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path):
     numbers = ["--effective-batch-size", "64", "--n-trials", "4", "--max-batch-size", "40"]
     arguments = ["tune", path or script(), *SIM, *numbers, "--json"]
@@ -544,6 +546,7 @@ def test_json_of_simulated_cards_and_again_from_the_profile(script, capsys, path
     assert again.trials == plan.trials
 
 
+@pytest.mark.smoke
 def test_a_small_workload_on_the_processor(script, capsys):
     flags = ["--devices", "cpu:8MiB,cpu:4MiB", "--strategy", "balanced", "--effective-batch-size", "2"]
     assert main(["tune", script(), *flags, "--n-trials", "1"]) == 0
@@ -799,6 +802,7 @@ def test_devices_as_a_table_and_as_json(monkeypatch, capsys):
     assert shown["notes"] == ["a note"]
 
 
+@pytest.mark.smoke
 def test_devices_never_fails(capsys):
     assert main(["devices"]) == 0
     assert main(["devices", "--json"]) == 0
@@ -816,6 +820,7 @@ def test_show_a_saved_plan(tmp_path, capsys):
     assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((100, 156)))
 
 
+@pytest.mark.smoke
 def test_show_lists_the_profiles_and_shows_the_newest(capsys):
     store("ab" * 16, made_plan((100, 156)))
     newest = store("cd" * 16, made_plan((300,)))

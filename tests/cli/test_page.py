@@ -51,6 +51,7 @@ def test_a_page_of_a_whole_plan_is_whole_and_loads_nothing():
 
 @pytest.mark.usefixtures("undrawn")
 class TestWords:
+    @pytest.mark.smoke
     def test_the_numbers_tables_and_settings(self):
         texts = Reader(page_of(solved_plan())).texts
         for text in (

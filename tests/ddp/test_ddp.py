@@ -211,6 +211,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("alone")
 class TestOneProcess:
+    @pytest.mark.smoke
     def test_trains_and_leaves_no_group_behind(self) -> None:
         with ddp.setup(make_plan((4,), 10)) as ctx:
             assert (ctx.rank, ctx.world_size, ctx.device) == (0, 1, torch.device("cpu"))

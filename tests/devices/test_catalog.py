@@ -43,6 +43,7 @@ def test_every_row_is_complete_and_plausible(name):
         assert peaks["tf32"] == pytest.approx(peaks["float16"] / 2, rel=0.02)
 
 
+@pytest.mark.smoke
 def test_the_catalogue_has_the_cards_it_must_have():
     wanted = (
         "GTX1080Ti P100 V100-16GB V100-32GB TITAN-RTX RTX2080Ti T4 RTX3060 RTX3070 RTX3080-10GB RTX3090 RTX3090Ti A10 "

@@ -1,7 +1,9 @@
 """Emulated accelerators: several devices in the host's memory, for tests of what needs GPUs.
 
 The environment variable ``EMULATED_DEVICES`` says how many; `switch_on` makes this process and those that it starts
-load them with torch, as torch loads any out-of-tree back end. Their kind is ``emu``, their module ``torch.emu``.
+load them with torch, as torch loads any out-of-tree back end. Their kind is ``emu``, their module ``torch.emu``, their
+collective back end ``eccl``; within `called_npu` they are called ``npu``, as the one out-of-tree kind that other
+libraries know by name.
 
 What is set here is of the devices themselves, by their numbers among all (``EMU_VISIBLE_DEVICES`` changes what a
 process calls them, as CUDA's variable does), and holds for every process that shares ``EMULATED_MEMORY``, a file:
@@ -32,6 +34,7 @@ from .build import NoCompiler, built_library
 __all__ = [
     "NoCompiler",
     "built_library",
+    "called_npu",
     "contexts",
     "copies_arrive_as_zeros",
     "fail_allocation",
@@ -50,6 +53,9 @@ __all__ = [
 ]
 
 MOST = 16
+KIND = os.environ.get("EMULATED_KIND", "emu")
+"""What this process calls them."""
+
 library: ctypes.CDLL | None = None
 """The C side, once it is loaded."""
 
@@ -72,6 +78,21 @@ def switch_on() -> None:
         atexit.register(Path(path).unlink, missing_ok=True)
 
 
+@contextmanager
+def called_npu():
+    """Let the processes that start meanwhile call them ``npu``: what asks for a ``torch_npu`` finds one."""
+    path = str(Path(__file__).parent / "npu")
+    before = os.environ["PYTHONPATH"]
+    os.environ |= {"EMULATED_KIND": "npu", "PYTHONPATH": os.pathsep.join([path, before])}
+    sys.path.append(path)  # which processes of multiprocessing take over
+    try:
+        yield
+    finally:
+        sys.path.remove(path)
+        os.environ["PYTHONPATH"] = before
+        del os.environ["EMULATED_KIND"]
+
+
 def load() -> None:
     """Give torch the devices; called once in a process, by torch itself where `switch_on` was called before.
 
@@ -90,8 +111,8 @@ def load() -> None:
     library.emu_random_state.restype = ctypes.c_int64
     from . import group, torch_emu
 
-    torch.utils.rename_privateuse1_backend("emu")
-    torch._register_device_module("emu", torch_emu)
+    torch.utils.rename_privateuse1_backend(KIND)
+    torch._register_device_module(KIND, torch_emu)
     torch.utils.generate_methods_for_privateuse1_backend()
     group.register()
 

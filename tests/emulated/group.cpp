@@ -128,6 +128,14 @@ struct Backend final : c10d::Backend {
   }
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     auto ours = held_on_host(tensors);
+    if (options.reduceOp == c10d::ReduceOp::AVG && at::isIntegralType(ours.at(0).scalar_type(), false)) {
+      auto summing = options; // gloo refuses what NCCL rounds
+      summing.reduceOp = c10d::ReduceOp::SUM;
+      auto work = host->allreduce(ours, summing);
+      work->wait(kNoTimeout);
+      ours[0].div_(getSize(), "trunc");
+      return made(std::move(work), tensors);
+    }
     return made(host->allreduce(ours, options), tensors);
   }
   WorkPointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {

@@ -1,4 +1,4 @@
-"""The collective back end of the emulated devices, by the name ``eccl``: torch's own gloo, on their memory."""
+"""The collective back end of the emulated devices, by the name of their kind's: torch's own gloo, on their memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
+from . import KIND
+
+NAME = {"emu": "eccl", "npu": "hccl"}[KIND]
+
 
 def register() -> None:
     """Make it the back end of their kind."""
     if dist.is_available():
-        dist.Backend.register_backend("eccl", _made, devices=["emu"])
+        dist.Backend.register_backend(NAME, _made, devices=[KIND])
 
 
 def _made(store: dist.Store, rank: int, size: int, timeout: timedelta):
@@ -19,4 +23,4 @@ def _made(store: dist.Store, rank: int, size: int, timeout: timedelta):
     gloo._set_sequence_number_for_group()
     host = dist.ProcessGroup(store, rank, size)
     host._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    return dist.ProcessGroup.unbox(torch.ops.emu.group(host.boxed()))._get_backend(torch.device("emu"))
+    return dist.ProcessGroup.unbox(torch.ops.emu.group(host.boxed()))._get_backend(torch.device(KIND))

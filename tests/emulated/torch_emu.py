@@ -11,6 +11,7 @@ import torch
 from torch.accelerator import memory as _accelerator
 from torch.utils._mode_utils import no_dispatch
 
+from . import KIND
 from . import library as _c
 
 OutOfMemoryError = torch.OutOfMemoryError
@@ -33,8 +34,8 @@ def _index(device=None) -> int:
         index = device
     else:
         found = torch.device(device)
-        if found.type != "emu":
-            raise ValueError(f"Expected an emu device, but got: {device}")
+        if found.type != KIND:
+            raise ValueError(f"Expected an {KIND} device, but got: {device}")
         index = current_device() if found.index is None else found.index
     if not 0 <= index < device_count():
         raise torch.AcceleratorError(f"EMU error: invalid device ordinal {index} of {device_count()}")
@@ -194,7 +195,7 @@ def can_device_access_peer(device, peer) -> bool:
 
 
 def Stream(device=None, priority=0, **options) -> torch.Stream:
-    return torch.Stream(torch.device("emu", _index(device)), priority=priority, **options)
+    return torch.Stream(torch.device(KIND, _index(device)), priority=priority, **options)
 
 
 def current_stream(device=None) -> torch.Stream:
@@ -238,7 +239,7 @@ class stream:
 # ---- random numbers ----
 
 
-def get_rng_state(device="emu") -> torch.Tensor:
+def get_rng_state(device=KIND) -> torch.Tensor:
     _lazy_init()
     index = _index(device)
     with no_dispatch():
@@ -251,7 +252,7 @@ def get_rng_state_all() -> list[torch.Tensor]:
     return [get_rng_state(index) for index in range(device_count())]
 
 
-def set_rng_state(new_state: torch.Tensor, device="emu") -> None:
+def set_rng_state(new_state: torch.Tensor, device=KIND) -> None:
     index = _index(device)
     with no_dispatch():
         state = new_state.cpu().contiguous().clone()
@@ -276,3 +277,7 @@ def manual_seed_all(seed: int) -> None:
 
 def initial_seed() -> int:
     return _c.emu_current_seed(current_device())
+
+
+random = SimpleNamespace(get_rng_state_all=get_rng_state_all, set_rng_state_all=set_rng_state_all)
+"""Where ``torch.cuda`` and others have them, too."""

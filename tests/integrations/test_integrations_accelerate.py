@@ -123,10 +123,12 @@ def trained(
     resumes: bool = False,
     workers: int = 0,
     cls: Any = Accelerator,
+    plan_of: Any = shared.shares_plan,
 ) -> dict[str, Any]:
     """Train 50 steps; then from the state that was saved in the middle of an epoch to the end."""
     shared.fork_workers()
-    options = {"plan": shared.shares_plan(sizes, effective), "count": COUNT[kind], "cls": cls}
+    plan = plan_of(sizes, effective)
+    options = {"plan": plan, "count": COUNT[kind], "cls": cls, "cpu": plan.devices[0].kind == "cpu"}
     folder = shared.folder_of_job(f"{kind} {sizes} {effective}") if resumes else None
     accelerator = make_accelerator(**options)
     found = loop(accelerator, prepared(kind, accelerator), folder=folder)

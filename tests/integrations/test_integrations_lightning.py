@@ -89,12 +89,20 @@ def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
 
 
 def trained(
-    kind: str, sizes: tuple[int, ...], effective: int, *, resumes: bool = False, workers: int = 0, weighted: bool = True
+    kind: str,
+    sizes: tuple[int, ...],
+    effective: int,
+    *,
+    resumes: bool = False,
+    workers: int = 0,
+    weighted: bool = True,
+    plan_of: Any = shared.shares_plan,
+    **place: str,
 ) -> dict[str, Any]:
     """Train 50 steps; then from the checkpoint of the middle of an epoch to the end."""
     shared.fork_workers()
     os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it: Lightning starts processes of its own otherwise
-    plan = shared.shares_plan(sizes, effective)
+    plan = plan_of(sizes, effective)
     folder = shared.folder_of_job(f"{kind} {sizes} {effective}")
 
     def fitted(*callbacks: pl.Callback, ckpt_path: Any = None, workers: int = 0) -> dict[str, Any]:
@@ -102,7 +110,7 @@ def trained(
         ours = [shares] if weighted else []
         weighing = {} if weighted else {"accumulate_grad_batches": plan.accumulation_steps}
         between = {"val_check_interval": 7, "check_val_every_n_epoch": None}
-        options = {"devices": len(sizes), "strategy": "ddp", **between, **weighing}
+        options = {"devices": len(sizes), "strategy": "ddp", **between, **weighing, **place}
         trainer = make_trainer(*ours, watch, *callbacks, **options)
         trainer.fit(module, shares.data(Data(kind, workers), seed=shared.SEED), ckpt_path=ckpt_path)
         steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch

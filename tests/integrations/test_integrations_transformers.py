@@ -109,13 +109,15 @@ def trained(
     cls: Any = Mixed,
     loss: Any = None,
     workers: int = 0,
+    plan_of: Any = shared.shares_plan,
 ) -> dict[str, Any]:
     """Train 50 steps, with evaluation in between; then from its checkpoint in the middle of an epoch to the end."""
     shared.fork_workers()
-    plan = shared.shares_plan(sizes, effective)
+    plan = plan_of(sizes, effective)
+    place = {"use_cpu": plan.devices[0].kind == "cpu"}
     saves = {"save_strategy": "steps", "save_steps": STOPS_AT} if resumes else {}
     evaluates = {"eval_strategy": "steps", "eval_steps": 25, "per_device_eval_batch_size": EVALUATES_BY}
-    args = make_args(shared.folder_of_job(name), **evaluates, **saves)
+    args = make_args(shared.folder_of_job(name), **place, **evaluates, **saves)
     trainer = make_trainer(kind, plan, args, eval_dataset=TEXTS[:HELD_OUT], cls=cls, compute_loss_func=loss)
     trainer.train()
     log = trainer.state.log_history
@@ -133,7 +135,7 @@ def trained(
         "losses": {entry["step"]: entry["loss"] for entry in log if "loss" in entry},
     }
     if resumes:
-        args = make_args(shared.folder_of_job(name), dataloader_num_workers=workers)
+        args = make_args(shared.folder_of_job(name), **place, dataloader_num_workers=workers)
         again = make_trainer(kind, plan, args, cls=cls, compute_loss_func=loss)
         again.train(resume_from_checkpoint=str(shared.folder_of_job(name) / f"checkpoint-{STOPS_AT}"))
         found["resumed"] = shared.weights_of(again.model)

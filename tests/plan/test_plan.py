@@ -160,6 +160,7 @@ class TestWhatIsNoPlan:
 
 
 class TestFiles:
+    @pytest.mark.smoke
     def test_saves_and_loads(self, tmp_path):
         path = tmp_path / "new" / "folder" / "plan.json"
         PLAN.save(path)
@@ -222,6 +223,7 @@ def model_of(*, seed: int = 0) -> nn.Module:
 
 
 class TestDownToTheWrappers:
+    @pytest.mark.smoke
     @pytest.mark.parametrize("split", [(2, 4), (0, 6), (5, 1)])
     def test_the_wrapped_model_has_the_gradients_of_the_plain_one(self, split):
         plan = make_plan(split=split, gpu0_bsz=split[0], ceilings=(6, 6))

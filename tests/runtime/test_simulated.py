@@ -138,11 +138,12 @@ class TestKeptReplicas:
         clocks.meet()
         _play(clocks, followed.update, (0, 1, 2))
         found = machine.measure(shape)
-        # All replicas but the first are told by one, which brings a single scalar loss: a block for each of the others.
-        assert found.peak_bytes == pytest.approx(followed.peak_bytes, abs=BLOCK_BYTES * (len(split) - 2))
+        # Device 0's trace has one replica for all, which brings a single scalar loss: a block less than two of them.
+        block_bytes = BLOCK_BYTES if name == "with_loss" and split[0] else 0
+        assert found.peak_bytes == (followed.peak_bytes[0] - block_bytes, *followed.peak_bytes[1:])
         # What the host does for sums of gradients that the first micro-step does not have is taken back as a whole.
-        assert found.seconds == pytest.approx(clocks.meet(), rel=0.05)
-        assert found.busy_s == pytest.approx(clocks.busy_s, rel=0.02)
+        assert found.seconds == pytest.approx(clocks.meet(), rel=0.001)
+        assert found.busy_s == pytest.approx(clocks.busy_s, rel=0.005)
 
     def test_parameters_travel_once_a_step(self, tracers):
         trace = tracers("char_gpt").trace(StepShape(((4, 4),), accumulates=True))

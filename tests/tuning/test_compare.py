@@ -175,6 +175,7 @@ def test_headroom_is_that_of_the_tightest_device():
 # What comes of it
 
 
+@pytest.mark.smoke
 def test_a_machine_that_is_too_small_is_a_row_with_the_reason():
     found = comparison_of({"sim:T4": misfit(), "sim:2xL4": planned(5.0)}, {"T4": 0.4})
     assert [machine.devices for machine in found.machines] == ["sim:2xL4", "sim:T4"]

@@ -36,6 +36,7 @@ def measure(*workload, **options):
 
 
 class TestSimulated:
+    @pytest.mark.smoke
     def test_a_plans_split_has_its_trials_rate_and_memory(self):
         plan = autosplit.tune(mlp(), devices=CARDS, effective_batch_size=96, n_trials=3, profile="off")
         found = measure(devices=CARDS, split=plan.split, accumulation_steps=plan.accumulation_steps)

@@ -35,6 +35,7 @@ from autosplit.runtime.tracer import Tracer, make_tracer
 from autosplit.solve.split import micro_batch_sizes
 from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.tuning import lone_session, memory_bounds, session
+from autosplit.tuning.measure import measure
 from autosplit.tuning.memory_bounds import MemoryBounds
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload
@@ -188,10 +189,15 @@ class TestGradientsThatWait:
     @pytest.mark.slow
     def test_bound_device_0_when_it_is_alone(self):
         """What it runs alone in one micro-step was taken for what it runs in each of several, and nothing ran."""
-        plan = quick(wide(), self.machine(8192, 1024), effective_batch_size=16_000)
+        machine = self.machine(8192, 1024)
+        plan = quick(wide(), machine, effective_batch_size=16_000)
         assert plan.accumulation_steps == 3
-        assert 5334 <= plan.split[0] < 8192
+        assert 5334 <= plan.split[0] <= plan.ceilings[0] < 8192
         assert plan.split[1] == 0
+        # A third of the step, 5334, is not always the fastest; what is taken is no slower.
+        assert (
+            plan.samples_per_s >= measure(wide(), devices=machine, split=(5334, 0), accumulation_steps=3).samples_per_s
+        )
         assert not [trial for trial in plan.trials if trial.failure]
 
     @pytest.mark.slow
@@ -239,10 +245,8 @@ class TestOneMicroStepAndSeveral:
     def test_a_vast_step_takes_no_longer(self, effective):
         """Each of its thousands of micro-steps was looked at by itself, for each candidate: minutes."""
         plan = quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=effective)
-        if isinstance(effective, tuple):
-            assert effective[0] <= plan.effective_batch_size <= effective[1]
-        else:
-            assert plan.accumulation_steps > 500
+        assert max(trial.accumulation_steps for trial in plan.trials) > 500
+        assert plan.samples_per_s == max(trial.samples_per_s for trial in plan.trials)
 
     @pytest.mark.slow
     def test_a_step_of_too_many_is_refused(self):
@@ -626,6 +630,7 @@ def forbid_search(monkeypatch) -> None:
 class TestProfiles:
     options = types.MappingProxyType({"devices": "sim:2xRTX3090", "effective_batch_size": 64, "n_trials": 3})
 
+    @pytest.mark.smoke
     def test_the_second_tuning_runs_nothing_and_says_so(self, monkeypatch):
         workload = small()
         first = tune(workload, **self.options)
