@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import autosplit
-from autosplit.cli.charts import charts_of
+from autosplit.plan.charts import charts_of
 from autosplit.plan.plan import Plan
 from autosplit.workload.from_file import load_workload
 
