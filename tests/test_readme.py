@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,11 @@ def python_of(page: Path) -> str:
     return "\n".join(re.findall(r"^```py.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
 
 
-WITH_PYTHON = [page for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))] if python_of(page)]
+WITH_PYTHON = [
+    page
+    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    if python_of(page) and page.stem != "notebook"  # run as what it is made of, below
+]
 
 
 def run(command: str, cache: Path, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -166,6 +171,8 @@ def test_the_python_of_a_page_runs_as_it_stands(page: Path, tmp_path: Path) -> N
     """One script of all its blocks; what goes on from a plan finds one of two ranks, and as many processes for DDP."""
     if page.stem in {*TOOLS, "integrations"}:
         pytest.importorskip("transformers" if page.stem == "integrations" else page.stem)
+    if page.stem == "plans":
+        pytest.importorskip("matplotlib")
     (tmp_path / "page.py").write_text(python_of(page), encoding="utf-8")
     shares_plan((6, 2), 24).save(tmp_path / "plan.json")
     of_ranks = page.stem == "ddp"
@@ -192,6 +199,43 @@ def test_a_tools_page_runs_from_top_to_bottom(tool: str, tmp_path: Path) -> None
         if "tune" not in command:
             losses = [float(loss) for loss in re.findall(r"loss\W+(\d+\.\d+)", done.stdout)]
             assert losses[-1] < losses[0], done.stdout
+
+
+def test_every_example_is_on_the_site() -> None:
+    """Shown whole by some page, and named by the gallery; `.ci/run` and the tests of the tools run the scripts."""
+    gallery = (DOCS / "gallery.md").read_text(encoding="utf-8")
+    for example in EXAMPLES.glob("*.py"):
+        assert f"[`{example.name}`]" in gallery
+        assert f'--8<-- "examples/{example.name}"' in PAGES
+    notebooks = list(EXAMPLES.glob("*.ipynb"))
+    assert [f"[`{notebook.name}`](notebook.md)" in gallery for notebook in notebooks] == [True]
+
+
+def test_the_page_of_the_notebook_is_made_from_it() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    made = runpy.run_path(str(DOCS / "notebook.py"))
+    book = nbformat.read(made["NOTEBOOK"], 4)
+    assert (DOCS / "notebook.md").read_text(encoding="utf-8") == made["page"](book), "run python docs/notebook.py"
+    assert (DOCS / made["PICTURE"]).read_bytes() == made["picture"](book)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """In a process of its own: what a client of kernels leaves open would be told of in the next test."""
+    for needed in ("nbclient", "ipykernel", "matplotlib"):
+        pytest.importorskip(needed)
+    code = "import runpy; made = runpy.run_path('docs/notebook.py')"
+    code += "\nprint(made['page'](made['executed'](made['NOTEBOOK'])))"
+    environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"}
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "<strong>autosplit plan</strong>" in done.stdout
+    assert "pictures/notebook.png" in done.stdout
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", done.stdout)]
+    assert len(losses) == 3
+    assert losses[0] > losses[1] > losses[2]
 
 
 def test_the_map_names_modules_that_are_there() -> None:
