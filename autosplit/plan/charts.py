@@ -349,14 +349,14 @@ def _rate_at(plan: PlanRecord, solver: Solver, share: int, batch: int) -> float 
 
 
 def _draw_landscape(canvas: Canvas, plan: PlanRecord, field: _Field) -> None:
-    from matplotlib import colors
-
     axes = canvas.axes
     best = max(rate for row in field.rates for rate in row if rate is not None)
     edges = [share * best for share in SHARES[:-1]] + [1.0001 * best]
     rates = [[math.nan if rate is None else rate for rate in row] for row in field.rates]
-    palette = colors.ListedColormap([canvas.colors[f"l{i}"] for i in range(LEVELS)])
-    levels = axes.contourf(field.shares, field.batches, rates, edges, cmap=palette)
+    palette = [
+        canvas.colors[f"l{i}"] for i in range(LEVELS)
+    ]  # one for each step: a colormap would go by the size of the steps
+    levels = axes.contourf(field.shares, field.batches, rates, edges, colors=palette)
     levels.set_edgecolor("face")  # or a seam shows between two colours
     bar = canvas.figure.colorbar(levels, ax=axes, location="bottom", aspect=24, shrink=0.96, pad=0.02)
     bar.set_label(f"predicted, % of the best ({compact(best)} samples/s)")

@@ -184,6 +184,12 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
         charts.charts_of(made_plan(), made_plan().explain())
 
 
+def test_the_landscape_tells_what_is_near_the_best_apart(solved):
+    """A colormap went by the size of the steps: 90, 95 and 98 % of the best all had one colour."""
+    svg = solved["landscape"].svg
+    assert {f"var(--l{level})" for level in range(7)} <= set(re.findall(r"var\(--l\d\)", svg))
+
+
 # ------------------------------------------------------------------------------------------------------- Plan.plot
 
 
