@@ -35,9 +35,9 @@ class Circle(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Print the loss now and then; where `training_step` asks for the trainer, tuning has to be given one."""
-        del batch_idx
         if self.trainer.is_global_zero and self.global_step % 10 == 0:
-            print(f"step {self.global_step:3}: loss {outputs['loss']:.3f} over {len(batch['label'])} samples")
+            said = f"loss {outputs['loss']:.3f} over {len(batch['label'])} samples"
+            print(f"step {self.global_step:3}, batch {batch_idx + 1}: {said}")
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer."""
