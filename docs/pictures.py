@@ -1,25 +1,40 @@
-"""Draws docs/pictures/*.svg from a plan: python docs/pictures.py [PLAN.json].
+"""Draws docs/pictures/*.svg: python docs/pictures.py; it takes no card, and half a minute.
 
-Without a plan it tunes the README's example for the README's cards, which takes no card. A picture has its own colours
-for light and dark pages, those of the report.
+Those of README are charts of the plan that its example makes for its cards; those of "How it works" of a plan for the
+same cards with less memory, where ceilings bind, and of one training step on the processor under the tracker. A picture
+has its own colours for light and dark pages, those of the report.
 """
 
 from __future__ import annotations
 
 import re
-import sys
+from collections import Counter
 from pathlib import Path
 
+import torch
+
 import autosplit
-from autosplit.cli.charts import charts_of
-from autosplit.plan.plan import Plan
+from autosplit.plan.canvas import Canvas, Chart, drawn
+from autosplit.plan.charts import charts_of
+from autosplit.runtime.memory_tracker import Entry, Tracker
 from autosplit.workload.from_file import load_workload
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
 STYLE = ROOT / "autosplit" / "cli" / "templates" / "report.css"
-PICTURES = {"devices": "split", "rates": "gain"}
-"""The charts of the report that are pictures of their own."""
+EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
+EFFECTIVE_BATCH_SIZE = 1024
+PICTURES = {
+    "sim:1xRTX3090+1xRTX2080Ti": {"devices": "split", "rates": "gain"},
+    "sim:1xRTX3090@1GiB+1xRTX2080Ti@512MiB": {"line0": "ceiling", "landscape": "landscape", "trials": "search"},
+}
+"""The charts of the report that are pictures of their own, by the devices of the plan."""
+
+KINDS = {"parameters": "c1", "gradients": "c2", "optimizer": "c3", "activations": "c5"}
+"""Kinds of storages that the tracker tells apart, with their colours."""
+
+LEAST_SEEN_MIB = 0.1
+"""Changes below a pixel are not drawn: the peak is 200 times as much."""
 
 
 def variables() -> tuple[str, str]:
@@ -40,17 +55,62 @@ def picture(svg: str) -> str:
     ).replace(">", f">{style}", 1)
 
 
+def followed_step() -> tuple[Entry, ...]:
+    """Follow a training step of README's example on the processor, AdamW's first, of 8 samples."""
+    workload: autosplit.Workload = load_workload(EXAMPLE)()
+    model, (inputs, targets), loss_fn = workload.model, workload.sample_batch, workload.loss_fn
+    assert loss_fn is not None
+    optimizer = torch.optim.AdamW(model.parameters())
+    tracker = Tracker(["cpu:0"], [None], accounts=True)
+    with tracker:
+        for tensor in (*model.parameters(), *model.buffers(), inputs, targets):
+            tracker.adopt(tensor, 0)
+        for parameter in model.parameters():
+            tracker.classify(parameter, "parameters")
+        loss_fn(model(inputs), targets).backward()
+        for parameter in model.parameters():
+            tracker.classify(parameter.grad, "gradients")
+        optimizer.step()
+        for state in optimizer.state.values():
+            for value in state.values():
+                tracker.classify(value, "optimizer")
+        return tracker.entries()
+
+
+def tracker_chart(entries: tuple[Entry, ...]) -> Chart:
+    """Draw what a device holds as the storages of a step come and go."""
+    held: Counter[str] = Counter()
+    places, heights = [0], {kind: [0.0] for kind in KINDS}
+    for place, (kind, _, nbytes) in enumerate(entries, 1):
+        held[kind if kind in KINDS else "activations"] += nbytes
+        if max(abs(held[name] / 2**20 - values[-1]) for name, values in heights.items()) >= LEAST_SEEN_MIB:
+            places.append(place)
+            for name, values in heights.items():
+                values.append(held[name] / 2**20)
+
+    def draw(canvas: Canvas) -> None:
+        colors = [canvas.colors[color] for color in KINDS.values()]
+        labels = ["parameters", "gradients", "optimizer state", "activations and others"]
+        canvas.axes.stackplot(places, *heights.values(), colors=colors, labels=labels, linewidth=0)
+        canvas.axes.set_xlim(0, places[-1])
+        canvas.finish("storages that came or went", "memory, MiB", 2)
+
+    peak = max(sum(values) for values in zip(*heights.values(), strict=True))
+    said = f"What a training step holds as {len(entries):,} storages come and go; at its fullest {peak:.0f} MiB."
+    return drawn("tracker", "Memory in a step", said, 300, draw)
+
+
 def main() -> None:
     """Draw the pictures."""
-    if len(sys.argv) > 1:
-        plan = Plan.load(sys.argv[1])
-    else:
-        source = load_workload(str(ROOT / "examples" / "char_gpt.py"))
-        plan = autosplit.tune(source, devices="sim:1xRTX3090+1xRTX2080Ti", effective_batch_size=1024, profile="off")
     FOLDER.mkdir(exist_ok=True)
-    for chart in charts_of(plan, plan.explain()):
-        if chart.name in PICTURES:
-            (FOLDER / f"{PICTURES[chart.name]}.svg").write_text(picture(chart.svg) + "\n", encoding="utf-8")
+    found = {"tracker": tracker_chart(followed_step())}
+    for devices, names in PICTURES.items():
+        workload = load_workload(EXAMPLE)
+        plan = autosplit.tune(workload, devices=devices, effective_batch_size=EFFECTIVE_BATCH_SIZE, profile="off")
+        found |= {names[chart.name]: chart for chart in charts_of(plan, plan.explain()) if chart.name in names}
+    for name, chart in found.items():
+        assert chart.svg, chart.said
+        (FOLDER / f"{name}.svg").write_text(picture(chart.svg) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Trains a small network on made-up points with accelerate; where there is a plan, by its shares.
 
     python examples/train_accelerate.py
-    autosplit launch --plan plan.json examples/train_accelerate.py
+    python -m autosplit tune examples/train_accelerate.py --strategy ddp --output plan.json
+    python -m autosplit launch --plan plan.json examples/train_accelerate.py
 
-One line differs from a script without autosplit: where Accelerator is imported from.
+Training differs by one line from a script without autosplit: where Accelerator is imported from.
 """
 
 from __future__ import annotations
@@ -11,20 +12,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
+import autosplit
 from autosplit.integrations.accelerate import Accelerator
 
 COUNT, STEPS = 1000, 40
 
-if __name__ == "__main__":
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Return a network, its optimizer, and points of which it tells whether they lie within a circle."""
     torch.manual_seed(0)
     points = torch.rand(COUNT, 2) * 2 - 1
-    data: Any = [{"point": point, "label": (point.norm() < 0.8).long()} for point in points]
+    data = [{"point": point, "label": (point.norm() < 0.8).long()} for point in points]
     network = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 2))
-    adam = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    return network, torch.optim.AdamW(network.parameters(), lr=1e-2), data
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the mean loss of a batch."""
+    return F.cross_entropy(model(batch["point"]), batch["label"])
+
+
+def workload() -> autosplit.Workload:
+    """Return what is tuned: the network, a batch of its data, its loss and its optimizer."""
+    network, adam, data = made()
+    return autosplit.Workload(network, default_collate(data[:8]), compute_loss=loss_of, optimizer=adam)
+
+
+if __name__ == "__main__":
+    network, adam, data = made()
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, STEPS)
     shuffled = DataLoader(data, batch_size=32, shuffle=True)  # with a plan, its batch size instead
 
@@ -34,7 +53,7 @@ if __name__ == "__main__":
     while step < STEPS:
         for batch in loader:
             with accelerator.accumulate(model):
-                loss = F.cross_entropy(model(batch["point"]), batch["label"])
+                loss = loss_of(model, batch)
                 accelerator.backward(loss)
                 optimizer.step()
                 scheduler.step()

@@ -1,9 +1,10 @@
 """Trains a small GPT-2 on made-up sequences with transformers' Trainer; where there is a plan, by its shares.
 
     python examples/train_transformers.py
-    autosplit launch --plan plan.json examples/train_transformers.py
+    python -m autosplit tune examples/train_transformers.py --strategy ddp --output plan.json
+    python -m autosplit launch --plan plan.json examples/train_transformers.py
 
-One line differs from a script without autosplit: where Trainer is imported from.
+Training differs by one line from a script without autosplit: where Trainer is imported from.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
+import autosplit
+import autosplit.integrations.transformers
 from autosplit.integrations.transformers import Trainer
 
 COUNT, LENGTH, TOKENS = 512, 24, 64
@@ -34,13 +37,22 @@ def collate(sequences: list[list[int]]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}
 
 
-if __name__ == "__main__":
+def made_trainer() -> Trainer:
+    """Return what trains: a model, its arguments and its data."""
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=TOKENS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, **ends))
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=TOKENS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, **ends))
     data = [sequence(index) for index in range(COUNT)]
-    with tempfile.TemporaryDirectory() as folder:
-        quiet: dict[str, Any] = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
-        args = TrainingArguments(folder, max_steps=40, learning_rate=3e-3, logging_steps=10, **quiet)
-        trainer = Trainer(model, args, train_dataset=data, data_collator=collate)
-        trainer.train()
+    quiet: dict[str, Any] = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    args = TrainingArguments(tempfile.gettempdir(), max_steps=40, learning_rate=3e-3, logging_steps=10, **quiet)
+    return Trainer(gpt2, args, train_dataset=data, data_collator=collate)
+
+
+def workload() -> autosplit.Workload:
+    """Return what is tuned: the Trainer as it is."""
+    return autosplit.integrations.transformers.workload(made_trainer())
+
+
+if __name__ == "__main__":
+    trainer = made_trainer()
+    trainer.train()

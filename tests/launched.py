@@ -14,7 +14,8 @@ from torch import nn
 def main() -> None:
     script, folder = sys.argv[1:]
     found = runpy.run_path(script, run_name="__main__")
-    trained = found["trainer"].lightning_module if "lightning" in script else found.get("network", found["model"])
+    trainer = found.get("trainer")
+    trained = getattr(trainer, "lightning_module", None) or getattr(trainer, "model", None) or found["network"]
     assert isinstance(trained, nn.Module)
     weights = torch.cat([parameter.detach().flatten() for parameter in trained.parameters()])
     torch.save(weights, Path(folder) / f"{os.environ.get('RANK', 'alone')}.pt")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from folders import DOCS, PAGES, README, ROOT
+from folders import DOCS, EXAMPLES, PAGES, README, ROOT
+from shared_training import shares_plan
 
 GPUS = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
 COMMANDS = list(
@@ -18,12 +20,26 @@ COMMANDS = list(
     )
 )
 INSTALLING = [command for command in COMMANDS if command.startswith("pip install")]
-EXAMPLES = [command for command in COMMANDS if re.fullmatch(r"python examples/\w+\.py", command)]
+OF_EXAMPLES = [command for command in COMMANDS if re.fullmatch(r"python examples/\w+\.py", command)]
 SIMULATED = next(command for command in COMMANDS if "tune" in command and "sim:" in command)
 OF_A_CARD = {command for command in COMMANDS if "doctor.json" in command}  # tests/devices/test_examination.py
+OF_A_TOOL = {command for command in COMMANDS if "plan.json" in command}  # test_a_tools_page_runs_from_top_to_bottom
+TOOLS = ("transformers", "accelerate", "lightning")
 QUICK = {"python -m autosplit devices", "python -m autosplit show", "python -m autosplit profiles"}
 REPORT = "python -m autosplit report -o report.html"
 CI = ROOT / ".ci" / "run"
+
+
+def python_of(page: Path) -> str:
+    """Return a page's Python from top to bottom; examples stand in blocks of another kind, and have commands."""
+    return "\n".join(re.findall(r"^```py.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
+
+
+WITH_PYTHON = [
+    page
+    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    if python_of(page) and page.stem != "notebook"  # run as what it is made of, below
+]
 
 
 def run(command: str, cache: Path, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -61,11 +77,11 @@ def test_ci_runs_the_installing_commands_to_the_letter(command: str) -> None:
 
 def test_ci_runs_the_examples() -> None:
     """Where nothing is installed but autosplit; once is enough."""
-    assert EXAMPLES
+    assert OF_EXAMPLES
     said = CI.read_text(encoding="utf-8")
     assert "for example in examples/*.py; do\n" in said
     assert '    python "$example"\n' in said
-    assert [command for command in EXAMPLES if not (ROOT / command.split()[1]).exists()] == []
+    assert [command for command in OF_EXAMPLES if not (ROOT / command.split()[1]).exists()] == []
 
 
 @pytest.mark.parametrize("command", sorted(QUICK))
@@ -79,7 +95,8 @@ def test_quick_commands_run(command: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if c not in {*QUICK, *INSTALLING, *EXAMPLES, *OF_A_CARD, SIMULATED, REPORT}]
+    "command",
+    [c for c in COMMANDS if c not in {*QUICK, *INSTALLING, *OF_EXAMPLES, *OF_A_TOOL, *OF_A_CARD, SIMULATED, REPORT}],
 )
 def test_long_commands_run(command: str, tmp_path: Path) -> None:
     done = run(command, tmp_path)
@@ -140,12 +157,85 @@ def test_the_errors_that_troubleshooting_quotes_are_said() -> None:
     assert [words for words in own if words not in source] == []
 
 
-@pytest.mark.slow
-def test_the_ten_lines_run_as_they_stand(tmp_path: Path) -> None:
-    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "import torch" in block)
-    (tmp_path / "script.py").write_text(code, encoding="utf-8")
-    done = run("python script.py", tmp_path, tmp_path)
+def test_pages_have_python() -> None:
+    """Of these is known that they do; one that loses its own is no longer run below."""
+    assert {page.stem for page in WITH_PYTHON} >= {"README", "tuning", "ddp", "dataparallel", "devices", "integrations"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page if page.stem == "dataparallel" else pytest.param(page, marks=pytest.mark.slow) for page in WITH_PYTHON],
+    ids=lambda page: page.stem,
+)
+def test_the_python_of_a_page_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
+    """One script of all its blocks; what goes on from a plan finds one of two ranks, and as many processes for DDP."""
+    if page.stem in {*TOOLS, "integrations"}:
+        pytest.importorskip("transformers" if page.stem == "integrations" else page.stem)
+    if page.stem == "plans":
+        pytest.importorskip("matplotlib")
+    (tmp_path / "page.py").write_text(python_of(page), encoding="utf-8")
+    shares_plan((6, 2), 24).save(tmp_path / "plan.json")
+    of_ranks = page.stem == "ddp"
+    start = "python -m autosplit launch --plan plan.json page.py" if of_ranks else "python page.py"
+    done = run(start, tmp_path / "cache", tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tools_page_runs_from_top_to_bottom(tool: str, tmp_path: Path) -> None:
+    """Train alone, tune the ranks, train with their plan: as written, where nothing is but the examples."""
+    pytest.importorskip(tool)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    page = (DOCS / f"{tool}.md").read_text(encoding="utf-8")
+    commands = [command for command in COMMANDS if f"train_{tool}.py" in command]
+    assert len(commands) == 3
+    assert f'--8<-- "examples/train_{tool}.py"' in page
+    for command in commands:
+        assert command in page
+        done = run(command, tmp_path / "cache", tmp_path)
+        assert done.returncode == 0, done.stderr
+        if "tune" not in command:
+            losses = [float(loss) for loss in re.findall(r"loss\W+(\d+\.\d+)", done.stdout)]
+            assert losses[-1] < losses[0], done.stdout
+
+
+def test_every_example_is_on_the_site() -> None:
+    """Shown whole by some page, and named by the gallery; `.ci/run` and the tests of the tools run the scripts."""
+    gallery = (DOCS / "gallery.md").read_text(encoding="utf-8")
+    for example in EXAMPLES.glob("*.py"):
+        assert f"[`{example.name}`]" in gallery
+        assert f'--8<-- "examples/{example.name}"' in PAGES
+    notebooks = list(EXAMPLES.glob("*.ipynb"))
+    assert [f"[`{notebook.name}`](notebook.md)" in gallery for notebook in notebooks] == [True]
+
+
+def test_the_page_of_the_notebook_is_made_from_it() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    made = runpy.run_path(str(DOCS / "notebook.py"))
+    book = nbformat.read(made["NOTEBOOK"], 4)
+    assert (DOCS / "notebook.md").read_text(encoding="utf-8") == made["page"](book), "run python docs/notebook.py"
+    assert (DOCS / made["PICTURE"]).read_bytes() == made["picture"](book)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """In a process of its own: what a client of kernels leaves open would be told of in the next test."""
+    for needed in ("nbclient", "ipykernel", "matplotlib"):
+        pytest.importorskip(needed)
+    code = "import runpy; made = runpy.run_path('docs/notebook.py')"
+    code += "\nprint(made['page'](made['executed'](made['NOTEBOOK'])))"
+    environment = {**os.environ, "AUTOSPLIT_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"}
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "<strong>autosplit plan</strong>" in done.stdout
+    assert "pictures/notebook.png" in done.stdout
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", done.stdout)]
+    assert len(losses) == 3
+    assert losses[0] > losses[1] > losses[2]
 
 
 def test_the_map_names_modules_that_are_there() -> None:

@@ -13,12 +13,12 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from autosplit.cli.canvas import check_drawing
-from autosplit.cli.charts import MEMORY_PARTS, charts_of, known_parts
 from autosplit.cli.plan_report import Told, paste_lines, request_text, told_of
 from autosplit.cli.tables import tuple_text
 from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
+from autosplit.plan.canvas import check_drawing
+from autosplit.plan.charts import MEMORY_PARTS, charts_of, known_parts
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
 from autosplit.probe.check_result import error_text

@@ -16,6 +16,7 @@ from autosplit.text import printable
 
 if TYPE_CHECKING:
     import torch
+    from matplotlib.figure import Figure
     from torch import nn
 
     from autosplit.parallel.balanced import BalancedDataParallel
@@ -100,6 +101,24 @@ class Plan(PlanRecord):
         from autosplit.plan.split_comparison import compared_split
 
         return compared_split(self, split, accumulation_steps)
+
+    def plot(self) -> Figure:
+        """Draw the plan for a notebook or a paper: the memory of each device, and samples/s over the batch.
+
+            plan.plot().savefig("plan.pdf")
+
+        The charts are those of `autosplit report`; the curve is what the plan's fit predicts of the fastest split of
+        each batch, and is left out where the plan holds no fit.
+
+        Returns:
+            A figure of matplotlib, 9 inches wide, which notebooks show by itself; pyplot is not touched.
+
+        Raises:
+            InputError: matplotlib is not installed (the extra ``plot``).
+        """
+        from autosplit.plan.charts import figure_of
+
+        return figure_of(self)
 
     def export(self, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
         """Turn the plan into the settings of another tool.

@@ -15,10 +15,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from autosplit.cli import page as pages
-from autosplit.cli.canvas import Chart
 from autosplit.cli.main import main
 from autosplit.cli.page import page_of, write_page
 from autosplit.errors import InputError
+from autosplit.plan.canvas import Chart
 from autosplit.plan.record import DdpPlan
 from autosplit.plan.redact import LEFT_OUT
 from autosplit.probe.check_result import Check

@@ -6,15 +6,17 @@ from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
+from folders import ROOT
 from handmade import GIB, made_plan, solved_plan
 
 pytest.importorskip("matplotlib")
 
-from autosplit.cli import charts
-from autosplit.cli.canvas import WIDTH
-from autosplit.cli.charts import known_parts
 from autosplit.errors import InputError
+from autosplit.plan import charts
+from autosplit.plan.canvas import LIGHT, WIDTH
+from autosplit.plan.charts import known_parts
 from autosplit.plan.record import DdpPlan
+from autosplit.solve.split import accumulation_steps
 
 DRAWN = ("devices", "line0", "line1", "trials", "landscape", "rates")
 
@@ -180,3 +182,55 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_svg", None)
     with pytest.raises(InputError, match=r"needs matplotlib, .*pip install 'autosplit\[report\]'"):
         charts.charts_of(made_plan(), made_plan().explain())
+
+
+def test_the_landscape_tells_what_is_near_the_best_apart(solved):
+    """A colormap went by the size of the steps: 90, 95 and 98 % of the best all had one colour."""
+    svg = solved["landscape"].svg
+    assert {f"var(--l{level})" for level in range(7)} <= set(re.findall(r"var\(--l\d\)", svg))
+
+
+# ------------------------------------------------------------------------------------------------------- Plan.plot
+
+
+def test_a_figure_has_the_pages_light_colours():
+    css = (ROOT / "autosplit" / "cli" / "templates" / "report.css").read_text(encoding="utf-8")
+    light = dict(re.findall(r"--(\w+): (#\w+);", css.split("}")[0]))
+    assert {name: light[name] for name in LIGHT} == LIGHT
+
+
+@pytest.mark.parametrize("plan", [made_plan(), solved_plan()], ids=["without a fit", "with one"])
+def test_a_plan_is_plotted_beside_its_curve(plan, tmp_path):
+    """The same numbers as the page: bars as long as the memory in use, the star at the plan, the curve of its fit."""
+    figure = plan.plot()
+    devices, curve = figure.axes
+    factor = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}[devices.get_xlabel().split(", ")[1]]
+    used = sum(bar.get_width() for bar in devices.patches if bar.get_facecolor()[3] and bar.get_y() < 0)
+    assert used * factor == pytest.approx(plan.devices[0].peak_bytes)
+    star = curve.collections[-1].get_offsets()[0]
+    assert tuple(star) == (plan.batch_size, plan.samples_per_s)
+    assert len(curve.lines) == (plan.fit is not None)
+    if plan.fit is not None:
+        ((batches, rates),) = [line.get_data() for line in curve.lines]
+        batch, rate = int(batches[1]), rates[1]
+        splits = [(first, batch - first) for first in range(batch + 1)]
+        predicted = [plan.compare_with(split, accumulation_steps(512, batch)).samples_per_s for split in splits]
+        assert rate == pytest.approx(max(predicted), rel=0.03)  # whose last forward is whole
+    figure.savefig(tmp_path / "plan.pdf")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert (tmp_path / "plan.pdf").stat().st_size > 1000
+
+
+def test_a_plot_leaves_pyplot_and_its_settings_alone():
+    import matplotlib as mpl
+
+    before = dict(mpl.rcParams)
+    made_plan().plot()
+    assert dict(mpl.rcParams) == before
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+def test_a_plot_names_the_extra_that_it_takes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_svg", None)
+    with pytest.raises(InputError, match=r"plan\.plot\(\) needs matplotlib.*pip install 'autosplit\[plot\]'"):
+        made_plan().plot()

@@ -1,4 +1,4 @@
-"""A picture as an element of the page: drawn by matplotlib, coloured by the page's variables, scaled by its CSS."""
+"""A picture, drawn by matplotlib: an element of the page, coloured by its variables, or a figure of its own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 from autosplit.errors import InputError
 from autosplit.text import visible
 
-__all__ = ["COLORS", "LEVELS", "Canvas", "Chart", "check_drawing", "compact", "drawn", "whole_ticks"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
+
+__all__ = ["LEVELS", "LIGHT", "Canvas", "Chart", "check_drawing", "compact", "drawn", "side_by_side", "whole_ticks"]
 
 WIDTH = 330
 """Width of the drawings in pixels, about what a phone of 360 leaves within its margins: wider pages scale them up."""
@@ -27,6 +30,29 @@ LEVELS = 7
 # matplotlib knows no variables: each stands for a colour that nothing else has, and is put in its place afterwards.
 _NAMES = ("ink", "muted", "grid", "paper", "c1", "c2", "c3", "c4", "c5", "c6", "accent", "bad")
 COLORS = {name: f"#0102{number:02x}" for number, name in enumerate((*_NAMES, *(f"l{i}" for i in range(LEVELS))), 16)}
+LIGHT = {
+    "ink": "#1b2129",
+    "muted": "#566273",
+    "grid": "#e3e7ec",
+    "paper": "#ffffff",
+    "accent": "#c2410c",
+    "bad": "#b3261e",
+    "c1": "#1f6fb2",
+    "c2": "#e08a00",
+    "c3": "#0b8a6a",
+    "c4": "#8a4fbf",
+    "c5": "#63b3e6",
+    "c6": "#b9a12a",
+    "l0": "#440154",
+    "l1": "#443983",
+    "l2": "#31688e",
+    "l3": "#21918c",
+    "l4": "#35b779",
+    "l5": "#90d743",
+    "l6": "#fde725",
+}
+"""The page's light colours, for a figure of its own."""
+
 _VARIABLES = {color: f"var(--{name})" for name, color in COLORS.items()}
 
 
@@ -46,24 +72,26 @@ class Chart:
     svg: str = ""
 
 
-def check_drawing(what: str) -> None:
+def check_drawing(what: str, extra: str = "report") -> None:
     """Refuse what needs matplotlib where that is not installed."""
     try:
         importlib.import_module("matplotlib.backends.backend_svg")
     except ImportError:
         raise InputError(
-            f"{what} needs matplotlib, which is not installed; expected the extra; pip install 'autosplit[report]'"
+            f"{what} needs matplotlib, which is not installed; expected the extra; pip install 'autosplit[{extra}]'"
         ) from None
 
 
 class Canvas:
-    """A picture that is being drawn, and what its marks say when they are pointed at."""
+    """A picture that is being drawn, and what its marks say when they are pointed at.
 
-    def __init__(self, height: int) -> None:
-        from matplotlib.figure import Figure
+    Attributes:
+        colors: By the page's names.
+    """
 
-        # SVG has 72 units to an inch, which are the page's pixels.
-        self.figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
+    def __init__(self, figure: Figure | SubFigure, colors: dict[str, str]) -> None:
+        self.figure = figure
+        self.colors = colors
         self.figure.patch.set_visible(False)
         self.axes: Any = self.figure.add_subplot()
         self.titles: dict[str, str] = {}
@@ -80,13 +108,15 @@ class Canvas:
     def dots(self, marks: Iterable[tuple[float, float, str]], label: str, color: str, **style: Any) -> None:
         """Draw marks of one kind, each with what it says; the first stands in the legend for all."""
         for x, y, text in marks:
-            dot = self.axes.scatter([x], [y], label=label, **{"color": COLORS[color], "s": 46, "zorder": 3, **style})
+            dot = self.axes.scatter(
+                [x], [y], label=label, **{"color": self.colors[color], "s": 46, "zorder": 3, **style}
+            )
             self.tell(dot, text)
             label = ""
 
     def star(self, x: float, y: float, text: str) -> None:
         """Mark this plan."""
-        paper = COLORS["paper"]
+        paper = self.colors["paper"]
         self.dots([(x, y, text)], "this plan", "accent", marker="*", s=190, edgecolors=paper, zorder=5)
 
     def rows(self, texts: Sequence[tuple[str, str]], right: float) -> None:
@@ -113,27 +143,53 @@ class Canvas:
 def drawn(name: str, title: str, said: str, height: int, draw: Callable[[Canvas], None]) -> Chart:
     """Draw a chart, whatever the user's own settings of matplotlib are."""
     import matplotlib as mpl
+    from matplotlib.figure import Figure
 
     stream = io.StringIO()
     with warnings.catch_warnings(), mpl.rc_context():
         warnings.simplefilter("ignore")  # of glyphs that its own font lacks: the page's font draws them
-        _set_style(name)
-        canvas = Canvas(height)
+        _set_style(COLORS, name)
+        # SVG has 72 units to an inch, which are the page's pixels.
+        figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
+        canvas = Canvas(figure, COLORS)
         draw(canvas)
-        canvas.figure.savefig(stream, format="svg", metadata={"Date": None})
+        figure.savefig(stream, format="svg", metadata={"Date": None})
     return Chart(name, title, said, _inlined(stream.getvalue(), said, canvas.titles))
 
 
-def _set_style(salt: str) -> None:
+def side_by_side(height: int, *draws: Callable[[Canvas], None]) -> Figure:
+    """Draw charts beside each other as a figure in light colours, without pyplot: no window, and no state of it."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    class Shown(Figure):
+        """A figure that notebooks show."""
+
+        def _repr_png_(self) -> bytes:
+            stream = io.BytesIO()
+            self.savefig(stream, format="png")
+            return stream.getvalue()
+
+    with warnings.catch_warnings(), mpl.rc_context():
+        warnings.simplefilter("ignore")  # as above
+        _set_style(LIGHT, "figure")
+        figure = Shown(figsize=(len(draws) * WIDTH / 72, height / 72), dpi=100, layout="constrained")
+        figure.set_facecolor(LIGHT["paper"])
+        for part, draw in zip(figure.subfigures(1, len(draws), squeeze=False).flat, draws, strict=True):
+            draw(Canvas(part, LIGHT))
+    return figure
+
+
+def _set_style(colors: dict[str, str], salt: str) -> None:
     import matplotlib as mpl
 
-    muted, ink = COLORS["muted"], COLORS["ink"]
+    muted, ink = colors["muted"], colors["ink"]
     mpl.rcdefaults()
     mpl.rc("axes", axisbelow=True, edgecolor=muted, grid=True, labelcolor=ink)
     mpl.rc("xtick", color=muted, labelcolor=ink, labelsize=FONT_PIXELS)
     mpl.rc("ytick", color=muted, labelcolor=ink, labelsize=FONT_PIXELS)
     mpl.rc("font", size=FONT_PIXELS)
-    mpl.rc("grid", color=COLORS["grid"], linewidth=1)
+    mpl.rc("grid", color=colors["grid"], linewidth=1)
     mpl.rc("hatch", linewidth=1.2)
     mpl.rc("legend", fontsize=FONT_PIXELS, labelcolor=ink)
     # The page's font, and words that can be searched and read aloud. With the salt, the same plan gives the same page,

@@ -1,4 +1,4 @@
-"""The charts of a plan, for its page.
+"""The charts of a plan, for its page and for `Plan.plot`.
 
 No colour is alone in saying something: what differs in colour differs in place, shape or hatching, too.
 """
@@ -9,20 +9,23 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from autosplit.cli.canvas import COLORS, LEVELS, Canvas, Chart, check_drawing, compact, drawn, whole_ticks
-from autosplit.cli.tables import tuple_text
+from autosplit.plan.canvas import LEVELS, Canvas, Chart, check_drawing, compact, drawn, side_by_side, whole_ticks
+from autosplit.plan.even_plan import tuple_text
 from autosplit.plan.explanation import Explanation
-from autosplit.plan.plan import Plan
-from autosplit.plan.record import PlanDevice
+from autosplit.plan.record import PlanDevice, PlanRecord
 from autosplit.solve.memory import MemoryParts, Region
 from autosplit.solve.search_space import Configuration, Space, Trial
 from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps
 from autosplit.text import rate_text, size_text, visible
 
-__all__ = ["MEMORY_PARTS", "charts_of", "known_parts"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["MEMORY_PARTS", "charts_of", "figure_of", "known_parts"]
 
 SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 """Shares of the best throughput at which the landscape changes its colour: a search is about what is near the best."""
@@ -52,7 +55,7 @@ MEMORY_PARTS = (
 _ROLES = {"primary": "the first device", "replica": "a replica", "rank": "a rank", "eval": "evaluation"}
 
 
-def charts_of(plan: Plan, explanation: Explanation) -> tuple[Chart, ...]:
+def charts_of(plan: PlanRecord, explanation: Explanation) -> tuple[Chart, ...]:
     """Draw a plan's charts, in the page's order; one that can't be drawn of this plan says why."""
     check_drawing("a chart")
     return (
@@ -62,6 +65,13 @@ def charts_of(plan: Plan, explanation: Explanation) -> tuple[Chart, ...]:
         _landscape_chart(plan),
         _rates_chart(plan, explanation),
     )
+
+
+def figure_of(plan: PlanRecord) -> Figure:
+    """Draw the memory of each device, and samples/s over the batch, as a figure of matplotlib."""
+    check_drawing("plan.plot()", "plot")
+    height = max(_devices_height(plan), 300)
+    return side_by_side(height, lambda canvas: _draw_devices(canvas, plan), lambda canvas: _draw_curve(canvas, plan))
 
 
 # ------------------------------------------------------------------------------------------------------- drawing
@@ -85,16 +95,20 @@ def known_parts(device: PlanDevice) -> MemoryParts | None:
     return device.memory if device.memory is not None and device.memory.total_bytes == device.peak_bytes else None
 
 
-def _devices_chart(plan: Plan) -> Chart:
+def _devices_chart(plan: PlanRecord) -> Chart:
     said = (
         "A bar for each device, as long as its memory: what the plan holds of it at its fullest, what is kept free on "
         "purpose, and what is left. The figures are in the table of devices."
     )
-    height = 150 + 52 * len(plan.devices)
-    return drawn("devices", "Memory of each device", said, height, lambda canvas: _draw_devices(canvas, plan))
+    draw = partial(_draw_devices, plan=plan)
+    return drawn("devices", "Memory of each device", said, _devices_height(plan), draw)
 
 
-def _draw_devices(canvas: Canvas, plan: Plan) -> None:
+def _devices_height(plan: PlanRecord) -> int:
+    return 150 + 52 * len(plan.devices)
+
+
+def _draw_devices(canvas: Canvas, plan: PlanRecord) -> None:
     most = max(device.memory_bytes for device in plan.devices)
     # Bytes tell large cards from small ones; where a small one would be a line, each bar is the whole of its own.
     by_share = most > MOST_UNLIKE * min(device.memory_bytes for device in plan.devices)
@@ -104,7 +118,7 @@ def _draw_devices(canvas: Canvas, plan: Plan) -> None:
     for row, device in enumerate(plan.devices):
         left = 0
         scale = max(1, device.memory_bytes) / 100 if by_share else factor
-        for label, nbytes, style in _segments(device):
+        for label, nbytes, style in _segments(canvas, device):
             own = "" if label in labelled else label
             bar = canvas.axes.barh(row, nbytes / scale, 0.42, left=left / scale, label=own, linewidth=0.8, **style)
             canvas.tell(bar.patches[0], f"{device.label}: {label}, {size_text(nbytes)}")
@@ -116,7 +130,7 @@ def _draw_devices(canvas: Canvas, plan: Plan) -> None:
     canvas.finish(f"memory, {unit}", "", 2)
 
 
-def _segments(device: PlanDevice) -> list[tuple[str, int, dict[str, Any]]]:
+def _segments(canvas: Canvas, device: PlanDevice) -> list[tuple[str, int, dict[str, Any]]]:
     """Return the parts of a device's bar, each with its name and its style; none is empty."""
     parts = known_parts(device)
     used = [("in use", device.peak_bytes, "c1")]
@@ -124,8 +138,10 @@ def _segments(device: PlanDevice) -> list[tuple[str, int, dict[str, Any]]]:
         used = [(label, getattr(parts, name), color) for name, label, color in MEMORY_PARTS]
     reserve = max(0, device.memory_bytes - device.capacity_bytes)
     free = max(0, device.memory_bytes - reserve - device.peak_bytes)
-    empty = {"facecolor": "none", "edgecolor": COLORS["muted"]}
-    filled = [(label, n, {"color": COLORS[color], "edgecolor": COLORS["paper"]}) for label, n, color in used]
+    empty = {"facecolor": "none", "edgecolor": canvas.colors["muted"]}
+    filled = [
+        (label, n, {"color": canvas.colors[color], "edgecolor": canvas.colors["paper"]}) for label, n, color in used
+    ]
     segments = [*filled, ("free", free, empty), ("reserve", reserve, {**empty, "hatch": "////"})]
     return [segment for segment in segments if segment[1] > 0]
 
@@ -133,7 +149,7 @@ def _segments(device: PlanDevice) -> list[tuple[str, int, dict[str, Any]]]:
 # ---------------------------------------------------------------------------------------- memory, against the batch
 
 
-def _memory_charts(plan: Plan) -> list[Chart]:
+def _memory_charts(plan: PlanRecord) -> list[Chart]:
     """Draw a chart for each kind of device."""
     kinds: dict[object, list[PlanDevice]] = {}
     for device in plan.devices:
@@ -143,7 +159,7 @@ def _memory_charts(plan: Plan) -> list[Chart]:
     return [_memory_chart(plan, index, alike) for index, alike in enumerate(list(kinds.values())[:MOST_LINES])]
 
 
-def _line_of(plan: Plan, device: PlanDevice) -> tuple[float, float, bool]:
+def _line_of(plan: PlanRecord, device: PlanDevice) -> tuple[float, float, bool]:
     """Return a device's fixed bytes and bytes per sample, and whether they hold beside what others have in the plan."""
     line = device.ceiling
     if line.role != "primary" or plan.region is None or len(plan.devices) == 1:
@@ -152,7 +168,7 @@ def _line_of(plan: Plan, device: PlanDevice) -> tuple[float, float, bool]:
     return plane.fixed_bytes + plane.bytes_per_batch * others, plane.bytes_per_share + plane.bytes_per_batch, True
 
 
-def _memory_chart(plan: Plan, index: int, alike: list[PlanDevice]) -> Chart:
+def _memory_chart(plan: PlanRecord, index: int, alike: list[PlanDevice]) -> Chart:
     first, line = alike[0], alike[0].ceiling
     who = first.label if len(alike) == 1 else f"{first.label} and {len(alike) - 1} like it"
     name = "" if first.kind == "cpu" else f" ({_short(first.name)})"
@@ -176,7 +192,7 @@ def _memory_chart(plan: Plan, index: int, alike: list[PlanDevice]) -> Chart:
     return drawn(f"line{index}", title, said, 300, lambda canvas: _draw_memory(canvas, plan, alike))
 
 
-def _draw_memory(canvas: Canvas, plan: Plan, alike: list[PlanDevice]) -> None:
+def _draw_memory(canvas: Canvas, plan: PlanRecord, alike: list[PlanDevice]) -> None:
     axes, line = canvas.axes, alike[0].ceiling
     fixed, slope, is_beside = _line_of(plan, alike[0])
     points = [point for point in line.points if point[0] <= 1.5 * line.batch_size]
@@ -187,7 +203,7 @@ def _draw_memory(canvas: Canvas, plan: Plan, alike: list[PlanDevice]) -> None:
     top = max(highest, line.capacity_bytes if has_capacity else 0)
     unit, factor = _unit_of(top)
     ends = [fixed / factor, (fixed + slope * most) / factor]
-    (fitted,) = axes.plot([0, most], ends, color=COLORS["c1"], linewidth=2, label="fitted line")
+    (fitted,) = axes.plot([0, most], ends, color=canvas.colors["c1"], linewidth=2, label="fitted line")
     canvas.tell(fitted, f"{size_text(round(fixed))} + {size_text(round(slope))} per sample")
     note = ", others at their ceilings" if is_beside else ""
     for it_ran, marker, label in ((False, "x", "traced"), (True, "o", "measured")):
@@ -199,11 +215,11 @@ def _draw_memory(canvas: Canvas, plan: Plan, alike: list[PlanDevice]) -> None:
         canvas.dots(marks, label, "c1", marker=marker, zorder=1)
     if has_capacity:
         height = line.capacity_bytes / factor
-        axes.axhline(height, color=COLORS["bad"], linestyle="--", linewidth=1.6, label="capacity")
+        axes.axhline(height, color=canvas.colors["bad"], linestyle="--", linewidth=1.6, label="capacity")
     else:
         far = f"capacity {size_text(line.capacity_bytes)}, far above"
         axes.text(0.02, 0.98, far, transform=axes.transAxes, va="top")
-    axes.axvline(line.batch_size, color=COLORS["muted"], linestyle=":", linewidth=1.6, label="ceiling")
+    axes.axvline(line.batch_size, color=canvas.colors["muted"], linestyle=":", linewidth=1.6, label="ceiling")
     plans = (
         (
             one.share,
@@ -212,7 +228,7 @@ def _draw_memory(canvas: Canvas, plan: Plan, alike: list[PlanDevice]) -> None:
         )
         for one in alike
     )
-    canvas.dots(plans, "this plan", "accent", marker="D", s=62, edgecolors=COLORS["paper"], zorder=4)
+    canvas.dots(plans, "this plan", "accent", marker="D", s=62, edgecolors=canvas.colors["paper"], zorder=4)
     axes.set_xlim(0, 1.06 * most)
     axes.set_ylim(0, 1.1 * top / factor)
     whole_ticks(axes.xaxis)
@@ -222,7 +238,7 @@ def _draw_memory(canvas: Canvas, plan: Plan, alike: list[PlanDevice]) -> None:
 # --------------------------------------------------------------------------------------------------------- trials
 
 
-def _trials_chart(plan: Plan) -> Chart:
+def _trials_chart(plan: PlanRecord) -> Chart:
     title = "Throughput over the trials"
     ran = [trial.samples_per_s for trial in plan.trials if trial.samples_per_s is not None]
     if not plan.trials:
@@ -235,20 +251,22 @@ def _trials_chart(plan: Plan) -> Chart:
     return drawn("trials", title, said, 290, lambda canvas: _draw_trials(canvas, plan))
 
 
-def _measured(plan: Plan) -> str:
+def _measured(plan: PlanRecord) -> str:
     return "simulated" if plan.simulated else "measured"
 
 
-def _draw_trials(canvas: Canvas, plan: Plan) -> None:
+def _draw_trials(canvas: Canvas, plan: PlanRecord) -> None:
     axes = canvas.axes
     ran = [(trial, trial.samples_per_s) for trial in plan.trials if trial.samples_per_s is not None]
     rates = [rate for _, rate in ran]
     best = list(itertools.accumulate(rates, max))
     ends = [*(trial.number for trial, _ in ran), max(trial.number for trial in plan.trials)]
-    axes.step(ends, [*best, best[-1]], where="post", color=COLORS["muted"], linewidth=1.4, label="best so far")
+    axes.step(ends, [*best, best[-1]], where="post", color=canvas.colors["muted"], linewidth=1.4, label="best so far")
     for trial, rate in ran:
         if trial.error_share:
-            axes.errorbar(trial.number, rate, yerr=trial.error_share * rate, color=COLORS["c1"], capsize=3, zorder=2)
+            axes.errorbar(
+                trial.number, rate, yerr=trial.error_share * rate, color=canvas.colors["c1"], capsize=3, zorder=2
+            )
     canvas.dots(((trial.number, rate, _trial_text(trial)) for trial, rate in ran), _measured(plan), "c1")
     room = max(0.05 * max(rates), 0.25 * (max(rates) - min(rates)))  # what differs little is not drawn as if it did
     floor = max(0.0, min(rates) - 3 * room)
@@ -274,7 +292,7 @@ def _trial_text(trial: Trial) -> str:
 # ------------------------------------------------------------------------------------------------------- landscape
 
 
-def _landscape_chart(plan: Plan) -> Chart:
+def _landscape_chart(plan: PlanRecord) -> Chart:
     if len(plan.devices) == 1:
         return _curve_chart(plan)
     title = "The landscape: gpu0_bsz and batch_size"
@@ -300,7 +318,7 @@ class _Field:
     rates: tuple[tuple[float | None, ...], ...]
 
 
-def _field(plan: Plan, region: Region) -> _Field | None:
+def _field(plan: PlanRecord, region: Region) -> _Field | None:
     """Ask the model all over the landscape."""
     assert plan.fit is not None
     sizes = plan.effective_batch_sizes
@@ -320,7 +338,7 @@ def _spread(least: int, most: int) -> tuple[int, ...]:
     return tuple(sorted({round(least + (most - least) * i / (GRID - 1)) for i in range(GRID)}))
 
 
-def _rate_at(plan: Plan, solver: Solver, share: int, batch: int) -> float | None:
+def _rate_at(plan: PlanRecord, solver: Solver, share: int, batch: int) -> float | None:
     if share > batch:
         return None
     steps = 1 if plan.effective_batch_sizes is None else accumulation_steps(plan.effective_batch_size, batch)
@@ -330,20 +348,20 @@ def _rate_at(plan: Plan, solver: Solver, share: int, batch: int) -> float | None
     return solver.samples_per_s(Configuration(share, batch, steps))
 
 
-def _draw_landscape(canvas: Canvas, plan: Plan, field: _Field) -> None:
-    from matplotlib import colors
-
+def _draw_landscape(canvas: Canvas, plan: PlanRecord, field: _Field) -> None:
     axes = canvas.axes
     best = max(rate for row in field.rates for rate in row if rate is not None)
     edges = [share * best for share in SHARES[:-1]] + [1.0001 * best]
     rates = [[math.nan if rate is None else rate for rate in row] for row in field.rates]
-    palette = colors.ListedColormap([COLORS[f"l{i}"] for i in range(LEVELS)])
-    levels = axes.contourf(field.shares, field.batches, rates, edges, cmap=palette)
+    palette = [
+        canvas.colors[f"l{i}"] for i in range(LEVELS)
+    ]  # one for each step: a colormap would go by the size of the steps
+    levels = axes.contourf(field.shares, field.batches, rates, edges, colors=palette)
     levels.set_edgecolor("face")  # or a seam shows between two colours
     bar = canvas.figure.colorbar(levels, ax=axes, location="bottom", aspect=24, shrink=0.96, pad=0.02)
     bar.set_label(f"predicted, % of the best ({compact(best)} samples/s)")
     bar.set_ticks(edges, labels=[f"{100 * share:.0f}" for share in SHARES])
-    bar.outline.set_edgecolor(COLORS["muted"])
+    bar.outline.set_edgecolor(canvas.colors["muted"])
     _draw_ran(canvas, [(trial.gpu0_bsz, trial.batch_size, trial) for trial in plan.trials])
     failed = (trial for trial in plan.trials if trial.samples_per_s is None)
     crosses = ((trial.gpu0_bsz, trial.batch_size, _trial_text(trial)) for trial in failed)
@@ -360,35 +378,47 @@ def _draw_landscape(canvas: Canvas, plan: Plan, field: _Field) -> None:
 def _draw_ran(canvas: Canvas, places: Iterable[tuple[float, float, Trial]]) -> None:
     """Mark the trials that ran, on top of a prediction."""
     marks = ((x, y, _trial_text(trial)) for x, y, trial in places if trial.samples_per_s is not None)
-    canvas.dots(marks, "trial", "paper", s=40, edgecolors=COLORS["ink"])
+    canvas.dots(marks, "trial", "paper", s=40, edgecolors=canvas.colors["ink"])
 
 
-def _curve_chart(plan: Plan) -> Chart:
+def _curve_chart(plan: PlanRecord) -> Chart:
     """Draw throughput against the batch, which is all the landscape that one device has."""
     title = "Throughput against batch_size"
-    region = plan.region
-    if plan.fit is None or region is None:
+    if plan.fit is None or plan.region is None:
         return Chart("landscape", title, "There is no curve to draw: the plan holds no fit.")
     said = (
         f"Samples per second of {plan.devices[0].label} against the batch of a forward: the line is the fitted "
         "model's, dots are trials, and the star is this plan."
     )
-    return drawn("landscape", title, said, 300, lambda canvas: _draw_curve(canvas, plan, region))
+    return drawn("landscape", title, said, 300, lambda canvas: _draw_curve(canvas, plan))
 
 
-def _draw_curve(canvas: Canvas, plan: Plan, region: Region) -> None:
-    assert plan.fit is not None
-    axes, sizes = canvas.axes, plan.effective_batch_sizes
-    most = max(1, region.largest_batch if sizes is None else min(region.largest_batch, sizes[1]))
-    solver = Solver(Space(region, sizes, 1 if sizes is None else sizes[1]), plan.fit.step_time)
-    rates = {batch: _rate_at(plan, solver, batch, batch) for batch in _spread(1, most)}
-    known = {batch: rate for batch, rate in rates.items() if rate is not None}
-    axes.plot(list(known), list(known.values()), color=COLORS["c1"], linewidth=2, label="predicted")
+def _curve(plan: PlanRecord) -> dict[int, float]:
+    """Ask the model for the samples/s of each batch, at its fastest split; nothing where the plan holds no fit."""
+    if plan.fit is None or plan.region is None:
+        return {}
+    sizes = plan.effective_batch_sizes
+    most = max(1, plan.region.largest_batch if sizes is None else min(plan.region.largest_batch, sizes[1]))
+    solver = Solver(Space(plan.region, sizes, 1 if sizes is None else sizes[1]), plan.fit.step_time)
+    rates = {batch: _fastest_rate(plan, solver, batch) for batch in _spread(1, most)}
+    return {batch: rate for batch, rate in rates.items() if rate is not None}
+
+
+def _fastest_rate(plan: PlanRecord, solver: Solver, batch: int) -> float | None:
+    steps = 1 if plan.effective_batch_sizes is None else accumulation_steps(plan.effective_batch_size, batch)
+    fastest = solver.fastest_of(batch, steps) if plan.accumulates or steps == 1 else None
+    return None if fastest is None else solver.samples_per_s(fastest)
+
+
+def _draw_curve(canvas: Canvas, plan: PlanRecord) -> None:
+    axes, known = canvas.axes, _curve(plan)
+    if known:
+        axes.plot(list(known), list(known.values()), color=canvas.colors["c1"], linewidth=2, label="predicted")
     _draw_ran(canvas, [(trial.batch_size, trial.samples_per_s or 0.0, trial) for trial in plan.trials])
     canvas.star(plan.batch_size, plan.samples_per_s, f"this plan: {rate_text(plan.samples_per_s)}")
     tops = [*known.values(), *(trial.samples_per_s or 0.0 for trial in plan.trials), plan.samples_per_s]
     axes.set_ylim(0, 1.15 * max(tops))
-    axes.set_xlim(0, 1.06 * max(most, plan.batch_size))
+    axes.set_xlim(0, 1.06 * max(*known, *(trial.batch_size for trial in plan.trials), plan.batch_size, 1))
     whole_ticks(axes.xaxis)
     axes.yaxis.set_major_formatter(compact)
     canvas.finish("batch_size, samples", "samples/s", 3)
@@ -397,7 +427,7 @@ def _draw_curve(canvas: Canvas, plan: Plan, region: Region) -> None:
 # ------------------------------------------------------------------------------------------------------ comparison
 
 
-def _rates_of(plan: Plan, explanation: Explanation) -> list[tuple[str, float, bool]]:
+def _rates_of(plan: PlanRecord, explanation: Explanation) -> list[tuple[str, float, bool]]:
     """Return the plan and what it is compared with: name, samples/s, and whether that ran, or is predicted."""
     is_ddp = plan.region is None and len(plan.devices) > 1
     rates = [("this plan (DDP)" if is_ddp else "this plan", plan.samples_per_s, not is_ddp or plan.ddp.measured)]
@@ -414,7 +444,7 @@ def _rates_of(plan: Plan, explanation: Explanation) -> list[tuple[str, float, bo
     return rates
 
 
-def _rates_chart(plan: Plan, explanation: Explanation) -> Chart:
+def _rates_chart(plan: PlanRecord, explanation: Explanation) -> Chart:
     title = "Beside an even split"
     if len(plan.devices) == 1:
         return Chart("rates", title, "There is one device, and nothing to split.")
@@ -428,20 +458,20 @@ def _rates_chart(plan: Plan, explanation: Explanation) -> Chart:
     return drawn("rates", title, said, 110 + 50 * len(rates), lambda canvas: _draw_rates(canvas, plan, rates))
 
 
-def _draw_rates(canvas: Canvas, plan: Plan, rates: Sequence[tuple[str, float, bool]]) -> None:
+def _draw_rates(canvas: Canvas, plan: PlanRecord, rates: Sequence[tuple[str, float, bool]]) -> None:
     from matplotlib.patches import Patch
 
     legend = {}
     for row, (name, rate, ran) in enumerate(rates):
         how = _measured(plan) if ran else "predicted"
-        bar = canvas.axes.barh(row, rate, 0.42, **_filled_or_hatched("c1" if row else "accent", ran))
+        bar = canvas.axes.barh(row, rate, 0.42, **_filled_or_hatched(canvas, "c1" if row else "accent", ran))
         canvas.tell(bar.patches[0], f"{name}: {rate_text(rate)}, {how}")
-        legend[how] = Patch(label=how, **_filled_or_hatched("c1", ran))
+        legend[how] = Patch(label=how, **_filled_or_hatched(canvas, "c1", ran))
     canvas.rows([(name, rate_text(rate)) for name, rate, _ in rates], 1.02 * max(rate for _, rate, _ in rates))
     canvas.axes.xaxis.set_major_formatter(compact)
     canvas.finish("samples/s", "", 2, list(legend.values()))
 
 
-def _filled_or_hatched(color: str, ran: bool) -> dict[str, Any]:
-    edge = COLORS[color]
+def _filled_or_hatched(canvas: Canvas, color: str, ran: bool) -> dict[str, Any]:
+    edge = canvas.colors[color]
     return {"facecolor": edge, "edgecolor": edge} if ran else {"facecolor": "none", "edgecolor": edge, "hatch": "////"}

@@ -1,0 +1,179 @@
+"""Writes docs/benchmarks.md from the results that are committed: python docs/benchmarks.py; a test compares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+INTRODUCTION = """# Benchmarks
+
+Made from `benchmarks/results/*.json` by `python docs/benchmarks.py`: each figure with the command that measured it,
+when, where and with what. No GPU was there: what is said of cards is predicted, or held against what others published.
+A claim that does not hold says so. The predictions of a section are those of the code of its date.
+"""
+
+
+def page() -> str:
+    """Return docs/benchmarks.md."""
+    sections = (_ceilings, _search, _simulation, _fit, _balanced, _ddp, _startup)
+    return "\n".join([INTRODUCTION, *(line for section in sections for line in section())]) + "\n"
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _opened(title: str, said: str, name: str, found: Mapping[str, Any]) -> list[str]:
+    """Begin a section: its title, its subject, and where, with what and when it was measured."""
+    machine = found.get("machine")
+    where = "the predictions are those of any machine"
+    if machine is not None:
+        where = f"{machine['processor']}, {machine['cpus']} processors, {machine['system']}"
+    versions = found.get("versions") or {"torch": found["torch"]}
+    with_what = ", ".join(f"{tool} {version}" for tool, version in versions.items())
+    return [
+        f"## {title}\n",
+        f"{said}\n",
+        f"`python benchmarks/{name}.py`, {found['date']}; {where}; {with_what}.\n",
+    ]
+
+
+def _table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    names = list(columns)
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}", *lines, ""]
+
+
+def _claims(claims: Iterable[Mapping[str, Any]]) -> list[str]:
+    rows = ((one["claim"], f"{one['figure']:.4g}", one["limit"], "yes" if one["holds"] else "**no**") for one in claims)
+    return _table(("claim", "measured", "limit", "holds"), rows)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _ceilings() -> list[str]:
+    found = _read("ceilings")
+    cpu = found["cpu"]
+    said = (
+        "Who finds the largest batch that fits, how exactly and at what cost: medians over "
+        f"{len(cpu['cases'])} pairs of a model and a budget. The step is {found['step']}."
+    )
+    rows = [
+        (
+            found["rivals"][name],
+            _percent(one["of_ceiling"]),
+            "" if "exact_share" not in one else _percent(one["exact_share"]),
+            one["steps"],
+            one["samples"],
+            one["ooms"],
+            f"{one['seconds']:.2f}" if "seconds" in one else "",
+        )
+        for name, one in cpu["medians"].items()
+    ]
+    columns = ("way", "of the ceiling", "exact", "steps", "samples", "out of memory", "seconds")
+    opened = _opened("The largest batch that fits", said, "ceilings", found)
+    return [*opened, *_table(columns, rows), *_claims(cpu["claims"])]
+
+
+def _search() -> list[str]:
+    found = _read("search")
+    said = (
+        "How far from the best split the search ends, by exhaustive search in the event simulator, and what the split "
+        "gains there. “Regret” is the share of the best samples/s that is lost; “tight” machines have little memory."
+    )
+    columns = ("machine", "over nn.DataParallel", "over our even split", "over equal ranks in DDP", "worst regret")
+    rows = [
+        (
+            name,
+            f"{one['over_data_parallel']:.2f}",
+            f"{one['over_our_even_split']:.2f}",
+            f"{one['over_equal_ranks_in_ddp_predicted']:.2f}",
+            _percent(one["worst_regret"]),
+        )
+        for name, one in found["search"]["machines"].items()
+    ]
+    claims = [claim for part in ("search", "solver", "overhead") for claim in found[part]["claims"]]
+    return [*_opened("The search", said, "search", found), *_table(columns, rows), *_claims(claims)]
+
+
+def _errors(errors: Mapping[str, Mapping[str, float]]) -> list[str]:
+    columns = ("steps of", "how many", "bias", "half within", "nine in ten within", "worst")
+    rows = (
+        (name, one["steps"], f"{one['bias']:.2f}", *(_percent(one[key]) for key in ("median", "p90", "worst")))
+        for name, one in sorted(errors.items())
+    )
+    return _table(columns, rows)
+
+
+def _simulation() -> list[str]:
+    found, largest = _read("published"), _read("published")["largest batch"]
+    said = (
+        "Predictions for `sim:` cards beside what others published of real ones; “held out” models and cards were not "
+        "fitted. A bias of 1.1 is a prediction of 1.1 times what was measured, in the median."
+    )
+    batches = (
+        f"Largest batches: of {largest['models']} published ones {_percent(largest['inside'])} are met, and "
+        f"{_percent(largest['above'])} are predicted too large.\n"
+    )
+    opened = _opened("Simulated cards", said, "published", found)
+    gains = ["What several cards gain by nn.DataParallel over one:\n", *_errors(found["gain of DataParallel"])]
+    return [*opened, *_errors(found["step times"]), batches, *gains]
+
+
+def _fit() -> list[str]:
+    found = _read("fit_cards")
+    said = (
+        "What kernels reach of a card is fitted to those published steps: the errors that the fit leaves, by the rates "
+        "that it found for each card."
+    )
+    return [*_opened("The fit of the cards", said, "fit_cards", found), *_errors(found["errors"])]
+
+
+def _balanced() -> list[str]:
+    found = _read("balanced")
+    said = "What a step in `BalancedDataParallel` takes, as a share of what it takes without."
+    rows: list[tuple[object, ...]] = []
+    for part, rival in (("cpu", "a loop over the chunks, by hand"), ("simulated", "nn.DataParallel, simulated")):
+        for name, one in found[part].items():
+            if isinstance(one, dict):
+                holds = "yes" if one["holds"] else "**no**"
+                rows.append((name, tuple(one["split"]), rival, f"{one['ratio']:.3f}", one["limit"], holds))
+    columns = ("what", "split", "beside", "ratio", "limit", "holds")
+    return [*_opened("The wrapper", said, "balanced", found), *_table(columns, rows)]
+
+
+def _ddp() -> list[str]:
+    found = _read("ddp")
+    said = "What DDP by a plan costs where the ranks are alike, and what it gains where they are not."
+    parts = _opened("DDP", said, "ddp", found)
+    for place, one in found["places"].items():
+        unlike = one["unlike"]
+        gained = (
+            f"{place}, {found['ranks']} ranks: where one does {max(unlike['work'])} times the work, "
+            f"{tuple(unlike['solved'])} in place of {tuple(unlike['even'])} is {unlike['gain']:.2f} times as fast "
+            f"({unlike['predicted']:.2f} predicted).\n"
+        )
+        parts += [gained, *_claims(one["claims"])]
+    return parts
+
+
+def _startup() -> list[str]:
+    found = _read("startup")
+    said = "What commands take that need no tuning, beside the import of torch."
+    rows = [
+        (f"`{command}`", f"{found[name]['median_s']:.2f}", f"{found['shares'][name]['ratio_of_medians']:.2f}")
+        for name, command in found["commands"].items()
+    ]
+    columns = ("command", "seconds", "of the import of torch")
+    return [*_opened("Start-up", said, "startup", found), *_table(columns, rows), f"Claimed {found['claim']}."]
+
+
+if __name__ == "__main__":
+    (Path(__file__).parent / "benchmarks.md").write_text(page(), encoding="utf-8")
