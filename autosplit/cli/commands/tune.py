@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.exit_code import end_with_parent
+from autosplit.cli.named_plan import shown_by
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, speaks
 from autosplit.cli.output import progress as drawn
 from autosplit.cli.terminal import stdout_kept_clean
@@ -148,15 +149,16 @@ def _origin(
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
     flags = flags_of({**elsewhere, **model_options})
     command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *flags])
+    path = saved if saved is not None or plan.path is None else str(plan.path)
+    found_by = None if path is None else shown_by(Path(path))
     if saved is not None:
-        return Origin(f"autosplit.Plan.load({quoted(saved)})", command=command, path=saved)
+        return Origin(f"autosplit.Plan.load({quoted(saved)})", command=command, path=saved, shown_by=found_by)
     same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
     arguments = _arguments(same)
     remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
-    path = None if plan.path is None else str(plan.path)
     if is_model_name(spec):
         model = f"autosplit.Workload.from_name({quoted(spec)}{_arguments(model_options)})"
-        return Origin(f"autosplit.tune(lambda: {model}{arguments})", (), remark, command, path)
+        return Origin(f"autosplit.tune(lambda: {model}{arguments})", (), remark, command, path, found_by)
     place, name = split_spec(spec)
     module = Path(place).stem if place.endswith(".py") else place
     return Origin(
@@ -165,6 +167,7 @@ def _origin(
         remark,
         command,
         path,
+        found_by,
     )
 
 
