@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ def tune(
             return _tune_by_torchrun(spec, {**keywords, **model_options}, count, manner, output=output)
     from autosplit.workload.from_file import load_workload, loaded_workload
 
-    with stdout_kept_clean():
+    with stdout_kept_clean(), drawn(manner) as tell:
         # In a job it is loaded where all ranks hear of it if one can't.
         workload: Any = (
             functools.partial(loaded_workload, spec, **model_options)
@@ -65,10 +65,10 @@ def tune(
         source: object = workload
         if isolates(keywords.get("isolate"), keywords.get("devices"), together=together):
             source, called = workload if together else sendable(spec, workload), {**called, "isolate": True}
-        plan, interrupted = _tuned(source, spec, called, manner)
-        if together and not speaks():
-            return 0 if interrupted is None else EXIT_INTERRUPTED
-        _warn_if_not_remembered(plan, manner)
+        plan, interrupted = _tuned(source, spec, called, tell or partial(_say_if_waiting, manner))
+    if together and not speaks():
+        return 0 if interrupted is None else EXIT_INTERRUPTED
+    _warn_if_not_remembered(plan, manner)
     saved = None if interrupted is None or plan.path is None else str(plan.path)
     unsaved: PlanError | None = None
     if output is not None:
@@ -101,14 +101,14 @@ def _interrupted_text(saved: str | None) -> str:
 
 
 def _tuned(
-    workload: object, spec: str, keywords: Mapping[str, Any], manner: Manner
+    workload: object, spec: str, keywords: Mapping[str, Any], tell: Callable[[Progress], None]
 ) -> tuple[Plan, KeyboardInterrupt | None]:
-    """Tune, with a bar on a terminal; return also what interrupted it where the plan is only the best so far."""
+    """Tune; return also what interrupted it where the plan is only the best so far."""
     from autosplit.tuning import tune as tuning
 
     try:
-        with users_errors(spec), drawn(manner) as tell:
-            return tuning.tune(workload, **keywords, progress=tell or partial(_say_if_waiting, manner)), None
+        with users_errors(spec):
+            return tuning.tune(workload, **keywords, progress=tell), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
         best: Plan | None = getattr(error, "plan", None)
