@@ -12,7 +12,7 @@ from autosplit.probe.check_result import Check, error_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["check_lines", "print_checks"]
+__all__ = ["check_lines", "dependence_line", "print_checks"]
 
 
 def print_checks(checks: Sequence[Check], console: Console) -> None:
@@ -35,6 +35,17 @@ def print_checks(checks: Sequence[Check], console: Console) -> None:
 
 def _others(subjects: Sequence[str]) -> list[str]:
     return [counted_text(len(subjects) - 1, "other")] if len(subjects) > 1 else []
+
+
+def dependence_line(checks: Sequence[Check]) -> str:
+    """Say in one line what depends on how the batch is cut, and how much at most; empty where nothing does."""
+    subjects = [check.subject for check in checks if check.depends]
+    if not subjects:
+        return ""
+    errors = [error for check in checks if check.depends for error in (check.split_error, check.accumulation_error)]
+    most = error_text(max((error for error in errors if error is not None), default=None))
+    who = " and ".join([subjects[0], *_others(subjects)])
+    return f"{who} depend{'s' * (len(subjects) == 1)} on how the batch is cut ({most}): see --details"
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:

@@ -22,7 +22,9 @@ import typer.main
 
 from autosplit.cli.exit_code import reported
 from autosplit.cli.options import (
+    Code,
     Command,
+    Details,
     ImageSize,
     Isolate,
     Json,
@@ -269,6 +271,7 @@ def tune_command(
     image_size: ImageSize = None,
     task: Task = None,
     output: Annotated[Text, typer.Option(metavar="PATH", help="Save the plan as JSON.")] = None,
+    details: Details = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -290,9 +293,8 @@ def tune_command(
         seed=seed,
     )
     model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
-    return to_run(
-        "tune.tune", Manner(as_json, quiet, verbose), spec, keywords, model_options=model_options, output=output
-    )
+    manner = Manner(as_json, quiet, verbose, details)
+    return to_run("tune.tune", manner, spec, keywords, model_options=model_options, output=output)
 
 
 def _one_machine(spec: str, devices: Sequence[str] | None) -> str | None:
@@ -381,12 +383,14 @@ def show_command(
             "and show the newest.",
         ),
     ] = None,
+    details: Details = False,
+    code: Code = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> Command:
     """Show a saved plan, or those remembered."""
-    return to_run("show.show", Manner(as_json, quiet, verbose), which)
+    return to_run("show.show", Manner(as_json, quiet, verbose, details, code), which)
 
 
 @app.command("report", epilog=example("autosplit report plan.json -o report.html"))

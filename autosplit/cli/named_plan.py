@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autosplit.errors import InputError
 from autosplit.plan.plan import Plan
-from autosplit.profiles.store import profile_paths, read_profile
+from autosplit.profiles.store import KEY_DIGITS, profile_paths, profiles_folder, read_profile
 
 __all__ = [
     "KEY_DIGITS",
@@ -15,12 +15,10 @@ __all__ = [
     "newest_profile",
     "plan_file",
     "profile_path",
+    "shown_by",
     "stored_plan",
     "told",
 ]
-
-KEY_DIGITS = 12
-"""So many of a key's 32 are shown: enough to tell profiles apart."""
 
 
 def is_key(which: str) -> bool:
@@ -37,6 +35,11 @@ def stored_plan(which: str) -> tuple[Path, Plan]:
 def plan_file(which: str) -> Path:
     """Return the file of a plan that somebody named; see `stored_plan`. A file goes before a key."""
     return Path(which) if _is_file(which) else profile_path(which)
+
+
+def shown_by(path: Path) -> str:
+    """Return what to name a plan by that lies in a file: a profile by the beginning of its key."""
+    return path.stem[:KEY_DIGITS] if path.parent == profiles_folder() else str(path)
 
 
 def _is_file(which: str) -> bool:

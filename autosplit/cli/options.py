@@ -13,7 +13,9 @@ from autosplit.cli.output import Manner
 from autosplit.errors import InputError, shown
 
 __all__ = [
+    "Code",
     "Command",
+    "Details",
     "ImageSize",
     "Isolate",
     "Json",
@@ -38,6 +40,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, alone on stdout.
 Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors: no progress, no notes.")]
 
 Verbose = Annotated[bool, typer.Option("--verbose", help="Log on stderr every step that is tried, and why.")]
+
+Details = Annotated[bool, typer.Option("--details", help="Say all there is to say, not the short report.")]
+
+Code = Annotated[bool, typer.Option("--code", help="Print the lines to paste that use the plan, and nothing else.")]
 
 Isolate = Annotated[
     bool | None,

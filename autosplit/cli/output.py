@@ -41,19 +41,33 @@ class Manner:
     Attributes:
         quiet: Nothing but the answer and errors.
         verbose: The log of every step tried, and why.
+        details: All that there is to say of a plan.
+        code: The lines to paste that use a plan, and nothing else.
     """
 
     as_json: bool = False
     quiet: bool = False
     verbose: bool = False
+    details: bool = False
+    code: bool = False
 
     def __post_init__(self) -> None:
+        forms = {"--json": self.as_json, "--details": self.details, "--code": self.code}
+        given = [flag for flag, is_given in forms.items() if is_given]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} are given together; expected one of them at most; choose one")
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose are both given; expected one of them at most; leave one out")
 
     def flags(self) -> list[str]:
         """Return it as it was given on the command line."""
-        given = {"--json": self.as_json, "--quiet": self.quiet, "--verbose": self.verbose}
+        given = {
+            "--json": self.as_json,
+            "--quiet": self.quiet,
+            "--verbose": self.verbose,
+            "--details": self.details,
+            "--code": self.code,
+        }
         return [flag for flag, is_given in given.items() if is_given]
 
 
@@ -113,14 +127,18 @@ def progress(manner: Manner) -> AbstractContextManager[Callable[[Progress], None
 
 
 def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
-    """Print a plan: for reading, or as JSON."""
+    """Print a plan: for reading, as JSON, or the lines to paste."""
     if manner.as_json:
         write_json(printable_json(plan.to_json()))
         return
-    from autosplit.cli.plan_report import print_plan as print_report
+    from autosplit.cli import plan_report
     from autosplit.cli.terminal import console_for
 
-    print_report(plan, console_for(sys.stdout), origin=origin)
+    if manner.code:
+        lines = plan_report.paste_lines(plan, origin)
+        sys.stdout.write("".join(f"{printable(line, longest=None)}\n" for line in lines))
+    else:
+        plan_report.print_plan(plan, console_for(sys.stdout), origin=origin, details=manner.details)
 
 
 def print_json(answer: Any) -> None:

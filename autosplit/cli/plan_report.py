@@ -1,14 +1,14 @@
-"""Print a plan: its numbers, its devices, why it is so, and the lines to paste."""
+"""Print a plan: its devices, its numbers, why it is so, and what to do next; in full, or the lines to paste alone."""
 
 from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autosplit.cli.check_report import check_lines
+from autosplit.cli.check_report import check_lines, dependence_line
 from autosplit.cli.tables import (
     add_row,
     bullet_table,
@@ -22,19 +22,27 @@ from autosplit.cli.tables import (
     tuple_text,
 )
 from autosplit.devices.catalog import SIMULATED_ERRORS
+from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice, RankSettings
+from autosplit.profiles.differences import NOT_JUST_THIS
 from autosplit.solve.split import even_split
 from autosplit.text import ms_text, printable, rate_text
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
     from rich.table import Table
+    from rich.text import Text
 
     from autosplit.plan.explanation import Explanation
 
-__all__ = ["Origin", "Told", "paste_lines", "plan_report", "print_plan", "request_text", "told_of"]
+__all__ = ["Origin", "Told", "full_report", "paste_lines", "print_plan", "request_text", "short_report", "told_of"]
 
+MOST_REASONS = 2
+"""Reasons in the short report: a limit takes a line of 80 columns, the times take two."""
+
+MOST_NOTES = 3
+"""Notes in the short report; with two devices and one note of two lines it has 24 lines."""
 
 _LIMITS = {"memory": " (memory)", "max_batch_size": " or more", "kernel": " (a kernel's limit)", "time": " (time)"}
 
@@ -49,6 +57,8 @@ class Origin:
         remark: A comment above it; empty for none.
         command: The command that tunes the same on real GPUs, shown with simulated plans; empty for what the plan
             knows of it.
+        path: The file to start a job with; None where the plan is not saved.
+        shown_by: What `autosplit show` finds the plan by; None where it is not saved.
     """
 
     expression: str
@@ -56,14 +66,21 @@ class Origin:
     remark: str = ""
     command: str = ""
     path: str | None = None
+    shown_by: str | None = None
 
 
 _SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("plan.json")', path="plan.json")
 
 
-def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None) -> None:
-    """Print a plan's report, with how to have the plan again. Default: from a file that it would be saved to."""
-    print_plain(plan_report(plan, origin=origin), console)
+def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None, details: bool = False) -> None:
+    """Print a plan's report.
+
+    Args:
+        origin: How to have the plan again. Default: from a file that it would be saved to.
+        details: All there is to say, instead of the short report.
+    """
+    report = full_report if details else short_report
+    print_plain(report(plan, origin), console)
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,7 @@ class Told:
 def told_of(plan: Plan, explanation: Explanation) -> Told:
     """Return what the report says of a plan."""
     return Told(
-        numbers=tuple(_numbers(plan)),
+        numbers=(*_numbers(plan), *_particulars(plan)),
         columns=_device_columns(plan),
         devices=tuple(_device_cells(plan)),
         ddp_heading=_ddp_heading(explanation),
@@ -101,34 +118,91 @@ def told_of(plan: Plan, explanation: Explanation) -> Told:
     )
 
 
-def plan_report(plan: Plan, *, origin: Origin | None = None) -> Group:
-    """Build a plan's report: devices, numbers, gain, DDP's numbers, what explains it, notes, and lines to paste."""
+def short_report(plan: Plan, origin: Origin | None = None) -> Group:
+    """Build the short report: devices, numbers, gain, why it is so, what asks for an action, and the next command."""
     from rich.console import Group
+
+    explanation, origin = plan.explain(), origin or _SAVED
+    ddp = _faster_with_ddp(explanation)
+    return Group(
+        *_status(plan),
+        _device_table(plan),
+        pairs_table([*_short_numbers(plan), *([("with DDP", ddp)] if ddp else [])]),
+        *_section("why", explanation.reasons()[:MOST_REASONS]),
+        *_section("notes", _notes_to_act_on(plan)),
+        *_pasted("", _next_lines(plan, origin)),
+    )
+
+
+def full_report(plan: Plan, origin: Origin | None = None) -> Group:
+    """Build the full report: the short one's with DDP's numbers, all that explains it, notes, and lines to paste."""
+    from rich.console import Group
+
+    explanation = plan.explain()
+    notes = [*check_lines(plan.checks), *plan.notes, *(SIMULATED_ERRORS if plan.simulated else ())]
+    return Group(
+        *_status(plan),
+        _device_table(plan),
+        pairs_table([*_numbers(plan), *_particulars(plan)]),
+        *_section(_ddp_heading(explanation), _ddp_lines(plan)),
+        *_section("explained", _explained_lines(explanation)),
+        *_section("notes", notes),
+        *_pasted("on the machine that has the cards" if plan.simulated else "to use it", paste_lines(plan, origin)),
+    )
+
+
+def _status(plan: Plan) -> Iterator[Text]:
+    """Yield a line for what keeps the plan from being taken as it is."""
     from rich.text import Text
 
-    parts: list[RenderableType] = []
     if plan.simulated:
-        parts.append(Text("simulated: predicted for cards that are not here; `wrap` refuses", "yellow"))
+        yield Text("simulated: predicted for cards that this machine does not have", "yellow")
     if not plan.complete:
-        parts.append(Text("interrupted: the best so far", "yellow"))
-    parts.append(_device_table(plan))
-    parts.append(pairs_table(_numbers(plan)))
-    explanation = plan.explain()
-    ddp = _ddp_lines(plan)
-    notes = [*check_lines(plan.checks), *plan.notes, *(SIMULATED_ERRORS if plan.simulated else ())]
-    for heading, body in (
-        (_ddp_heading(explanation), ddp),
-        ("explained", _explained_lines(explanation)),
-        ("notes", notes),
-    ):
-        if body:
-            parts.extend([Text(f"\n{heading}", "bold"), bullet_table(body)])
-    heading = "on the machine that has the cards" if plan.simulated else "to use it"
-    parts.append(Text(f"\n{heading}\n", "bold"))
-    parts.extend(
-        Text(printable(line, longest=None), no_wrap=True, overflow="ignore") for line in paste_lines(plan, origin)
-    )
-    return Group(*parts)
+        yield Text("interrupted: the best so far", "yellow")
+
+
+def _section(heading: str, lines: Sequence[str]) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    if lines:
+        yield Text(f"\n{heading}", "bold")
+        yield bullet_table(lines)
+
+
+def _pasted(heading: str, lines: Sequence[str]) -> Iterator[Text]:
+    """Yield lines to copy: none is broken, whatever the terminal's width."""
+    from rich.text import Text
+
+    yield Text(f"\n{heading}\n" if heading else "", "bold")
+    for line in lines:
+        yield Text(printable(line, longest=None), no_wrap=True, overflow="ignore")
+
+
+def _faster_with_ddp(explanation: Explanation) -> str:
+    """Say how much faster DDP is; empty where it is not."""
+    gain = explanation.ddp_samples_per_s / explanation.samples_per_s
+    if explanation.fastest != "ddp" or gain <= 1 + BINDING_SHARE:
+        return ""
+    how = "measured" if explanation.ddp_measured else "predicted"
+    return f"{rate_text(explanation.ddp_samples_per_s)} ({how}), {gain:.2f} times as fast"
+
+
+def _notes_to_act_on(plan: Plan) -> list[str]:
+    """Return what may ask for an action: checks that depend on the split, and notes that are more than a remark."""
+    depends = dependence_line(plan.checks)
+    notes = [*([depends] if depends else []), *(note for note in plan.notes if not note.startswith(NOT_JUST_THIS))]
+    more = len(notes) - MOST_NOTES
+    return [*notes[:MOST_NOTES], *([f"{more} more: --details"] if more > 0 else [])]
+
+
+def _next_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
+    """Return the next command, and the one that says more; of a plan that is not saved the lines to paste."""
+    if origin.shown_by is None:
+        lines = paste_lines(plan, origin)
+        return (f"next  {lines[0]}",) if plan.simulated else lines
+    show = f"python -m autosplit show {shlex.quote(origin.shown_by)}"
+    following = paste_lines(plan, origin)[0] if plan.simulated else f"{show} --code  # the lines to paste"
+    return (f"next  {following}", f"more  {show} --details")
 
 
 def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
@@ -241,19 +315,33 @@ def _samples_text(count: int) -> str:
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
     """Return the numbers that the user sets, what they make, and what is gained."""
     several = len(plan.devices) > 1
-    rows = [("split", tuple_text(plan.split)), ("gpu0_bsz", f"{plan.gpu0_bsz}")] if several else []
+    rows = [("split", tuple_text(plan.split))] if several else []
     rows.append(("batch_size", f"{plan.batch_size}"))
     rows.append(("accumulation_steps", f"{plan.accumulation_steps}{_short_step_text(plan)}"))
     rows.append(("effective batch", f"{_samples_text(plan.effective_batch_size)} per optimizer step"))
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
     if several:
         rows.append(("gain", _gain_text(plan)))
+    return rows
+
+
+def _short_numbers(plan: Plan) -> Iterable[tuple[str, str]]:
+    """Return the same with the samples of a forward beside the split."""
+    numbers = dict(_numbers(plan))
+    if "split" in numbers:
+        numbers["split"] += f", {numbers.pop('batch_size')} samples per forward"
+    return numbers.items()
+
+
+def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what else there is to say of the numbers: the split in the words of the old class, and how it was found."""
+    if len(plan.devices) > 1:
+        yield "gpu0_bsz", f"{plan.gpu0_bsz}"
     known = [(device.label, device.rates) for device in plan.devices if device.rates]
     if known:
-        rows.append(("rates", rates_text(*zip(*known, strict=True))))
+        yield "rates", rates_text(*zip(*known, strict=True))
     if plan.trials:
-        rows.append(("found with", _effort_text(plan)))
-    return rows
+        yield "found with", _effort_text(plan)
 
 
 def _short_step_text(plan: Plan) -> str:
@@ -266,15 +354,15 @@ def _gain_text(plan: Plan) -> str:
     """Compare with the even split of the same batch, as far as that says something."""
     even = even_split(plan.batch_size, len(plan.split))
     if all(device.kind == "cpu" for device in plan.devices):
-        return "none is claimed over an even split: these devices share one processor"
+        return "not claimed: these devices share one processor"
     if plan.split == even:
-        return "none: the even split is the answer"
+        return "none: the even split is the fastest"
     if plan.even_samples_per_s is not None:
         return f"{plan.samples_per_s / plan.even_samples_per_s:.2f} times the even split {tuple_text(even)}"
     pairs = zip(plan.devices, even, plan.ceilings, strict=True)
-    over = [f"{device.label}'s ceiling of {most}" for device, share, most in pairs if share > most]
+    over = [f"{device.label} holds {most}" for device, share, most in pairs if share > most]
     if over:
-        return f"the even split {tuple_text(even)} is above {', '.join(over)}"
+        return f"the even split {tuple_text(even)} does not fit: {', '.join(over)}"
     return f"the even split {tuple_text(even)} was not run"
 
 
@@ -312,12 +400,13 @@ def _ddp_heading(explanation: Explanation) -> str:
 
 def _explained_lines(explanation: Explanation) -> list[str]:
     """Leave out what stands elsewhere in the report, and what would bring nothing."""
-    left_out = {"ddp"}
+    left_out = {"bounds", "ddp"}
     if explanation.shares_processor or explanation.even_measured is not None:
         left_out.add("even")  # the gain's row says it
     if explanation.more_memory is not None and not explanation.more_memory.pays:
         left_out.add("memory")
-    return [text for subject, text in explanation.sentences().items() if subject not in left_out]
+    others = (text for subject, text in explanation.sentences().items() if subject not in left_out)
+    return [*explanation.reasons(), *others]
 
 
 def _ranks_text(ranks: Sequence[RankSettings]) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autosplit.cli.options import Command, Json, Quiet, Text, Verbose, example, to_run
+from autosplit.cli.options import Code, Command, Details, Json, Quiet, Text, Verbose, example, to_run
 from autosplit.cli.output import Manner
 
 __all__ = ["profiles_app"]
@@ -34,10 +34,10 @@ def profiles_command(
     return None
 
 
-def _manner(context: typer.Context, as_json: bool, quiet: bool, verbose: bool) -> Manner:
+def _manner(context: typer.Context, as_json: bool, quiet: bool, verbose: bool, **forms: bool) -> Manner:
     """Put flags before a command of `profiles` and those behind it together."""
     before: Manner = context.obj
-    return Manner(as_json or before.as_json, quiet or before.quiet, verbose or before.verbose)
+    return Manner(as_json or before.as_json, quiet or before.quiet, verbose or before.verbose, **forms)
 
 
 @profiles_app.command("list", epilog=example("autosplit profiles list --json"))
@@ -50,10 +50,17 @@ def profiles_list_command(
 
 @profiles_app.command("show", epilog=example("autosplit profiles show 3f2a"))
 def profiles_show_command(
-    context: typer.Context, key: _Key = None, as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False
+    context: typer.Context,
+    key: _Key = None,
+    details: Details = False,
+    code: Code = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> Command:
     """Show a remembered plan. Without a key, list them and show the newest."""
-    return to_run("show.show_profile", _manner(context, as_json, quiet, verbose), key)
+    manner = _manner(context, as_json, quiet, verbose, details=details, code=code)
+    return to_run("show.show_profile", manner, key)
 
 
 @profiles_app.command("path", epilog=example("autosplit profiles path", "autosplit profiles path 3f2a"))

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
-from autosplit.text import printable, rate_text
+from autosplit.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,7 +141,10 @@ def stdout_kept_clean() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
-    """Draw a bar on stderr if that is a terminal: what is being done, steps and OOMs so far, the best so far."""
+    """Draw a bar on stderr if that is a terminal: what is being done, steps and OOMs so far, the best so far.
+
+    It begins with what every command does first, to build the model. Elsewhere nothing is drawn: a log would keep it.
+    """
     if not sys.stderr.isatty():
         yield None
         return
@@ -149,6 +152,8 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
     from rich.progress import Progress as Bar
     from rich.table import Column, Table
     from rich.text import Text
+
+    from autosplit.tuning.progress import SHORTEST_S
 
     console, narrow = console_for(sys.stderr), width_of(sys.stderr) < NARROW
 
@@ -170,8 +175,9 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
         console=console,
         transient=True,
         expand=True,
+        refresh_per_second=1 / SHORTEST_S,
     )
-    task = bar.add_task("starting", total=1.0, counts="")
+    task = bar.add_task("building the model", total=1.0, counts="")
     with bar:
         yield functools.partial(_advance, bar, task, narrow=narrow)
 
@@ -182,9 +188,7 @@ def bars_say_it_stops() -> None:
 
 
 def _advance(bar: Bar, task: Any, progress: Progress, *, narrow: bool) -> None:
-    counts = f"{progress.steps} steps, {progress.ooms} OOM"
-    if progress.best_samples_per_s is not None:
-        counts += f", {'' if narrow else 'best '}{rate_text(progress.best_samples_per_s).replace(' samples', '')}"
+    counts = progress.found.replace(" samples/s", "/s").replace("best ", "" if narrow else "best ")
     bar.update(task, completed=progress.fraction, description=printable(progress.message), counts=counts)
 
 

@@ -56,6 +56,9 @@ What = Literal[
 Changed = Literal[What, "one_gib_more", "alone"]
 """How a machine, or what is asked of it, differs from the plan's."""
 
+MOST_TIMES = 3
+"""Changes that are named of those that would make a step faster: the ones that bring the most."""
+
 LIMITS = ("memory", "max_batch_size", "effective_batch_size")
 """Those of them that keep the batch small; the others are time."""
 
@@ -279,17 +282,31 @@ class Explanation:
         names = ("samples_per_s", "ddp_samples_per_s", "ddp_measured", "fastest", "simulated")
         return all(getattr(self, name) == getattr(plan, name) for name in names)
 
+    def reasons(self) -> tuple[str, ...]:
+        """Return what limits the plan: a sentence for each limit of the batch, and one for what takes the most time.
+
+        Empty where nobody knows. Times come first where no limit but the asked effective batch keeps the batch small.
+        """
+        limits = [bound for bound in self.bounds if bound.what in LIMITS]
+        times = [bound for bound in self.bounds if bound.what not in LIMITS][:MOST_TIMES]
+        if not times:
+            return tuple(map(_limit_text, limits))
+        gains = ", ".join(map(time_text, times))
+        if any(bound.what != "effective_batch_size" for bound in limits):
+            return (*map(_limit_text, limits), f"time comes next: {gains}")
+        return (f"time limits the samples/s, not memory: {gains}", *map(_limit_text, limits))
+
     def sentences(self) -> dict[str, str]:
         """Return what there is to say, by subject: only what says something."""
         said = {
-            "bounds": _bounds_text(self.bounds),
+            "bounds": "; ".join(self.reasons()),
             "even": _even_text(self),
             "alone": "; ".join(map(_alone_text, self.alone)),
             "memory": "" if self.more_memory is None else _memory_text(self.more_memory),
             "ddp": _ddp_text(self),
             "learning_rate": "" if self.learning_rate is None else _learning_rate_text(self.learning_rate),
             "fit": "" if self.fit is None else _fit_text(self.fit),
-            "data": f"data loading is not counted: the loader has to deliver {rate_text(self.samples_per_s)}",
+            "data": f"data loading is not measured: the loader has to deliver {rate_text(self.samples_per_s)}",
         }
         return {subject: text for subject, text in said.items() if text}
 
@@ -314,38 +331,29 @@ class Explained:
 # --------------------------------------------------------------------------------------------------------- sentences
 
 
-def _bounds_text(bounds: tuple[Bound, ...]) -> str:
-    """Say what keeps the batch small, or that nothing does; then what takes the most time."""
-    limits = [bound for bound in bounds if bound.what in LIMITS]
-    times = ", ".join(map(time_text, [bound for bound in bounds if bound.what not in LIMITS][:3]))
-    if any(bound.what != "effective_batch_size" for bound in limits):
-        return "; ".join([*map(_limit_text, limits), *([f"then time ({times})"] if times else [])])
-    return "; ".join([*([f"time bounds it, not memory ({times})"] if times else []), *map(_limit_text, limits)])
-
-
 def _limit_text(bound: Bound) -> str:
     if bound.what == "memory":
         whose = bound.device if bound.device is not None else "all devices together"
-        return f"the memory of {whose} bounds it (without that limit: {_more(bound.gain)})"
+        return f"the memory of {whose} limits the batch: {_more(bound.gain)} without that limit"
     if bound.what == "max_batch_size":
-        return f"max_batch_size bounds it (a larger one: up to {_more(bound.gain)})"
-    return f"an effective batch of up to twice as many samples: {_more(bound.gain)}"
+        return f"max_batch_size limits the batch: up to {_more(bound.gain)} with a larger one"
+    return f"a larger effective batch is faster: up to {_more(bound.gain)} with one twice as large"
 
 
 def time_text(bound: Bound) -> str:
-    """Say what a step is without, and what that would bring."""
+    """Say what would make a step faster, and what that would bring."""
     if bound.what == "device":
-        return f"{bound.device or 'all devices'} twice as fast: {_more(bound.gain)}"
+        return f"{_more(bound.gain)} with {bound.device or 'all devices'} twice as fast"
     cause = {
         "link": "links twice as fast",
-        "copies": "free copies of parameters and gradients",
-        "gather": "a free gather",
-        "overhead": "devices that cost each other no time",
-        "contention": "devices not in each other's way",
-        "update": "a free optimizer",
-        "host": "a host that starts operations in no time",
+        "copies": "no time for copies of parameters and gradients",
+        "gather": "no time for the gather of outputs",
+        "overhead": "no time lost between devices",
+        "contention": "no time lost between devices",
+        "update": "no time for the optimizer",
+        "host": "no time for the host to start operations",
     }[bound.what]
-    return f"{cause}: {_more(bound.gain)}"
+    return f"{_more(bound.gain)} with {cause}"
 
 
 def _even_text(explanation: Explanation) -> str:
@@ -364,7 +372,7 @@ def _even_text(explanation: Explanation) -> str:
         even = explanation.even_measured
         how = "simulated" if explanation.simulated else "measured"
         parts.append(
-            f"the plan's own batch, split evenly, {rate_text(even.samples_per_s)} ({how}): the plan {_times(even.gain)}"
+            f"the plan's batch split evenly gives {rate_text(even.samples_per_s)} ({how}): the plan {_times(even.gain)}"
         )
     return "; ".join(parts)
 
@@ -376,12 +384,9 @@ def _alone_text(alone: Alternative) -> str:
 
 def _memory_text(more: MoreMemory) -> str:
     if not more.pays:
-        return f"one GiB more on {more.device}, the fullest, would bring nothing"
+        return f"1 GiB more on {more.device}, the fullest device, would bring nothing"
     how = "simulated" if more.simulated else "predicted"
-    return (
-        f"one GiB more on {more.device}, the fullest, would bring {rate_text(more.samples_per_s)} ({how}, "
-        f"{_more(more.gain)})"
-    )
+    return f"1 GiB more on {more.device}, the fullest device, would bring {_more(more.gain)} samples/s ({how})"
 
 
 def _ddp_text(explanation: Explanation) -> str:
@@ -395,19 +400,18 @@ def _ddp_text(explanation: Explanation) -> str:
 
 def _learning_rate_text(advice: LearningRate) -> str:
     return (
-        f"learning rate: a step has {advice.effective_batch_size} samples, the sample batch "
-        f"{advice.sample_batch_size}; coming from that, multiply by {_factor(advice.linear)} for SGD (linear rule with "
-        f"warm-up, Goyal et al. 2017), by {_factor(advice.square_root)} for Adam and its kin (square-root rule, "
-        "Krizhevsky 2014, Malladi et al. 2022)"
+        f"a step has {advice.effective_batch_size} samples, the sample batch has {advice.sample_batch_size}: multiply "
+        f"a learning rate that suits the sample batch by {_factor(advice.linear)} for SGD with warm-up (linear rule, "
+        f"Goyal et al. 2017), by {_factor(advice.square_root)} for Adam (square-root rule, Malladi et al. 2022)"
     )
 
 
 def _fit_text(fit: FitQuality) -> str:
     trials = "1 trial" if fit.count == 1 else f"{fit.count} trials"
-    noise = f"noise {_percent(fit.noise_share)}" if fit.noise_share else "times are exact"
+    noise = f"; the measured times vary by {_percent(fit.noise_share)}" if fit.noise_share else ""
     return (
-        f"the model is off by {_percent(fit.median_share)} in the median and {_percent(fit.largest_share)} at most "
-        f"over {trials} ({noise})"
+        f"the model of a step's time is off by {_percent(fit.median_share)} in the median and "
+        f"{_percent(fit.largest_share)} at most, over {trials}{noise}"
     )
 
 

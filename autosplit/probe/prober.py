@@ -63,7 +63,7 @@ class Prober(Stopwatch):
             The ceiling; 0 where not even one sample fits.
         """
         device, capacity_bytes = self.runtime.devices[index], self.runtime.capacities_bytes[index]
-        self.report(f"{device.label}: ceiling as {role}")
+        self.report(f"probing device {index + 1} of {len(self.runtime.devices)}: {device.label} as {role}")
         shape_of = self.shapes(index, role, elsewhere, accumulates)
         start = min(max(self.least_batch(), start or self.tracer.workload.sample_batch_size), self.max_batch_size)
         steps, ooms = self.counts.steps, self.counts.ooms

@@ -14,7 +14,10 @@ from autosplit.errors import shown
 from autosplit.plan.plan import Plan
 from autosplit.text import listed, size_text
 
-__all__ = ["differences", "nearest_told"]
+__all__ = ["NOT_JUST_THIS", "differences", "nearest_told"]
+
+NOT_JUST_THIS = "no plan is remembered for just this"
+"""How the note begins that names the nearest remembered plan."""
 
 MOST_TOLD = 3
 """Of the parts that differ, or one more; the log has all of them."""
@@ -66,7 +69,7 @@ def nearest_told(
     said = f"in the nearest, {path.stem[:8]}: "
     if count > MOST_TOLD:
         _log.info("%s%s", said, "; ".join(told))
-    return f"no plan is remembered for just this; {said}{listed(told, MOST_TOLD, separator='; ', last='; ')}"
+    return f"{NOT_JUST_THIS}; {said}{listed(told, MOST_TOLD, separator='; ', last='; ')}"
 
 
 def differences(

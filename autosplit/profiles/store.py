@@ -21,6 +21,7 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import MAX_FILE_BYTES, SCHEMA_VERSION
 
 __all__ = [
+    "KEY_DIGITS",
     "Found",
     "find",
     "newest",
@@ -34,6 +35,8 @@ __all__ = [
     "turn_path",
 ]
 
+KEY_DIGITS = 12
+"""So many of a key's 32 are shown: enough to tell profiles apart."""
 
 LOCK_TIMEOUT_S = 10.0
 """Writing takes milliseconds: whoever holds the lock for longer than this hangs."""

@@ -212,6 +212,7 @@ class JointSession(Session):
             self.solver = Solver(self._space(), self._step_time(reduce_s), tells_apart=LEAST_MEASURED_DIFFERENCE)
             try:
                 best = self._searched()
+                self._confirm()
                 plan = self._assembled(self._answer(best, self._even_rate(best)))
             except KeyboardInterrupt:
                 if not self._stopped:

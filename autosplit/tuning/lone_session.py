@@ -109,6 +109,7 @@ class LoneSession(Session):
         )
         self.recalled = self.memory.recalled
         best = self._searched()
+        self._confirm()
         self.memory.store = None
         self._doubt_the_times()
         matters = self.memory.replicas and not self.runtime.shares_processor and not self.prober.out_of_time
@@ -121,7 +122,7 @@ class LoneSession(Session):
         plan = self._assembled(replace(answer, ddp=ddp, memory=self._memory_of(best)))
         if not isinstance(self.runtime, SimulatedRuntime):
             return plan
-        self._say("search", "other machines", 1.0)
+        self._report("simulating other machines")
         return replace(plan, changes=simulated_changes(plan.solved(), self.runtime, deadline_s=self.request.deadline_s))
 
     def _ddp_plan(self) -> Plan:
@@ -143,7 +144,7 @@ class LoneSession(Session):
         note = "the model is compiled, and its memory and time are those of its eager form"
         if self.runtime.simulated:
             return f"{note}; no compiled step was run"
-        self._report("a compiled step")
+        self._report("running a compiled step")
         try:
             peaks = self.runtime.peaks(StepShape(((samples, *(0 for _ in self.request.devices[1:])),), compiled=True))
         except OutOfMemoryError as error:
@@ -221,7 +222,7 @@ class LoneSession(Session):
             split = tuple(share if place in (0, index) else 0 for place in range(len(self.request.devices)))
             if share > most:
                 continue
-            self._report(f"time of the split {split}")
+            self._report(f"timing the split {split}")
             try:
                 seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
             except OutOfMemoryError:

@@ -6,14 +6,32 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
-from autosplit.text import escaped
+from autosplit.text import escaped, rate_text
 
-__all__ = ["Progress", "fraction_of", "notebook_bar", "part_of"]
+__all__ = ["SHORTEST_S", "Progress", "fraction_of", "notebook_bar", "onward", "part_of", "searched_share"]
 
-_STAGES = {"ceilings": (0.0, 0.3), "times": (0.3, 0.45), "search": (0.45, 1.0), "done": (1.0, 1.0)}
-"""Where on the whole each stage begins and ends, roughly."""
+_SHARES = {
+    "building": 0.06,
+    "tracing": 0.08,
+    "checks": 0.10,
+    "ceilings": 0.16,
+    "times": 0.22,
+    "search": 0.32,
+    "confirming": 0.06,
+}
+"""Each stage's share of a tuning's time, in their order.
+
+Between those of a small GPT and a CNN on two processor budgets (36 s and 73 s; times 0.18 and 0.37, search 0.47 and
+0.35) and on two simulated cards (15 s; checks up to 0.57), nearer to the former, which take long.
+"""
+
+_ENDS = dict(zip(_SHARES, accumulate(_SHARES.values()), strict=True))
+
+USUAL_TRIALS = 8
+"""Trials of most searches (4 to 13 in the same tunings), which may have three times as many."""
 
 SHORTEST_S = 0.1
 """Between two drawings: each is sent to a browser."""
@@ -24,9 +42,10 @@ class Progress:
     """Where a tuning stands.
 
     Attributes:
-        stage: ``"waiting"`` for another process, ``"checks"``, ``"ceilings"``, ``"times"``, ``"search"`` or ``"done"``.
-        message: What is being done, in a few words.
-        fraction: Of the whole, 0 to 1, as far as it can be told.
+        stage: ``"building"``, ``"waiting"`` for another process, ``"tracing"``, ``"checks"``, ``"ceilings"``,
+            ``"times"``, ``"search"``, ``"confirming"`` or ``"done"``.
+        message: What is being done, in a few words: ``"probing device 1 of 2: cuda:0 as primary"``.
+        fraction: Of the whole, 0 to 1, as far as it can be told; it never falls.
         steps: Real training steps so far.
         ooms: How many of them ran out of memory.
         best_samples_per_s: The best trial so far.
@@ -39,18 +58,45 @@ class Progress:
     ooms: int = 0
     best_samples_per_s: float | None = None
 
+    @property
+    def found(self) -> str:
+        """The steps and the best so far, as far as there are any: ``"31 steps, 1 OOM, best 1,235 samples/s"``."""
+        parts = [f"{self.steps} steps"] if self.steps else []
+        parts += [f"{self.ooms} OOM"] if self.ooms else []
+        parts += [] if self.best_samples_per_s is None else [f"best {rate_text(self.best_samples_per_s)}"]
+        return ", ".join(parts)
+
 
 def fraction_of(stage: str, done_share: float = 0.0) -> float:
     """Return how much of a whole tuning is done, given the share of its stage that is, as far as it can be told."""
-    begin, end = _STAGES[stage]
-    return begin + (end - begin) * min(1.0, done_share)
+    if stage == "done":
+        return 1.0
+    return _ENDS[stage] - _SHARES[stage] * (1.0 - min(1.0, max(0.0, done_share)))
+
+
+def searched_share(num_trials: int, most_trials: int) -> float:
+    """Return how much of a search is done, which may end with any trial: half of it after half the usual ones."""
+    return max(num_trials / most_trials, num_trials / (num_trials + USUAL_TRIALS / 2))
+
+
+def onward(progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
+    """Report with a fraction that never falls, whatever is told of the stages."""
+    furthest = 0.0
+
+    def tell(part: Progress) -> None:
+        nonlocal furthest
+        furthest = max(furthest, part.fraction)
+        progress(replace(part, fraction=furthest))
+
+    return tell
 
 
 def part_of(progress: Callable[[Progress], None], number: int, count: int, name: object) -> Callable[[Progress], None]:
     """Report one tuning of several, called by a name, as its part of the whole."""
 
     def tell(part: Progress) -> None:
-        progress(replace(part, message=f"{name}: {part.message}", fraction=(number + part.fraction) / count))
+        message = f"{number + 1} of {count}, {name}: {part.message}"
+        progress(replace(part, message=message, fraction=(number + part.fraction) / count))
 
     return tell
 
@@ -86,9 +132,7 @@ class _Bar:
 
 def _line(progress: Progress, seconds: float) -> str:
     """Write a state as HTML."""
-    counts = f"{progress.steps} steps, {progress.ooms} OOM, {seconds:.0f} s"
-    if progress.best_samples_per_s is not None:
-        counts += f", best {progress.best_samples_per_s:,.4g} samples/s"
+    counts = f"{progress.found}, {seconds:.0f} s".removeprefix(", ")
     share = min(1.0, max(0.0, progress.fraction))
     return (
         f'<div><progress value="{share:.3f}" max="1" aria-label="tuning"></progress> '

@@ -71,7 +71,8 @@ class Recalled:
     @property
     def origin(self) -> str:
         """Where the plan comes from."""
-        return f"from the profile {self.path}"
+        assert self.path is not None, "it is remembered"
+        return f"from the profile {self.path.stem[: profiles.KEY_DIGITS]}"
 
 
 @dataclass(frozen=True)

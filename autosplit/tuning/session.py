@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +24,7 @@ from autosplit.solve.solver import Solver
 from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes
 from autosplit.tuning.assemble import Answer, Subject, assembled
 from autosplit.tuning.job import Job
-from autosplit.tuning.progress import Progress, fraction_of
+from autosplit.tuning.progress import Progress, fraction_of, searched_share
 
 __all__ = ["INTERRUPTED_NOTE", "POINT_BUDGET_S", "TRIAL_BUDGET_S", "Session", "most_steps"]
 
@@ -37,6 +38,9 @@ TRIAL_BUDGET_S = 1.0
 
 MOST_FORWARDS = 2**16
 """Forwards of one optimizer step: whoever asks for more has mistaken a data set for a batch."""
+
+USUAL_SIZES = 8
+"""Sizes at which a device is timed, of most workloads."""
 
 TOO_FEW = "a share below"
 
@@ -83,6 +87,7 @@ class Session(ABC):
         self.store: CeilingStore | None = None
         self.recalled = 0  # ceilings that a killed search left there
         self.stage = "ceilings"
+        self._reports: Counter[str] = Counter()  # by stage
         self.checks: tuple[Check, ...] = ()
         self.trials: list[Trial] = []
         self.evaluated = 0  # of these; the others are those of a search that was cut off
@@ -137,7 +142,7 @@ class Session(ABC):
         """See what splitting changes about the training, before anything is searched; on rank 0 for all."""
         if self.peers.rank != 0:
             return
-        self._say("checks", "the gradient of the sample batch, whole and cut", 0.0)
+        self._say("checks", "checking gradients", fraction_of("checks"))
         try:
             if self.followed.isolated is not None:  # what might end the process runs in the other one
                 self.checks, notes = self.followed.isolated.ask(checks_for)
@@ -159,6 +164,7 @@ class Session(ABC):
         """Search, and return the best trial; raise DoesNotFitError where none succeeded."""
         assert self.solver is not None, "it was measured for"
         self.stage = "search"
+        self._tell_trial()
         if self.prober.out_of_time:
             self.notes.append(
                 "the time limit was over before the search began: ceilings are what was seen to fit until then, times "
@@ -295,11 +301,30 @@ class Session(ABC):
 
     def _keep(self, trial: Trial) -> None:
         self.trials.append(trial)
-        self._report(f"{len(self.trials)} of at most {self.request.n_trials} trials")
+        self._tell_trial()
+
+    def _tell_trial(self) -> None:
+        self._report(f"searching, trial {min(len(self.trials) + 1, self.request.n_trials)}")
+
+    def _confirm(self) -> None:
+        """Begin the last stage: steps that confirm the answer, and what is compared with it."""
+        self.stage = "confirming"
+        self._report("the plan")
 
     def _report(self, message: str) -> None:
-        done = len(self.trials) / self.request.n_trials if self.stage == "search" else 0.0
-        self._say(self.stage, message, fraction_of(self.stage, done))
+        if self.stage == "confirming":
+            message = f"confirming: {message}"
+        self._say(self.stage, message, fraction_of(self.stage, self._done_share()))
+        self._reports[self.stage] += 1
+
+    def _done_share(self) -> float:
+        """Estimate the share of this stage that is done, by what is usual."""
+        count = len(self.job.own.devices)
+        if self.stage == "search":
+            return searched_share(len(self.trials), self.request.n_trials)
+        # A device's ceilings are those as a rank and as the replica or the primary that it is.
+        usual = {"ceilings": 2 * count, "times": USUAL_SIZES * count}
+        return self._reports[self.stage] / usual.get(self.stage, 2 * count)
 
     def _say(self, stage: str, message: str, fraction: float) -> None:
         rates = (trial.samples_per_s for trial in self.trials if trial.samples_per_s is not None)

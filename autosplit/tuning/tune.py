@@ -25,7 +25,7 @@ from autosplit.runtime.trainee import ran_a_step
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
 from autosplit.tuning.lone_session import LoneSession
-from autosplit.tuning.progress import Progress, notebook_bar, part_of
+from autosplit.tuning.progress import Progress, fraction_of, notebook_bar, onward, part_of
 from autosplit.tuning.recall import Recalled, Wanted
 from autosplit.tuning.session import Session
 from autosplit.tuning.try_again import tried_again
@@ -188,7 +188,7 @@ def tune(
             return workload_source(model_or_workload, sample_batch, {**described, "precision": one})
 
         heard = progress or notebook_bar()
-        asked = _Asked(request, reserve, heard or quiet, isolate, job, heard=heard is not None)
+        asked = _Asked(request, reserve, onward(heard or quiet), isolate, job, heard=heard is not None)
         return _fastest_of(precisions, make, asked, notes)
 
 
@@ -303,6 +303,8 @@ def users_code_named() -> Iterator[None]:
 def _tuned(asked: _Asked, job: Job, source: Source) -> Plan:
     """Tune as one process of a job; all of them return the same plan, and each machine remembers it."""
     peers, deadline_s = job.peers, asked.request.deadline_s
+    told = asked.progress if peers.rank == 0 else quiet
+    told(Progress("building", "building the model", 0.0))
     job = replace(job, own=replace(job.own, deadline_s=deadline_s), whole=replace(job.whole, deadline_s=deadline_s))
     with kept_rng(), ExitStack() as closing:
         built = peers.each_run(lambda: build(source, job.own.devices))
@@ -317,6 +319,7 @@ def _tuned(asked: _Asked, job: Job, source: Source) -> Plan:
             return found.told(wanted.nothing_run(found), *found.wait.notes, *defaulted)
         asked.waits.append(found.wait.seconds)
         job = job.with_more_time(found.wait.seconds)
+        told(Progress("tracing", "tracing the model", fraction_of("tracing")))
         return _tuned_anew(asked, job, source, built, replace(wanted, request=job.whole), found, defaulted)
 
 

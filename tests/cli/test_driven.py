@@ -24,7 +24,7 @@ QUICK = f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(3, 1), torch.randn
 SLOW = f"""{HEAD}
 class Net(torch.nn.Linear):
     def forward(self, x):
-        time.sleep(0.02)
+        time.sleep(0.1)
         return super().forward(x)
 workload = autosplit.Workload(Net(3, 1), torch.randn(4, 3))
 """
@@ -39,7 +39,7 @@ class Net(torch.nn.Linear):
                 pass
 workload = autosplit.Workload(Net(3, 1), torch.randn(4, 3))
 """
-BAR = re.compile(r"\d+ steps, \d+ OOM")
+BAR = re.compile(r"\d:\d\d:\d\d")
 
 
 @pytest.fixture
@@ -61,13 +61,15 @@ def test_60_columns_with_progress_a_log_and_one_ctrl_c(script):
     """It stops with the best so far. What is wider than the terminal is to be copied: a path or a line of Python."""
     flags = ["--devices", "cpu:8MiB,cpu:4MiB", "--effective-batch-size", "64", "--no-isolate", "--verbose"]
     terminal = opened([*AUTOSPLIT, "tune", script(SLOW), *flags], columns=60)
-    terminal.wait_for(r"steps, 0 OOM, \d")
+    terminal.wait_for(r"steps, [\d,]+/s")
     terminal.press(CTRL_C)
     assert terminal.end() == 4
     (path,) = profile_paths()
     assert not Plan.load(path).complete
     assert "Traceback" not in terminal.text
-    assert re.search(r"\d+ % +\d+ steps, 0 OOM", terminal.text)
+    assert "building the model" in terminal.text
+    assert re.search(r"probing device 1 of 2", terminal.text)
+    assert re.search(r"\d+ % +\d+ steps", terminal.text)
     assert gone(terminal)
     screen = terminal.screen()
     said = " ".join(line.strip() for line in screen)
@@ -77,8 +79,7 @@ def test_60_columns_with_progress_a_log_and_one_ctrl_c(script):
     # Lines that the terminal itself had to break are those to copy.
     printed = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", terminal.text).replace("\r", "\n").splitlines()
     wide = [line.strip() for line in printed if len(line.rstrip()) > 60]
-    assert any(line.startswith("plan = ") for line in wide)
-    allowed = (str(path), "from train import", "plan = ", "model", "sampler", "loader", "step.")
+    allowed = (str(path), "next", "more")
     assert all(line.startswith(allowed) for line in wide), wide
 
 

@@ -309,7 +309,7 @@ def test_the_report_of_a_simulated_plan_shows_the_command_for_the_real_cards(scr
     assert main(["tune", script(), *SIM, "--effective-batch-size", "512", "--profile", "refresh", "--isolate"]) == 0
     out, err = capsys.readouterr()
     command = "python -m autosplit tune train.py --devices cuda --effective-batch-size 512 --isolate"
-    assert out.rstrip().endswith(f"\n\n{command}")
+    assert out.rstrip().endswith(f"\n\nnext  {command}")
     assert err == ""
     assert "\x1b" not in out
 
@@ -334,6 +334,12 @@ def test_the_lines_to_paste_call_a_function_and_say_when_they_tune_again(script,
 def test_output_saves_the_plan_and_the_lines_load_it(script, tuned, capsys):
     tuned.answer = made_plan((100, 156))
     assert main(["tune", script(), "--output", "plans/best.json"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-2:] == [
+        "next  python -m autosplit show plans/best.json --code  # the lines to paste",
+        "more  python -m autosplit show plans/best.json --details",
+    ]
+    assert main(["show", "plans/best.json", "--code"]) == 0
     assert 'plan = autosplit.Plan.load("plans/best.json")' in capsys.readouterr().out
     assert Plan.load("plans/best.json") == tuned.answer
 
@@ -352,7 +358,7 @@ def test_an_interrupted_tuning_shows_the_best_so_far(script, tuned, capsys, tmp_
     out, err = capsys.readouterr()
     assert f"the best plan so far is shown and saved as {tmp_path / 'kept.json'}; run it again" in err
     assert out.startswith("interrupted: the best so far")
-    assert f'plan = autosplit.Plan.load("{tmp_path / "kept.json"}")' in out
+    assert f"python -m autosplit show {tmp_path / 'kept.json'} --code" in out
 
 
 def test_an_interrupted_tuning_saves_its_output_too(script, tuned, capsys):
@@ -553,8 +559,43 @@ def test_a_small_workload_on_the_processor(script, capsys):
     out, err = capsys.readouterr()
     assert "of 8 MiB" in out
     assert "2 samples per optimizer step" in out
-    assert 'plan = autosplit.tune(workload, devices="cpu:8MiB,cpu:4MiB", strategy="balanced", effective' in out
     assert "\x1b" not in out + err
+    assert main(["tune", script(), *flags, "--n-trials", "1", "--details"]) == 0
+    out = capsys.readouterr().out
+    assert 'plan = autosplit.tune(workload, devices="cpu:8MiB,cpu:4MiB", strategy="balanced", effective' in out
+    assert "data loading is not measured" in out
+
+
+CONVOLUTIONAL = f"""{HEAD}
+from torch import nn
+layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+net = nn.Sequential(*layers)
+batch = torch.randn(8, 3, 16, 16), torch.randint(4, (8,))
+workload = autosplit.Workload(net, batch, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["cpu:512MiB,cpu:256MiB", "sim:2xL4"])
+@pytest.mark.parametrize("text", [None, CONVOLUTIONAL], ids=["char_gpt", "convolutional"])
+def test_what_tune_prints_fits_a_terminal_of_24_lines(script, text, devices):
+    """It was 40 lines and more, of which the numbers scrolled away."""
+    words = ["tune", EXAMPLE if text is None else script(text), "--devices", devices, "--n-trials", "2"]
+    for _ in range(2):  # the second answers from the profile
+        done = subprocess.run(
+            [sys.executable, "-m", "autosplit", *words],
+            env={**os.environ, "COLUMNS": "80"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=True,
+            timeout=240,
+        )
+        lines = done.stdout.splitlines()
+        assert len(lines) <= 24, done.stdout
+        copied = [str(Path(words[1]).parent), "autosplit show", "autosplit tune"]  # one line, to be copied whole
+        assert max(len(line) for line in lines if not any(part in line for part in copied)) <= 80, done.stdout
+        assert lines[-2].startswith("next  python -m autosplit ")
 
 
 @pytest.mark.slow
@@ -712,8 +753,8 @@ def test_progress_is_told_unless_it_is_to_be_quiet(script, probed, monkeypatch, 
     monkeypatch.setattr("autosplit.cli.output.progress_bar", bar)
     assert main(["probe", script(), *TWO]) == 0
     assert [(progress.message, progress.fraction, progress.steps) for progress in told] == [
-        ("cpu:0: ceiling as rank", 0.0, 0),
-        ("cpu:1: ceiling as rank", 0.5, 3),
+        ("probing 1 of 2: cpu:0 as rank", 0.0, 0),
+        ("probing 2 of 2: cpu:1 as rank", 0.5, 3),
     ]
     assert main(["probe", script(), *TWO, "--quiet"]) == 0
     assert len(told) == 2
@@ -815,7 +856,14 @@ def test_show_a_saved_plan(tmp_path, capsys):
     path = tmp_path / "plan.json"
     made_plan((100, 156)).save(path)
     assert main(["show", str(path)]) == 0
+    short = capsys.readouterr().out
+    assert main(["show", str(path), "--details"]) == 0
     assert f'plan = autosplit.Plan.load("{path}")' in capsys.readouterr().out
+    assert "Plan.load" not in short
+    assert main(["show", str(path), "--code"]) == 0
+    code = capsys.readouterr().out
+    compile(code, "code", "exec")
+    assert f'plan = autosplit.Plan.load("{path}")' in code
     assert main(["show", str(path), "--json"]) == 0
     assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((100, 156)))
 
@@ -826,7 +874,11 @@ def test_show_lists_the_profiles_and_shows_the_newest(capsys):
     newest = store("cd" * 16, made_plan((300,)))
     assert main(["show"]) == 0
     out = capsys.readouterr().out
-    assert out.index("cdcdcdcdcdcd ") < out.index("abababababab ") < out.index(f'Plan.load("{newest}")')
+    assert out.index("cdcdcdcdcdcd ") < out.index("abababababab ") < out.index("show cdcdcdcdcdcd --code")
+    assert main(["show", "--code"]) == 0
+    code = capsys.readouterr().out
+    assert code.startswith("import autosplit\n"), "a file of it is to run"
+    assert f'Plan.load("{newest}")' in code
     assert main(["show", "--json"]) == 0
     assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((300,)))
 
@@ -842,6 +894,8 @@ def test_show_without_any_profile(capsys, fails):
     assert main(["show"]) == 0
     assert capsys.readouterr().out == "no plan is remembered yet; autosplit tune FILE makes one\n"
     assert "make one with autosplit tune FILE" in fails("show", "--json")[0]
+    assert "make one with autosplit tune FILE" in fails("show", "--code")[0]
+    assert "--json and --code are given together" in fails("show", "--json", "--code")[0]
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from autosplit.probe.check_result import Check
 from autosplit.solve.memory import MemoryFit, Region
 
 
-def printed(plan, *, width=100, terminal=False, origin=None):
+def printed(plan, *, width=100, terminal=False, origin=None, details=True):
     console = Console(
         file=io.StringIO(), width=width, force_terminal=terminal, color_system="standard" if terminal else None
     )
-    print_plan(plan, console, origin=origin)
+    print_plan(plan, console, origin=origin, details=details)
     return console.file.getvalue()
 
 
@@ -86,9 +86,9 @@ def test_slow_throughput_keeps_its_digits():
     ("plan", "said"),
     [
         (made_plan((100, 156)), "1.31 times the even split (128, 128)"),
-        (made_plan((128, 128)), "none: the even split is the answer"),
-        (made_plan((100, 156), kind="cpu"), "none is claimed over an even split: these devices share one processor"),
-        (made_plan((50, 206), even_samples_per_s=None), "the even split (128, 128) is above cuda:0's ceiling of 101"),
+        (made_plan((128, 128)), "none: the even split is the fastest"),
+        (made_plan((100, 156), kind="cpu"), "not claimed: these devices share one processor"),
+        (made_plan((50, 206), even_samples_per_s=None), "the even split (128, 128) does not fit: cuda:0 holds 101"),
         (made_plan((100, 156), even_samples_per_s=None), "the even split (128, 128) was not run"),
     ],
 )
@@ -159,6 +159,58 @@ def test_busy_time_is_shown_in_ms(seconds, shown):
     assert shown in printed(replace(plan, devices=(replace(plan.devices[0], busy_s=seconds),)))
 
 
+# The short report
+
+
+SAVED = Origin('autosplit.Plan.load("plan.json")', command="python -m autosplit tune x.py", shown_by="0123456789ab")
+
+
+def short(plan, **options):
+    return printed(plan, width=80, details=False, **{"origin": SAVED, **options})
+
+
+def test_the_short_report_ends_with_the_next_command():
+    """It was some 40 lines, and what to do next stood below what nobody asked."""
+    real, simulated = short(made_plan()).splitlines(), short(made_plan(kind="sim")).splitlines()
+    more = "more  python -m autosplit show 0123456789ab --details"
+    assert real[-2:] == ["next  python -m autosplit show 0123456789ab --code  # the lines to paste", more]
+    assert simulated[-2:] == ["next  python -m autosplit tune x.py", more]
+    assert row_of("\n".join(real), "split").endswith("(100, 156), 256 samples per forward")
+    assert row_of("\n".join(real), "gain").endswith("1.31 times the even split (128, 128)")
+    for word in ("gpu0_bsz", "found with", "data loading", "rank 0", "import autosplit"):
+        assert word not in "\n".join(real)
+
+
+def test_the_lines_to_paste_follow_where_nothing_was_saved():
+    plan = made_plan()
+    assert short(plan, origin=None).rstrip().endswith("\n".join(paste_lines(plan)))
+    (line,) = paste_lines(made_plan(kind="sim"))
+    assert short(made_plan(kind="sim"), origin=None).rstrip().endswith(f"next  {line}")
+
+
+def test_ddp_is_named_where_it_is_faster():
+    plan = made_plan((100, 156))
+    region = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
+    faster = replace(plan, region=region, ddp=replace(plan.ddp, samples_per_s=20469.0))
+    assert row_of(short(faster), "with DDP").endswith("20,469 samples/s (predicted), 2.00 times as fast")
+    assert "with DDP" not in short(replace(faster, ddp=replace(plan.ddp, samples_per_s=5000.0)))
+
+
+def test_notes_that_ask_for_nothing_are_left_for_the_details():
+    checks = (
+        Check("gradient", 0.12, 0.1, depends=True, advice="give each device more"),
+        Check("BatchNorm2d at 0", 0.02, None, depends=True, advice="freeze it"),
+        Check("Dropout at 1", 0.0, 0.0, depends=False),
+    )
+    nearest = "no plan is remembered for just this; in the nearest, 0123: seed was 0, now 1"
+    text = " ".join(short(made_plan(checks=checks, notes=(nearest, "a note"))).split())
+    said = "gradient and 1 other depend on how the batch is cut (12 % off): see --details"
+    assert f"notes - {said} - a note next" in text
+    many = " ".join(short(made_plan(notes=tuple("abcde"))).split())
+    assert "notes - a - b - c - 2 more: --details next" in many
+    assert "\nnotes\n" not in short(made_plan())
+
+
 # What explains it
 
 
@@ -168,8 +220,8 @@ def explained(plan, **options):
 
 def test_the_explanation_is_told_without_what_stands_elsewhere():
     advice, data = explained(made_plan((100, 156), sample_batch_size=128), width=300).splitlines()
-    assert advice.startswith("- learning rate: a step has 512 samples, the sample batch 128; coming from that")
-    assert data == "- data loading is not counted: the loader has to deliver 10,234 samples/s"
+    assert advice.startswith("- a step has 512 samples, the sample batch has 128: multiply")
+    assert data == "- data loading is not measured: the loader has to deliver 10,234 samples/s"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +250,7 @@ def test_with_one_answer_nothing_is_compared():
 def test_a_simulated_plan_says_so_and_shows_the_command_instead():
     origin = Origin("unused", command="python -m autosplit tune x.py --devices cuda")
     text = printed(made_plan(kind="sim"), origin=origin)
-    assert text.startswith("simulated: predicted for cards that are not here; `wrap` refuses")
+    assert text.startswith("simulated: predicted for cards that this machine does not have")
     assert "(simulated)" in row_of(text, "throughput")
     assert "no real step" in text
     assert text.rstrip().endswith("on the machine that has the cards\n\npython -m autosplit tune x.py --devices cuda")

@@ -45,7 +45,7 @@ def test_the_bar_says_what_is_done_and_what_was_found(terminal):
 
 def test_a_long_message_gives_way_to_the_figures(terminal):
     text = drawn_bar(terminal, Progress("search", "a long message [x] " * 9, 0.5, steps=31))
-    assert "31 steps, 0 OOM" in text
+    assert "31 steps" in text
     assert "[x]" in text
 
 

@@ -103,7 +103,9 @@ class TestWhatBounds:
         plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
         assert limits_of(plan) == [("memory", "cuda:0", 4.0)]
         assert plan.explain().predicted_samples_per_s == pytest.approx(100 / 0.320)
-        assert str(plan.explain()).startswith("the memory of cuda:0 bounds it (without that limit: +300 %); then time")
+        assert str(plan.explain()).startswith(
+            "the memory of cuda:0 limits the batch: +300 % without that limit; time comes next: +"
+        )
 
     def test_the_memory_of_a_replica(self):
         plan = solved_plan((80, 20), (4.0, 1.0), (1000, 20), accumulates=False)
@@ -121,7 +123,9 @@ class TestWhatBounds:
         # The rates, 1 and 1/4 per ms, add up.
         assert bound_of(plan, "device", "cuda:0").gain == pytest.approx(2.25 / 1.25, rel=0.01)
         assert bound_of(plan, "device", "cuda:1").gain == pytest.approx(1.5 / 1.25, rel=0.02)
-        assert str(plan.explain()).startswith("time bounds it, not memory (cuda:0 twice as fast: +80 %, cuda:1")
+        assert str(plan.explain()).startswith(
+            "time limits the samples/s, not memory: +80 % with cuda:0 twice as fast, +"
+        )
 
     def test_the_slow_device_that_has_to_take_what_the_other_can_not(self):
         plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
@@ -144,13 +148,13 @@ class TestWhatBounds:
         slow = replace(plan, fit=Fit(replace(plan.fit.step_time, contention=1.5, copies_s=(0.0, 0.025))))
         assert bound_of(plan, "overhead") is None
         assert bound_of(slow, "overhead").gain == pytest.approx(2.0)
-        assert "devices that cost each other no time: +100 %" in str(slow.explain())
+        assert "+100 % with no time lost between devices" in str(slow.explain())
 
     def test_max_batch_size_within_a_step(self):
         # Ten forwards of (5, 5) at 15, or one of (50, 50) at 60.
         plan = solved_plan((5, 5), (1.0, 1.0), (1000, 1000), fixed_ms=10.0, most=10)
         assert limits_of(plan) == [("max_batch_size", None, 2.5)]
-        assert "max_batch_size bounds it (a larger one: up to +150 %)" in str(plan.explain())
+        assert "max_batch_size limits the batch: up to +150 % with a larger one" in str(plan.explain())
 
     def test_max_batch_size_of_one_forward_against_twice_as_much(self):
         # 10 in 15 against 20 in 20.
@@ -168,7 +172,7 @@ class TestWhatBounds:
         # 100 in 50 + 60 against 200 in 100 + 60.
         plan = solved_plan((50, 50), (1.0, 1.0), (1000, 1000), update_ms=60.0)
         assert limits_of(plan) == [("effective_batch_size", None, round((200 / 160) / (100 / 110), 2))]
-        assert "an effective batch of up to twice as many samples: +38 %" in str(plan.explain())
+        assert "a larger effective batch is faster: up to +38 % with one twice as large" in str(plan.explain())
 
     def test_a_ceiling_of_time_is_no_lack_of_memory(self):
         plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
@@ -319,7 +323,7 @@ class TestAdvice:
         explanation = made_plan((100, 156)).explain()
         assert (explanation.bounds, explanation.alone, explanation.predicted_samples_per_s) == ((), (), None)
         assert explanation.even_measured.gain == pytest.approx(10234.5 / 7812.6)
-        assert "data loading is not counted" in str(explanation)
+        assert "data loading is not measured" in str(explanation)
 
 
 # Any plan

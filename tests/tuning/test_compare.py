@@ -252,8 +252,8 @@ def test_progress_and_time_are_shared_out():
     machines = asked_machines(["sim:L4", "sim:2xL4"])
     compared(machines, tune_one, time_limit_s=100.0, progress=told.append)
     assert [(part.message, part.fraction) for part in told] == [
-        ("sim:L4: half of it", 0.25),
-        ("sim:2xL4: half of it", 0.75),
+        ("1 of 2, sim:L4: half of it", 0.25),
+        ("2 of 2, sim:2xL4: half of it", 0.75),
     ]
     assert 0 < limits[0] <= 50.0 < limits[1] <= 100.0
 

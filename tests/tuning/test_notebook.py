@@ -57,7 +57,7 @@ def test_it_is_drawn_in_its_own_place(monkeypatch):
     assert "b" not in read.tags
     assert ("progress", "value", "0.500") in read.attributes
     assert "<b>trial</b> 1" in "".join(read.texts)
-    assert "3 steps, 1 OOM, 0 s, best 1,234 samples/s" in "".join(read.texts)
+    assert "3 steps, 1 OOM, best 1,234 samples/s, 0 s" in "".join(read.texts)
 
 
 def test_what_comes_fast_is_left_out_and_the_end_never(monkeypatch):
@@ -104,3 +104,19 @@ def test_a_real_kernel_shows_the_bar_and_the_plan():
     (result,) = (one for one in outputs if one["output_type"] == "execute_result")
     assert "<strong>autosplit plan</strong>" in "".join(result["data"]["text/html"])
     assert not [one for one in outputs if one["output_type"] == "error"]
+
+
+def test_a_fraction_never_falls_and_stages_follow_each_other():
+    """A first tuning said "starting" for most of its first half minute, and a wait began again at nothing."""
+    told: list[Progress] = []
+    tell = notebook.onward(told.append)
+    stages = ("building", "tracing", "checks", "ceilings", "times", "search", "confirming", "done")
+    for stage in (*stages[:2], "waiting", *stages[2:]):
+        for share in (0.0, 0.5, 7.0):
+            tell(Progress(stage, stage, 0.0 if stage == "waiting" else notebook.fraction_of(stage, share)))
+    fractions = [part.fraction for part in told]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    shares = [notebook.searched_share(done, 24) for done in range(25)]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[4], shares[24]) == (0.0, 0.5, 1.0)

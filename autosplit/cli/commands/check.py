@@ -16,14 +16,14 @@ __all__ = ["check"]
 def check(spec: str, manner: Manner, *, model_options: Mapping[str, Any]) -> int:
     """Check a workload, and print what was found."""
     from autosplit.probe import gradient_check as checks
-    from autosplit.tuning.progress import Progress
+    from autosplit.tuning.progress import Progress, fraction_of
     from autosplit.workload.from_file import load_workload
 
-    with stdout_kept_clean():
+    with stdout_kept_clean(), progress(manner) as tell:
         workload = load_workload(spec, **model_options)
-        with users_errors(spec), progress(manner) as tell:
+        with users_errors(spec):
             if tell is not None:
-                tell(Progress("checks", "the gradient of the sample batch, whole and cut", 0.0))
+                tell(Progress("checks", "checking gradients", fraction_of("checks")))
             found = checks.check(workload)
     if manner.as_json:
         from autosplit.cli.json_types import Checks

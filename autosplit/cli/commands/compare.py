@@ -49,11 +49,10 @@ def compare(
     limits = {keyword: value for keyword, value in keywords.items() if keyword == "time_limit_s"}
     called = {keyword: value for keyword, value in keywords.items() if keyword not in limits}
     interrupted = False
-    with stdout_kept_clean():
+    with stdout_kept_clean(), progress(manner) as tell:
         tune_one = _tuner(spec, model_options, called)
         try:
-            with progress(manner) as tell:
-                comparison = comparing.compared(machines, tune_one, **limits, progress=tell)
+            comparison = comparing.compared(machines, tune_one, **limits, progress=tell)
         except comparing.ComparisonInterrupted as interrupt:
             if interrupt.comparison is None:
                 raise

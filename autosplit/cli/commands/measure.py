@@ -37,14 +37,14 @@ def measure(spec: str, keywords: dict[str, Any], manner: Manner, *, model_option
     from autosplit.tuning import measure as measuring
     from autosplit.workload.from_file import load_workload, loaded_workload
 
-    with stdout_kept_clean():
+    with stdout_kept_clean(), progress(manner) as tell:
         # In a job it is loaded where all ranks hear of it if one can't.
         load = loaded_workload if together else load_workload
         workload: Any = functools.partial(load, spec, **model_options)
         workload = workload if together else workload()
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
         source = sendable(spec, workload) if isolate and not together else workload
-        with users_errors(spec), progress(manner) as tell:
+        with users_errors(spec):
             found = measuring.measure(source, **{**keywords, "isolate": isolate}, progress=tell)
     if together and not speaks():
         return 0

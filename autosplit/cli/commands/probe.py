@@ -106,7 +106,8 @@ def _find_ceilings(probing: Probing, tell: Callable[[Progress], None] | None) ->
     pairs = [(device, role) for device in devices for role in probing.roles]
     known: dict[tuple[Device, str], Ceiling] = {}
     for done, (device, role) in enumerate(pairs):
-        _tell_ceiling(tell, probing.ceilings, f"{device.label}: ceiling as {role}", done / len(pairs))
+        message = f"probing {done + 1} of {len(pairs)}: {device.label} as {role}"
+        _tell_ceiling(tell, probing.ceilings, message, done / len(pairs))
         # Cards that are not there are alike to the byte.
         alike = (replace(device, index=0) if probing.simulated else device, role)
         if alike not in known:

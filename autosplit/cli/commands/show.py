@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from autosplit.cli.commands.profiles import print_listed
-from autosplit.cli.named_plan import newest_profile, profile_path, stored_plan
+from autosplit.cli.named_plan import newest_profile, profile_path, shown_by, stored_plan
 from autosplit.cli.output import Manner, print_plan
 from autosplit.cli.workload_arguments import quoted
 from autosplit.errors import InputError
@@ -39,17 +39,20 @@ def _print(path: Path, plan: Plan, manner: Manner) -> None:
 
     if manner.as_json:  # it is made to be shared
         plan = shareable(plan)
-    print_plan(plan, Origin(f"autosplit.Plan.load({quoted(str(path))})", path=str(path)), manner)
+    origin = Origin(f"autosplit.Plan.load({quoted(str(path))})", path=str(path), shown_by=shown_by(path))
+    print_plan(plan, origin, manner)
 
 
 def _newest(manner: Manner) -> tuple[Path, Plan] | None:
     """List the profiles, and return the newest that can be read."""
-    if not manner.as_json:
+    alone = manner.as_json or manner.code
+    if not alone:
         if profile_paths():
             print_listed()
+            sys.stdout.write("\n")
         else:
             sys.stdout.write("no plan is remembered yet; autosplit tune FILE makes one\n")
     found = newest_profile()
-    if manner.as_json and found is None:
+    if alone and found is None:
         raise InputError("no plan is remembered; expected one to print; make one with autosplit tune FILE")
     return found

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.exit_code import end_with_parent
+from autosplit.cli.named_plan import shown_by
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, speaks
 from autosplit.cli.output import progress as drawn
 from autosplit.cli.terminal import stdout_kept_clean
@@ -53,7 +54,7 @@ def tune(
             return _tune_by_torchrun(spec, {**keywords, **model_options}, count, manner, output=output)
     from autosplit.workload.from_file import load_workload, loaded_workload
 
-    with stdout_kept_clean():
+    with stdout_kept_clean(), drawn(manner) as tell:
         # In a job it is loaded where all ranks hear of it if one can't.
         workload: Any = (
             functools.partial(loaded_workload, spec, **model_options)
@@ -64,10 +65,10 @@ def tune(
         source: object = workload
         if isolates(keywords.get("isolate"), keywords.get("devices"), together=together):
             source, called = workload if together else sendable(spec, workload), {**called, "isolate": True}
-        plan, interrupted = _tuned(source, spec, called, manner)
-        if together and not speaks():
-            return 0 if interrupted is None else EXIT_INTERRUPTED
-        _warn_if_not_remembered(plan, manner)
+        plan, interrupted = _tuned(source, spec, called, tell or partial(_say_if_waiting, manner))
+    if together and not speaks():
+        return 0 if interrupted is None else EXIT_INTERRUPTED
+    _warn_if_not_remembered(plan, manner)
     saved = None if interrupted is None or plan.path is None else str(plan.path)
     unsaved: PlanError | None = None
     if output is not None:
@@ -100,14 +101,14 @@ def _interrupted_text(saved: str | None) -> str:
 
 
 def _tuned(
-    workload: object, spec: str, keywords: Mapping[str, Any], manner: Manner
+    workload: object, spec: str, keywords: Mapping[str, Any], tell: Callable[[Progress], None]
 ) -> tuple[Plan, KeyboardInterrupt | None]:
-    """Tune, with a bar on a terminal; return also what interrupted it where the plan is only the best so far."""
+    """Tune; return also what interrupted it where the plan is only the best so far."""
     from autosplit.tuning import tune as tuning
 
     try:
-        with users_errors(spec), drawn(manner) as tell:
-            return tuning.tune(workload, **keywords, progress=tell or partial(_say_if_waiting, manner)), None
+        with users_errors(spec):
+            return tuning.tune(workload, **keywords, progress=tell), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
         best: Plan | None = getattr(error, "plan", None)
@@ -148,15 +149,16 @@ def _origin(
     elsewhere = {keyword: value for keyword, value in keywords.items() if keyword not in {"devices", "profile"}}
     flags = flags_of({**elsewhere, **model_options})
     command = shlex.join(["python", "-m", "autosplit", "tune", spec, "--devices", "cuda", *flags])
+    path = saved if saved is not None or plan.path is None else str(plan.path)
+    found_by = None if path is None else shown_by(Path(path))
     if saved is not None:
-        return Origin(f"autosplit.Plan.load({quoted(saved)})", command=command, path=saved)
+        return Origin(f"autosplit.Plan.load({quoted(saved)})", command=command, path=saved, shown_by=found_by)
     same = {k: v for k, v in keywords.items() if (k, v) not in (("profile", "refresh"), ("isolate", False))}
     arguments = _arguments(same)
     remark = "tunes again: --output PATH saves it" if same.get("profile") == "off" else "answered from its profile"
-    path = None if plan.path is None else str(plan.path)
     if is_model_name(spec):
         model = f"autosplit.Workload.from_name({quoted(spec)}{_arguments(model_options)})"
-        return Origin(f"autosplit.tune(lambda: {model}{arguments})", (), remark, command, path)
+        return Origin(f"autosplit.tune(lambda: {model}{arguments})", (), remark, command, path, found_by)
     place, name = split_spec(spec)
     module = Path(place).stem if place.endswith(".py") else place
     return Origin(
@@ -165,6 +167,7 @@ def _origin(
         remark,
         command,
         path,
+        found_by,
     )
 
 
