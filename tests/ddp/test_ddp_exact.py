@@ -407,7 +407,9 @@ def streamed(sizes: tuple[int, ...], effective: int, num_samples: int) -> dict[s
     with warnings.catch_warnings(record=True) as caught, ddp.setup(make_plan(sizes, effective)) as ctx:
         warnings.simplefilter("always")
         names: dict[str, Any] = {"torch": torch, "DataLoader": DataLoader, "ctx": ctx, "stream": Stream(num_samples)}
-        exec(RECIPES[0], names)
+        classes, use = RECIPES[0].split("stream = ")
+        lines = [line.strip() for line in use.splitlines() if line.strip().startswith(("part = ", "loader = "))]
+        exec("\n".join([classes, *lines]), names)
         model = ctx.wrap(make_model())
         for step in ctx.steps(names["loader"]):
             found["steps"].append([])

@@ -466,7 +466,7 @@ class Trap:
     """Lets a model raise in a stage of the tuning, or at a call; copies of the model share it."""
 
     def __init__(self) -> None:
-        self.calls, self.stage = 0, "predict"
+        self.calls, self.stage = 0, "tracing"
         self.raises: dict = {}
 
     def __deepcopy__(self, memo) -> Trap:
@@ -524,7 +524,7 @@ class TestStateGuard:
         live.check()
 
     @pytest.mark.parametrize("devices", DEVICES)
-    @pytest.mark.parametrize("stage", ["predict", "ceilings", "times", "search"])
+    @pytest.mark.parametrize("stage", ["tracing", "ceilings", "times", "search"])
     def test_nor_does_one_that_was_interrupted(self, live, devices, stage):
         trap = live.model.trap
         trap.raises = {stage: KeyboardInterrupt()}
@@ -550,7 +550,7 @@ class TestStateGuard:
     def test_nor_does_a_remembered_plan(self, live, devices):
         trap = live.model.trap
         for _ in range(2):
-            trap.calls, trap.stage = 0, "predict"  # the copies count into it, and what a model holds is what it is
+            trap.calls, trap.stage = 0, "tracing"  # the copies count into it, and what a model holds is what it is
             plan = tune_live(live, devices, profile="auto")
             live.check()
         assert "nothing was run" in plan.notes[0]
@@ -759,7 +759,7 @@ class TestSeveralPrecisions:
         fractions = [progress.fraction for progress in told]
         assert fractions == sorted(fractions)
         assert fractions[-1] == 1.0
-        assert {progress.message.split(":")[0] for progress in told} == {"none", "bf16"}
+        assert {progress.message.split(":")[0] for progress in told} == {"1 of 2, none", "2 of 2, bf16"}
 
     @pytest.mark.slow
     def test_each_is_remembered(self, cache_dir):
@@ -776,7 +776,7 @@ class TestSeveralPrecisions:
     @pytest.mark.slow
     def test_interrupted_in_the_second_the_first_is_kept(self):
         def interrupt(progress):
-            if progress.message.startswith("bf16") and progress.stage == "search":
+            if ", bf16: " in progress.message and progress.stage == "search":
                 raise KeyboardInterrupt
 
         with pytest.raises(TuningInterrupted) as caught:
@@ -790,7 +790,7 @@ class TestSeveralPrecisions:
         """It was of the precision that was being tuned for, whichever was the faster."""
 
         def interrupt(progress):
-            last = progress.message.startswith("none") and progress.stage == "search"
+            last = ", none: " in progress.message and progress.stage == "search"
             if last and progress.best_samples_per_s is not None:
                 raise KeyboardInterrupt
 
@@ -1044,7 +1044,7 @@ class TestErrors:
     @pytest.mark.slow
     def test_a_search_that_was_killed_does_not_measure_its_ceilings_again(self, tmp_path, monkeypatch):
         def stop(progress):
-            if progress.message.startswith("1 of "):
+            if progress.message == "searching, trial 2":
                 raise KeyboardInterrupt
 
         options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
@@ -1100,7 +1100,7 @@ class TestErrors:
             raise OSError("No space left on device")
 
         def break_it(progress):
-            if progress.message.startswith("1 of "):
+            if progress.message == "searching, trial 2":
                 monkeypatch.setattr(_CachedStorage, "set_trial_user_attr", full)
 
         url = f"sqlite:///{tmp_path / 'study.db'}"
@@ -1118,7 +1118,7 @@ class TestErrors:
         """The plan said that it was found with so many trials, and had run but some of them."""
 
         def stop(progress):
-            if progress.message.startswith("2 of "):
+            if progress.message == "searching, trial 3":
                 raise KeyboardInterrupt
 
         options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}

@@ -456,13 +456,13 @@ def test_the_command_shows_how_the_plan_is_had_again(save, tmp_path, monkeypatch
     monkeypatch.setattr(
         tuning, "tune", lambda source, **keywords: (called.append(source), tune(source, **keywords, **quick))[1]
     )
-    assert main(["tune", "hf:model", "--no-isolate", *flags]) == 0
+    assert main(["tune", "hf:model", "--no-isolate", "--profile", "off", *flags]) == 0
     out = capsys.readouterr().out
     (source,) = called
     assert source.keywords == {"seq_len": 8, "task": "causal-lm"}
     assert "\nbatch_size " in out
     model = 'lambda: autosplit.Workload.from_name("hf:model", seq_len=8, task="causal-lm")'
-    assert f'plan = autosplit.tune({model}, devices="cpu:1GiB", max_batch_size=4)\n' in out
+    assert f'plan = autosplit.tune({model}, devices="cpu:1GiB", max_batch_size=4, profile="off")\n' in out
 
 
 @pytest.mark.slow
