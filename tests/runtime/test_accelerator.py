@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import emulated
 import pytest
 import torch
+from folders import TESTS
 from torch import nn
 from torch.nn import functional as F
 from workloads import char_gpt, mlp, small
@@ -433,6 +437,22 @@ class TestTwoDevices:
         assert sum(plan.split) == plan.batch_size
         assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
         assert len(traces) <= 30
+
+    @needs_emulated
+    def test_alone_on_the_second_the_first_has_no_context(self):
+        """To make the first the current one again made one there, of half a GB on a card, until the process ended."""
+        code = """
+import os, torch, emulated
+from workloads import small
+from autosplit import tune
+tune(small(), devices="emu:1", max_batch_size=8, n_trials=1, profile="off")
+assert emulated.contexts()[os.getpid()] == (1,), emulated.contexts()
+"""
+        path = os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]])
+        environment = {**os.environ, "PYTHONPATH": path}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
 
     def test_what_a_model_puts_on_the_accelerator_goes_where_it_runs(self):
         """Alone on the second device, `device="cuda"` in a forward still meant the first."""
