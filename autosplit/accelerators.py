@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +144,7 @@ def _mps(mps: Any) -> Any:
         device_count=mps.device_count,
         current_device=lambda: 0,
         set_device=lambda _device: None,
+        device=lambda _device: nullcontext(),
         synchronize=lambda _device=None: mps.synchronize(),
         empty_cache=mps.empty_cache,
         mem_get_info=lambda _device=None: (total() - reserved(), total()),

@@ -132,6 +132,8 @@ class WallSearch:
             return min(full, self._below(high)) if self._failures else full
         blur = self.reserved[low] / self.allocated[low]
         careful = self._fitting(lambda n: self.corrected(n) * blur, low, high)
+        if careful == self.most and self.failed is None:
+            return careful  # however blurred it is, the wall is beyond what is looked for
         return careful if low * (1 + LEAST_BLURRED_GAIN) <= careful <= high * (1 - STEP_DOWN) else (low + full + 1) // 2
 
     def _below(self, high: int) -> int:

@@ -192,7 +192,8 @@ class AcceleratorRuntime:
 
     def _within_bounds(self, shape: StepShape, use: Callable[[Callable[[Callable[[str], None]], None]], T]) -> T:
         """Use a step that is ready to run, within what the devices may hold."""
-        with self._bounded(), kept_rng(), self._current(self._alone_on(shape) or self._gpus[0]):
+        # The current device is where a model's `device="cuda"` goes; put back by `set_device`, it would have a context.
+        with self._bounded(), kept_rng(), self._backend.device(self._alone_on(shape) or self._gpus[0]):
             return self._guarded(lambda: use(self._prepared(shape)), shape)
 
     def _alone_on(self, shape: StepShape) -> torch.device | None:
@@ -253,16 +254,6 @@ class AcceleratorRuntime:
     def _release(self) -> None:
         gc.collect()
         self._backend.empty_cache()
-
-    @contextmanager
-    def _current(self, gpu: torch.device) -> Iterator[None]:
-        """Make a device the current one: what a model puts on the accelerator without saying where goes there."""
-        before = self._backend.current_device()
-        self._backend.set_device(gpu)
-        try:
-            yield
-        finally:
-            self._backend.set_device(before)
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:

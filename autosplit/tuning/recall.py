@@ -119,7 +119,7 @@ class Wanted:
             found.path,
             found.notes,
             memory_shortfall(found.plan, request.devices, request.capacities_bytes),
-            differing_facts(found.plan, request.devices),
+            differing_facts(found.plan, request.devices, request.capacities_bytes),
         )
 
     def recalled_in_turn(self, turn: Turn | None, job: Job) -> Recalled:

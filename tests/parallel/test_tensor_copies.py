@@ -114,3 +114,18 @@ def test_a_gpu_used_twice_has_kept_copies_of_its_own():
     tensor = torch.zeros(3)
     assert between.copy(tensor, 1, "parameter").data_ptr() != tensor.data_ptr()
     assert between.name_of(1) == "cpu"
+
+
+def test_many_small_tensors_travel_together(monkeypatch):
+    """600 parameters to each of seven cards were 0.2 s of launches in every step."""
+    moved, sent = copies._moved, []
+    monkeypatch.setattr(copies, "_moved", lambda tensors, device: sent.append(len(tensors)) or moved(tensors, device))
+    between = GpuCopies(CPUS)
+    small, large = [torch.full((256,), float(i)) for i in range(600)], torch.ones(copies.BUCKET_BYTES // 4)
+    blocks = [torch.zeros_like(tensor) for tensor in (*small, large)]
+    between.copy_all_into(blocks, (*small, large), 1)
+    assert sent == [600, 1]
+    assert all(torch.equal(block, tensor) for block, tensor in zip(blocks, (*small, large), strict=True))
+    home = dict(between.bring_all(blocks, 1))
+    assert sent == [600, 1] * 2
+    assert all(torch.equal(home[i], block) for i, block in enumerate(blocks))

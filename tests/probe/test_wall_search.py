@@ -85,3 +85,13 @@ def test_a_process_that_died_says_nothing_of_bytes():
         else:
             search.ran(n, 10 * n, 10 * n, 2)
     assert 200 < search.found <= 300
+
+
+def test_no_wall_is_looked_for_beyond_the_largest_batch():
+    """As near to it as to a wall, it was gone halfway to in each step, and never reached: 65,211 of 65,536."""
+    search = WallSearch(lambda n: 960.0 * n, 128 * 2**20, least=1, most=2**16, start=4)
+    sizes = []
+    while (n := search.next()) is not None:
+        sizes.append(n)
+        search.ran(n, 960 * n, 960 * n + 15 * 2**20, 2)
+    assert (search.found, len(sizes)) == (2**16, 3)

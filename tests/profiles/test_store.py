@@ -616,15 +616,25 @@ class TestWhatHasChanged:
             return tuple(Device("cuda", i, "A100", GIB, uuid=f"{uuid}{i}", driver=driver) for i in (0, 1))
 
         planned = tuple(
-            replace(device, kind="cuda", uuid=gpu.uuid, driver=gpu.driver)
+            replace(device, kind="cuda", uuid=gpu.uuid, driver=gpu.driver, peak_bytes=MIB)
             for device, gpu in zip(PLAN.devices, gpus("GPU-a", "570"), strict=True)
         )
         plan = replace(PLAN, devices=planned)
-        assert differing_facts(plan, gpus("GPU-a", "570")) == ()
-        assert differing_facts(plan, gpus("GPU-b", "580")) == (
+        assert differing_facts(plan, gpus("GPU-a", "570"), (70 * MIB,) * 2) == ()
+        assert differing_facts(plan, gpus("GPU-b", "580"), (70 * MIB,) * 2) == (
             "tuned on other cards of this kind (cuda:0, cuda:1)",
             "tuned with driver 570, now 580",
         )
+
+    @pytest.mark.parametrize(("free_mib", "in_use", "tight"), [(64, 0, False), (60, 0, True), (60, 1, False)])
+    def test_what_is_free_has_to_hold_the_process_too(self, free_mib, in_use, tight, monkeypatch):
+        """Its context takes some of what is free before: a plan at its bound was recalled, and ran out of memory."""
+        monkeypatch.setattr("torch.cuda.memory_stats", lambda _index: {"allocation.all.allocated": in_use})
+        ceiling = replace(PLAN.devices[0].ceiling, capacity_bytes=58 * MIB)  # of 64 MiB, 6 of them for the context
+        planned = tuple(replace(one, kind="cuda", ceiling=ceiling, peak_bytes=58 * MIB) for one in PLAN.devices)
+        plan, gpus = replace(PLAN, devices=planned), tuple(Device("cuda", i, "A100", GIB) for i in (0, 1))
+        said = ("tuned with more memory free (cuda:1)",) if tight else ()
+        assert differing_facts(plan, gpus, (64 * MIB, free_mib * MIB)) == said
 
 
 def test_a_plan_keeps_its_machine_and_workload(tmp_path):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import emulated
 import pytest
 import torch
+from folders import TESTS
 from torch import nn
 from torch.nn import functional as F
 from workloads import char_gpt, mlp, small
@@ -355,6 +359,24 @@ class TestOneDevice:
         assert found.seconds > found.update_s > 0
         assert found.peak_bytes[0] > 0
 
+    def test_its_batches_are_pinned(self):
+        """Pageable ones took 10 to 30 % of a step of images, on all cards in turn."""
+        with running(f"{KIND}:0", small()) as runtime:
+            inputs, targets = runtime._prepared(StepShape(((8,),)))._batches[0]
+        assert inputs.is_pinned()
+        assert targets.is_pinned()
+
+    @needs_emulated
+    @pytest.mark.parametrize("samples", [2, 2048])
+    def test_a_ranks_gradients_lie_in_its_buckets(self, samples):
+        """They were counted beside them: the parameters' bytes too many, where DDP has views."""
+        model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
+        workload = Workload(model, torch.randn(4, 512), optimizer=torch.optim.SGD)
+        shape = StepShape(((samples,),), "rank", num_ranks=2)
+        tracer, _ = make_tracer(workload, like_gpu=True)
+        with running("emu:0", workload) as runtime:
+            assert runtime.peaks(shape)[0] == pytest.approx(traced_peaks(tracer, shape)[0], rel=0.02)
+
     def test_a_compiled_step_has_its_batch_on_the_device(self, monkeypatch):
         """It ran without the wrapper, which brings the batch there: "no step could be run", said every plan."""
         with running(f"{KIND}:0", small()) as runtime:
@@ -415,6 +437,22 @@ class TestTwoDevices:
         assert sum(plan.split) == plan.batch_size
         assert all(device.peak_bytes <= device.capacity_bytes for device in plan.devices)
         assert len(traces) <= 30
+
+    @needs_emulated
+    def test_alone_on_the_second_the_first_has_no_context(self):
+        """To make the first the current one again made one there, of half a GB on a card, until the process ended."""
+        code = """
+import os, torch, emulated
+from workloads import small
+from autosplit import tune
+tune(small(), devices="emu:1", max_batch_size=8, n_trials=1, profile="off")
+assert emulated.contexts()[os.getpid()] == (1,), emulated.contexts()
+"""
+        path = os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]])
+        environment = {**os.environ, "PYTHONPATH": path}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
 
     def test_what_a_model_puts_on_the_accelerator_goes_where_it_runs(self):
         """Alone on the second device, `device="cuda"` in a forward still meant the first."""

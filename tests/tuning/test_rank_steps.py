@@ -1,0 +1,31 @@
+"""One rank's part of real DDP steps, by itself, on a real or an emulated device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpus import KIND, card
+from workloads import small
+
+from autosplit.tuning.peers import Interrupts, Peers
+from autosplit.tuning.rank_steps import RankSteps
+
+
+@pytest.mark.gpu
+def test_a_dry_pass_peaks_at_its_own_batch():
+    """The peak was the largest so far: it began at what an earlier, larger one had left in the allocator's cache.
+
+    Without a wrapper nothing but the pass moves the batch, which is made on the host.
+    """
+    runtime = SimpleNamespace(devices=(SimpleNamespace(label=f"{KIND}:0"),))
+    steps = RankSteps(small(), runtime, card(0), Peers(0, 1, None, Interrupts()), backend="gloo", options={})
+    steps._copy()
+    steps._models = steps._trainee.models
+    try:
+        large, few = steps._dry((2**16,)), steps._dry((8,))
+    finally:
+        steps.close()
+    assert large > 2 * few > 0
+    assert next(steps.workload.model.parameters()).device == torch.device("cpu")
