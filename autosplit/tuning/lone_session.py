@@ -188,9 +188,9 @@ class LoneSession(Session):
                 why = str(error)
                 continue
             if not alone:
-                self.notes.append(f"{label} holds too little to be timed by itself; its time is that of whole steps")
+                self.notes.append(f"{label} holds too few samples to be timed alone; its time is taken from steps of all devices")
             return timed
-        self.notes.append(f"{label} could not be timed, and is taken for slow: {why}")
+        self.notes.append(f"{label} could not be timed, and is assumed to be slow: {why}")
         return [UNTIMED]
 
     def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
@@ -245,9 +245,9 @@ class LoneSession(Session):
         off = error_of(self.solver.refitted(self.trials), self.trials)
         if not self.runtime.simulated and off > DOUBTFUL_ERROR:
             self.notes.append(
-                f"the times do not go together (off by {off:.0%}): is the machine busy with something else? tune again "
-                "with profile='refresh' (--profile refresh) when it is not; where others compute, too, "
-                "OMP_NUM_THREADS=1 may steady a processor"
+                f"the measured times contradict each other (by {off:.0%}), probably because the machine is busy: tune "
+                "again with profile='refresh' (--profile refresh) when nothing else runs; if other programs have to "
+                "run, OMP_NUM_THREADS=1 may make the times of a processor steadier"
             )
 
     # DDP
