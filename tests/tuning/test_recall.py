@@ -157,7 +157,7 @@ def test_what_was_not_checked_is_said_of_a_remembered_plan_too(monkeypatch, no_s
     again = tune(bias, **SIM)
     assert (first.checks, again.checks) == ((), ())
     said = (
-        "not checked: a forward of 4 samples takes over 2 s; autosplit check FILE (autosplit.check(workload)) does it"
+        "was not run: a forward of 4 samples takes over 2 s; autosplit check FILE (autosplit.check(workload)) runs it"
     )
     for plan in (first, again):
         assert any(note.endswith(said) for note in plan.notes)
