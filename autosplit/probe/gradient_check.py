@@ -113,9 +113,7 @@ def checks_for(
 
 def not_checked(why: object) -> str:
     """Return the note that a plan keeps where nothing was checked, and shows as often as it is found again."""
-    return (
-        f"the gradient check was not run: {why}; autosplit check FILE (autosplit.check(workload)) runs it"
-    )
+    return f"the gradient check was not run: {why}; autosplit check FILE (autosplit.check(workload)) runs it"
 
 
 def _without_rounding(found: Check) -> Check:

@@ -225,8 +225,8 @@ class Comparison:
             place, leaf = leaves[position]
             if self._mends(position, whole):
                 return (
-                    f"{place} of shape {tuple(leaf.shape)} holds no samples, but is split with the batch because it has "
-                    "as many rows; pass it as autosplit.Whole(tensor), also where you call the model"
+                    f"{place} of shape {tuple(leaf.shape)} holds no samples, but is split with the batch because it "
+                    "has as many rows; pass it as autosplit.Whole(tensor), also where you call the model"
                 )
         return ""
 
@@ -300,7 +300,9 @@ class Comparison:
         if rule is None:
             return f"the model computes the loss itself, and on each device sees only its share: {outside}"
         if self._split_error(whole, "sum") <= self.tolerance:
-            return 'the model\'s loss is not a mean over samples: after model = plan.wrap(model) set model.reduce = "sum"'
+            return (
+                'the model\'s loss is not a mean over samples: after model = plan.wrap(model) set model.reduce = "sum"'
+            )
         return f"the model's loss is a mean over {rule.over}, not over samples: {outside}"
 
     def _split_error(self, whole: Gradients, reduce: Reduce) -> float:

@@ -188,7 +188,9 @@ class LoneSession(Session):
                 why = str(error)
                 continue
             if not alone:
-                self.notes.append(f"{label} holds too few samples to be timed alone; its time is taken from steps of all devices")
+                self.notes.append(
+                    f"{label} holds too few samples to be timed alone; its time is taken from steps of all devices"
+                )
             return timed
         self.notes.append(f"{label} could not be timed, and is assumed to be slow: {why}")
         return [UNTIMED]

@@ -905,7 +905,9 @@ def test_checks_come_back_with_their_plan():
 
 def test_a_check_reads_as_one_line():
     one = Check("loss", 3e-16, 0.684, depends=True, advice="do this", remark="so it is")
-    assert str(one) == ("loss changes when the batch is split (over devices: 3e-16, accumulated: 68 % off): do this; so it is")
+    assert str(one) == (
+        "loss changes when the batch is split (over devices: 3e-16, accumulated: 68 % off): do this; so it is"
+    )
     assert str(Check("gradient", 0.0123, None, depends=False)) == (
         "gradient stays the same when the batch is split (over devices: 1.2 % off, accumulated: not checked)"
     )

@@ -262,7 +262,7 @@ def test_a_card_that_runs_only_its_part_of_a_step_ends_no_tuning(make, devices):
     """By itself a forward and backward held more than its part of a step, and the tuning died of it."""
     plan = quick(make(), devices, effective_batch_size=64)
     assert plan.split == (64, 0)
-    assert any("sim:1 holds too little to be timed by itself" in note for note in plan.notes)
+    assert any("sim:1 holds too few samples to be timed alone" in note for note in plan.notes)
 
 
 class TestBatchNorms:
