@@ -81,7 +81,7 @@ class LoneSession(Session):
         if self.request.simulated and self.prober.largest_traced < self.request.largest_batch:
             self.prober.max_batch_size = self.prober.largest_traced
             self.notes.append(
-                f"no batch over {self.prober.max_batch_size} was looked at: real tensors fill this machine"
+                f"batches above {self.prober.max_batch_size} were not tried: real tensors would fill this machine"
             )
 
     def _found(self) -> Plan:
@@ -141,7 +141,7 @@ class LoneSession(Session):
 
     def compiled_note(self, samples: int) -> str:
         """Run the model once as it was compiled, where it can be, and say what came of it."""
-        note = "the model is compiled, and its memory and time are those of its eager form"
+        note = "the model is compiled, but memory and time are those of the uncompiled model"
         if self.runtime.simulated:
             return f"{note}; no compiled step was run"
         self._report("running a compiled step")
