@@ -264,8 +264,8 @@ class Session(ABC):
         if least > 1 and self.trials and all((trial.failure or "").startswith(TOO_FEW) for trial in self.trials):
             return DoesNotFitError(
                 f"an optimizer step of {0 if sizes is None else sizes[1]} samples can't be cut into forwards of at "
-                f"most {self.prober.max_batch_size} that give each device none or at least {least}; expected one that can, "
-                "because BatchNorm does not train on fewer; ask for another effective_batch_size, or raise "
+                f"most {self.prober.max_batch_size} that give each device none or at least {least}; expected one that "
+                "can, because BatchNorm does not train on fewer; ask for another effective_batch_size, or raise "
                 "max_batch_size"
             )
         return DoesNotFitError(
