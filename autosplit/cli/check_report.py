@@ -18,7 +18,7 @@ __all__ = ["check_lines", "dependence_line", "print_checks"]
 def print_checks(checks: Sequence[Check], console: Console) -> None:
     """Print a table of what was checked, and below it what to do."""
     figures = ("split over devices", "accumulated")
-    table = plain_table("what", *figures, "depends on the cut", figures=figures)
+    table = plain_table("what", *figures, "changes", figures=figures)
     for check in checks:
         errors = (error_text(check.split_error), error_text(check.accumulation_error))
         add_row(table, check.subject, *errors, "yes" if check.depends else "no")
@@ -38,14 +38,14 @@ def _others(subjects: Sequence[str]) -> list[str]:
 
 
 def dependence_line(checks: Sequence[Check]) -> str:
-    """Say in one line what depends on how the batch is cut, and how much at most; empty where nothing does."""
+    """Say in one line what a split of the batch changes, and how much at most; empty where it changes nothing."""
     subjects = [check.subject for check in checks if check.depends]
     if not subjects:
         return ""
     errors = [error for check in checks if check.depends for error in (check.split_error, check.accumulation_error)]
     most = error_text(max((error for error in errors if error is not None), default=None))
     who = " and ".join([subjects[0], *_others(subjects)])
-    return f"{who} depend{'s' * (len(subjects) == 1)} on how the batch is cut ({most}): see --details"
+    return f"{who} change{'s' * (len(subjects) == 1)} when the batch is split ({most}): see --details"
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
@@ -72,6 +72,6 @@ def _alike_text(alike: Sequence[Check]) -> str:
         for errors in zip(*((check.split_error, check.accumulation_error) for check in alike), strict=True)
     )
     return (
-        f"{alike[0].subject} and {len(alike) - 1} others up to {alike[-1].subject} depend on how the batch is cut "
-        f"(at most, split: {split}, accumulated: {accumulated}): {alike[0].advice}"
+        f"{alike[0].subject} and {len(alike) - 1} others up to {alike[-1].subject} change when the batch is split "
+        f"(at most, over devices: {split}, accumulated: {accumulated}): {alike[0].advice}"
     )

@@ -40,6 +40,9 @@ PLAIN_WIDTH = 100
 NARROW = 80
 """Below so many columns the bar itself gives way to what is being done; its share is told in percent."""
 
+BAR_WIDTH = 12
+"""Columns of the bar: so many leave the longest message of a tuning, of 51, in full on a terminal of 100."""
+
 KEYS_SHOWN = 4
 """Columns that a bar leaves free: a terminal writes ``^C`` there, in two lines that no one would clear otherwise."""
 
@@ -169,7 +172,7 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
 
     bar = Narrower(
         TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"), markup=False),
-        TextColumn("{task.percentage:.0f} %", markup=False) if narrow else BarColumn(bar_width=16),
+        TextColumn("{task.percentage:.0f} %", markup=False) if narrow else BarColumn(bar_width=BAR_WIDTH),
         TextColumn("{task.fields[counts]}", table_column=Column(no_wrap=True), markup=False),
         TimeElapsedColumn(),
         console=console,

@@ -87,8 +87,8 @@ def run_together(arguments: Sequence[str], num_processes: int) -> int:
         raise KeyboardInterrupt
     if lost is None:
         raise RankFailedError(
-            f"rank 0 of {num_processes} ended without a word; expected its plan; see what stands above, or whether the "
-            "workload's code ends the process"
+            f"rank 0 of {num_processes} ended without a plan or an error; expected its plan; read its output above, or "
+            "see whether the workload's code ends the process"
         )
     rank, failure = _first_failure(lost.failures)
     how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"

@@ -51,8 +51,9 @@ def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = Non
         return torch.device(kind, number)
     here = ", ".join(f"{kind}:{number} {gpu.name}" for number, gpu in enumerate(gpus)) or "none"
     raise DeviceError(
-        f"the rank's device is {label} ({own.name}), and the GPUs that are visible are: {here}; expected that card, or "
-        "its like on a twin of the machine; set CUDA_VISIBLE_DEVICES as it was when the plan was made, or tune here"
+        f"the rank's device is {label} ({own.name}), and the GPUs that are visible are: {here}; expected that card, "
+        "or one of the same name on another machine of this kind; set CUDA_VISIBLE_DEVICES as it was when the plan was "
+        "made, or tune here"
     )
 
 

@@ -231,11 +231,11 @@ class _Peer:
         try:
             words.extend(msgspec.json.decode(line, type=Word) for line in lines)
         except msgspec.MsgspecError:
-            return words, "what it said is no word of a rank (do all ranks run the same version of autosplit?)"
+            return words, "it sent a message that is not autosplit's (do all ranks run the same version of autosplit?)"
         return words, reason
 
 
-_ENDED = "it ended without a word (killed, or out of its machine's memory, perhaps)"
+_ENDED = "it ended without an error message (perhaps killed, or its machine ran out of memory)"
 _UNREACHED = "its machine does not answer: did it, or the network, go down?"
 
 

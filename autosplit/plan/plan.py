@@ -168,8 +168,8 @@ class Plan(PlanRecord):
             seen = ", ".join(f"{kind}:{index} {device.name}" for index, device in enumerate(here)) or "none"
             raise DeviceError(
                 f"the plan's devices are {wanted}, and those that are visible are: {seen}; expected the same cards, or "
-                "their like on a twin of the machine; set CUDA_VISIBLE_DEVICES as it was when the plan was made, or "
-                "tune here"
+                "cards of the same names in the same order; set CUDA_VISIBLE_DEVICES as it was when the plan was made, "
+                "or tune here"
             )
         return tuple(torch.device(kind, index) for index in indices)
 

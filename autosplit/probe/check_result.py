@@ -42,17 +42,17 @@ class Check:
 
     def __str__(self) -> str:
         """Say it in one line."""
-        verdict = "depends" if self.depends else "does not depend"
+        verdict = "changes" if self.depends else "stays the same"
         split, accumulated = error_text(self.split_error), error_text(self.accumulation_error)
-        said = f"{self.subject} {verdict} on how the batch is cut (split: {split}, accumulated: {accumulated})"
+        said = f"{self.subject} {verdict} when the batch is split (over devices: {split}, accumulated: {accumulated})"
         more = "; ".join(filter(None, (self.advice, self.remark)))
         return f"{said}: {more}" if more else said
 
 
 def error_text(error: float | None) -> str:
-    """Write a relative difference for reading: ``68 % off``, ``2e-16``, ``not looked at``."""
+    """Write a relative difference for reading: ``68 % off``, ``2e-16``, ``not checked``."""
     if error is None:
-        return "not looked at"
+        return "not checked"
     if error == 0:
         return "no difference"
     if error < EXACT:

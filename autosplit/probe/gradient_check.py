@@ -101,7 +101,7 @@ def checks_for(
             batch = _batch_of(built)
             size = _affordable_samples(built, batch)
             total = batch_size_of(batch, built.batch_dim)
-            remark = "" if size == total else f"looked at the first {size} of {total} samples"
+            remark = "" if size == total else f"checked with the first {size} of {total} samples"
             part = chunk(batch, (size, total - size), built.batch_dim, total)[0] if size < total else batch
             return tuple(map(_without_rounding, Comparison(built, part, remark).checks())), ()
         except TooDearError as error:
@@ -113,10 +113,7 @@ def checks_for(
 
 def not_checked(why: object) -> str:
     """Return the note that a plan keeps where nothing was checked, and shows as often as it is found again."""
-    return (
-        f"whether splitting changes the training was not checked: {why}; autosplit check FILE "
-        "(autosplit.check(workload)) does it"
-    )
+    return f"the gradient check was not run: {why}; autosplit check FILE (autosplit.check(workload)) runs it"
 
 
 def _without_rounding(found: Check) -> Check:
@@ -151,8 +148,8 @@ def _batch_of(workload: Workload) -> Any:
         return workload.sample_batch
     if workload.make_batch is None:
         raise WorkloadError(
-            f"the sample batch has {size} sample{'' if size == 1 else 's'}; expected {LEAST_SAMPLES} or more to cut, "
-            "each another one; pass a larger sample batch, or make_batch="
+            f"the sample batch has {size} sample{'' if size == 1 else 's'}; expected {LEAST_SAMPLES} or more, all "
+            "different, to split; pass a larger sample batch, or make_batch="
         )
     return workload.made_batch(MADE_SAMPLES)
 
@@ -171,7 +168,7 @@ def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
     has_no_memory = is_made and (mode_of(workload) is not None or any(t.is_meta for t in tensors))
     has_no_memory |= any(t.is_meta for t in tensors_of(workload.sample_batch))
     if has_no_memory and not can_be_rebuilt:
-        raise TooDearError("the workload was built without its memory")
+        raise TooDearError("the workload was built on the meta device or under fake tensors, so it has no values")
     needed_bytes = _gradients_bytes(modules)
     room_bytes = available_host_bytes() // 4
     if needed_bytes > room_bytes:

@@ -98,7 +98,7 @@ class Comparison:
                 self.remarks.append(f"in float32, since the model can't run in float64 ({begun.refusal})")
             if not self._accumulates:
                 why = "step= is a whole optimizer step" if self.workload.step else "loss_scope='batch' forbids it"
-                self.remarks.append(f"accumulation was not looked at: {why}")
+                self.remarks.append(f"accumulation was not checked: {why}")
             _refuse_not_finite(begun.whole)
             if self.workload.step is None and self.workload.loss_reduction == "mean":
                 self.reduce = reduction_of(self.copy, self.tolerance)
@@ -126,8 +126,8 @@ class Comparison:
         drawn = self._drawn(begun.whole)
         if drawn > self.tolerance:
             self.remarks.append(
-                "the forward draws random numbers, which fall otherwise for parts of a batch: that is in the "
-                f"difference, too, of which two seeds alone make {100 * drawn:.2g} %"
+                "the forward draws random numbers, and a batch draws others than its parts do: this is in the "
+                f"difference, too; two seeds alone differ by {100 * drawn:.2g} %"
             )
             if drawn > MOST_NOISE or not differences.over(ROUNDINGS * drawn):
                 return (*self._gradients(differences, is_random=True), *norms)
@@ -203,8 +203,8 @@ class Comparison:
                 "model",
                 *figures,
                 depends=True,
-                advice=f"{found}: what it computes for a sample depends on the others of its forward; use a layer "
-                "that looks at each sample alone, or keep one device and one forward per step",
+                advice=f"{found}: its output for a sample depends on the other samples of the forward; use a layer "
+                "that computes each sample alone, or train on one device with one forward per step",
             )
         moved = self._state_moved(whole) if rule is None and split <= self.tolerance else []
         if moved:
@@ -212,8 +212,8 @@ class Comparison:
                 "model",
                 *figures,
                 depends=True,
-                advice=f"it keeps state from one forward to the next ({', '.join(moved[:3])}): a step of several "
-                "forwards moves it several times; update it once per optimizer step",
+                advice=f"it keeps state from one forward to the next ({', '.join(moved[:3])}), and a step of several "
+                "forwards changes it several times; update it once per optimizer step",
             )
         return Check("loss", *figures, depends=True, advice=self._loss_advice(whole, rest, rule))
 
@@ -225,8 +225,8 @@ class Comparison:
             place, leaf = leaves[position]
             if self._mends(position, whole):
                 return (
-                    f"{place} of shape {tuple(leaf.shape)} holds no samples, and is cut because it has as many rows as "
-                    "the batch; expected it marked; pass it as autosplit.Whole(tensor), to the model, too"
+                    f"{place} of shape {tuple(leaf.shape)} holds no samples, but is split with the batch because it "
+                    "has as many rows; pass it as autosplit.Whole(tensor), also where you call the model"
                 )
         return ""
 
@@ -266,13 +266,14 @@ class Comparison:
     def _loss_advice(self, whole: Gradients, rest: _Differences, rule: Rule | None) -> str:
         if self.workload.step is not None:
             return (
-                "a loss inside the models sees the samples of one device only: let the models return their outputs, "
-                "and take the losses in step=, where they are gathered"
+                "a loss computed inside a model sees the samples of one device only: let the models return their "
+                "outputs, and compute the losses in step=, where the outputs are gathered"
             )
         if not all(map(_is_finite, rest.parts)):
             return (
-                "a micro-batch alone has no finite loss, as where all of its labels are ignored: weigh by the labels "
-                "that count, plan.steps(loader, count=...), which leaves out a micro-batch without any"
+                "the loss of one micro-batch is not finite, for example because all its labels are ignored: pass "
+                "plan.steps(loader, count=...) a function that counts the labels in use; a micro-batch without any "
+                "is then skipped"
             )
         split_is_off = rest.split[GRADIENT] > self.tolerance
         accumulation_is_off = rest.accumulation is not None and rest.accumulation > self.tolerance
@@ -295,11 +296,13 @@ class Comparison:
         )
 
     def _split_advice(self, whole: Gradients, rule: Rule | None) -> str:
-        outside = "let the model return its outputs, and take the loss of all of them by loss_fn= or compute_loss="
+        outside = "let the model return its outputs, and compute the loss of all of them by loss_fn= or compute_loss="
         if rule is None:
-            return f"the model takes a loss over all samples that it sees, and each device sees its share: {outside}"
+            return f"the model computes the loss itself, and on each device sees only its share: {outside}"
         if self._split_error(whole, "sum") <= self.tolerance:
-            return 'the model\'s loss is no mean over samples: after model = plan.wrap(model) set model.reduce = "sum"'
+            return (
+                'the model\'s loss is not a mean over samples: after model = plan.wrap(model) set model.reduce = "sum"'
+            )
         return f"the model's loss is a mean over {rule.over}, not over samples: {outside}"
 
     def _split_error(self, whole: Gradients, reduce: Reduce) -> float:
@@ -331,17 +334,18 @@ class _Differences:
 def _accumulation_advice(rule: Rule | None) -> str:
     if rule is None:
         return (
-            'it depends on the whole batch, which no weighting of micro-batches makes up for: pass loss_scope="batch" '
-            "to the Workload, so that nothing is accumulated; under DDP gather what it compares from all ranks"
+            'it needs the whole batch, and no weights of micro-batches can replace that: pass loss_scope="batch" to '
+            "the Workload, so that nothing is accumulated; under DDP gather from all ranks what the loss compares"
         )
     if rule.count is None:
         return (
-            "it is a mean over something else than samples, of which the first micro-batch here has "
-            f"{rule.ratio:.3g} times as much as the second: pass what counts it, plan.steps(loader, count=...)"
+            "it is a mean, but not over samples: the first micro-batch here weighs "
+            f"{rule.ratio:.3g} times as much as the second; pass plan.steps(loader, count=...) a function that counts "
+            "what the loss is a mean over"
         )
     return (
         f"it is a mean over {rule.over}, not over samples: accumulate with plan.steps(loader, count=lambda batch: "
-        f"{rule.count}) (refused for the ranks of DDP, which weigh by samples)"
+        f"{rule.count}) (under DDP ctx.steps, with the same count=)"
     )
 
 
@@ -351,8 +355,8 @@ def _norm_check(seen: NormSeen, *, accumulates: bool) -> Check:
         _finite(seen.split_error),
         _finite(seen.accumulation_error) if accumulates else None,
         depends=True,
-        advice="it normalises by the samples of its own share: give each device as many as it needs, freeze it with "
-        ".eval(), or use GroupNorm; under DDP torch.nn.SyncBatchNorm sees all ranks",
+        advice="it computes its statistics from each device's share: use larger shares, freeze it with .eval(), or use "
+        "GroupNorm; under DDP use torch.nn.SyncBatchNorm, which sees the samples of all ranks",
     )
 
 

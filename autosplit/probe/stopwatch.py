@@ -70,7 +70,7 @@ class Stopwatch(StepRunner):
         for n in dict.fromkeys((ceiling, least, *between)):  # both ends first: time may run out
             if len(timed) > 1 and self.out_of_time:
                 break
-            self.report(f"timing {n} samples on {self.runtime.devices[index].label}")
+            self.report(f"timing {n} sample{'s' * (n > 1)} on {self.runtime.devices[index].label}")
             try:
                 seconds = self.micro_seconds(shape_of(n), budget_s=budget_s)
             except OutOfMemoryError as error:
@@ -88,7 +88,7 @@ class Stopwatch(StepRunner):
         Raises:
             OutOfMemoryError: It ran out of memory.
         """
-        self.report(f"timing {samples} samples on {self.runtime.devices[index].label}")
+        self.report(f"timing {samples} sample{'s' * (samples > 1)} on {self.runtime.devices[index].label}")
         return self.micro_seconds(self.shapes(index, "rank", (), False)(samples), budget_s=budget_s)
 
     def until_it_stops_paying(self, needed: int = 0, role: Role = "primary") -> tuple[TimeCurve, Ceiling]:
@@ -130,7 +130,7 @@ class Stopwatch(StepRunner):
                 limit = "memory"
                 _log.info("%d samples are not tried: they would hold %s", n, size_text(peak_bytes))
                 break
-            self.report(f"timing {n} samples on {self.runtime.devices[0].label}")
+            self.report(f"timing {n} sample{'s' * (n > 1)} on {self.runtime.devices[0].label}")
             measured = self.measured(shape, budget_s=DOUBLING_BUDGET_S)
             points.append((n, max(1e-9, measured.seconds - measured.update_s)))
             enough = measured.seconds > LONGEST_STEP_S or _stops_paying(points) or self.out_of_time

@@ -145,7 +145,9 @@ def _ddp(plan: Plan, fit: Fit, lack: Lack) -> DdpPlan:
     problem = _problem(plan, fit, ceilings, None, lack)
     solution = problem.solve()
     if solution is None:
-        return DdpPlan((), 0.0, "the memory that is free now holds no rank on each device, by the plan's fits")
+        return DdpPlan(
+            (), 0.0, "by the plan's measurements, the memory that is free now can't hold a rank on each device"
+        )
     peaks = tuple(ceiling.bytes_at(share) for ceiling, share in zip(ceilings, solution.split, strict=True))
     return _with_ranks(plan.ddp, lack, solution, problem.region.ceilings, peaks)
 

@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 DDP_NOTE = (
-    "strategy 'ddp': samples/s and memory are predicted from each device's own measurements, and no step of all ranks "
-    "together was run; the split holds the ranks' batch sizes, which autosplit.ddp.setup() loads"
+    "strategy 'ddp': samples/s and memory are predicted from measurements of each device alone; the ranks ran no step "
+    "together; the split lists the ranks' batch sizes, and autosplit.ddp.setup() loads them"
 )
 
 

@@ -408,8 +408,8 @@ def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
     plans = [(machine.devices, machine.plan) for machine in machines if machine.plan is not None]
     if len({plan.effective_batch_size for _, plan in plans}) > 1:
         yield (
-            "each machine has the optimizer step that suits it; --effective-batch-size N (effective_batch_size=N) "
-            "makes them train alike"
+            "each machine has the effective batch size that suits it; --effective-batch-size N "
+            "(effective_batch_size=N) gives all the same"
         )
     faster = []
     for machine in machines:
@@ -419,8 +419,8 @@ def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
             faster.append(f"{machine.devices} ({rate_text(rate)}{cost and f'{cost} for a million'})")
     if faster:
         yield (
-            f"DDP is predicted to be faster on {', '.join(faster)}, by which nothing is sorted here; --strategy ddp "
-            "(strategy='ddp') compares by it"
+            f"DDP is predicted to be faster on {', '.join(faster)}, by which the machines are not sorted; --strategy "
+            "ddp (strategy='ddp') sorts by DDP"
         )
     interrupted = [name for name, plan in plans if not plan.complete]
     if interrupted:

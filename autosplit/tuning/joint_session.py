@@ -33,7 +33,7 @@ __all__ = ["JointSession"]
 
 _log = logging.getLogger(__name__)
 
-TOGETHER_NOTE = "strategy 'ddp': every throughput is that of steps which {} ranks ran together"
+TOGETHER_NOTE = "strategy 'ddp': every throughput is of steps that {} ranks ran together"
 
 LEAST_SEEN = 0.05
 """Of an all-reduce: the first bucket's share or so is hidden by nothing."""

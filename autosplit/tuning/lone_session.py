@@ -81,7 +81,7 @@ class LoneSession(Session):
         if self.request.simulated and self.prober.largest_traced < self.request.largest_batch:
             self.prober.max_batch_size = self.prober.largest_traced
             self.notes.append(
-                f"no batch over {self.prober.max_batch_size} was looked at: real tensors fill this machine"
+                f"batches above {self.prober.max_batch_size} were not tried: real tensors would fill this machine"
             )
 
     def _found(self) -> Plan:
@@ -141,7 +141,7 @@ class LoneSession(Session):
 
     def compiled_note(self, samples: int) -> str:
         """Run the model once as it was compiled, where it can be, and say what came of it."""
-        note = "the model is compiled, and its memory and time are those of its eager form"
+        note = "the model is compiled, but memory and time are those of the uncompiled model"
         if self.runtime.simulated:
             return f"{note}; no compiled step was run"
         self._report("running a compiled step")
@@ -188,9 +188,11 @@ class LoneSession(Session):
                 why = str(error)
                 continue
             if not alone:
-                self.notes.append(f"{label} holds too little to be timed by itself; its time is that of whole steps")
+                self.notes.append(
+                    f"{label} holds too few samples to be timed alone; its time is taken from steps of all devices"
+                )
             return timed
-        self.notes.append(f"{label} could not be timed, and is taken for slow: {why}")
+        self.notes.append(f"{label} could not be timed, and is assumed to be slow: {why}")
         return [UNTIMED]
 
     def _step_time(self, space: Space, curves: tuple[TimeCurve, ...]) -> StepTime:
@@ -245,9 +247,9 @@ class LoneSession(Session):
         off = error_of(self.solver.refitted(self.trials), self.trials)
         if not self.runtime.simulated and off > DOUBTFUL_ERROR:
             self.notes.append(
-                f"the times do not go together (off by {off:.0%}): is the machine busy with something else? tune again "
-                "with profile='refresh' (--profile refresh) when it is not; where others compute, too, "
-                "OMP_NUM_THREADS=1 may steady a processor"
+                f"the measured times contradict each other (by {100 * off:.0f} %), probably by a busy machine: "
+                "tune again with profile='refresh' (--profile refresh) when nothing else runs; if other programs have "
+                "to run, OMP_NUM_THREADS=1 may make the times of a processor steadier"
             )
 
     # DDP

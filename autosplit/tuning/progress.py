@@ -61,7 +61,7 @@ class Progress:
     @property
     def found(self) -> str:
         """The steps and the best so far, as far as there are any: ``"31 steps, 1 OOM, best 1,235 samples/s"``."""
-        parts = [f"{self.steps} steps"] if self.steps else []
+        parts = [f"{self.steps} step{'s' * (self.steps > 1)}"] if self.steps else []
         parts += [f"{self.ooms} OOM"] if self.ooms else []
         parts += [] if self.best_samples_per_s is None else [f"best {rate_text(self.best_samples_per_s)}"]
         return ", ".join(parts)

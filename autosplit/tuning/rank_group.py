@@ -182,6 +182,6 @@ def _broken_off_named(place: Place) -> Iterator[None]:
         if isinstance(error, AutosplitError) or not has_waited(error):
             raise
         raise RankFailedError(
-            f"rank {place.rank} stops: another rank has gone without a word ({one_line(error)}); expected all "
+            f"rank {place.rank} stops: another rank ended without an error message ({one_line(error)}); expected all "
             f"{place.world_size} until the end; see what that rank printed, or whether the system ended it"
         ) from error

@@ -179,7 +179,7 @@ class Wanted:
         if failed and found.unreadable:
             said = ()
         if path is not None and found.wait.trouble is not None:
-            said = (*said, f"others that tune the same could not be waited for: {found.wait.trouble}")
+            said = (*said, f"waiting for other processes that tune the same failed: {found.wait.trouble}")
         return plan.with_notes(*said, *always, last=failed).kept_at(path)
 
     def stored(self, plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
@@ -188,7 +188,9 @@ class Wanted:
             return None, ()
         there = None if plan.complete else self._remembered().plan
         if there is not None and there.complete:
-            return None, (f"{NOT_REMEMBERED}its search was interrupted, and that of the remembered one was not",)
+            return None, (
+                f"{NOT_REMEMBERED}its search was interrupted, and a plan of a finished search is already remembered",
+            )
         try:
             return profiles.store(self.key, plan), ()
         except ProfileError as error:

@@ -167,8 +167,9 @@ class Session(ABC):
         self._tell_trial()
         if self.prober.out_of_time:
             self.notes.append(
-                "the time limit was over before the search began: ceilings are what was seen to fit until then, times "
-                "are of few sizes, and one configuration was tried; more time (time_limit_s) may find a faster one"
+                "the time limit was over before the search began: ceilings are the largest batches that had run until "
+                "then, few sizes were timed, and one configuration was tried; a larger time_limit_s may find a faster "
+                "one"
             )
         most, steps = self.solver.space.region.largest_batch, self.solver.space.max_steps
         _log.info("the search is of up to %d samples per forward and up to %d forwards per step", most, steps)
@@ -188,11 +189,9 @@ class Session(ABC):
         self.store = None  # the search has come to its end, and what is measured from here on is of this one only
         kept = len(self.trials) - self.evaluated
         if kept:
-            self.notes.append(
-                f"{kept} of {len(self.trials)} trials are those of a search that was cut off, from storage"
-            )
+            self.notes.append(f"{kept} of {len(self.trials)} trials come from the storage, where a search was cut off")
         if self.recalled:
-            self.notes.append(f"{self.recalled} ceilings are those of a search that was cut off, from storage")
+            self.notes.append(f"{self.recalled} ceilings come from the storage, where a search was cut off")
         best = self._best_trial()
         if best is None:
             raise self._nothing_fits()
@@ -260,13 +259,14 @@ class Session(ABC):
         return None
 
     def _nothing_fits(self) -> DoesNotFitError:
-        failure = self.trials[-1].failure if self.trials else "no configuration was in the space"
+        failure = self.trials[-1].failure if self.trials else "there was no configuration to try"
         least, sizes = self._least_share, self.request.effective_batch_sizes
         if least > 1 and self.trials and all((trial.failure or "").startswith(TOO_FEW) for trial in self.trials):
             return DoesNotFitError(
-                f"no forward of at most {self.prober.max_batch_size} samples cuts a step of "
-                f"{0 if sizes is None else sizes[1]} so that each device has none or {least}, on fewer of which "
-                "BatchNorm does not train; expected one; ask for another effective_batch_size, or raise max_batch_size"
+                f"an optimizer step of {0 if sizes is None else sizes[1]} samples can't be cut into forwards of at "
+                f"most {self.prober.max_batch_size} that give each device none or at least {least}; expected one that "
+                "can, because BatchNorm does not train on fewer; ask for another effective_batch_size, or raise "
+                "max_batch_size"
             )
         return DoesNotFitError(
             f"none of {len(self.trials)} configurations could be run; the last: {failure}; expected at least one; ask "

@@ -46,7 +46,7 @@ def tried_again(wanted: Wanted, found: Recalled, followed: Followed, job: Job) -
             lacks = job.peers.all_run(lack)
             plan = solved_again(plan, lacks[0])
             if plan is None:
-                return None, _given_up(found, "its fits have no answer to that")
+                return None, _given_up(found, "no split fits that by its measurements")
         failed = job.peers.all_try(lambda: ran.append(_run(plan, prober, job, measures=found.short is not None)))
     if isinstance(failed, Failure):
         who = f"rank {failed.rank}: " if job.several else ""
@@ -99,7 +99,9 @@ def _confirmed(wanted: Wanted, found: Recalled, *, stores: bool) -> Plan:
 
 def _makeshift(wanted: Wanted, found: Recalled, again: Plan) -> Plan:
     """Return a plan for as long as memory is short; the remembered one stays for when it is not."""
-    said = f"{found.short}: solved again from its fits, confirmed by one step, and not remembered"
+    said = (
+        f"{found.short}: a smaller plan was computed from its measurements, confirmed by one step, and not remembered"
+    )
     if again.region is None:
         said += "; its samples/s are predicted"
     here = zip(again.devices, wanted.request.devices, strict=True)

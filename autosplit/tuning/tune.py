@@ -47,10 +47,10 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned for: this is the best of those that were"
+INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned: this is the best plan of those that were"
 
 NO_GPU_NOTE = (
-    "no GPU is visible, so this is for the processor; devices='sim:2xRTX3090' (--devices) plans for GPUs elsewhere"
+    "no GPU is visible, so the plan is for the processor; devices='sim:2xRTX3090' (--devices) plans for other GPUs"
 )
 """Said where no devices were named and there is no GPU."""
 
@@ -269,7 +269,7 @@ def _compared(plans: list[Plan]) -> tuple[str, ...]:
     if len(plans) < 2:
         return ()
     rates = ", ".join(f"{plan.precision} {plan.samples_per_s:,.0f} samples/s" for plan in plans)
-    return (f"precisions: {rates}; {_fastest(plans).precision} is the plan's",)
+    return (f"precisions: {rates}; the plan takes {_fastest(plans).precision}",)
 
 
 def quiet(progress: Progress) -> None:

@@ -204,7 +204,7 @@ def test_notes_that_ask_for_nothing_are_left_for_the_details():
     )
     nearest = "no plan is remembered for just this; in the nearest, 0123: seed was 0, now 1"
     text = " ".join(short(made_plan(checks=checks, notes=(nearest, "a note"))).split())
-    said = "gradient and 1 other depend on how the batch is cut (12 % off): see --details"
+    said = "gradient and 1 other change when the batch is split (12 % off): see --details"
     assert f"notes - {said} - a note next" in text
     many = " ".join(short(made_plan(notes=tuple("abcde"))).split())
     assert "notes - a - b - c - 2 more: --details next" in many

@@ -256,7 +256,7 @@ SAYS = {
     "runs out of memory": "failed: OutOfMemoryError: cuda:1 ran out of memory (",
     "is interrupted": "was interrupted (Ctrl-C);",
     "exits": "failed: SystemExit: 3 (",
-    "is killed": "is gone: it ended without a word (killed, or out of its machine's memory, perhaps);",
+    "is killed": "is gone: it ended without an error message (perhaps killed, or its machine ran out of memory);",
 }
 
 
@@ -629,7 +629,7 @@ class TestLine:
             other.join(address)
             until(lambda: len(heard) == 3)
         assert [(word.kind, word.rank) for word in heard[:3]] == [("joined", 1), ("lost", 1), ("joined", 2)]
-        assert heard[1].cause.startswith("what it said is no word of a rank")
+        assert heard[1].cause.startswith("it sent a message that is not autosplit's")
 
     def test_the_longest_word_arrives(self, hub: Any) -> None:
         line, address = hub

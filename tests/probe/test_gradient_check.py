@@ -267,7 +267,7 @@ def accumulated(workload, count=None, *, divided=False, sizes=(4, 2)):
 
 def counted_by(advice):
     """Take the function out of the advice."""
-    expression = advice.split("plan.steps(loader, count=")[1].split(") (refused")[0]
+    expression = advice.split("plan.steps(loader, count=")[1].split(") (under DDP")[0]
     return eval(expression)
 
 
@@ -365,7 +365,7 @@ def test_a_mean_over_what_nobody_knows_is_told_by_its_ratio():
         return F.cross_entropy(outputs, targets, weights)
 
     loss = by_subject(check(classified(nn.Linear(4, 3), loss_fn=weighted)))["loss"]
-    assert "something else than samples" in loss.advice
+    assert "a mean, but not over samples" in loss.advice
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -398,7 +398,7 @@ def test_a_declared_loss_over_the_whole_batch_is_not_accumulated():
     one = only_gradient(check(contrastive(loss_scope="batch")))
     assert one.split_error < 1e-12
     assert one.accumulation_error is None
-    assert "accumulation was not looked at: loss_scope='batch'" in str(one)
+    assert "accumulation was not checked: loss_scope='batch'" in str(one)
 
 
 def test_a_sum_is_told_from_a_mean():
@@ -445,7 +445,7 @@ def test_a_part_whose_mean_is_not_a_number():
         "loss"
     ]
     assert loss.accumulation_error is None
-    assert "all of its labels are ignored" in loss.advice
+    assert "all its labels are ignored" in loss.advice
     assert Plan.from_json(make_plan(checks=(loss,)).to_json()).checks == (loss,)
 
 
@@ -630,7 +630,7 @@ def test_both_optimizers_of_a_gan_are_looked_at():
         "gradient of optimizer 0 (generator)",
     ]
     assert all(one.split_error < 1e-12 and one.accumulation_error is None and not one.depends for one in found)
-    assert "accumulation was not looked at: step=" in str(found[0])
+    assert "accumulation was not checked: step=" in str(found[0])
 
 
 def test_the_batchnorm_of_a_gan_is_named():
@@ -675,8 +675,8 @@ def test_too_few_samples_are_refused_and_made_where_they_can_be():
         check(workload)
     found, notes = checks_for(workload)
     assert found == ()
-    assert "not checked: WorkloadError: the sample batch has 3 samples" in notes[0]
-    assert notes[0].endswith("; autosplit check FILE (autosplit.check(workload)) does it")
+    assert "was not run: WorkloadError: the sample batch has 3 samples" in notes[0]
+    assert notes[0].endswith("; autosplit check FILE (autosplit.check(workload)) runs it")
     only_gradient(check(replace(workload, make_batch=lambda n: (torch.randn(n, 4), torch.randint(0, 3, (n,))))))
 
 
@@ -715,7 +715,7 @@ def test_models_without_memory_are_not_checked():
     for without in (workload, replace(mlp(), model=nn.Linear(64, 10, device="meta"))):
         found, notes = checks_for(without)
         assert found == ()
-        assert "built without its memory" in notes[0]
+        assert "built on the meta device" in notes[0]
 
 
 def test_what_would_fill_the_memory_is_not_checked(monkeypatch):
@@ -766,7 +766,7 @@ def test_as_many_samples_as_time_allows_are_checked(monkeypatch):
 
     found, notes = checks_for(classified(nn.Linear(4, 3), 64, loss_fn=loss_fn))
     assert notes == ()
-    assert only_gradient(found).remark == "looked at the first 10 of 64 samples"
+    assert only_gradient(found).remark == "checked with the first 10 of 64 samples"
     assert max(seen) == 10
 
 
@@ -905,9 +905,11 @@ def test_checks_come_back_with_their_plan():
 
 def test_a_check_reads_as_one_line():
     one = Check("loss", 3e-16, 0.684, depends=True, advice="do this", remark="so it is")
-    assert str(one) == ("loss depends on how the batch is cut (split: 3e-16, accumulated: 68 % off): do this; so it is")
+    assert str(one) == (
+        "loss changes when the batch is split (over devices: 3e-16, accumulated: 68 % off): do this; so it is"
+    )
     assert str(Check("gradient", 0.0123, None, depends=False)) == (
-        "gradient does not depend on how the batch is cut (split: 1.2 % off, accumulated: not looked at)"
+        "gradient stays the same when the batch is split (over devices: 1.2 % off, accumulated: not checked)"
     )
     assert error_text(0.1) == "10 % off"
 
@@ -919,7 +921,7 @@ def test_a_plans_report_says_first_what_depends_and_many_norms_at_once():
     quiet_one = Check("gradient of something", 1e-16, None, depends=False)
     lines = check_report.check_lines([quiet_one, *found])
     assert lines[0] == str(found[0])
-    assert lines[1].startswith("BatchNorm2d at 1 and 4 others up to BatchNorm2d at 9 depend")
+    assert lines[1].startswith("BatchNorm2d at 1 and 4 others up to BatchNorm2d at 9 change")
     assert lines[1].endswith(found[1].advice)
     assert lines[2:] == [str(quiet_one)]
     assert check_report.check_lines(found[:3]) == [str(one) for one in found[:3]]
@@ -945,7 +947,7 @@ def test_check_prints_a_table(script, capsys):
     out, err = capsys.readouterr()
     rows = {line.split("  ")[0].strip(): line.split()[-1] for line in out.splitlines() if line.strip()}
     assert rows["BatchNorm1d at 1"] == "yes"
-    assert "- BatchNorm1d at 1: it normalises" in out
+    assert "- BatchNorm1d at 1: it computes its statistics" in out
     assert err == ""
 
 

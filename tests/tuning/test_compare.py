@@ -352,7 +352,7 @@ def test_without_prices_the_table_says_that_the_fastest_comes_first():
     found = comparison_of({"sim:L4": one_device_plan(10.0), "sim:2xL4": faster})
     assert [machine.devices for machine in found.machines] == ["sim:L4", "sim:2xL4"]
     assert "\nsorted by samples/s, as each plan trains\n" in printed(found, 100)
-    assert any(note.startswith("DDP is") and "by which nothing is sorted here" in note for note in found.notes)
+    assert any(note.startswith("DDP is") and "by which the machines are not sorted" in note for note in found.notes)
 
 
 def test_precisions_are_shown_where_they_differ():

@@ -416,7 +416,7 @@ class TestTwoRanks:
         assert all(rank.peak_bytes <= rank.ceiling.capacity_bytes for rank in plan.ddp.ranks)
         assert 1 <= len(plan.trials) <= 3
         assert all(len(trial.peak_bytes) == 2 for trial in plan.trials if trial.failure is None)
-        assert any("steps which 2 ranks ran together" in note for note in plan.notes)
+        assert any("steps that 2 ranks ran together" in note for note in plan.notes)
         assert str(plan.explain())
 
     def test_leave_their_models_and_generators_as_they_were(self, ranks: Any) -> None:
@@ -464,7 +464,10 @@ class TestTwoRanks:
         one, other = found_by(slow_ranks, "less memory")
         assert one == other
         first, second = (Plan.from_json(one[name], source="a scenario") for name in ("first", "second"))
-        assert "solved again from its fits, confirmed by one step, and not remembered" in second.notes[0]
+        assert (
+            "a smaller plan was computed from its measurements, confirmed by one step, and not remembered"
+            in second.notes[0]
+        )
         assert second.notes[0].endswith("; its samples/s are predicted")
         assert max(second.split) < max(first.split)
         assert not second.ddp.measured

@@ -157,7 +157,7 @@ def test_what_was_not_checked_is_said_of_a_remembered_plan_too(monkeypatch, no_s
     again = tune(bias, **SIM)
     assert (first.checks, again.checks) == ((), ())
     said = (
-        "not checked: a forward of 4 samples takes over 2 s; autosplit check FILE (autosplit.check(workload)) does it"
+        "was not run: a forward of 4 samples takes over 2 s; autosplit check FILE (autosplit.check(workload)) runs it"
     )
     for plan in (first, again):
         assert any(note.endswith(said) for note in plan.notes)
@@ -206,7 +206,9 @@ def test_less_free_memory_on_the_cards_is_solved_again_and_confirmed(twins, no_s
     ran = twins(1, others=24 * GIB - max(peaks) + 100 * 2**10)
     short = tune(wide(), devices="cuda", **{**OPTIONS, "effective_batch_size": 512, "max_batch_size": 512})
     assert short.notes[0].startswith("the remembered plan does not fit now (cuda:")
-    assert short.notes[0].endswith("solved again from its fits, confirmed by one step, and not remembered")
+    assert short.notes[0].endswith(
+        "a smaller plan was computed from its measurements, confirmed by one step, and not remembered"
+    )
     assert ran
     assert ran[0][0] == short.split
     assert short.split != first.split
@@ -233,7 +235,7 @@ def test_less_free_memory_of_a_processor_is_solved_again(monkeypatch, no_search)
     monkeypatch.setattr(specs, "available_host_bytes", lambda: peak)
     second = tune(wide(), **options)
     assert "cpu may hold" in second.notes[0]
-    assert "solved again from its fits" in second.notes[0]
+    assert "a smaller plan was computed from its measurements" in second.notes[0]
     assert second.batch_size < first.batch_size
     assert second.effective_batch_size == 64
     assert second.devices[0].peak_bytes <= second.devices[0].capacity_bytes < peak
@@ -254,7 +256,7 @@ def test_where_the_fits_have_no_answer_it_is_tuned_anew_and_said_so(monkeypatch)
     # As a plan of an older version, which has no fits.
     replace(first, fit=None, notes=()).save(path)
     anew = tune_with_memory(monkeypatch, first.devices[0].peak_bytes, **options)
-    assert "and its fits have no answer to that: tuned anew" in anew.notes[0]
+    assert "and no split fits that by its measurements: tuned anew" in anew.notes[0]
     assert anew.batch_size < first.batch_size
     assert kept_plan().batch_size == anew.batch_size
 

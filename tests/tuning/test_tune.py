@@ -262,7 +262,7 @@ def test_a_card_that_runs_only_its_part_of_a_step_ends_no_tuning(make, devices):
     """By itself a forward and backward held more than its part of a step, and the tuning died of it."""
     plan = quick(make(), devices, effective_batch_size=64)
     assert plan.split == (64, 0)
-    assert any("sim:1 holds too little to be timed by itself" in note for note in plan.notes)
+    assert any("sim:1 holds too few samples to be timed alone" in note for note in plan.notes)
 
 
 class TestBatchNorms:
@@ -593,7 +593,9 @@ class TestInterrupted:
         with pytest.raises(TuningInterrupted) as caught:
             tune(workload, **options, profile="refresh", progress=stop)
         assert caught.value.path is None
-        assert any("its search was interrupted, and that of the remembered" in one for one in caught.value.plan.notes)
+        assert any(
+            "its search was interrupted, and a plan of a finished search" in one for one in caught.value.plan.notes
+        )
         forbid_search(monkeypatch)
         assert tune(workload, **options).complete
 
@@ -739,7 +741,7 @@ class TestSeveralPrecisions:
         fastest = max(alone, key=lambda name: alone[name].samples_per_s)
         assert plan.precision == fastest
         assert plan.split == alone[fastest].split
-        assert f"{fastest} is the plan's" in plan.notes[0]
+        assert f"the plan takes {fastest}" in plan.notes[0]
         assert all(f"{name} {alone[name].samples_per_s:,.0f} samples/s" in plan.notes[0] for name in alone)
 
     @pytest.mark.slow
@@ -1054,7 +1056,7 @@ class TestErrors:
             patched.setattr(Prober, "_by_traces", lambda *_: pytest.fail("measured again"))
             patched.setattr(memory_bounds.MemoryBounds, "of_plan", lambda self, *_: (self.primary, *self.replicas))
             resumed = quick(small(), SIM, **options)
-        assert any("ceilings are those of a search that was cut off" in note for note in resumed.notes)
+        assert any("ceilings come from the storage, where a search was cut off" in note for note in resumed.notes)
         again = quick(small(), SIM, **options)
         assert again.split == resumed.split
         assert not any("cut off" in note for note in again.notes), "it had come to its end: they are measured anew"
@@ -1125,7 +1127,7 @@ class TestErrors:
         with pytest.raises(TuningInterrupted):
             quick(small(), SIM, progress=stop, **options)
         resumed, again = quick(small(), SIM, **options), quick(small(), SIM, **options)
-        said = f"2 of {len(resumed.trials)} trials are those of a search that was cut off, from storage"
+        said = f"2 of {len(resumed.trials)} trials come from the storage, where a search was cut off"
         assert said in resumed.notes
         assert resumed.trials == again.trials
         assert not any("cut off" in note for note in again.notes), "it had come to its end"

@@ -101,7 +101,7 @@ def test_are_tuned_in_their_eager_form_and_it_is_said(name, devices):
     before = copy.deepcopy(eager_of(model).state_dict())
     plan = tune(model, BATCH, loss_fn=F.cross_entropy, devices=devices, max_batch_size=16, n_trials=2, profile="off")
     (said,) = [note for note in plan.notes if "compiled" in note]
-    assert "those of its eager form" in said
+    assert "those of the uncompiled model" in said
     assert ("no compiled step was run" in said) == devices.startswith("sim")
     assert has_compiled_parts(model)
     assert all(torch.equal(before[key], value) for key, value in eager_of(model).state_dict().items())
