@@ -82,7 +82,7 @@ def test_a_plan_keeps_where_its_rates_are_from(kept, capsys, tmp_path):
     measured = find_card("H200").rates
     assert [device.rates for device in Plan.from_json(plan.to_json()).devices] == [measured, "published"]
     plan.save(tmp_path / "plan.json")
-    assert main(["show", str(tmp_path / "plan.json")]) == 0
+    assert main(["show", str(tmp_path / "plan.json"), "--details"]) == 0
     assert f"rates sim:0 {measured}; sim:1 published" in " ".join(capsys.readouterr().out.split())
 
 
