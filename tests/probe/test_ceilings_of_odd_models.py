@@ -278,6 +278,7 @@ def test_layers_that_are_left_out_at_random_count(draw, low, counted):
     assert_right(lambda: classifier(LayerDrop(draw, low=low)), "4MiB", counted, seeds=range(4))
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_number_gets_it():
     def draw():
         while True:

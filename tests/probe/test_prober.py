@@ -94,6 +94,7 @@ class TestAgainstBruteForce:
         assert found.steps <= 8
         assert found.ooms == 0
 
+    @pytest.mark.slow
     def test_exact_also_refutes_one_more(self):
         workload = ALL["char_gpt"]()
         capacity = traced(workload, "rank", 24, like_gpu=False) + 256

@@ -157,7 +157,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("devices", ["sim:L4", "sim:2xL4"])
+@pytest.mark.parametrize("devices", ["sim:L4", pytest.param("sim:2xL4", marks=pytest.mark.slow)])
 def test_a_plan_for_what_follows_no_line_is_that_of_its_own_step(name, devices):
     """Told by lines, a loss over the batch was planned for a twentieth of its memory over two cards."""
     plan = tune(ODD[name](), devices=devices, effective_batch_size=512, n_trials=3, profile="off")

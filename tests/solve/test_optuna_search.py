@@ -265,6 +265,7 @@ def killed_after(evaluation: Evaluation, trials: int, folder: Path, **options) -
 
 
 class TestStorage:
+    @pytest.mark.slow
     def test_a_second_search_keeps_the_first_ones_trials_and_measures_its_own_answers_again(self, tmp_path):
         first = [Configuration(14, 86, 3)]
         run(Evaluation(), first=first, n_trials=6, storage=url_of(tmp_path))

@@ -325,6 +325,7 @@ def until(holds: Callable[[], Any], limit_s: float = 100.0) -> None:
 # -------------------------------------------------------------------------------------------------------------- tests
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_of_eight_searches_and_all_have_its_plan(tmp_path):
     found = found_in("eight_at_once", run_apart("eight_at_once", tmp_path, 280))
