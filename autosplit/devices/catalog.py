@@ -256,5 +256,5 @@ def find_card(name: str) -> GpuSpec:
     near = catalog_names_near(name) or ("A100-40GB", "RTX3090")
     raise DeviceError(
         f"card {shown(name)} is not in the catalogue of {len(gpu_catalog())} cards: expected a name such as "
-        f"{', '.join(near)}; correct the name"
+        f"{', '.join(near)}; correct the name, or describe the card in a file that {GPUS_VARIABLE} names"
     )

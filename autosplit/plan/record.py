@@ -265,6 +265,7 @@ class PlanRecord:
             f"split {self.split} = {self.batch_size} samples per forward, {forwards} "
             f"per optimizer step of {self.effective_batch_size}, {self.samples_per_s:,.0f} samples/s"
             f"{' (simulated)' if self.simulated else ''}"
+            f"{'; splitting changes the training: see plan.checks' if any(c.depends for c in self.checks) else ''}"
         )
 
     @property

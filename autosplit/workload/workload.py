@@ -5,6 +5,7 @@ It only describes; `autosplit.runtime.trainee` makes a copy of it that runs.
 
 from __future__ import annotations
 
+import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -255,10 +256,30 @@ class Workload:
         if self.compute_loss is not None:
             return self.compute_loss(model, on_first_device(batch, model))
         if self.loss_fn is None:
-            return _loss_of(call_model(model, batch))
+            try:
+                return _loss_of(call_model(model, batch))
+            except TypeError:
+                self._refuse_unlike_arguments()
+                raise
         inputs, targets = batch
         outputs = call_model(model, inputs)
         return self.loss_fn(outputs, _beside(outputs, targets))
+
+    def _refuse_unlike_arguments(self) -> None:
+        """Refuse a batch of more or fewer parts than the model takes: the targets are among them, mostly."""
+        if not isinstance(self.model, nn.Module) or not isinstance(self.sample_batch, (tuple, list)):
+            return
+        name, count = type(self.model).__name__, len(self.sample_batch)
+        try:
+            inspect.signature(self.model.forward).bind(*range(count))
+        except TypeError as error:
+            raise WorkloadError(
+                f"the sample batch is a {type(self.sample_batch).__name__} of {count}, and {name}.forward can't be "
+                f"called with it ({error}); expected its arguments; pass loss_fn= where the last part is the targets, "
+                "or a batch of the inputs alone"
+            ) from None
+        except ValueError:  # it has no signature
+            return
 
     @property
     def takes_loss_itself(self) -> bool:

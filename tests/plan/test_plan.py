@@ -20,6 +20,7 @@ from autosplit.devices import accelerator
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import SCHEMA_VERSION, DdpPlan
+from autosplit.probe.check_result import Check
 from autosplit.solve.memory import MemoryFit, Region
 
 PLAN = make_plan()
@@ -329,3 +330,9 @@ class TestBudgets:
     def test_simulated_cards_have_none(self):
         with pytest.raises(DeviceError, match="sim:0, sim:1"), simulated_plan().budgets():
             pass
+
+
+def test_a_plan_in_one_line_says_where_splitting_changes_the_training():
+    same, other = (Check("gradient", 0.1 * depends, None, depends) for depends in (False, True))
+    assert "splitting" not in str(replace(make_plan(), checks=(same,)))
+    assert str(replace(make_plan(), checks=(same, other))).endswith("; splitting changes the training: see plan.checks")

@@ -446,3 +446,10 @@ def test_what_is_no_loader(loader, options, message):
     with pytest.raises(WorkloadError, match=message) as caught:
         Workload.from_loader(loader, model=LINEAR, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_targets_without_a_loss_are_named():
+    model = nn.Linear(4, 2)
+    workload = Workload(model, (torch.zeros(4, 4), torch.zeros(4, 2)))
+    with pytest.raises(WorkloadError, match=r"tuple of 2, and Linear.forward can't be called .* pass loss_fn= where"):
+        workload.loss(model, workload.batch(4))
