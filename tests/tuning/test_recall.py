@@ -298,7 +298,7 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
     with staging.ExitStack() as closing:
         built = staging.build(make, lowered.devices)
         followed = staging.follow(built, lowered.devices, closing)
-        found = Recalled(whole, short="less memory is free")
+        found = Recalled(whole, Path("ab12.json"), short="less memory is free")
         again, _ = confirming.tried_again(Wanted(lowered, {}, {}, {}), found, followed, alone(lowered, {}))
     assert again is not None
     assert again != whole
