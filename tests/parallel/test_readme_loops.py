@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -98,18 +100,58 @@ def plan() -> Plan:
     )
 
 
+@pytest.fixture
+def exactly() -> Iterator[None]:
+    """Let what a block makes be of float64, and the same whenever it is made."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def assert_trained_as(model: nn.Module, alone: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert ours.device.type == KIND
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.usefixtures("exactly")
 class TestPages:
-    """Blocks that run as they stand: each makes its model, data and optimizer."""
+    """Blocks that run as they stand: each makes its model, data and optimizer. One process trains the same."""
 
     @pytest.mark.usefixtures("cache_dir")
     def test_the_first_loop(self):
         """It failed on every GPU: the outputs were there, and the targets on the host."""
+        block = readme_block("plan = autosplit.tune(net, data[:8]")
         names: dict[str, Any] = {}
-        exec(readme_block("plan = autosplit.tune(net, data[:8]"), names)  # it is ours
-        assert {device.kind for device in names["plan"].devices} == {KIND}
-        assert {parameter.device.type for parameter in names["model"].parameters()} == {KIND}
-        states = names["optimizer"].state.values()
-        assert all(state["step"] == 4096 // 512 and state["exp_avg"].isfinite().all() for state in states)
+        exec(block, names)  # it is ours
+        plan = names["plan"]
+        assert {device.kind for device in plan.devices} == {KIND}
+        torch.manual_seed(0)
+        made: dict[str, Any] = {}
+        exec(block.split("plan = ")[0], made)
+        net, data = made["net"], made["data"]
+        optimizer = torch.optim.AdamW(net.parameters())
+        places = [*itertools.chain(*plan.batch_sampler(len(data), shuffle=True))]
+        for begin in range(0, len(places), plan.effective_batch_size):
+            inputs, targets = data[places[begin : begin + plan.effective_batch_size]]
+            optimizer.zero_grad()
+            made["loss_fn"](net(inputs), targets).backward()
+            optimizer.step()
+        assert_trained_as(names["model"], net)
+
+    def test_the_loop_by_hand(self):
+        block = readme_block("model.no_sync()")
+        assert block.count('nn.Linear(64, 10), ["cpu", "cpu"]') == 1
+        here = f'nn.Linear(64, 10).to("{KIND}:{CARDS[0]}"), {list(CARDS)}'
+        names: dict[str, Any] = {}
+        exec(block.replace('nn.Linear(64, 10), ["cpu", "cpu"]', here), names)
+        torch.manual_seed(0)
+        alone = nn.Linear(64, 10)
+        inputs, targets = (torch.cat(parts) for parts in zip(*names["micro_batches"], strict=True))
+        nn.functional.cross_entropy(alone(inputs), targets).backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        assert_trained_as(names["model"], alone)
 
 
 class TestDocstrings:
