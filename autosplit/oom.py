@@ -13,8 +13,9 @@ import torch
 
 from autosplit.accelerators import accelerator_in_use
 from autosplit.errors import AutosplitError
+from autosplit.text import size_text
 
-__all__ = ["DoesNotFitError", "OutOfMemoryError", "is_kernel_limit", "is_oom"]
+__all__ = ["DoesNotFitError", "OutOfMemoryError", "is_kernel_limit", "is_oom", "scarcity"]
 
 
 class OutOfMemoryError(AutosplitError, torch.OutOfMemoryError):
@@ -144,6 +145,32 @@ def is_kernel_limit(error: BaseException) -> bool:
     or the size of one buffer.
     """
     return any(isinstance(link, RuntimeError) and _KERNEL_LIMIT.search(str(link)) for link in _with_causes(error))
+
+
+def scarcity() -> str:
+    """Say what keeps memory of this process's accelerators from it: fragments, or other processes.
+
+    Asked while an out-of-memory error is handled: the allocator has given back by then whatever block was whole.
+
+    Returns:
+        The facts of the first device that something is kept of, and what to do; empty where nothing is.
+    """
+    accelerator = accelerator_in_use()
+    for index in range(0 if accelerator is None else accelerator.device_count()):
+        reserved = accelerator.memory_reserved(index)
+        if not reserved:
+            continue
+        free, total = accelerator.mem_get_info(index)
+        least = max(total // 10, 2**30)
+        unused, others = reserved - accelerator.memory_allocated(index), total - free - reserved
+        if others >= least:
+            return f"other processes hold {size_text(others)} of device {index}: end them, or tune again while they run"
+        if unused >= least:
+            return (
+                f"{size_text(unused)} of device {index} lie in fragments too small to use: set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            )
+    return ""
 
 
 def _says_oom(error: BaseException, *, smaller_ran: bool) -> bool:

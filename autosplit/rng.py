@@ -12,7 +12,7 @@ import torch
 
 from autosplit.accelerators import accelerator_in_use
 
-__all__ = ["ExtremeDraws", "kept_rng"]
+__all__ = ["ExtremeDraws", "RngState", "kept_rng"]
 
 HIGHEST, LOWEST = 1 - 2**-24, 0.0
 """The ends of what `torch.rand` draws in float32."""
@@ -61,30 +61,44 @@ class ExtremeDraws:
             random.random = by_chance
 
 
+class RngState:
+    """The state of every random number generator: Python's, NumPy's if loaded, torch's, the accelerator's.
+
+    Args:
+        generators: Others, too.
+    """
+
+    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+        self._python = random.getstate()
+        self._numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+        self._numpy = None if self._numpy_random is None else self._numpy_random.get_state()
+        self._torch = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
+        self._accelerator = accelerator_in_use()
+        self._devices = [] if self._accelerator is None else _states_of(self._accelerator)
+
+    def put_back(self) -> None:
+        """Put the generators back to where they were."""
+        random.setstate(self._python)
+        if self._numpy_random is not None:
+            self._numpy_random.set_state(self._numpy)
+        for generator, state in self._torch:
+            generator.set_state(state)
+        for state, *device in self._devices:
+            self._accelerator.set_rng_state(state, *device)
+
+
 @contextmanager
 def kept_rng(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Put every random number generator back to where it was: Python's, NumPy's if loaded, torch's, the accelerator's.
+    """Put every random number generator back to where it was, see `RngState`.
 
     Args:
         generators: Others to be put back, too.
     """
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    others = [(generator, generator.get_state()) for generator in generators]
-    accelerator = accelerator_in_use()
-    states = [] if accelerator is None else _states_of(accelerator)
-    with torch.random.fork_rng(devices=()):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy is not None and numpy_state is not None:
-                numpy.random.set_state(numpy_state)
-            for generator, state in others:
-                generator.set_state(state)
-            for state, *device in states:
-                accelerator.set_rng_state(state, *device)
+    state = RngState(generators)
+    try:
+        yield
+    finally:
+        state.put_back()
 
 
 def _states_of(accelerator: Any) -> list[tuple[Any, ...]]:

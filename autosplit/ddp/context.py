@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,16 +20,19 @@ from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.batchnorms import has_synchronised, silenced, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
 from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, shard
+from autosplit.ddp.gradient_average import average_gradients, refuse_meeting
+from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import foreign_steps, gathered
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
+from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.solve.split import accumulation_steps
 from autosplit.text import printable
 
-__all__ = ["BatchNormWarning", "Context", "OtherModelWarning", "let_go_of_group_last"]
+__all__ = ["BatchNormWarning", "Context", "OtherModelWarning"]
 
 
 class BatchNormWarning(UserWarning):
@@ -227,7 +230,13 @@ class Context:
         made.refuse_single_samples(self._slice.batch_sizes, self.plan.ddp.least_batch)
         return made
 
-    def steps(self, loader: Iterable[Any], *, count: Callable[[Any], int] | None = None) -> Iterator[OptimizerStep]:
+    def steps(
+        self,
+        loader: Iterable[Any],
+        *,
+        count: Callable[[Any], int] | None = None,
+        on_oom: Literal["raise", "cut"] = "raise",
+    ) -> Iterator[OptimizerStep]:
         """Walk one epoch of this rank's loader, an optimizer step at a time.
 
             for step in ctx.steps(loader):
@@ -249,14 +258,31 @@ class Context:
                 counts for nothing.
             count: ``count(batch) -> int``: what the mean loss averages over, where that is not samples (labels that
                 are not padding). Micro-batches are held back and the ranks tell each other their counts.
+            on_oom: ``"cut"``, the same on every rank, lets a rank run a micro-batch that runs out of memory within
+                ``with step.attempt():`` again in two parts, while the others wait; see `Plan.steps` and
+                `OptimizerStep.attempt`. The ranks' gradients then meet after the last backward, not in it.
 
         Returns:
             The optimizer steps, each to be iterated to its end before the next is taken.
 
         Raises:
             InputError: The batch sampler is another rank's or another plan's, or the loader draws everything on each
-                rank; while iterating: a step was left unfinished, or a batch holds no tensor to count.
+                rank; ``"cut"`` for a model whose ranks meet in its forward (SyncBatchNorm, `shard`); while iterating:
+                a step was left unfinished, or a batch holds no tensor to count.
+
+        Warns:
+            CutWarning: The first time that this rank cuts a micro-batch: why, and what to change.
         """
+        cuts = cuts_for(
+            loader,
+            on_oom,
+            dim=self.plan.batch_dim,
+            least=self.plan.ddp.least_batch,
+            count=count,
+            note=self.plan.note,
+        )
+        if cuts is not None:
+            self._refuse_cuts()
         sampler = getattr(loader, "batch_sampler", None)
         if not isinstance(sampler, ScheduledBatchSampler):
             if self.world_size > 1 and _draws_everything(loader):
@@ -271,19 +297,19 @@ class Context:
                 count=count,
                 has_share=self.settings.batch_size > 0,
             )
-            return self._synchronised(checked(made))
+            return self._synchronised(checked(made, cuts))
         if sampler.rank_slice != self._slice:
             raise InputError(
                 f"the loader's batch sampler is a {type(sampler).__name__} of another rank or plan; expected rank "
                 f"{self.rank}'s own, so that all ranks take equally many micro-batches; make the loader with "
                 "batch_sampler=ctx.batch_sampler(len(dataset))"
             )
-        sizes = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
+        sizes: Any = {"batch_size": self.batch_size, "effective_batch_size": self.effective_batch_size}
 
         def over_ranks(own: int) -> int:
             return sum(part for (part,) in gathered((own,), self.device))
 
-        return self._synchronised(steps(loader, **sizes, count=count, over_ranks=over_ranks))
+        return self._synchronised(steps(loader, **sizes, count=count, over_ranks=over_ranks, cuts=cuts))
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
         """Let rank 0 write a checkpoint; on the other ranks it does nothing, unless they share out what it keeps.
@@ -368,7 +394,7 @@ class Context:
         backward has not run by now would give this rank's own gradients.
         """
         for wrapped in list(self._wrapped):
-            _part_from_group(wrapped)
+            part_from_group(wrapped)
         self._wrapped.clear()
 
     def _synchronised(self, made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
@@ -384,6 +410,8 @@ class Context:
                 for model in self._sharded:
                     begin_step(model)
                 step.on_draw, step.uncounted = self._synchronise, self._uncounted
+                if step.cuts is not None:
+                    step.on_draw, step.on_end = self._part_ways, partial(self._meet_afterwards, step.on_end)
                 step.silenced = partial(silenced, self._wrapped)
                 yield step
         finally:
@@ -402,6 +430,27 @@ class Context:
         for model in self._sharded:
             let_meet(model, meets)
         return met or self._meets_always
+
+    def _refuse_cuts(self) -> None:
+        if self._meets_always:
+            raise InputError(
+                "on_oom is 'cut', and the ranks meet in the model's forward (SyncBatchNorm, or ctx.shard); expected a "
+                "model of which each rank may run as many forwards as it needs; leave on_oom out"
+            )
+        for wrapped in self._wrapped:
+            refuse_meeting(wrapped)
+
+    def _part_ways(self, _is_last: bool) -> bool:
+        """Let no gradients meet in what runs next, nor buffers, whichever micro-batch it is."""
+        for wrapped in self._wrapped:
+            wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = False
+        return False
+
+    def _meet_afterwards(self, on_end: Callable[[], None] | None) -> None:
+        for wrapped in self._wrapped:
+            average_gradients(wrapped)
+        if on_end is not None:
+            on_end()
 
     def _uncounted(self, stands_in: bool) -> AbstractContextManager[None]:
         """Keep a micro-batch that counts for nothing out of what BatchNorms compute over samples."""
@@ -422,47 +471,6 @@ def _draws_everything(loader: object) -> bool:
     """Tell whether a loader is PyTorch's own for one process, over a data set with a length."""
     whole = isinstance(getattr(loader, "sampler", None), (SequentialSampler, RandomSampler))
     return whole and not isinstance(getattr(loader, "dataset", None), IterableDataset)
-
-
-def let_go_of_group_last(wrapped: nn.Module) -> None:
-    """Make DistributedDataParallel's own reference to its process group the last that dies with it.
-
-    Where a model outlives its group, as in most scripts, the last reference to the group ends it and waits for gloo's
-    threads. Python's does so without the interpreter's lock, but that of DDP's reducer holds it, which one of the
-    threads may be waiting for: both then wait for ever (torch 2.13; about one in thirty models). Attributes die in the
-    order in which they were set, so the group is set again, behind the reducer. What is of another class is left as it
-    is.
-    """
-    if isinstance(wrapped, DistributedDataParallel):
-        group = wrapped.__dict__.pop("process_group")
-        wrapped.process_group = group
-
-
-def _part_from_group(wrapped: Any) -> None:
-    """Take from a wrapper all that refers to its process group, so that the group ends when it is destroyed.
-
-    Otherwise it lives until the interpreter is gone: a thread of gloo's that then has a tensor of Python's to give back
-    takes the process down (torch 2.13: "terminate called without an active exception", now and then on a busy machine),
-    and other ranks see no end of this one's connections until then.
-    """
-    wrapped.reducer = wrapped.logger = None
-    wrapped.process_group = None  # last, see `let_go_of_group_last`
-    wrapped._use_python_reducer = True  # noqa: SLF001 - tells DDP that its forward is the module's alone
-    wrapped.register_forward_pre_hook(_forward_alone, with_kwargs=True, prepend=True)
-
-
-def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
-    """Do before a forward what is left of DDP's own preparations."""
-    if wrapped.training and torch.is_grad_enabled():
-        raise InputError(
-            "the wrapped model is called for training, but autosplit.ddp.setup was left; expected a forward within it, "
-            "where the ranks' gradients meet; train inside the block, call it in eval() or torch.no_grad(), or use "
-            "wrapper.module"
-        )
-    if not wrapped.device_ids:
-        return None
-    moved, moved_kwargs = wrapped.to_kwargs(inputs, kwargs, wrapped.device_ids[0])
-    return moved[0], moved_kwargs[0]
 
 
 def _effective_batch_size(plan: Plan, batch_size: int) -> int:

@@ -37,7 +37,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import nn
 from torch.utils.data import DataLoader
 
-from autosplit.ddp.context import let_go_of_group_last
+from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError
 from autosplit.integrations.loop_position import LoopPosition

@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import default_collate
 
 from autosplit.accelerators import accelerator_kind
 from autosplit.ddp.batchnorms import silenced
-from autosplit.ddp.context import let_go_of_group_last
+from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.loader_steps import gathered
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, PlanError

@@ -30,7 +30,7 @@ from torch import distributed as dist
 from torch import nn
 
 from autosplit import ddp
-from autosplit.ddp.context import let_go_of_group_last
+from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, parameters_in, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options, taken_mark

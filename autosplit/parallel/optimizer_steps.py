@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,10 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from autosplit.errors import InputError
+from autosplit.oom import is_oom
 from autosplit.parallel.accumulation import Accumulation
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
+from autosplit.parallel.oom_cuts import Attempt, Cuts, Part, left_out
 from autosplit.solve.split import accumulation_steps, whole_number
 
 __all__ = ["OptimizerStep", "checked", "count_samples", "counted", "steps"]
@@ -54,6 +56,7 @@ class OptimizerStep:
         silenced: Around a backward that is run for the ranks to meet and counts for nothing: keeps what its loss gives
             from the gradients.
         on_end: Called when the last micro-batch has had its backward; None for nothing.
+        cuts: How micro-batches that run out of memory in an `attempt` are cut; None where they are not.
     """
 
     def __init__(
@@ -75,12 +78,17 @@ class OptimizerStep:
         self.uncounted: Callable[[bool], AbstractContextManager[Any]] = nullcontext
         self.silenced: Callable[[], AbstractContextManager[None]] = nullcontext
         self.on_end: Callable[[], None] | None = None
+        self.cuts: Cuts | None = None
         self._batches = iter(batches)
         self._drawn = 0
-        self._backwards = 0
+        self._size = 0
+        self._had_backward = True
         self._iterated = False
         self._meets = False
         self._loss: torch.Tensor | None = None
+        self._part: Part | None = None
+        self._attempt: Attempt | None = None
+        self._failed: Attempt | None = None
 
     def __len__(self) -> int:
         """Count the micro-batches of this step."""
@@ -111,7 +119,7 @@ class OptimizerStep:
             )
         if not self.num_samples:
             return 0.0
-        return self.micro_batch_sizes[self._drawn - 1] * self.num_ranks / self.num_samples
+        return self._size * self.num_ranks / self.num_samples
 
     @property
     def loss(self) -> float:
@@ -136,23 +144,68 @@ class OptimizerStep:
             InputError: `loss` is not one number, no micro-batch was drawn, or this one already had its backward.
         """
         weight = self.weight
-        if self._backwards == self._drawn:
+        if self._had_backward:
             raise InputError(
                 f"backward was called twice for {self._place()}; expected once per micro-batch; add the losses up and "
                 "call it on their sum"
             )
         _require_one_number(loss)
+        if self.cuts is not None and self._attempt is None:
+            raise InputError(
+                f"backward was called outside of an attempt for {self._place()}; expected one, since on_oom is 'cut'; "
+                "put the forward and step.backward(loss) under `with step.attempt():`"
+            )
         # Counted before it runs: one that fails half-way has left gradients behind and can't be run again.
-        self._backwards = self._drawn
+        self._had_backward = True
         if not weight and not (self._meets and self.num_ranks > 1):
             return
         weighted = loss * weight
+        with nullcontext() if weight else self.silenced():
+            scaled = weighted if scaler is None else scaler.scale(weighted)
+            scaled.backward() if self._attempt is None else self._attempt.backward(scaled, loss)
         if weight:
             # Added up in the first one's place: a block kept for each is not in a plan's memory.
             own = weighted.detach().reshape(())
             self._loss = own if self._loss is None else self._loss.add_(own)
-        with nullcontext() if weight else self.silenced():
-            (weighted if scaler is None else scaler.scale(weighted)).backward()
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Run the current micro-batch; if it runs out of memory, let the loop get it in two parts.
+
+            for step in plan.steps(loader, on_oom="cut"):
+                for inputs, targets in step:
+                    with step.attempt():
+                        step.backward(loss_fn(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        An error ends the block, and not the loop. The parts start from the same random numbers, and the step's gradient
+        is that of the whole micro-batch. Keep no output of the model beyond the block: it would hold the memory that
+        the parts need. With ``on_oom="raise"`` the block does nothing.
+
+        Raises:
+            OutOfMemoryError: As torch raises it, where the micro-batch has no samples left to be cut, or reentrant
+                checkpointing hides which gradients have it.
+        """
+        if self.cuts is None:
+            yield
+            return
+        if self._part is None:
+            raise InputError(
+                f"an attempt began with no current micro-batch in optimizer step {self.index}; expected one; begin it "
+                "within `for batch in step:`"
+            )
+        attempt = self._attempt = Attempt(self._part, self.cuts)
+        try:
+            with left_out(self._part.added):
+                yield
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            attempt.fail(error)
+            self._failed, self._had_backward = attempt, True
+        finally:
+            self._attempt = self._part = None
 
     def check_finished(self) -> None:
         """Make sure that every micro-batch of the step had its backward.
@@ -169,8 +222,7 @@ class OptimizerStep:
 
     def _draw(self) -> Iterator[Any]:
         accumulation = Accumulation()
-        for _ in self.micro_batch_sizes:
-            self._check_backward()
+        for number, size in enumerate(self.micro_batch_sizes):
             batch = next(self._batches, _MISSING)
             if batch is _MISSING:
                 raise InputError(
@@ -178,20 +230,28 @@ class OptimizerStep:
                     f"{self.index}; expected as many as its sampler's schedule; pass the loader that owns the sampler"
                 )
             self._drawn += 1
-            is_last = self._drawn == len(self)
-            self._meets = is_last if self.on_draw is None else self.on_draw(is_last)
-            number = self._drawn - 1
-            apart = nullcontext() if self.micro_batch_sizes[number] else self.uncounted(not self._samples[number])
-            with accumulation.running(is_last=is_last), apart:
-                yield batch
+            parts = [Part(batch, size)] if self.cuts is None else self.cuts.parts_of(batch, size)
             del batch  # or this frame would hold it while the next is made
-        self._check_backward()
+            while parts:
+                part, is_last = parts.pop(0), self._drawn == len(self) and not parts
+                self._size, self._had_backward = part.size, False
+                self._meets = is_last if self.on_draw is None else self.on_draw(is_last)
+                apart = nullcontext() if size else self.uncounted(not self._samples[number])
+                # Replicas that kept their gradients would have them of other samples than the parts give them.
+                with accumulation.running(is_last=is_last or self.cuts is not None), apart:
+                    self._part = part if self.cuts is not None else None
+                    yield part.batch
+                failed, self._failed = self._failed, None
+                if failed is not None:
+                    parts[:0] = failed.halves()
+                self._check_backward()
+                del part, failed
         accumulation.finish()
         if self.on_end is not None:
             self.on_end()
 
     def _check_backward(self) -> None:
-        if self._backwards < self._drawn:
+        if not self._had_backward:
             raise InputError(
                 f"{self._place()} had no backward; expected one for each, or the gradient lacks its part; call "
                 "step.backward(loss) once in the loop"
@@ -208,6 +268,7 @@ def steps(
     effective_batch_size: int,
     count: Callable[[Any], int] | None = None,
     over_ranks: Callable[[int], int] | None = None,
+    cuts: Cuts | None = None,
 ) -> Iterator[OptimizerStep]:
     """Walk one epoch of a loader, an optimizer step at a time.
 
@@ -231,6 +292,7 @@ def steps(
             default the samples, which are the first dimension of the first tensor in the batch.
         over_ranks: Turns what this rank's part of a step counts for into what all ranks' parts do; needed for `count`
             with one rank's slice.
+        cuts: How micro-batches that run out of memory are cut; None where they are not.
 
     Returns:
         The optimizer steps, each to be iterated to its end before the next is taken.
@@ -254,7 +316,7 @@ def steps(
         made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
     else:
         made = _held_steps(loader, count_samples, enough=effective_batch_size)
-    return checked(made)
+    return checked(made, cuts)
 
 
 def _require_one_number(loss: object) -> None:
@@ -264,9 +326,10 @@ def _require_one_number(loss: object) -> None:
     raise InputError(f"loss is {got}; expected a tensor of one number; pass the micro-batch's mean, loss.mean()")
 
 
-def checked(made: Iterator[OptimizerStep]) -> Iterator[OptimizerStep]:
-    """Yield steps, and refuse to go on after one that was left unfinished."""
+def checked(made: Iterator[OptimizerStep], cuts: Cuts | None = None) -> Iterator[OptimizerStep]:
+    """Yield steps, cut as `cuts` says, and refuse to go on after one that was left unfinished."""
     for step in made:
+        step.cuts = cuts
         yield step
         step.check_finished()
 

@@ -229,7 +229,13 @@ class Plan(PlanRecord):
         made.refuse_single_samples(self.split, 1 if self.region is None else self.region.least_share)
         return made
 
-    def steps(self, loader: Iterable[Any], *, count: Callable[[Any], int] | None = None) -> Iterator[OptimizerStep]:
+    def steps(
+        self,
+        loader: Iterable[Any],
+        *,
+        count: Callable[[Any], int] | None = None,
+        on_oom: Literal["raise", "cut"] = "raise",
+    ) -> Iterator[OptimizerStep]:
         """Cut a loader into optimizer steps, each an iterable of its micro-batches.
 
             for step in plan.steps(loader):
@@ -241,10 +247,26 @@ class Plan(PlanRecord):
         Args:
             loader: A DataLoader with the plan's `batch_sampler`, or any iterable of batches.
             count: ``count(batch) -> int``: what the loss is a mean over, where that is not samples.
+            on_oom: ``"cut"`` runs a micro-batch that runs out of memory within ``with step.attempt():`` again in two
+                parts, see `OptimizerStep.attempt`. Three of them, and for as long as the loader lives those of their
+                size are cut before they run; the plan's file gets a note of it. What is not a tensor of the batch
+                goes whole into each part.
+
+        Warns:
+            CutWarning: The first time that a micro-batch is cut: why, and what to change.
         """
+        from autosplit.parallel.oom_cuts import cuts_for
         from autosplit.parallel.optimizer_steps import steps
 
-        return steps(loader, batch_size=self.batch_size, effective_batch_size=self.effective_batch_size, count=count)
+        least = 1 if self.region is None else self.region.least_share
+        cuts = cuts_for(loader, on_oom, dim=self.batch_dim, least=least, count=count, note=self.note)
+        return steps(
+            loader,
+            batch_size=self.batch_size,
+            effective_batch_size=self.effective_batch_size,
+            count=count,
+            cuts=cuts,
+        )
 
     @contextmanager
     def budgets(self) -> Iterator[Tracker]:

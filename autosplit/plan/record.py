@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -293,6 +295,15 @@ class PlanRecord:
     def with_notes(self, *first: str, last: Iterable[str] = ()) -> Self:
         """Return the plan with more said of it: before its own notes, and after them."""
         return replace(self, notes=(*first, *self.notes, *last)).kept_at(self.path)
+
+    def note(self, sentence: str) -> None:
+        """Add a sentence to the notes of the plan's file, if it is in one that can be written."""
+        if self.path is not None:
+            with contextlib.suppress(PlanError, OSError):
+                plan = type(self).load(self.path)
+                if sentence not in plan.notes:
+                    mode = stat.S_IMODE(self.path.stat().st_mode)
+                    replace_file(self.path, plan.with_notes(last=[sentence]).to_json() + "\n", mode=mode)
 
     def bare(self) -> Self:
         """Return the plan without what tells how this process came by it, and why: what is left, ranks agree on."""

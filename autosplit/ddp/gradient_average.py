@@ -1,0 +1,77 @@
+"""Let the ranks' gradients meet after a step, instead of in its last backward: a rank may have to run that in parts.
+
+A rank that breaks off in the backward in which DistributedDataParallel's buckets are sent would leave the others to
+wait for what it never sends, or send it twice. So nothing is sent in a backward, and communication overlaps with none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from autosplit.ddp.device import exchange_device
+from autosplit.errors import InputError
+
+__all__ = ["average_gradients", "refuse_meeting"]
+
+BUCKET_BYTES = 25 * 2**20
+"""Of what is sent at a time: DistributedDataParallel's own `bucket_cap_mb`."""
+
+
+def refuse_meeting(wrapped: DistributedDataParallel) -> None:
+    """Refuse a model whose ranks meet otherwise than by an average of gradients.
+
+    Raises:
+        InputError: It has a communication hook, or a static graph.
+    """
+    found = "static_graph=True" if wrapped.static_graph else "a communication hook" if wrapped._comm_hooks else None  # noqa: SLF001 - no other name
+    if found is not None:
+        raise InputError(
+            f"on_oom is 'cut', and the wrapped model has {found}; expected neither that nor a hook, because the ranks' "
+            "gradients are averaged after the backward; leave it out, or on_oom"
+        )
+
+
+def average_gradients(wrapped: DistributedDataParallel) -> None:
+    """Average a model's gradients over the ranks, and send rank 0's buffers to the others; all ranks call it.
+
+    A parameter that has a gradient on any rank has one on all of them.
+    """
+    parameters = [parameter for parameter in wrapped.module.parameters() if parameter.requires_grad]
+    device = parameters[0].device
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=exchange_device(device))
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=wrapped.process_group)
+    grads = [_gradient_of(p) for p, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
+    for bucket in _buckets(grads):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket]).div_(dist.get_world_size(wrapped.process_group))
+        dist.all_reduce(flat, group=wrapped.process_group)
+        for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
+    if wrapped.broadcast_buffers:
+        for buffer in wrapped.module.buffers():
+            dist.broadcast(buffer, 0, group=wrapped.process_group)
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif parameter.grad.layout != torch.strided:
+        parameter.grad = parameter.grad.to_dense()
+    return parameter.grad
+
+
+def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Gather gradients of one dtype until they are `BUCKET_BYTES`; a larger one goes by itself."""
+    bucket: list[Tensor] = []
+    for grad in grads:
+        full = sum(held.nbytes for held in bucket) + grad.nbytes > BUCKET_BYTES
+        if bucket and (full or grad.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(grad)
+    if bucket:
+        yield bucket

@@ -1,0 +1,54 @@
+"""The end of a process group: wrapped models that outlive it must hold nothing of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autosplit.errors import InputError
+
+__all__ = ["let_go_of_group_last", "part_from_group"]
+
+
+def let_go_of_group_last(wrapped: nn.Module) -> None:
+    """Make DistributedDataParallel's own reference to its process group the last that dies with it.
+
+    Where a model outlives its group, as in most scripts, the last reference to the group ends it and waits for gloo's
+    threads. Python's does so without the interpreter's lock, but that of DDP's reducer holds it, which one of the
+    threads may be waiting for: both then wait for ever (torch 2.13; about one in thirty models). Attributes die in the
+    order in which they were set, so the group is set again, behind the reducer. What is of another class is left as it
+    is.
+    """
+    if isinstance(wrapped, DistributedDataParallel):
+        group = wrapped.__dict__.pop("process_group")
+        wrapped.process_group = group
+
+
+def part_from_group(wrapped: Any) -> None:
+    """Take from a wrapper all that refers to its process group, so that the group ends when it is destroyed.
+
+    Otherwise it lives until the interpreter is gone: a thread of gloo's that then has a tensor of Python's to give back
+    takes the process down (torch 2.13: "terminate called without an active exception", now and then on a busy machine),
+    and other ranks see no end of this one's connections until then.
+    """
+    wrapped.reducer = wrapped.logger = None
+    wrapped.process_group = None  # last, see `let_go_of_group_last`
+    wrapped._use_python_reducer = True  # noqa: SLF001 - tells DDP that its forward is the module's alone
+    wrapped.register_forward_pre_hook(_forward_alone, with_kwargs=True, prepend=True)
+
+
+def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
+    """Do before a forward what is left of DDP's own preparations."""
+    if wrapped.training and torch.is_grad_enabled():
+        raise InputError(
+            "the wrapped model is called for training, but autosplit.ddp.setup was left; expected a forward within it, "
+            "where the ranks' gradients meet; train inside the block, call it in eval() or torch.no_grad(), or use "
+            "wrapper.module"
+        )
+    if not wrapped.device_ids:
+        return None
+    moved, moved_kwargs = wrapped.to_kwargs(inputs, kwargs, wrapped.device_ids[0])
+    return moved[0], moved_kwargs[0]
