@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from ddp_jobs import make_plan
+from faults import OUT, Faults, Network
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -23,51 +24,19 @@ from autosplit.parallel.oom_cuts import Cuts, CutWarning, Part
 from autosplit.parallel.optimizer_steps import steps
 from autosplit.plan.plan import Plan
 
-OUT = "CUDA out of memory. Tried to allocate 1.00 GiB"
-
-
-@dataclass
-class Faults:
-    """Out-of-memory errors where they are ordered: in which runs, of how many samples and more, and how far in."""
-
-    every: int = 0
-    above: int = 0
-    place: str = "backward"
-    runs: int = 0
-
-    def __call__(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
-        self.runs += 1
-        if not (self.every and self.runs % self.every == 0) and not (self.above and samples > self.above):
-            return tensor
-        if self.place == "forward":
-            raise torch.OutOfMemoryError(OUT)
-        if tensor.requires_grad:
-            tensor.register_hook(_raise)
-        return tensor
-
-
-def _raise(_gradient: torch.Tensor) -> None:
-    raise torch.OutOfMemoryError(OUT)
-
-
-class Network(nn.Module):
-    """Three layers, of which the middle one may run out when the last one's gradient is there already."""
-
-    def __init__(self, faults: Faults) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)]).double()
-        self.faults = faults
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        first, second, third = self.layers
-        return third(self.faults(torch.tanh(second(torch.tanh(first(inputs)))), len(inputs)))
-
 
 def batches(count: int, size: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
     numbers = torch.Generator().manual_seed(1)
     made = [torch.randn(size, 5, dtype=torch.float64, generator=numbers) for _ in range(count)]
     return [(batch[:, :4], batch[:, 4:]) for batch in made]
+
+
+def walk(network: Any) -> None:
+    """Run one step of one micro-batch that may be cut."""
+    for step in steps(batches(1), batch_size=6, effective_batch_size=6, cuts=Cuts()):
+        for inputs, targets in step:
+            with step.attempt():
+                step.backward(F.mse_loss(network(inputs), targets))
 
 
 def trained(faults: Faults, cuts: Cuts | None, *, forwards: int = 3, count: int = 40, wrap: Any = None) -> Any:
@@ -171,36 +140,25 @@ def test_memory_of_a_failed_backward_is_free_for_the_parts():
 
 class TestErrors:
     def test_one_sample_can_not_be_cut(self):
-        network = Network(Faults(above=0, every=1))
-        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught, pytest.warns(CutWarning):
-            for step in steps(batches(1), batch_size=6, effective_batch_size=6, cuts=Cuts()):
-                for inputs, targets in step:
-                    with step.attempt():
-                        step.backward(F.mse_loss(network(inputs), targets))
+        with pytest.warns(CutWarning), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+            walk(Network(Faults(every=1)))
         assert caught.value.autosplit_advice == "a part of 1 sample can't be cut any further"
 
     def test_another_error_ends_the_loop_as_ever(self):
         with pytest.raises(ZeroDivisionError):
-            for step in steps(batches(1), batch_size=6, effective_batch_size=6, cuts=Cuts()):
-                for _batch in step:
-                    with step.attempt():
-                        raise ZeroDivisionError
+            walk(lambda _inputs: 1 / 0)
 
     def test_a_backward_outside_of_an_attempt_says_how_to_write_it(self):
-        network = Network(Faults())
+        step = next(steps(batches(1), batch_size=6, effective_batch_size=6, cuts=Cuts()))
+        inputs, targets = next(iter(step))
+        loss = F.mse_loss(Network(Faults())(inputs), targets)
         with pytest.raises(InputError, match=r"outside of an attempt .* put .* under `with step.attempt\(\):`"):
-            for step in steps(batches(1), batch_size=6, effective_batch_size=6, cuts=Cuts()):
-                for inputs, targets in step:
-                    step.backward(F.mse_loss(network(inputs), targets))
+            step.backward(loss)
 
     def test_reentrant_checkpointing_hides_what_has_the_gradient(self):
         network = Network(Faults(every=1))
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            for step in steps(batches(1), batch_size=6, effective_batch_size=6, cuts=Cuts()):
-                for inputs, targets in step:
-                    with step.attempt():
-                        outputs = checkpoint(network, inputs.requires_grad_(), use_reentrant=True)
-                        step.backward(F.mse_loss(outputs, targets))
+            walk(lambda inputs: checkpoint(network, inputs.requires_grad_(), use_reentrant=True))
         assert "use_reentrant=False" in caught.value.autosplit_advice
 
     def test_an_unknown_answer(self):
@@ -235,13 +193,16 @@ class TestPlan:
             counts.append((faults.runs, [str(one.message) for one in warned]))
         (first, told), (second, silent) = counts
         assert (first, second) == (10 * 2 + 3, 10 * 2)
-        assert told == [
+        assert len(told) == 1
+        assert told[0] == (
             "a micro-batch of 6 samples ran out of memory and was cut in two, the gradient stays the same; tune again "
             "with samples as large as these, or with a larger reserve="
-        ]
+        )
         assert not silent
         (note,) = Plan.load(tmp_path / "plan.json").notes
-        assert note.startswith("in training, micro-batches of 6 samples ran out of memory and were cut to 3: tune again")
+        assert note.startswith(
+            "in training, micro-batches of 6 samples ran out of memory and were cut to 3: tune again"
+        )
 
     def test_budgets_that_are_enforced_are_kept(self):
         """Real errors of a device that really is full: the batch is larger than what was tuned with."""
@@ -255,11 +216,14 @@ class TestPlan:
         told = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
         told.load_state_dict(network.state_dict())
         F.mse_loss(told(torch.cat([x for x, _ in data])), torch.cat([y for _, y in data])).backward()
-        with plan.budgets() as tracker, pytest.warns(CutWarning):
-            for step in replace(plan, effective_batch_size=384, accumulation_steps=4).steps(data, on_oom="cut"):
+        cut = replace(plan, effective_batch_size=384, accumulation_steps=4).steps(data, on_oom="cut")
+        with plan.budgets() as tracker, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in cut:
                 for inputs, targets in step:
                     with step.attempt():
                         step.backward(F.mse_loss(model(inputs), targets))
+        assert warned
         for ours, theirs in zip(network.parameters(), told.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
         assert max(tracker.peak_bytes) <= 90_000
