@@ -7,10 +7,12 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import emulated
 import pytest
 import torch
 from ddp_jobs import make_plan
 from faults import OUT, Faults, Network
+from gpus import CARDS, KIND, card
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -251,3 +253,32 @@ def test_halves_count_what_the_loss_is_a_mean_over():
     with pytest.warns(CutWarning):
         halves = cuts.halves(Part(labels, 6), [], "")
     assert [(len(half.batch), half.size) for half in halves] == [(2, 3), (1, 3)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(KIND != "emu", reason="orders a fault, which only emulated devices take")
+@pytest.mark.filterwarnings("ignore::autosplit.parallel.oom_cuts.CutWarning")
+class TestOnCards:
+    """Replicas run in threads, and each device's backward in one of its own: any allocation on either may fail."""
+
+    @pytest.mark.parametrize("forwards", [1, 3])
+    @pytest.mark.parametrize("device", CARDS)
+    def test_whichever_allocation_fails_the_gradient_is_the_same(self, device, forwards):
+        cut = 0
+        for number in range(1, 60, 2):
+            network, told = Network(Faults()).to(card(0)), Network(Faults())
+            model = BalancedDataParallel(None, network, list(CARDS), split=(4, 2))
+            cuts = Cuts()
+            for step in steps(batches(forwards), batch_size=6, effective_batch_size=6 * forwards, cuts=cuts):
+                for place, (inputs, targets) in enumerate(step):
+                    if place == forwards - 1 and not cuts.count_cut:
+                        emulated.fail_allocation(device, number)
+                    with step.attempt():
+                        step.backward((model(inputs.to(card(0))) - targets.to(card(0))).square().mean())
+            emulated.fail_allocation(device, 0)
+            inputs, targets = (torch.cat(parts) for parts in zip(*batches(forwards), strict=True))
+            F.mse_loss(told(inputs), targets).backward()
+            for ours, theirs in zip(network.parameters(), told.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-9, atol=1e-12, msg=f"{number}")
+            cut += cuts.count_cut
+        assert cut >= 10
