@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -17,7 +17,9 @@ pytest.importorskip("jinja2")
 pytest.importorskip("selenium")
 
 from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
 
 from autosplit.cli.page import write_page
 
@@ -158,6 +160,9 @@ def test_the_page_is_drawn_fits_its_window_and_asks_for_nothing(browser, tmp_pat
                 metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
                 browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
                 browser.get(f"{address}/report.html")
+                looks = WebDriverWait(browser, 10)  # of a busy machine: what media queries show comes a moment later
+                with suppress(TimeoutException):
+                    looks.until(lambda b: len(b.execute_script(LOOK)["pictures"]) == PICTURES[name])
                 seen = browser.execute_script(LOOK)
                 where = (name, scheme, width, seen)
                 assert seen["inner"] == width, where
