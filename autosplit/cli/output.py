@@ -120,7 +120,7 @@ def _fitted(line: str) -> list[str]:
 
 def progress(manner: Manner) -> AbstractContextManager[Callable[[Progress], None] | None]:
     """Draw a bar while something runs, where there is a terminal and it is not to be quiet."""
-    return progress_bar() if speaks() and not manner.quiet else nullcontext()
+    return progress_bar() if speaks() and not manner.quiet else nullcontext(lambda _progress: None)
 
 
 # ----------------------------------------------------------------------------------------------------------- stdout

@@ -17,7 +17,7 @@ from autosplit.errors import DeviceError, InputError, one_line, shown
 from autosplit.plan.plan import Plan
 from autosplit.probe.request import checked_request
 from autosplit.text import rate_text
-from autosplit.tuning.progress import Progress, part_of
+from autosplit.tuning.progress import Progress, heard_by, part_of
 
 if TYPE_CHECKING:
     from autosplit.plan.record import PlanDevice
@@ -316,7 +316,7 @@ def compare(
         prices: For an hour of a machine, in one currency, by its spec, with or without ``sim:`` in front:
             ``{"2xL4": 1.2}``.
         time_limit_s: For all of them together; each has its part of what is left.
-        progress: Called with a `Progress` now and then.
+        progress: Called with a `Progress` now and then. Default: as of `tune`.
         options: Any other keyword of `tune`.
 
     Returns:
@@ -334,7 +334,8 @@ def compare(
     def tune_one(spec: Any, timed: Mapping[str, Any]) -> Plan:
         return tuning.tune(model_or_workload, sample_batch, devices=spec, **options, **timed)
 
-    return compared(machines, tune_one, time_limit_s=time_limit_s, progress=progress)
+    with heard_by(progress) as heard:
+        return compared(machines, tune_one, time_limit_s=time_limit_s, progress=heard)
 
 
 def compared(

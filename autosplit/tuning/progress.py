@@ -1,17 +1,19 @@
-"""Where a tuning stands, for whoever draws a bar; in a notebook that is IPython's own display."""
+"""Where a tuning stands, for whoever draws a bar: in a notebook IPython's own display, on a terminal a line of stderr."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from autosplit.text import escaped, rate_text
+from autosplit.text import escaped, printable, rate_text
 
-__all__ = ["SHORTEST_S", "Progress", "fraction_of", "notebook_bar", "onward", "part_of", "searched_share"]
+__all__ = ["SHORTEST_S", "Progress", "fraction_of", "heard_by", "onward", "part_of", "searched_share"]
 
 _SHARES = {
     "building": 0.06,
@@ -99,6 +101,53 @@ def part_of(progress: Callable[[Progress], None], number: int, count: int, name:
         progress(replace(part, message=message, fraction=(number + part.fraction) / count))
 
     return tell
+
+
+@contextlib.contextmanager
+def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[Progress], None] | None]:
+    """Yield who hears of a tuning: who was given, else a bar in a notebook, else a line on a terminal, else None."""
+    heard = progress or notebook_bar()
+    if heard is None and _can_draw():
+        line = _Line()
+        try:
+            yield line
+        finally:
+            line.clear()
+    else:
+        yield heard
+
+
+def _can_draw() -> bool:
+    """Tell whether stderr is a terminal that can clear a line, and this is the rank that draws."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return is_terminal and os.environ.get("TERM") not in ("dumb", "unknown") and os.environ.get("RANK", "0") == "0"
+
+
+class _Line:
+    """Writes each state over the one before, on stderr."""
+
+    def __init__(self) -> None:
+        self._begun_s = self._drawn_s = time.monotonic()
+
+    def __call__(self, progress: Progress) -> None:
+        now_s = time.monotonic()
+        if now_s - self._drawn_s < SHORTEST_S:
+            return
+        self._drawn_s = now_s
+        counts = ", ".join(filter(None, (progress.found, f"{now_s - self._begun_s:.0f} s")))
+        text = printable(f"{progress.fraction:4.0%}  {progress.message} ({counts})")
+        with contextlib.suppress(OSError, ValueError):
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            self._write(text[: width - 1])
+
+    def clear(self) -> None:
+        """Take the line away."""
+        with contextlib.suppress(OSError, ValueError):
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"\r\x1b[2K{text}")
+        sys.stderr.flush()
 
 
 def notebook_bar() -> Callable[[Progress], None] | None:

@@ -25,13 +25,14 @@ from autosplit.runtime.trainee import ran_a_step
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
 from autosplit.tuning.lone_session import LoneSession
-from autosplit.tuning.progress import Progress, fraction_of, notebook_bar, onward, part_of
+from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
 from autosplit.tuning.recall import Recalled, Wanted
 from autosplit.tuning.session import Session
 from autosplit.tuning.try_again import tried_again
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
 
 __all__ = [
+    "ChangedTrainingWarning",
     "NO_GPU_NOTE",
     "Progress",
     "TuningInterrupted",
@@ -53,6 +54,10 @@ NO_GPU_NOTE = (
     "no GPU is visible, so the plan is for the processor; devices='sim:2xRTX3090' (--devices) plans for other GPUs"
 )
 """Said where no devices were named and there is no GPU."""
+
+
+class ChangedTrainingWarning(UserWarning):
+    """Splitting the batch changes the training: something in the model looks at the whole batch."""
 
 
 class TuningInterrupted(KeyboardInterrupt):
@@ -142,7 +147,8 @@ def tune(
             time limit twice that, and at least a minute), and then tunes by itself; ``"off"`` waits for nobody.
         name: Keeps plans for otherwise equal workloads apart: up to 64 characters on one line.
         seed: Of the search.
-        progress: Called with a `Progress` now and then. Default: a bar in a notebook, nothing elsewhere.
+        progress: Called with a `Progress` now and then. Default: a bar in a notebook, a line on a terminal, and nothing
+            elsewhere.
 
     Raises:
         InputError: An argument that can't be used; `DeviceError` and `WorkloadError` are among its leaves.
@@ -152,6 +158,7 @@ def tune(
         TuningInterrupted: Ctrl-C; it carries the best plan so far.
 
     Warns:
+        ChangedTrainingWarning: The check found that splitting the batch changes the training; `Plan.checks` has more.
         WaitingWarning: Another process tunes the same thing, and no `progress` was given to hear of it.
     """
     if strategy == "ddp":
@@ -179,7 +186,7 @@ def tune(
         "make_batch": make_batch,
         "batch_dim": batch_dim or None,
     }
-    with job_for(request) as job:
+    with job_for(request) as job, heard_by(progress) as heard:
         wanted = precision_list(precision)
         lacking = [*itertools.chain(*job.peers.all_run(lambda: without_bf16(wanted, job.own.devices)))]
         precisions, notes = native_ones(wanted, lacking)
@@ -187,9 +194,13 @@ def tune(
         def make(one: str | None) -> Source:
             return workload_source(model_or_workload, sample_batch, {**described, "precision": one})
 
-        heard = progress or notebook_bar()
         asked = _Asked(request, reserve, onward(heard or quiet), isolate, job, heard=heard is not None)
-        return _fastest_of(precisions, make, asked, notes)
+        plan = _fastest_of(precisions, make, asked, notes)
+    changed = sorted((check for check in plan.checks if check.depends), key=lambda check: not check.advice)
+    if changed:
+        others = f"; {len(changed) - 1} more in plan.checks" if len(changed) > 1 else ""
+        warnings.warn(f"{changed[0]}{others}", ChangedTrainingWarning, stacklevel=2)
+    return plan
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import os
 import subprocess
 import sys
 import types
@@ -10,7 +12,7 @@ import pytest
 from pages import Reader
 
 from autosplit.tuning import progress as notebook
-from autosplit.tuning.progress import Progress, notebook_bar
+from autosplit.tuning.progress import Progress, heard_by, notebook_bar
 
 
 class Screen:
@@ -120,3 +122,50 @@ def test_a_fraction_never_falls_and_stages_follow_each_other():
     shares = [notebook.searched_share(done, 24) for done in range(25)]
     assert shares == sorted(shares)
     assert (shares[0], shares[4], shares[24]) == (0.0, 0.5, 1.0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 2
+
+
+def on_a_terminal(monkeypatch) -> Terminal:
+    """Not a fixture: pytest puts its own stderr in the place of one that was set before the test."""
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(notebook, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _number: os.terminal_size((40, 24)))
+    monkeypatch.setenv("TERM", "xterm")
+    return sys.stderr
+
+
+def test_on_a_terminal_a_script_gets_a_line_that_is_gone_at_the_end(monkeypatch):
+    """A tuning from Python was silent for a minute."""
+    terminal = on_a_terminal(monkeypatch)
+    with pytest.raises(ZeroDivisionError), heard_by(None) as heard:
+        heard(Progress("search", "searching, trial 2", 0.5, 3, 1, 1234.5))
+        heard(Progress("search", "searching, trial 3\x1b[31m of very many that there may be", 0.6))
+        raise ZeroDivisionError
+    first, second, last = terminal.getvalue().split("\r\x1b[2K")[1:]
+    assert first == " 50%  searching, trial 2 (3 steps, 1 OO"
+    assert second.startswith(" 60%  searching, trial 3")
+    assert "\x1b" not in second
+    assert last == ""
+
+
+@pytest.mark.parametrize("why", ["given", "no terminal", "dumb", "another rank"])
+def test_else_nothing_is_drawn(monkeypatch, why):
+    terminal = on_a_terminal(monkeypatch)
+    monkeypatch.setattr(Terminal, "isatty", lambda _self: why != "no terminal")
+    monkeypatch.setenv("TERM", "dumb" if why == "dumb" else "xterm")
+    monkeypatch.setenv("RANK", "1" if why == "another rank" else "0")
+    told = []
+    with heard_by(told.append if why == "given" else None) as heard:
+        assert (heard is None) == (why != "given")
+        if heard is not None:
+            heard(Progress("search", "searching", 0.5))
+    assert terminal.getvalue() == ""
+    assert len(told) == (why == "given")

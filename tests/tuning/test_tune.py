@@ -37,7 +37,7 @@ from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.tuning import lone_session, memory_bounds, session
 from autosplit.tuning.measure import measure
 from autosplit.tuning.memory_bounds import MemoryBounds
-from autosplit.tuning.tune import TuningInterrupted, tune
+from autosplit.tuning.tune import ChangedTrainingWarning, TuningInterrupted, tune
 from autosplit.workload.workload import Workload
 
 KIB, MIB = 2**10, 2**20
@@ -272,6 +272,12 @@ class TestBatchNorms:
     def test_no_share_of_one_is_tried(self, effective):
         plan = quick(small(), "sim:2xRTX3090", effective_batch_size=effective, n_trials=1)
         assert plan.split == (effective, 0)
+
+    def test_a_tuning_warns_of_them_and_a_remembered_plan_again(self):
+        """Who tuned from Python and did not print the plan heard nothing of it."""
+        for _time in range(2):
+            with pytest.warns(ChangedTrainingWarning, match=r"BatchNorm1d at 1 changes .*; \d more in plan.checks"):
+                quick(small(), "sim:1xRTX3090", effective_batch_size=8, profile="auto")
 
     def test_no_last_forward_of_one_is_the_answer(self):
         plan = quick(small(), "sim:1xRTX3090", effective_batch_size=5, max_batch_size=4)

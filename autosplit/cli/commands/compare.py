@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,8 @@ def _tuner(
     def tune_one(devices: str, timed: Mapping[str, Any]) -> Plan:
         isolated = isolates(keywords.get("isolate"), devices)
         called: dict[str, Any] = {**keywords, **timed, "isolate": isolated}
-        with users_errors(spec):
+        with users_errors(spec), warnings.catch_warnings():
+            warnings.simplefilter("ignore", tuning.ChangedTrainingWarning)
             return tuning.tune(sendable(spec, workload) if isolated else workload, devices=devices, **called)
 
     return tune_one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -107,7 +108,8 @@ def _tuned(
     from autosplit.tuning import tune as tuning
 
     try:
-        with users_errors(spec):
+        with users_errors(spec), warnings.catch_warnings():
+            warnings.simplefilter("ignore", tuning.ChangedTrainingWarning)  # the report says it
             return tuning.tune(workload, **keywords, progress=tell), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
