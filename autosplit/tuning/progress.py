@@ -1,4 +1,4 @@
-"""Where a tuning stands, for whoever draws a bar: in a notebook IPython's own display, on a terminal a line of stderr."""
+"""Where a tuning stands, for whoever draws it: in a notebook IPython's own display, on a terminal a line of stderr."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ from autosplit.tuning.try_again import tried_again
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
 
 __all__ = [
-    "ChangedTrainingWarning",
     "NO_GPU_NOTE",
+    "ChangedTrainingWarning",
     "Progress",
     "TuningInterrupted",
     "isolated_for",

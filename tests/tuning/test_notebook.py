@@ -145,10 +145,15 @@ def on_a_terminal(monkeypatch) -> Terminal:
 def test_on_a_terminal_a_script_gets_a_line_that_is_gone_at_the_end(monkeypatch):
     """A tuning from Python was silent for a minute."""
     terminal = on_a_terminal(monkeypatch)
-    with pytest.raises(ZeroDivisionError), heard_by(None) as heard:
-        heard(Progress("search", "searching, trial 2", 0.5, 3, 1, 1234.5))
-        heard(Progress("search", "searching, trial 3\x1b[31m of very many that there may be", 0.6))
-        raise ZeroDivisionError
+
+    def tuned():
+        with heard_by(None) as heard:
+            heard(Progress("search", "searching, trial 2", 0.5, 3, 1, 1234.5))
+            heard(Progress("search", "searching, trial 3\x1b[31m of very many that there may be", 0.6))
+            return 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        tuned()
     first, second, last = terminal.getvalue().split("\r\x1b[2K")[1:]
     assert first == " 50%  searching, trial 2 (3 steps, 1 OO"
     assert second.startswith(" 60%  searching, trial 3")
