@@ -44,8 +44,9 @@ def dependence_line(checks: Sequence[Check]) -> str:
         return ""
     errors = [error for check in checks if check.depends for error in (check.split_error, check.accumulation_error)]
     most = error_text(max((error for error in errors if error is not None), default=None))
+    subjects.sort(key=lambda subject: subject == "gradient")  # what makes the gradient another comes first
     who = " and ".join([subjects[0], *_others(subjects)])
-    return f"{who} change{'s' * (len(subjects) == 1)} when the batch is split ({most}): see --details"
+    return f"splitting changes the training: {who}, by up to {most.removesuffix(' off')}: see --details"
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:

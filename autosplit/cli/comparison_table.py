@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["NARROW", "print_comparison"]
 
 
-NARROW = 80
+NARROW = 100
 """Columns below which a machine's plan stands under its name."""
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from autosplit.cli.tables import (
     add_row,
     bullet_table,
+    memory_text,
     pairs_table,
     plain_table,
     print_plain,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from autosplit.plan.measured_step import MeasuredStep
+    from autosplit.solve.memory import MemoryParts
 
 __all__ = ["print_measured"]
 
@@ -43,7 +45,7 @@ def print_measured(found: MeasuredStep, console: Console) -> None:
         ("accumulation_steps", f"{found.accumulation_steps}"),
         ("throughput", f"{rate_text(found.samples_per_s)} ({found.how})"),
         ("optimizer step", f"{ms_text(found.step_s)}{spread}; {ms_text(found.update_s)} of it the update"),
-        *([("rates", rates_text(found.devices, found.rates))] if found.rates else []),
+        *([("card rates", rates_text(found.devices, found.rates))] if found.rates else []),
         *([("faster with", found.faster_with)] if found.bound_by else []),
     ]
     print_plain(pairs_table(rows), console)
@@ -52,18 +54,23 @@ def print_measured(found: MeasuredStep, console: Console) -> None:
 
 
 def _memory_table(found: MeasuredStep) -> Table:
-    """Return a row for each device, with the parts that any of them has."""
-    known = [part for part in _PARTS if any(parts and getattr(parts, f"{part}_bytes") for parts in found.memory)]
+    """Return a row for each device, with the parts of its memory, the largest first."""
     share = ("share",) if len(found.split) > 1 else ()
-    table = plain_table("device", *share, "peak", "of", *known, figures=(*share, "peak", "of", *known))
+    table = plain_table("device", *share, "memory", "made of", figures=(*share, "memory"))
+    table.columns[-2].no_wrap = True  # what it is made of gives way
     for index, label in enumerate(found.devices):
         parts, name = found.memory[index], short_name(found.device_names[index])
         add_row(
             table,
             label if name == "cpu" else f"{label} {name}",
             *([f"{found.split[index]:,}"] if share else []),
-            short_bytes_text(found.peak_bytes[index]),
-            short_bytes_text(found.capacity_bytes[index]),
-            *(short_bytes_text(getattr(parts, f"{part}_bytes")) if parts else "-" for part in known),
+            memory_text(found.peak_bytes[index], found.capacity_bytes[index]),
+            "-" if parts is None else _parts_text(parts),
         )
     return table
+
+
+def _parts_text(parts: MemoryParts) -> str:
+    """Write ``activations 218 MiB, optimizer 6 MiB``."""
+    sizes = sorted(((getattr(parts, f"{part}_bytes"), part) for part in _PARTS), reverse=True)
+    return ", ".join(f"{part} {short_bytes_text(nbytes)}" for nbytes, part in sizes if nbytes)

@@ -27,7 +27,7 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice, RankSettings
 from autosplit.profiles.differences import NOT_JUST_THIS
 from autosplit.solve.split import even_split
-from autosplit.text import ms_text, printable, rate_text
+from autosplit.text import listed, ms_text, printable, rate_text
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
@@ -44,7 +44,7 @@ MOST_REASONS = 2
 MOST_NOTES = 3
 """Notes in the short report; with two devices and one note of two lines it has 24 lines."""
 
-_LIMITS = {"memory": " (memory)", "max_batch_size": " or more", "kernel": " (a kernel's limit)", "time": " (time)"}
+_LIMITS = {"memory": " (memory)", "max_batch_size": "+", "kernel": " (a kernel's limit)", "time": " (time)"}
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def short_report(plan: Plan, origin: Origin | None = None) -> Group:
         *_status(plan),
         _device_table(plan),
         pairs_table([*_short_numbers(plan), *([("with DDP", ddp)] if ddp else [])]),
-        *_section("why", explanation.reasons()[:MOST_REASONS]),
+        *_section("why", [*_unused_lines(plan), *explanation.reasons()[:MOST_REASONS]]),
         *_section("notes", _notes_to_act_on(plan)),
         *_pasted("", _next_lines(plan, origin)),
     )
@@ -145,7 +145,7 @@ def full_report(plan: Plan, origin: Origin | None = None) -> Group:
         _device_table(plan),
         pairs_table([*_numbers(plan), *_particulars(plan)]),
         *_section(_ddp_heading(explanation), _ddp_lines(plan)),
-        *_section("explained", _explained_lines(explanation)),
+        *_section("explained", [*_unused_lines(plan), *_explained_lines(explanation)]),
         *_section("notes", notes),
         *_pasted("on the machine that has the cards" if plan.simulated else "to use it", paste_lines(plan, origin)),
     )
@@ -185,6 +185,20 @@ def _faster_with_ddp(explanation: Explanation) -> str:
         return ""
     how = "measured" if explanation.ddp_measured else "predicted"
     return f"{rate_text(explanation.ddp_samples_per_s)} ({how}), {gain:.2f} times as fast"
+
+
+def _unused_lines(plan: Plan) -> list[str]:
+    """Say why devices get no samples."""
+    unused = [device for device in plan.devices if not device.share]
+    full = [device.label for device in unused if not device.ceiling.batch_size]
+    slow = [device.label for device in unused if device.ceiling.batch_size]
+    lines = [f"{listed(full, 4)} can't hold a sample beside the model"] if full else []
+    if slow:
+        with_all = "DDP trains on all" if plan.ddp.ranks else "a larger effective batch may use them"
+        lines.append(
+            f"no samples for {listed(slow, 4)}: copying the model there takes longer than it saves; {with_all}"
+        )
+    return lines
 
 
 def _notes_to_act_on(plan: Plan) -> list[str]:

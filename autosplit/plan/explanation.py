@@ -38,6 +38,9 @@ __all__ = [
 BINDING_SHARE = 0.005
 """A bound binds if the predicted rate rises by more than this share without it."""
 
+MOST_GAIN = 10.0
+"""A larger one is told as larger: a fit was never held against steps so far from those that it is of."""
+
 What = Literal[
     "memory",
     "max_batch_size",
@@ -293,8 +296,8 @@ class Explanation:
             return tuple(map(_limit_text, limits))
         gains = ", ".join(map(time_text, times))
         if any(bound.what != "effective_batch_size" for bound in limits):
-            return (*map(_limit_text, limits), f"time comes next: {gains}")
-        return (f"time limits the samples/s, not memory: {gains}", *map(_limit_text, limits))
+            return (*map(_limit_text, limits), f"beside that, it would be faster with {gains}")
+        return (f"memory is no limit; it would be faster with {gains}", *map(_limit_text, limits))
 
     def sentences(self) -> dict[str, str]:
         """Return what there is to say, by subject: only what says something."""
@@ -342,18 +345,17 @@ def _limit_text(bound: Bound) -> str:
 
 def time_text(bound: Bound) -> str:
     """Say what would make a step faster, and what that would bring."""
-    if bound.what == "device":
-        return f"{_more(bound.gain)} with {bound.device or 'all devices'} twice as fast"
     cause = {
+        "device": f"{bound.device or 'all devices'} twice as fast",
         "link": "links twice as fast",
-        "copies": "no time for copies of parameters and gradients",
-        "gather": "no time for the gather of outputs",
+        "copies": "parameters and gradients copied in no time",
+        "gather": "outputs gathered in no time",
         "overhead": "no time lost between devices",
         "contention": "no time lost between devices",
-        "update": "no time for the optimizer",
-        "host": "no time for the host to start operations",
+        "update": "an optimizer that takes no time",
+        "host": "operations that the processor starts in no time",
     }[bound.what]
-    return f"{_more(bound.gain)} with {cause}"
+    return f"{cause} ({_more(bound.gain)})"
 
 
 def _even_text(explanation: Explanation) -> str:
@@ -420,7 +422,7 @@ def _times(gain: float) -> str:
 
 
 def _more(gain: float) -> str:
-    return f"+{_percent(gain - 1)}"
+    return f"+{_percent(gain - 1)}" if gain < MOST_GAIN else f"over +{_percent(MOST_GAIN - 1)}"
 
 
 def _percent(share: float) -> str:
