@@ -6,6 +6,7 @@ import linecache
 import sysconfig
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 __all__ = [
     "OWN_FOLDER",
@@ -167,6 +168,21 @@ def advise(error: BaseException, advice: str) -> None:
             error.add_note(f"autosplit: {advice}")
 
 
+def _layer_text(trace: TracebackType | None) -> str:
+    """Name the innermost layer that a traceback passes: torch's own containers and layers have no frame of a user's."""
+    layers: list[Any] = []
+    while trace is not None:
+        layer = trace.tb_frame.f_locals.get("self")
+        if hasattr(type(layer), "named_modules"):  # without torch, which need not be loaded here
+            layers.append(layer)
+        trace = trace.tb_next
+    if not layers:
+        return ""
+    name = next((name for name, layer in layers[0].named_modules() if layer is layers[-1]), "")
+    name = f"{name}.".removeprefix("module.").rstrip(".")  # of a wrapper, which is not the user's
+    return f" (in layer {name}, a {type(layers[-1]).__name__})" if name else ""
+
+
 def from_user_code(error: BaseException, what: str) -> UserCodeError:
     """Turn what the user's own code raised into an error that shows where.
 
@@ -174,7 +190,8 @@ def from_user_code(error: BaseException, what: str) -> UserCodeError:
         error: What was raised; it becomes the cause.
         what: What was being run.
     """
-    message = f"{what} raised {one_line(error)}; {getattr(error, 'autosplit_advice', 'mend it and run again')}"
+    advice = getattr(error, "autosplit_advice", "mend it and run again")
+    message = f"{what} raised {one_line(error)}{_layer_text(error.__traceback__)}; {advice}"
     wrapped = UserCodeError(message, user_frames(error.__traceback__))
     wrapped.__cause__ = error
     return wrapped

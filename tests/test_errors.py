@@ -4,8 +4,10 @@ import json
 import sysconfig
 
 import pytest
+import torch
+from torch import nn
 
-from autosplit.errors import is_installed
+from autosplit.errors import from_user_code, is_installed
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,13 @@ from autosplit.errors import is_installed
 )
 def test_code_that_is_installed_is_told_from_the_users(path, installed):
     assert is_installed(path) is installed
+
+
+def test_a_layer_without_a_frame_of_the_users_is_named():
+    """Of a model that is all nn.Sequential nothing said which Linear was too narrow."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(9, 2)))
+    with pytest.raises(RuntimeError) as caught:
+        net(torch.zeros(3, 4))
+    said = str(from_user_code(caught.value, "the workload"))
+    assert said.endswith("(3x8 and 9x2) (in layer 2.0, a Linear); mend it and run again")
+    assert "in layer" not in str(from_user_code(ValueError("plain"), "the workload"))

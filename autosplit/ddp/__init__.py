@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from autosplit.ddp.context import BatchNormWarning, Context, OtherModelWarning
+from autosplit.ddp.context import BatchNormWarning, Context
 from autosplit.ddp.failure import UnwatchedWarning
 from autosplit.ddp.loader_steps import LeftOverWarning
 from autosplit.ddp.setup import setup
 from autosplit.errors import RankFailedError
+from autosplit.plan.other_model import OtherModelWarning
 
 __all__ = [
     "BatchNormWarning",

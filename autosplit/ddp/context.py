@@ -27,20 +27,16 @@ from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
+from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.solve.split import accumulation_steps
-from autosplit.text import printable
 
-__all__ = ["BatchNormWarning", "Context", "OtherModelWarning"]
+__all__ = ["BatchNormWarning", "Context"]
 
 
 class BatchNormWarning(UserWarning):
     """A model's running statistics come from a rank that sees fewer samples than another."""
-
-
-class OtherModelWarning(UserWarning):
-    """A model is not the one that the plan was made for."""
 
 
 class Context:
@@ -97,7 +93,8 @@ class Context:
             OtherModelWarning: The plan was made for a model of another size.
         """
         refuse_options(kwargs, DistributedDataParallel, ("module",))
-        self._doubt_model(model)
+        if self.rank == 0:
+            warn_of_other_model(self.plan, model, stacklevel=2)
         if sync_batchnorm:
             if not is_accelerator(self.device.type):
                 raise InputError(
@@ -149,30 +146,13 @@ class Context:
             BatchNormWarning: Checkpoints have rank 0's running statistics, and rank 0 has not the largest share.
             OtherModelWarning: The plan was made for a model of another size.
         """
-        self._doubt_model(model)
+        if self.rank == 0:
+            warn_of_other_model(self.plan, model, stacklevel=2)
         self._doubt_batchnorms(model, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
         shard(model, device=self.device, layers=layers, options=kwargs)
         self._sharded.add(model)
         self._meets_always = True  # parameters come together in every forward and every backward
         return model
-
-    def _doubt_model(self, model: nn.Module) -> None:
-        """Warn, on rank 0, where a model has not as many parameters as the one that the plan was made for."""
-        known, name = self.plan.workload.get("parameters"), self.plan.workload.get("model")
-        if self.rank != 0 or not isinstance(known, int) or not isinstance(name, str) or ", " in name:
-            return  # of several models this may be any
-        parameters = list(model.parameters())
-        if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
-            return
-        count = sum(parameter.numel() for parameter in parameters)
-        if count != known:
-            warnings.warn(
-                f"the plan is for {printable(name, longest=300)} of {known:,} parameters, and this "
-                f"{type(model).__name__} has {count:,}; its batch sizes may not fit or may be slow; tune for "
-                "this model, or pass its plan",
-                OtherModelWarning,
-                stacklevel=3,
-            )
 
     def _doubt_batchnorms(
         self, model: nn.Module, are: str = "are", remedy: str = "pass sync_batchnorm=True (GPUs)"

@@ -47,12 +47,12 @@ from autosplit.integrations.process_share import (
     NoPlanWarning,
     Share,
     find_share,
-    parameters_in,
     tell_of_no_plan,
 )
 from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
+from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.loss_mean import IGNORED, RULES, SUM, UnevenLossWarning
 from autosplit.text import printable

@@ -36,11 +36,11 @@ from autosplit.integrations.process_share import (
     NoPlanWarning,
     Share,
     find_share,
-    parameters_in,
     tell_of_no_plan,
 )
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.weighted_backward import batches_of, weighed
+from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.loss_mean import (
     MOST_SAMPLES,

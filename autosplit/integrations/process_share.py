@@ -22,10 +22,10 @@ from autosplit.ddp.find_plan import PLAN_VARIABLE, described, plan_for_job
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
+from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.profiles.validity import usable_here
 from autosplit.solve.split import micro_batch_sizes, short_split
-from autosplit.text import printable
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +33,9 @@ if TYPE_CHECKING:
 __all__ = [
     "MarkingBatchSampler",
     "NoPlanWarning",
-    "OtherModelWarning",
     "Share",
     "Uncounted",
     "find_share",
-    "parameters_in",
     "share_of",
     "tell_of_no_plan",
 ]
@@ -45,10 +43,6 @@ __all__ = [
 
 class NoPlanWarning(UserWarning):
     """There is no plan for this training: the tool trains as it would without autosplit."""
-
-
-class OtherModelWarning(UserWarning):
-    """The plan that was given is for a model of another size."""
 
 
 class Uncounted(list[int]):
@@ -143,16 +137,8 @@ class Share:
 
     def tell_of_other_model(self, model: Any, *, stacklevel: int = 3) -> None:
         """Warn where the plan is for a model of another number of parameters."""
-        wanted, given = self.plan.workload.get("parameters"), parameters_in(model)
-        if wanted is None or given is None or wanted == given:
-            return
-        name = printable(str(self.plan.workload.get("model", "a model")), longest=100)
-        warnings.warn(
-            f"the plan is for {name} with {wanted:,} parameters, and this model has {given:,}: its batch sizes may not "
-            "fit, or be far too small; tune for this model, and pass that plan",
-            OtherModelWarning,
-            stacklevel=stacklevel,
-        )
+        if not self.wraps:  # or `Plan.wrap` does
+            warn_of_other_model(self.plan, model, stacklevel=stacklevel)
 
     @property
     def device(self) -> torch.device:
@@ -240,14 +226,6 @@ def find_share(profile: Plan | str | os.PathLike[str] | None, *, parameters: int
             f"one; pass plan=, or set {PLAN_VARIABLE} to its file"
         )
     return share_of(next(iter(unlike.values())), place)
-
-
-def parameters_in(model: Any) -> int | None:
-    """Count a model's parameters; None where there is no model, or they have no size yet."""
-    try:
-        return sum(int(parameter.numel()) for parameter in model.parameters())
-    except (AttributeError, RuntimeError, ValueError):  # a function that makes it; torch's lazy parameters
-        return None
 
 
 def tell_of_no_plan() -> None:

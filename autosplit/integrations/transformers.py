@@ -32,9 +32,10 @@ from torch import nn
 from autosplit import ddp
 from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.errors import InputError
-from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, parameters_in, tell_of_no_plan
+from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighted_backward
+from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.loss_mean import (
     IGNORED,

@@ -185,10 +185,15 @@ class Plan(PlanRecord):
         Raises:
             DeviceError: The plan is for simulated cards, or its cards are not here.
             InputError: Moving the model gave it new parameters, and an optimizer has the old ones.
+
+        Warns:
+            OtherModelWarning: The plan was made for a model of another size.
         """
         from autosplit.parallel.balanced import BalancedDataParallel
+        from autosplit.plan.other_model import warn_of_other_model
 
         self._refuse_simulated("wrap a model")
+        warn_of_other_model(self, model, stacklevel=2)
         devices = self.devices_here()
         return BalancedDataParallel(
             self.gpu0_bsz,

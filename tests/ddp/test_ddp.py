@@ -320,11 +320,12 @@ class TestOneProcess:
     )
     def test_a_plan_for_another_model_is_told_of(self, workload: dict[str, Any], warned: bool) -> None:
         """A newcomer's script ran by the example's plan, the only one that was remembered, and nothing said so."""
-        ctx = ddp.Context(make_plan((4,), workload=workload), 0, torch.device("cpu"))
-        with warnings.catch_warnings(record=True) as caught:
+        with ddp.setup(make_plan((4,), workload=workload)) as ctx, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ctx._doubt_model(make_model())
-        assert [warning.category for warning in caught] == [ddp.OtherModelWarning] * warned
+            ctx.wrap(make_model())
+        assert [(warning.category, warning.filename) for warning in caught] == [
+            (ddp.OtherModelWarning, __file__)
+        ] * warned
 
     def test_the_plan_from_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = make_plan((4,))

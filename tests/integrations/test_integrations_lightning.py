@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from autosplit import tune
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.integrations.lightning import NoPlanWarning, Shares, UnevenLossWarning, workload
-from autosplit.integrations.process_share import OtherModelWarning
+from autosplit.plan.other_model import OtherModelWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # of torch 2.13 at Lightning's use of it
@@ -306,7 +306,7 @@ class TestOneProcess:
 
     def test_a_plan_that_is_given_for_another_model_is_warned_of(self):
         shares = Shares(replace(shared.shares_plan((8,), 40), workload={"model": "Other", "parameters": 7}))
-        with pytest.warns(OtherModelWarning, match="for Other with 7 parameters, and this model has"):
+        with pytest.warns(OtherModelWarning, match="for Other with 7 parameters, and this "):
             fitted(shares, shares.data(Data("gpt"), seed=shared.SEED), steps=1)
 
     def test_a_plan_for_one_device_accumulates(self):

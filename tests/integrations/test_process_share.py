@@ -28,9 +28,10 @@ from torch.utils.data import (
 
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.integrations.process_share import OtherModelWarning, Share, Uncounted, find_share, share_of
+from autosplit.integrations.process_share import Share, Uncounted, find_share, share_of
 from autosplit.integrations.share_loader import MARK, MarkingDataset, loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
+from autosplit.plan.other_model import OtherModelWarning
 from autosplit.probe.loss_mean import TOLERANCE, count_by, fitting_rule
 
 
@@ -179,7 +180,7 @@ class TestAnotherModel:
 
     def test_it_is_warned_of(self):
         with pytest.warns(
-            OtherModelWarning, match=r"for Large\S* with 12,345 parameters, and this model has 6:"
+            OtherModelWarning, match=r"for Large\S* with 12,345 parameters, and this Linear has 6:"
         ) as told:
             share_of(self.plan, place_here()).tell_of_other_model(nn.Linear(2, 2))
         assert "\x1b" not in str(told[0].message)

@@ -104,7 +104,7 @@ class TestWhatBounds:
         assert limits_of(plan) == [("memory", "cuda:0", 4.0)]
         assert plan.explain().predicted_samples_per_s == pytest.approx(100 / 0.320)
         assert str(plan.explain()).startswith(
-            "the memory of cuda:0 limits the batch: +300 % without that limit; beside that, it would be faster with cuda:"
+            "the memory of cuda:0 limits the batch: +300 % without that limit; beside that, it would be faster with "
         )
 
     def test_the_memory_of_a_replica(self):

@@ -1,0 +1,43 @@
+"""Doubt a model that is not of the size of the one that a plan was made for."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from autosplit.plan.record import PlanRecord
+from autosplit.text import printable
+
+__all__ = ["OtherModelWarning", "parameters_in", "warn_of_other_model"]
+
+
+class OtherModelWarning(UserWarning):
+    """A model is not the one that the plan was made for."""
+
+
+def parameters_in(model: Any) -> int | None:
+    """Count a model's parameters; None where there is no model, or they have no size yet."""
+    try:
+        return sum(int(parameter.numel()) for parameter in model.parameters())
+    except (AttributeError, RuntimeError, ValueError):  # a function that makes it; torch's lazy parameters
+        return None
+
+
+def warn_of_other_model(plan: PlanRecord, model: Any, *, stacklevel: int) -> None:
+    """Warn where a model has not as many parameters as the one that a plan was made for.
+
+    Args:
+        stacklevel: Of the warning, as seen from the caller.
+    """
+    name, wanted = plan.workload.get("model"), plan.workload.get("parameters")
+    if not isinstance(wanted, int) or (isinstance(name, str) and ", " in name):
+        return  # of several models this may be any
+    given = parameters_in(model)
+    if given not in (None, wanted):
+        warnings.warn(
+            f"the plan is for {printable(str(name or 'a model'), longest=100)} with {wanted:,} parameters, and this "
+            f"{type(model).__name__} has {given:,}: its batch sizes may not fit, or be far too small; tune for this "
+            "model, and pass that plan",
+            OtherModelWarning,
+            stacklevel=stacklevel + 1,
+        )

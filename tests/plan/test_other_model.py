@@ -1,0 +1,26 @@
+"""A plan doubts a model of another size when it wraps it, once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from ddp_jobs import make_plan
+from torch import nn
+
+from autosplit.plan.other_model import OtherModelWarning
+
+WORKLOAD = {"model": "Large", "parameters": 12}
+
+
+def test_wrapping_warns_of_another_model(recwarn):
+    plan = replace(make_plan((4, 2)), workload=WORKLOAD)
+    plan.wrap(nn.Linear(3, 3))
+    assert not recwarn
+    with pytest.warns(OtherModelWarning, match="for Large with 12 parameters, and this Linear has 6: its batch sizes"):
+        plan.wrap(nn.Linear(2, 2))
+
+
+def test_a_plan_of_several_models_may_wrap_any(recwarn):
+    replace(make_plan((4, 2)), workload={**WORKLOAD, "model": "One, Other"}).wrap(nn.Linear(2, 2))
+    assert not recwarn
