@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autosplit.plan.plan import Plan as Plan
     from autosplit.probe.find_ceiling import find_ceiling as find_ceiling
     from autosplit.probe.gradient_check import check as check
+    from autosplit.probe.loader_speed import measure_loader as measure_loader
     from autosplit.tuning.compare import compare as compare
     from autosplit.tuning.measure import measure as measure
     from autosplit.tuning.tune import tune as tune
@@ -43,6 +44,7 @@ _HOMES = {
     "list_devices": "devices.spec",
     "matching_state_dict": "parallel.state_dict",
     "measure": "tuning.measure",
+    "measure_loader": "probe.loader_speed",
     "parse_devices": "devices.spec",
     "tune": "tuning.tune",
 }

@@ -12,6 +12,7 @@ from autosplit.devices.inventory import DeviceReport
 from autosplit.plan.measured_step import MeasuredStep
 from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import Check
+from autosplit.probe.loader_result import MeasuredLoader
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning.compare import Misfit
 
@@ -244,6 +245,7 @@ ANSWERS: Mapping[str, type] = {
     "measure": MeasuredStep,
     "probe": Ceilings,
     "check": Checks,
+    "loader": MeasuredLoader,
     "show": Plan,
     "profiles": Profiles,
     "profiles list": Profiles,

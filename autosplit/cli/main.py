@@ -373,6 +373,30 @@ app.command("probe", epilog=example("autosplit probe examples/char_gpt.py --devi
 app.command("check", epilog=example("autosplit check examples/char_gpt.py"))(check_command)
 
 
+@app.command("loader", epilog=example("autosplit loader examples/loader.py"))
+def loader_command(
+    spec: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE[:NAME]",
+            help="A Python file, or package.module, whose NAME (loader) is a DataLoader, or a function that makes it.",
+        ),
+    ],
+    processes: Annotated[
+        Text, typer.Option(metavar="N", help="Processes of this machine that load at once, as DDP's ranks. Default: 1.")
+    ] = None,
+    time_limit_s: Annotated[
+        Text, typer.Option(metavar="SECONDS", help="No other setting is tried after this long. Default: 60.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> Command:
+    """Find the settings with which a DataLoader loads the fastest."""
+    keywords = keywords_given(processes=processes, time_limit_s=time_limit_s)
+    return to_run("loader.loader", Manner(as_json, quiet, verbose), spec, keywords)
+
+
 @app.command("show", epilog=example("autosplit show plan.json"))
 def show_command(
     which: Annotated[

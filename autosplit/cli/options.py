@@ -153,6 +153,7 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
     "image_size": _whole,
     "max_batch_size": _whole,
     "n_trials": _whole,
+    "processes": _whole,
     "seed": _whole,
     "seq_len": _whole,
     "split": _split,

@@ -21,7 +21,7 @@ from autosplit.errors import AutosplitError, InputError, UserCodeError, from_use
 if TYPE_CHECKING:
     from autosplit.workload.workload import Workload
 
-__all__ = ["DEFAULT_NAME", "Loaded", "is_model_name", "load_workload", "loaded_workload", "split_spec"]
+__all__ = ["DEFAULT_NAME", "Loaded", "is_model_name", "load_loader", "load_workload", "loaded_workload", "split_spec"]
 
 DEFAULT_NAME = "workload"
 """The name that is looked for where the spec has none."""
@@ -119,11 +119,32 @@ def _by_name(spec: str, options: dict[str, Any]) -> Callable[[], Workload]:
     return partial(Workload.from_name, spec, **options)
 
 
-def split_spec(spec: str) -> tuple[str, str]:
+def load_loader(spec: str) -> Any:
+    """Run the file that a spec names, ``FILE[:NAME]`` as for `load_workload`, and return its DataLoader.
+
+    The name's default is ``loader``; it is that of the DataLoader, or of a function that returns it.
+
+    Raises:
+        InputError: There is no such file or module, or nothing of that name in it.
+        UserCodeError: The file itself raised, or is not Python.
+    """
+    place, name = split_spec(spec, "loader")
+    module = _run_file(Path(place)) if _is_file_spec(place) else _import_module(place)
+    if not hasattr(module, name):
+        raise InputError(
+            f"{place} has no {name!r}; expected a DataLoader of that name, or a function that returns one; define it, "
+            f"or write {place}:NAME"
+        )
+    value = getattr(module, name)
+    with _users_errors(spec):
+        return value() if inspect.isfunction(value) else value
+
+
+def split_spec(spec: str, default: str = DEFAULT_NAME) -> tuple[str, str]:
     """Split ``FILE[:NAME]`` into the two; the colon of a Windows drive is part of the file."""
     place, colon, name = spec.rpartition(":")
     if not colon or not (name.isidentifier() or Path(place).exists()):
-        return spec, DEFAULT_NAME
+        return spec, default
     if not name.isidentifier():
         raise InputError(
             f"{spec!r} has the name {name!r}; {_EXPECTED}; give the name that the workload has in the file"

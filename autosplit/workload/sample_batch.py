@@ -22,7 +22,7 @@ from autosplit.errors import WorkloadError
 from autosplit.rng import kept_rng
 from autosplit.workload.batch import Whole, batch_size_of, leaves_of, map_leaves, map_tensors
 
-__all__ = ["largest_batch"]
+__all__ = ["generators_of", "largest_batch"]
 
 
 def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
@@ -41,7 +41,7 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     if not isinstance(loader, Iterable) or isinstance(loader, (Tensor, Mapping, UserDict, str)):
         raise WorkloadError(f"loader is a {type(loader).__name__}; expected what yields batches; pass a DataLoader")
     largest, most, drawn = None, (0, 0), 0
-    with kept_rng(_generators_of(loader)), _iterating(loader) as iterator:
+    with kept_rng(generators_of(loader)), _iterating(loader) as iterator:
         for batch in itertools.islice(iterator, batches):
             size = _extent(batch, drawn, dim)
             if size > most:
@@ -55,7 +55,7 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     return largest
 
 
-def _generators_of(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the generators that iterating over a DataLoader would advance: its own and its samplers'."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))

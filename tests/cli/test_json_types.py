@@ -77,6 +77,9 @@ def stand_ins(monkeypatch, tmp_path):
     plan = made_plan((100, 156), checks=(Check("gradient", 0.0, None, depends=False),))
     plan.save("plan.json")
     store("ab" * 16, plan)
+    Path("data.py").write_text(
+        "import torch\nfrom torch.utils.data import DataLoader\nloader = DataLoader(torch.zeros(64, 3), batch_size=8)\n"
+    )
     report = DeviceReport(0, 1, "NVIDIA H100", 80 * 2**30, 70 * 2**30, 2**30, 3, 40, None, "GPU-1", visible=True)
     monkeypatch.setattr(autosplit.devices.inventory, "survey_devices", lambda: ((report,), ("a note",)))
     monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(CARD))
@@ -94,6 +97,7 @@ LINES = {
     "measure": "measure train.py --devices sim:RTX3090 --split 4",
     "probe": "probe train.py --devices cpu:1MiB",
     "check": "check train.py",
+    "loader": "loader data.py",
     "show": "show plan.json",
     "profiles": "profiles",
     "profiles list": "profiles list",

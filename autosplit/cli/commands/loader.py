@@ -1,0 +1,65 @@
+"""``autosplit loader``: with which settings a DataLoader loads the most samples per second."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_json
+from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.cli.workload_arguments import users_errors
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autosplit.probe.loader_result import MeasuredLoader
+
+__all__ = ["loader"]
+
+
+def loader(spec: str, keywords: Mapping[str, Any], manner: Manner) -> int:
+    """Measure the loader of a file, and print what was found."""
+    from autosplit.probe.loader_speed import measure_loader
+    from autosplit.workload.from_file import load_loader
+
+    with stdout_kept_clean():
+        try:
+            with users_errors(spec):
+                found = measure_loader(load_loader(spec), **keywords)
+        except KeyboardInterrupt:
+            return failed("interrupted before the loader was measured; run it again", EXIT_INTERRUPTED)
+    if manner.as_json:
+        print_json(found)
+    else:
+        from autosplit.cli.terminal import console_for
+
+        _print(found, console_for(sys.stdout))
+    return 0
+
+
+def _print(found: MeasuredLoader, console: Console) -> None:
+    from autosplit.cli.tables import add_row, bullet_table, pairs_table, plain_table, print_plain
+    from autosplit.text import ms_text, rate_text
+
+    figures = ("workers", "ahead", "samples/s", "give or take", "first batch")
+    table = plain_table("workers", "ahead", "pinned", "samples/s", "give or take", "first batch", figures=figures)
+    for one in found.tried:
+        settings = one.settings
+        ahead, pinned = f"{settings.prefetch_factor or '-'}", "yes" if settings.pin_memory else "no"
+        error = f"{100 * one.error_share:.1f} %"
+        add_row(
+            table, f"{settings.num_workers}", ahead, pinned, rate_text(one.samples_per_s), error, ms_text(one.start_s)
+        )
+    print_plain(table, console)
+    rows = [("fastest", f"{rate_text(found.samples_per_s)} with {_keywords(found.settings.to_dict())}")]
+    if found.present_samples_per_s is not None:
+        times = found.samples_per_s / found.present_samples_per_s
+        rows.append(("at present", f"{rate_text(found.present_samples_per_s)}; the fastest has {times:.2f} times that"))
+    print_plain(pairs_table(rows), console)
+    if found.notes:
+        print_plain(bullet_table(found.notes), console)
+
+
+def _keywords(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())

@@ -1,0 +1,26 @@
+"""A loader whose samples are decoded by the processor; run: autosplit loader examples/loader.py."""
+
+import zlib
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
+
+
+class Compressed(Dataset):
+    """Images that are kept compressed and decoded one by one, as files of pictures are."""
+
+    def __init__(self, samples: int, pixels: int = 256) -> None:
+        image = torch.arange(3 * pixels * pixels, dtype=torch.uint8).numpy().tobytes()
+        self.images = [zlib.compress(image)] * samples
+        self.shape = (3, pixels, pixels)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        image = torch.frombuffer(bytearray(zlib.decompress(self.images[index])), dtype=torch.uint8)
+        return F.interpolate(image.view(1, *self.shape).float() / 255, size=112, mode="bilinear", antialias=True)[0]
+
+
+loader = DataLoader(Compressed(1024), batch_size=32, shuffle=True)

@@ -1,0 +1,236 @@
+"""A loader is measured by loading, its settings are searched with few of them, and nothing of it changes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import autosplit
+from autosplit.cli.main import main
+from autosplit.errors import InputError
+from autosplit.probe import loader_speed
+from autosplit.probe.loader_result import LoaderSettings, TimedLoader
+from autosplit.probe.loader_speed import GAIN, fewest_of_the_fastest, rate_of, search, worker_counts
+
+BARE = LoaderSettings()
+
+
+def searched(rates, most, *, present=BARE, pins=False, fits=lambda *_: True, trials=99):
+    """Search with made samples/s for each number of workers."""
+    asked = []
+
+    def timer(settings):
+        asked.append(settings)
+        return TimedLoader(settings, rates(settings), 0.0, 0.0)
+
+    tried, notes = search(timer, most, present, pins=pins, fits=fits, is_over=lambda: len(asked) >= trials)
+    assert asked == [one.settings for one in tried]
+    assert len(set(asked)) == len(asked), "nothing is measured twice"
+    return tried, notes
+
+
+@given(st.integers(1, 300))
+def test_workers_double_up_to_the_most(most):
+    counts = worker_counts(most)
+    assert counts == sorted(set(counts))
+    assert (counts[0], counts[-1]) == (0, most)
+    assert all(later <= 2 * earlier for earlier, later in itertools.pairwise(counts[1:]))
+
+
+@given(st.integers(1, 64), st.floats(0.1, 10), st.floats(0, 0.9), st.floats(0.1, 80), st.integers(0, 64), st.booleans())
+def test_the_search_reaches_95_percent_where_workers_add_up_to_a_bound(most, alone, sending, bound, present, pins):
+    """Workers pay for sending batches, and add up until the disk or the bus is the bound: the usual curve."""
+
+    def rates(settings):
+        workers = settings.num_workers
+        return (min(workers / (1 + sending), bound) if workers else 1.0) / alone
+
+    tried, _ = searched(rates, most, present=LoaderSettings(present, 2 if present else None), pins=pins)
+    found = fewest_of_the_fastest(tried)
+    best = max(rates(LoaderSettings(workers)) for workers in range(most + 1))
+    assert found.samples_per_s * GAIN >= best * (1 - 1e-9)
+    assert found.settings.num_workers <= most
+    assert found.settings.pin_memory == pins
+    assert len(tried) <= len(worker_counts(most)) + 4
+
+
+def test_more_batches_ahead_are_kept_where_they_gain():
+    tried, _ = searched(lambda one: 1 + one.num_workers + (one.prefetch_factor or 0), 2)
+    assert fewest_of_the_fastest(tried).settings == LoaderSettings(2, 8)
+
+
+def test_workers_that_memory_does_not_hold_are_not_started():
+    tried, notes = searched(lambda one: 1 + one.num_workers, 16, fits=lambda workers, _: workers <= 4)
+    assert max(one.settings.num_workers for one in tried) == 4
+    assert notes == ["8 workers would take more than the host's free memory, by what 4 took"]
+
+
+def test_a_search_that_is_out_of_time_says_so():
+    tried, notes = searched(lambda one: 1 + one.num_workers, 16, trials=2)
+    assert len(tried) == 2
+    assert "a larger time_limit_s tries more" in notes[0]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3, 8])
+@given(batch_s=st.floats(1e-4, 0.5), start_s=st.floats(0, 20))
+def test_rounds_of_workers_give_their_rate_whatever_their_start_took(workers, batch_s, start_s):
+    """Each worker loads a batch in `batch_s`: a round of them arrives at once, after the start."""
+    now, side_by_side = [0.0], max(1, workers)
+
+    def arrivals():
+        for index in itertools.count():
+            if index % side_by_side == 0:
+                now[0] += batch_s + (start_s if index == 0 else 0.0)
+            yield 16
+
+    rate, error, first_s = rate_of(arrivals(), workers, 2 if workers else 0, lambda: now[0])
+    assert rate == pytest.approx(16 * side_by_side / batch_s)
+    assert first_s == pytest.approx(start_s + batch_s)
+    assert error < 0.02 or start_s + batch_s > 0.5
+
+
+class Slow(Dataset):
+    """Waits for each sample as for a disk, draws by a generator of its own and counts what it gave."""
+
+    def __init__(self, samples=64, wait_s=0.002):
+        self.random, self.given, self.wait_s, self.kept = random.Random(3), 0, wait_s, {}
+        self.samples = torch.arange(float(samples))
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.given += 1
+        self.random.random()
+        torch.rand(1)
+        if index not in self.kept:
+            time.sleep(self.wait_s)
+        return self.samples[index]
+
+
+class Cached(Slow):
+    """Keeps what it read."""
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        self.kept[index] = sample
+        return sample
+
+
+def test_workers_that_wait_side_by_side_are_found_and_nothing_changes(monkeypatch):
+    monkeypatch.setattr(loader_speed, "_cores", lambda: 4)
+    monkeypatch.setattr(loader_speed, "SETTING_LIMIT_S", 0.5)
+    dataset = Slow()
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=generator)
+
+    def states():
+        tensors = torch.get_rng_state().tolist(), generator.get_state().tolist()
+        return tensors, random.getstate(), dataset.random.getstate()
+
+    before = states()
+    found = autosplit.measure_loader(loader, processes=2)
+    assert states() == before
+    assert dataset.given == 0
+    assert found.settings.num_workers == 2, "four cores of two processes"
+    assert found.settings.persistent_workers
+    assert found.samples_per_s > 1.3 * found.present_samples_per_s
+    assert 250 < found.present_samples_per_s < 500, "at most 500: 2 ms a sample"
+    assert any("2 of 4 cores" in note for note in found.notes)
+    made = DataLoader(dataset, batch_size=4, **found.settings.to_dict())
+    assert made.num_workers == 2
+
+
+def test_a_cold_cache_is_told_from_a_slow_loader(monkeypatch):
+    monkeypatch.setattr(loader_speed, "_cores", lambda: 1)
+    cold = autosplit.measure_loader(DataLoader(Cached(), batch_size=4))
+    slow = autosplit.measure_loader(DataLoader(Slow(), batch_size=4), time_limit_s=0.1)
+    assert any(note.startswith("a cold cache, not a slow loader") for note in cold.notes)
+    assert not any("cold cache" in note for note in slow.notes)
+    assert cold.tried[0].samples_per_s > 2 * cold.first_pass_samples_per_s
+
+
+def test_samples_are_not_copied_and_what_cannot_be_is_said(tmp_path):
+    dataset = Slow()
+    copied, notes = loader_speed._copied(dataset)
+    assert copied is not dataset
+    assert copied.samples is dataset.samples
+    assert notes == []
+    dataset.file = (tmp_path / "samples").open("w")
+    with dataset.file:
+        same, notes = loader_speed._copied(dataset)
+    assert same is dataset
+    assert notes[0].startswith("the data set can't be copied (TypeError")
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return itertools.count()
+
+
+class Unsendable(Slow):
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info() is not None:
+            raise OSError("the file is open elsewhere")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        ([1, 2], "loader is a list; expected a torch.utils.data.DataLoader"),
+        (DataLoader(Endless(), batch_size=2), "Endless is iterable; expected one with an index"),
+        (DataLoader(Slow(), batch_size=None), "makes no batches of its own"),
+        (DataLoader(Slow(2), batch_size=4, drop_last=True), "the loader has no batch"),
+        (DataLoader(Unsendable(), batch_size=4), "1 workers raised OSError"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(loader, said):
+    with pytest.raises(InputError, match=said):
+        autosplit.measure_loader(loader)
+
+
+@pytest.mark.parametrize(("keywords", "said"), [({"processes": 0}, "processes is 0"), ({"time_limit_s": -1}, "is -1")])
+def test_numbers_are_checked(keywords, said):
+    with pytest.raises(InputError, match=said):
+        autosplit.measure_loader(DataLoader(Slow(), batch_size=4), **keywords)
+
+
+def test_the_ranks_of_this_machine_count(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert loader_speed._processes() == 4
+
+
+FILE = """
+import torch
+from torch.utils.data import DataLoader
+
+def made():
+    return DataLoader(torch.zeros(64, 3), batch_size=8)
+
+loader = made()
+broken = DataLoader([1, 2, 3, 4], batch_size=2, collate_fn=lambda batch: 1 / 0)
+"""
+
+
+def test_the_command_measures_the_loader_of_a_file(tmp_path, capsys):
+    file = tmp_path / "data.py"
+    file.write_text(FILE)
+    assert main(["loader", f"{file}:made", "--time-limit-s", "0.1"]) == 0
+    said = capsys.readouterr().out
+    assert "num_workers=0" in said
+    assert "samples/s" in said
+    assert main(["loader", str(file), "--time-limit-s", "0.1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["num_workers"] == 0
+    assert main(["loader", f"{file}:nothing"]) == 2
+    assert "expected a DataLoader of that name" in capsys.readouterr().err
+    assert main(["loader", f"{file}:broken"]) == 5
+    assert "1 / 0" in capsys.readouterr().err
