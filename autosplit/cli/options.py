@@ -37,7 +37,9 @@ Text = str | None
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, alone on stdout. Its keys are in docs/json.md.")]
 
-Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors: no progress, no notes.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", help="Print the answer, and nothing but errors on stderr.")
+]
 
 Verbose = Annotated[bool, typer.Option("--verbose", help="Log on stderr every step that is tried, and why.")]
 
