@@ -95,7 +95,7 @@ def _canvas(columns: int, rows: int) -> Any:
         agg = importlib.import_module("matplotlib.backends.backend_agg")
     except ImportError:
         raise InputError(
-            "--plot needs matplotlib, which is not installed; expected the extra; pip install 'autosplit[report]'"
+            "--plot needs matplotlib, which is not installed; expected it, for it draws; pip install matplotlib"
         ) from None
     return agg.FigureCanvasAgg(figures.Figure(figsize=(5.5 * columns, 4 * rows), layout="constrained"))
 

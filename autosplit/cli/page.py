@@ -82,7 +82,7 @@ def _check_template() -> None:
         importlib.import_module("jinja2")
     except ImportError:
         raise InputError(
-            "the report needs jinja2, which is not installed; expected the extra; pip install 'autosplit[report]'"
+            "the report needs jinja2, which is not installed; expected it, for it fills the page; pip install jinja2"
         ) from None
 
 

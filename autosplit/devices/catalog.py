@@ -44,13 +44,14 @@ GPUS_VARIABLE = "AUTOSPLIT_GPUS"
 
 SIMULATED_ERRORS = (
     (
-        "samples/s of simulated cards: of 249 published steps of image models on an RTX 3090 that were not fitted, "
-        "half are predicted within 8 %, nine in ten within 39 %; of 22 of transformers on H100, A100, V100 and L4, "
-        "half within 10 %, nine in ten within 22 %"
+        "samples/s of simulated cards: for 249 steps of image models on an RTX 3090, that the prediction was not "
+        "fitted to, half are within 8 % of what was published and nine in ten within 39 %; for 22 steps of "
+        "transformers on H100, A100, V100 and L4, half are within 10 % and nine in ten within 22 %"
     ),
     (
-        "memory of simulated cards: 96 % of 118 largest batches published for an RTX 3090 are met, 1 % too large; on "
-        "processors with a memory budget the largest batch was predicted to the sample in 39 cases"
+        "memory of simulated cards: of 118 largest batches published for an RTX 3090, 96 % are met, and "
+        "1 % are predicted too large; on processors with a memory budget the largest batch was predicted to the sample "
+        "in 39 cases"
     ),
 )
 """How far the figures of simulated cards are off, by benchmarks/results/published.json and ceilings.json there."""

@@ -72,13 +72,13 @@ class Chart:
     svg: str = ""
 
 
-def check_drawing(what: str, extra: str = "report") -> None:
+def check_drawing(what: str) -> None:
     """Refuse what needs matplotlib where that is not installed."""
     try:
         importlib.import_module("matplotlib.backends.backend_svg")
     except ImportError:
         raise InputError(
-            f"{what} needs matplotlib, which is not installed; expected the extra; pip install 'autosplit[{extra}]'"
+            f"{what} needs matplotlib, which is not installed; expected it, for it draws; pip install matplotlib"
         ) from None
 
 

@@ -69,7 +69,7 @@ def charts_of(plan: PlanRecord, explanation: Explanation) -> tuple[Chart, ...]:
 
 def figure_of(plan: PlanRecord) -> Figure:
     """Draw the memory of each device, and samples/s over the batch, as a figure of matplotlib."""
-    check_drawing("plan.plot()", "plot")
+    check_drawing("plan.plot()")
     height = max(_devices_height(plan), 300)
     return side_by_side(height, lambda canvas: _draw_devices(canvas, plan), lambda canvas: _draw_curve(canvas, plan))
 

@@ -780,7 +780,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(script, probed, fails, m
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     line, _ = fails("probe", script("raise SystemExit('the file ran')"), "--plot", "plot.png")
     assert line.endswith(
-        "--plot needs matplotlib, which is not installed; expected the extra; pip install 'autosplit[report]'"
+        "--plot needs matplotlib, which is not installed; expected it, for it draws; pip install matplotlib"
     )
 
 
