@@ -186,7 +186,10 @@ def _check_file(path: Path) -> None:
     if not path.is_file():
         folder = path.parent
         if not folder.is_dir():
-            raise InputError(f"{path} does not exist, nor does its folder; {_EXPECTED}; check the path")
+            beside = map(str, folder.parent.glob(f"*/{path.name}"))
+            near = difflib.get_close_matches(str(path), beside, n=1)
+            advice = f"did you mean {near[0]}?" if near else "check the path"
+            raise InputError(f"{path} does not exist, nor does its folder; {_EXPECTED}; {advice}")
         raise InputError(f"{path} does not exist; {_EXPECTED}; {_nearest_files(folder, path.name)}")
     if path.suffix != ".py":
         raise InputError(f"{path} is not a .py file; {_EXPECTED}; {_nearest_files(path.parent, path.name)}")

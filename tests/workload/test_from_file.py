@@ -246,3 +246,11 @@ def test_ctrl_c_passes(write):
 def test_our_own_errors_pass(write):
     with pytest.raises(WorkloadError):
         load_workload(write(f"{HEAD}workload = autosplit.Workload(torch.nn.Linear(3, 1), None)"))
+
+
+def test_a_mistyped_folder_is_answered_with_the_one_that_is_there(tmp_path, monkeypatch):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"did you mean examples[/\\]train\.py\?$"):
+        load_workload("exmples/train.py")
