@@ -37,9 +37,7 @@ Text = str | None
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, alone on stdout. Its keys are in docs/json.md.")]
 
-Quiet = Annotated[
-    bool, typer.Option("--quiet", help="Print the answer, and nothing but errors on stderr.")
-]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print the answer, and nothing but errors on stderr.")]
 
 Verbose = Annotated[bool, typer.Option("--verbose", help="Log on stderr every step that is tried, and why.")]
 

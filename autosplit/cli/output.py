@@ -136,6 +136,8 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
 
     if manner.code:
         lines = plan_report.paste_lines(plan, origin)
+        if plan.simulated:
+            lines = ("# on the machine that has these cards", *lines)
         sys.stdout.write("".join(f"{printable(line, longest=None)}\n" for line in lines))
     else:
         plan_report.print_plan(plan, console_for(sys.stdout), origin=origin, details=manner.details)

@@ -230,6 +230,7 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
     if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
         return _ranks_lines(origin)
     return (
+        "# model, optimizer, loss_fn and dataset are your script's",
         "import autosplit",
         "from torch.utils.data import DataLoader",
         *origin.setup,
@@ -270,6 +271,7 @@ def _ranks_lines(origin: Origin) -> tuple[str, ...]:
     """Return the lines that use a plan of DDP's ranks alone."""
     given = "" if origin.path is None else f" --plan {shlex.quote(origin.path)}"
     return (
+        "# model, optimizer, loss_fn and dataset are your script's",
         "import autosplit.ddp",
         "from torch.utils.data import DataLoader",
         "",

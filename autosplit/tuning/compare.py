@@ -409,19 +409,19 @@ def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:
     plans = [(machine.devices, machine.plan) for machine in machines if machine.plan is not None]
     if len({plan.effective_batch_size for _, plan in plans}) > 1:
         yield (
-            "each machine has the effective batch size that suits it; --effective-batch-size N "
-            "(effective_batch_size=N) gives all the same"
+            "the effective batch sizes differ: each machine has the one that is best for it; --effective-batch-size N "
+            "(effective_batch_size=N) gives all machines the same"
         )
     faster = []
     for machine in machines:
         if machine.plan is not None and machine.plan.fastest == "ddp":
             rate = machine.plan.ddp.samples_per_s
             cost = "" if machine.price_per_hour is None else f", {_cost_per_million(machine.price_per_hour, rate):.3g}"
-            faster.append(f"{machine.devices} ({rate_text(rate)}{cost and f'{cost} for a million'})")
+            faster.append(f"{machine.devices} ({rate_text(rate)}{cost and f'{cost} for 1M samples'})")
     if faster:
         yield (
-            f"DDP is predicted to be faster on {', '.join(faster)}, by which the machines are not sorted; --strategy "
-            "ddp (strategy='ddp') sorts by DDP"
+            f"DDP would be faster (predicted): {', '.join(faster)}; the table does not count it; --strategy ddp "
+            "(strategy='ddp') tunes for DDP and sorts by it"
         )
     interrupted = [name for name, plan in plans if not plan.complete]
     if interrupted:

@@ -877,7 +877,7 @@ def test_show_lists_the_profiles_and_shows_the_newest(capsys):
     assert out.index("cdcdcdcdcdcd ") < out.index("abababababab ") < out.index("show cdcdcdcdcdcd --code")
     assert main(["show", "--code"]) == 0
     code = capsys.readouterr().out
-    assert code.startswith("import autosplit\n"), "a file of it is to run"
+    assert code.startswith("# model, optimizer, loss_fn and dataset are your script's\nimport autosplit\n")
     assert f'Plan.load("{newest}")' in code
     assert main(["show", "--json"]) == 0
     assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((300,)))

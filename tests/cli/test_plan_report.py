@@ -9,6 +9,7 @@ from handmade import GIB, made_ceiling, made_device, made_plan, solved_plan
 from rich.console import Console
 
 from autosplit.cli.device_tables import print_devices
+from autosplit.cli.main import main
 from autosplit.cli.plan_report import Origin, paste_lines, print_plan
 from autosplit.devices.inventory import DeviceReport
 from autosplit.plan.plan import Plan
@@ -397,3 +398,9 @@ def test_a_device_without_samples_is_told_of():
     """A card that got none stood in the table, and nobody said why."""
     told = " ".join(short(solved_plan((100, 0), kind="sim")).split())
     assert "no samples for sim:1: copying the model there takes longer than it saves" in told
+
+
+def test_the_code_of_a_simulated_plan_says_where_it_is_to_run(tmp_path, capsys):
+    made_plan(kind="sim").save(tmp_path / "plan.json")
+    assert main(["show", str(tmp_path / "plan.json"), "--code"]) == 0
+    assert capsys.readouterr().out.startswith("# on the machine that has these cards\npython -m autosplit tune ")

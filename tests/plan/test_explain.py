@@ -127,6 +127,16 @@ class TestWhatBounds:
             "memory is no limit; it would be faster with cuda:0 twice as fast (+80 %), "
         )
 
+    def test_a_gain_below_the_noise_is_not_told(self):
+        """A loaded machine promised +18,896 % without a limit: a step that is shorter than its own error."""
+        plan = solved_plan((20, 20), (0.01, 0.01), (20, 20), fixed_ms=100.0, effective=10_000)
+        sure, vague = (
+            replace(plan, fit=replace(plan.fit, residuals=(Residual((20, 20), 250, 1.0, predicted_s),)))
+            for predicted_s in (1.001, 1.1)
+        )
+        assert max(gain for _, _, gain in limits_of(sure)) > 20
+        assert limits_of(vague) == []
+
     def test_the_slow_device_that_has_to_take_what_the_other_can_not(self):
         plan = solved_plan((20, 80), (1.0, 4.0), (20, 1000), accumulates=False)
         assert bound_of(plan, "device", "cuda:1").gain == pytest.approx(2.0)
