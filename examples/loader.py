@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 
-class Compressed(Dataset):
+class Compressed(Dataset[torch.Tensor]):
     """Images that are kept compressed and decoded one by one, as files of pictures are."""
 
     def __init__(self, samples: int, pixels: int = 256) -> None:
