@@ -13,13 +13,13 @@ EXACT = 1e-6
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: does it change when the batch is cut?
+    """One result of the gradient check: whether something changes when the batch is split.
 
     Attributes:
         subject: What it is: ``"gradient"``, ``"loss"``, ``"model"``, ``"batch"``, ``"BatchNorm2d at features.1"``,
             ``"gradient of optimizer 0"``.
         split_error: Relative difference (0.1 for 10 %) between the whole sample batch and the same batch split
-            unevenly over two devices: of the gradient, or of a BatchNorm's output. None where it was not looked at,
+            unevenly over two devices: of the gradient, or of a BatchNorm's output. None where it was not compared,
             or is not finite. In a plan 0 where it is no more than rounding.
         accumulation_error: The same, for two uneven micro-batches that are accumulated as `plan.steps` does, and as the
             ranks of DDP weigh theirs.

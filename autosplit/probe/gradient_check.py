@@ -46,7 +46,7 @@ KEPT_GRADIENTS = 6
 
 
 def check(workload: Any) -> tuple[Check, ...]:
-    """Find out what about a training depends on how its batch is cut.
+    """Find out what of a training changes when the batch is split.
 
     The gradient of the whole sample batch is compared with that of the batch split unevenly over two devices, and of
     two uneven micro-batches accumulated; DDP's ranks weigh like the latter. It runs on the processor, on a copy, in
