@@ -125,6 +125,16 @@ def test_real_ranks_find_the_plan(plan_file, tmp_path, code):
     assert (done.returncode == 0) == (code == 0), "the exit code is torchrun's"
 
 
+@pytest.mark.parametrize(("text", "doubted"), [("import torch", True), ("from autosplit import ddp", False)])
+def test_a_script_that_never_sets_up_is_doubted(plan_file, tmp_path, monkeypatch, capsys, text, doubted):
+    """Each process trained its own model on every sample, and nothing said so."""
+    (tmp_path / "train.py").write_text(text)
+    monkeypatch.setattr(torchrun_job.Launch, "run", lambda _launch: sys.exit(0))
+    with pytest.raises(SystemExit):
+        main(["launch", "--plan", plan_file, str(tmp_path / "train.py")])
+    assert ("does not name autosplit" in " ".join(capsys.readouterr().err.split())) is doubted
+
+
 @pytest.mark.parametrize(
     ("ended", "first"),
     [

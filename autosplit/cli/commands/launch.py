@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from autosplit.cli.named_plan import plan_file
 from autosplit.cli.output import Manner, note, print_json
@@ -25,5 +27,20 @@ def launch(arguments: Sequence[str], plan: str | None, manner: Manner, *, print_
         sys.stdout.write(found.line() + "\n")
         return 0
     note(f"plan: {found.told}", manner)
+    if script := _script_without_setup(arguments):
+        note(
+            f"{script} does not name autosplit: unless a module of it calls autosplit.ddp.setup(), each process trains a "
+            "model of its own on every sample",
+            manner,
+        )
     found.run()
     raise AssertionError("this process is torchrun now")
+
+
+def _script_without_setup(arguments: Sequence[str]) -> str | None:
+    """Return the script that torchrun is to run, if nothing in it is from here."""
+    script = next((argument for argument in arguments if argument.endswith(".py")), None)
+    with suppress(OSError, UnicodeDecodeError):  # torchrun says what is wrong with it
+        if script is not None and "autosplit" not in Path(script).read_text(encoding="utf-8"):
+            return script
+    return None
