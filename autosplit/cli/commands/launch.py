@@ -29,8 +29,8 @@ def launch(arguments: Sequence[str], plan: str | None, manner: Manner, *, print_
     note(f"plan: {found.told}", manner)
     if script := _script_without_setup(arguments):
         note(
-            f"{script} does not name autosplit: unless a module of it calls autosplit.ddp.setup(), each process trains a "
-            "model of its own on every sample",
+            f"{script} does not name autosplit: unless a module of it calls autosplit.ddp.setup(), each process trains "
+            "a model of its own on every sample",
             manner,
         )
     found.run()
