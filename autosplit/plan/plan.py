@@ -240,6 +240,7 @@ class Plan(PlanRecord):
         *,
         count: Callable[[Any], int] | None = None,
         on_oom: Literal["raise", "cut"] = "raise",
+        noise_scale: bool = False,
     ) -> Iterator[OptimizerStep]:
         """Cut a loader into optimizer steps, each an iterable of its micro-batches.
 
@@ -256,10 +257,18 @@ class Plan(PlanRecord):
                 parts, see `OptimizerStep.attempt`. Three of them, and for as long as the loader lives those of their
                 size are cut before they run; the plan's file gets a note of it. What is not a tensor of the batch
                 goes whole into each part.
+            noise_scale: Estimate the gradient noise scale on the way, from one norm of each micro-batch's gradient:
+                read `step.noise_scale` after a step's loop. It goes on for as long as the
+                loader lives. Replicas are made anew for each micro-batch, since those that are kept keep gradients.
+
+        Raises:
+            InputError: While iterating, with `noise_scale`: the first step has a single micro-batch, or reentrant
+                checkpointing hides parameters.
 
         Warns:
             CutWarning: The first time that a micro-batch is cut: why, and what to change.
         """
+        from autosplit.parallel.noise_scale import noise_scale_for
         from autosplit.parallel.oom_cuts import cuts_for
         from autosplit.parallel.optimizer_steps import steps
 
@@ -271,6 +280,7 @@ class Plan(PlanRecord):
             effective_batch_size=self.effective_batch_size,
             count=count,
             cuts=cuts,
+            noise_scale=noise_scale_for(loader, noise_scale),
         )
 
     @contextmanager
