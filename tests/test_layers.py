@@ -44,6 +44,7 @@ WITHOUT_TORCH = (
     "plan.explanation",
     "plan.measured_step",
     "plan.split_comparison",
+    "plan.goodput",
     "plan.validation",
     "plan.record",
     "plan.plan",

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -19,12 +20,14 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.batchnorms import has_synchronised, silenced, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
+from autosplit.ddp.device import exchange_device
 from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, shard
 from autosplit.ddp.gradient_average import average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import foreign_steps, gathered
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
+from autosplit.parallel.noise_scale import Sums, noise_scale_for
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
 from autosplit.plan.other_model import warn_of_other_model
@@ -216,6 +219,7 @@ class Context:
         *,
         count: Callable[[Any], int] | None = None,
         on_oom: Literal["raise", "cut"] = "raise",
+        noise_scale: bool = False,
     ) -> Iterator[OptimizerStep]:
         """Walk one epoch of this rank's loader, an optimizer step at a time.
 
@@ -241,14 +245,17 @@ class Context:
             on_oom: ``"cut"``, the same on every rank, lets a rank run a micro-batch that runs out of memory within
                 ``with step.attempt():`` again in two parts, while the others wait; see `Plan.steps` and
                 `OptimizerStep.attempt`. The ranks' gradients then meet after the last backward, not in it.
+            noise_scale: The same on every rank: estimate the gradient noise scale from the micro-batches of all ranks,
+                see `Plan.steps`. The ranks exchange three numbers a step, and all of them know it.
 
         Returns:
             The optimizer steps, each to be iterated to its end before the next is taken.
 
         Raises:
             InputError: The batch sampler is another rank's or another plan's, or the loader draws everything on each
-                rank; ``"cut"`` for a model whose ranks meet in its forward (SyncBatchNorm, `shard`); while iterating:
-                a step was left unfinished, or a batch holds no tensor to count.
+                rank; ``"cut"`` for a model whose ranks meet in its forward (SyncBatchNorm, `shard`); `noise_scale` for
+                one that is shared out or has a communication hook; while iterating: a step was left unfinished, or a
+                batch holds no tensor to count.
 
         Warns:
             CutWarning: The first time that this rank cuts a micro-batch: why, and what to change.
@@ -263,6 +270,9 @@ class Context:
         )
         if cuts is not None:
             self._refuse_cuts()
+        if noise_scale:
+            self._refuse_noise_scale()
+        estimate: Any = {"noise_scale": noise_scale_for(loader, noise_scale), "sums_over_ranks": self._sums_over_ranks}
         sampler = getattr(loader, "batch_sampler", None)
         if not isinstance(sampler, ScheduledBatchSampler):
             if self.world_size > 1 and _draws_everything(loader):
@@ -277,7 +287,7 @@ class Context:
                 count=count,
                 has_share=self.settings.batch_size > 0,
             )
-            return self._synchronised(checked(made, cuts))
+            return self._synchronised(checked(made, cuts, **estimate))
         if sampler.rank_slice != self._slice:
             raise InputError(
                 f"the loader's batch sampler is a {type(sampler).__name__} of another rank or plan; expected rank "
@@ -289,7 +299,7 @@ class Context:
         def over_ranks(own: int) -> int:
             return sum(part for (part,) in gathered((own,), self.device))
 
-        return self._synchronised(steps(loader, **sizes, count=count, over_ranks=over_ranks, cuts=cuts))
+        return self._synchronised(steps(loader, **sizes, count=count, over_ranks=over_ranks, cuts=cuts, **estimate))
 
     def save_checkpoint(self, path: str | os.PathLike[str], **parts: Any) -> None:
         """Let rank 0 write a checkpoint; on the other ranks it does nothing, unless they share out what it keeps.
@@ -419,6 +429,26 @@ class Context:
             )
         for wrapped in self._wrapped:
             refuse_meeting(wrapped)
+
+    def _refuse_noise_scale(self) -> None:
+        if self._sharded:
+            raise InputError(
+                "noise_scale is True, and the model is shared out (ctx.shard); expected one that each rank holds "
+                "whole, so that its own gradient is seen; wrap it with ctx.wrap, or leave noise_scale out"
+            )
+        if any(wrapped._comm_hooks for wrapped in self._wrapped):  # noqa: SLF001 - no other name
+            raise InputError(
+                "noise_scale is True, and the wrapped model has a communication hook; expected none, because a step's "
+                "gradient has to be the average of the ranks'; leave either out"
+            )
+
+    def _sums_over_ranks(self, own: Sums) -> Sums:
+        """Add the ranks' sums up; the step's gradient is the same on all, but a rank without a share took no norm."""
+        sent = torch.tensor(own, device=exchange_device(self.device))
+        found = [torch.empty_like(sent) for _ in range(self.world_size)]
+        dist.all_gather(found, sent)
+        weighted, number, squared = torch.stack(found).double().unbind(1)
+        return float(weighted.sum()), float(number.sum()), float(squared.max())
 
     def _part_ways(self, _is_last: bool) -> bool:
         """Let no gradients meet in what runs next, nor buffers, whichever micro-batch it is."""

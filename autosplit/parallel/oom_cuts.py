@@ -233,6 +233,11 @@ class AddedGradients:
             (leaf, leaf.grad, None if leaf.grad is None else leaf.grad._version) for leaf in self._leaves_of(loss)
         ]
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The tensors that the backward adds to."""
+        return [leaf for leaf, _, _ in self._before]
+
     def drop_begun(self) -> list[Tensor]:
         """Drop the gradients that the backward began, and return the tensors of those that it added to."""
         _wait_for_workers(leaf.device for leaf, _, _ in self._before)

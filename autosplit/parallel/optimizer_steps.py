@@ -22,6 +22,7 @@ from autosplit.errors import InputError
 from autosplit.oom import is_oom
 from autosplit.parallel.accumulation import Accumulation
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
+from autosplit.parallel.noise_scale import NoiseScale, StepNorms, Sums
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part, left_out
 from autosplit.solve.split import accumulation_steps, whole_number
 
@@ -57,6 +58,7 @@ class OptimizerStep:
             from the gradients.
         on_end: Called when the last micro-batch has had its backward; None for nothing.
         cuts: How micro-batches that run out of memory in an `attempt` are cut; None where they are not.
+        norms: Takes the norms of the gradients, for the noise scale; None where that is not wanted.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class OptimizerStep:
         self.silenced: Callable[[], AbstractContextManager[None]] = nullcontext
         self.on_end: Callable[[], None] | None = None
         self.cuts: Cuts | None = None
+        self.norms: StepNorms | None = None
         self._batches = iter(batches)
         self._drawn = 0
         self._size = 0
@@ -122,6 +125,11 @@ class OptimizerStep:
         return self._size * self.num_ranks / self.num_samples
 
     @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The run's gradient noise scale so far, this step included once its loop has ended; None where not wanted."""
+        return None if self.norms is None else self.norms.noise_scale
+
+    @property
     def loss(self) -> float:
         """The mean loss over the step, as far as its micro-batches have gone; reading it waits for the device.
 
@@ -162,11 +170,20 @@ class OptimizerStep:
         weighted = loss * weight
         with nullcontext() if weight else self.silenced():
             scaled = weighted if scaler is None else scaler.scale(weighted)
-            scaled.backward() if self._attempt is None else self._attempt.backward(scaled, loss)
+            with self._recorded(scaled, weight, scaler):
+                scaled.backward() if self._attempt is None else self._attempt.backward(scaled, loss)
         if weight:
             # Added up in the first one's place: a block kept for each is not in a plan's memory.
             own = weighted.detach().reshape(())
             self._loss = own if self._loss is None else self._loss.add_(own)
+
+    def _recorded(
+        self, scaled: torch.Tensor, weight: float, scaler: torch.amp.GradScaler | None
+    ) -> AbstractContextManager[None]:
+        if self.norms is None or not weight:
+            return nullcontext()
+        scale = 1.0 if scaler is None else scaler.scale(scaled.detach().new_ones(()))
+        return self.norms.recorded(scaled, self._size, weight, scale)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -204,6 +221,8 @@ class OptimizerStep:
                 raise
             attempt.fail(error)
             self._failed, self._had_backward = attempt, True
+            if self.norms is not None:
+                self.norms.spoil()
         finally:
             self._attempt = self._part = None
 
@@ -237,8 +256,10 @@ class OptimizerStep:
                 self._size, self._had_backward = part.size, False
                 self._meets = is_last if self.on_draw is None else self.on_draw(is_last)
                 apart = nullcontext() if size else self.uncounted(not self._samples[number])
-                # Replicas that kept their gradients would have them of other samples than the parts give them.
-                with accumulation.running(is_last=is_last or self.cuts is not None), apart:
+                # Replicas that kept their gradients would have them of other samples than the parts give them, and
+                # hide a micro-batch's own.
+                gives_up = self.cuts is not None or self.norms is not None
+                with accumulation.running(is_last=is_last or gives_up), apart:
                     self._part = part if self.cuts is not None else None
                     yield part.batch
                 failed, self._failed = self._failed, None
@@ -249,6 +270,8 @@ class OptimizerStep:
         accumulation.finish()
         if self.on_end is not None:
             self.on_end()
+        if self.norms is not None:
+            self.norms.finish(self.num_samples)
 
     def _check_backward(self) -> None:
         if not self._had_backward:
@@ -269,6 +292,8 @@ def steps(
     count: Callable[[Any], int] | None = None,
     over_ranks: Callable[[int], int] | None = None,
     cuts: Cuts | None = None,
+    noise_scale: NoiseScale | None = None,
+    sums_over_ranks: Callable[[Sums], Sums] | None = None,
 ) -> Iterator[OptimizerStep]:
     """Walk one epoch of a loader, an optimizer step at a time.
 
@@ -293,6 +318,8 @@ def steps(
         over_ranks: Turns what this rank's part of a step counts for into what all ranks' parts do; needed for `count`
             with one rank's slice.
         cuts: How micro-batches that run out of memory are cut; None where they are not.
+        noise_scale: Estimated from the steps; None where it is not wanted.
+        sums_over_ranks: Puts the ranks' sums of gradient norms together; None for a lone process.
 
     Returns:
         The optimizer steps, each to be iterated to its end before the next is taken.
@@ -316,7 +343,7 @@ def steps(
         made = _held_steps(loader, count, most_batches=accumulation_steps(effective_batch_size, batch_size))
     else:
         made = _held_steps(loader, count_samples, enough=effective_batch_size)
-    return checked(made, cuts)
+    return checked(made, cuts, noise_scale, sums_over_ranks)
 
 
 def _require_one_number(loss: object) -> None:
@@ -326,10 +353,16 @@ def _require_one_number(loss: object) -> None:
     raise InputError(f"loss is {got}; expected a tensor of one number; pass the micro-batch's mean, loss.mean()")
 
 
-def checked(made: Iterator[OptimizerStep], cuts: Cuts | None = None) -> Iterator[OptimizerStep]:
-    """Yield steps, cut as `cuts` says, and refuse to go on after one that was left unfinished."""
+def checked(
+    made: Iterator[OptimizerStep],
+    cuts: Cuts | None = None,
+    noise_scale: NoiseScale | None = None,
+    sums_over_ranks: Callable[[Sums], Sums] | None = None,
+) -> Iterator[OptimizerStep]:
+    """Yield steps, cut and with norms as is said, and refuse to go on after one that was left unfinished."""
     for step in made:
         step.cuts = cuts
+        step.norms = None if noise_scale is None else StepNorms(noise_scale, sums_over_ranks)
         yield step
         step.check_finished()
 

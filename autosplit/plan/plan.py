@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
     from autosplit.parallel.balanced import BalancedDataParallel
     from autosplit.parallel.batch_sampler import ScheduledBatchSampler
+    from autosplit.parallel.noise_scale import NoiseScale
     from autosplit.parallel.optimizer_steps import OptimizerStep
     from autosplit.plan.exported import Export
+    from autosplit.plan.goodput import Goodput
     from autosplit.plan.split_comparison import SplitComparison
     from autosplit.runtime.memory_tracker import Tracker
 
@@ -101,6 +103,29 @@ class Plan(PlanRecord):
         from autosplit.plan.split_comparison import compared_split
 
         return compared_split(self, split, accumulation_steps)
+
+    def goodput(self, noise_scale: NoiseScale | float) -> Goodput:
+        """Recommend the effective batch that trains fastest: samples/s times what a sample still brings.
+
+            goodput = plan.goodput(step.noise_scale)
+            goodput.plot().savefig("goodput.pdf")
+
+        Nothing is run; the samples/s are those that the plan's fit predicts of its own split.
+
+        Args:
+            noise_scale: From `steps`, or a number of samples. One that counts tokens is first to be divided by the
+                tokens of a sample.
+
+        Returns:
+            Plain numbers; `str()` of them is a line for people.
+
+        Raises:
+            InputError: The noise scale is not finite: too few steps, or no gradient stands out of the noise.
+            PlanError: The plan holds no fit.
+        """
+        from autosplit.plan.goodput import goodput_of
+
+        return goodput_of(self, noise_scale)
 
     def plot(self) -> Figure:
         """Draw the plan for a notebook or a paper: the memory of each device, and samples/s over the batch.
@@ -240,6 +265,7 @@ class Plan(PlanRecord):
         *,
         count: Callable[[Any], int] | None = None,
         on_oom: Literal["raise", "cut"] = "raise",
+        noise_scale: bool = False,
     ) -> Iterator[OptimizerStep]:
         """Cut a loader into optimizer steps, each an iterable of its micro-batches.
 
@@ -256,10 +282,18 @@ class Plan(PlanRecord):
                 parts, see `OptimizerStep.attempt`. Three of them, and for as long as the loader lives those of their
                 size are cut before they run; the plan's file gets a note of it. What is not a tensor of the batch
                 goes whole into each part.
+            noise_scale: Estimate the gradient noise scale on the way, from one norm of each micro-batch's gradient:
+                read `step.noise_scale` after a step's loop, and hand it to `goodput`. It goes on for as long as the
+                loader lives. Replicas are made anew for each micro-batch, since those that are kept keep gradients.
+
+        Raises:
+            InputError: While iterating, with `noise_scale`: the first step has a single micro-batch, or reentrant
+                checkpointing hides parameters.
 
         Warns:
             CutWarning: The first time that a micro-batch is cut: why, and what to change.
         """
+        from autosplit.parallel.noise_scale import noise_scale_for
         from autosplit.parallel.oom_cuts import cuts_for
         from autosplit.parallel.optimizer_steps import steps
 
@@ -271,6 +305,7 @@ class Plan(PlanRecord):
             effective_batch_size=self.effective_batch_size,
             count=count,
             cuts=cuts,
+            noise_scale=noise_scale_for(loader, noise_scale),
         )
 
     @contextmanager

@@ -16,6 +16,7 @@ from autosplit.devices.device import Device
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import OptimizerStep
 from autosplit.plan.exported import Export
+from autosplit.plan.goodput import Goodput
 from autosplit.plan.measured_step import MeasuredStep
 from autosplit.plan.split_comparison import SplitComparison
 from autosplit.probe.check_result import Check
@@ -53,6 +54,7 @@ def plan(model: nn.Module, loader: DataLoader[Any]) -> None:
     assert_type(plan.batch_sampler(1000, shuffle=True, seed=0), ScheduledBatchSampler)
     assert_type(plan.steps(loader), Iterator[OptimizerStep])
     assert_type(plan.compare_with((8, 4)), SplitComparison)
+    assert_type(plan.goodput(400), Goodput)
     assert_type(plan.export("accelerate"), Export)
     assert_type(plan.to_dict(), dict[str, Any])
     assert_type(plan.ddp.ranks[0].batch_size if plan.ddp else None, int | None)

@@ -1,0 +1,207 @@
+"""Estimate the gradient noise scale from the micro-batches of optimizer steps.
+
+A mean gradient over n samples has the expected squared norm |G|^2 + S/n, where G is the gradient of the whole
+distribution and S the trace of a sample's covariance. Of a step's micro-batches (n_i, g_i) and its gradient (N, g):
+
+    sum n_i |g_i - g|^2 = sum n_i |g_i|^2 - N |g|^2    has the expectation (k - 1) S, for any sizes n_i
+    |g|^2 - S / N                                      has the expectation |G|^2
+
+S/|G|^2 is the "simple" noise scale of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training".
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import InputError
+from autosplit.parallel.oom_cuts import AddedGradients
+
+__all__ = ["NoiseScale", "StepNorms", "Sums", "noise_scale_for"]
+
+Sums = tuple[float, float, float]
+"""Of a step: the sum of n_i |g_i|^2, the number of micro-batches, and |g|^2."""
+
+WINDOW = 1000
+"""Optimizer steps that the estimate is over: the noise scale grows while the loss falls, and the latest count."""
+
+Z_95 = 1.96
+"""Standard errors on each side of a normal distribution's 95 %."""
+
+
+class NoiseScale:
+    """The noise scale of a run's latest optimizer steps: numerator and denominator are averaged apart.
+
+    It counts in what the mean loss averages over: samples, or what `count` of the steps counts.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW)
+
+    def __len__(self) -> int:
+        """Count the steps that it is estimated from."""
+        return len(self._steps)
+
+    def add(self, sums: Sums, num_samples: int) -> None:
+        """Add a step; one of a single micro-batch, or whose gradient is not finite, is left out.
+
+        Raises:
+            InputError: The very first has a single micro-batch.
+        """
+        weighted, number, squared = sums
+        scatter, freedom = weighted - num_samples * squared, number - 1
+        if freedom < 1 and not self._steps:
+            raise InputError(
+                f"noise_scale is True, and the optimizer step has {number:g} micro-batch over all ranks; expected 2 or "
+                "more, whose gradients differ; tune with an effective_batch_size that takes accumulation_steps >= 2"
+            )
+        if freedom >= 1 and math.isfinite(scatter) and math.isfinite(squared):
+            self._steps.append((scatter, freedom, num_samples, num_samples * squared))
+
+    @property
+    def value(self) -> float:
+        """The batch size at which noise and gradient weigh the same; infinite where no gradient stands out of it.
+
+        Raises:
+            InputError: No step was added.
+        """
+        return _inverse(_gradient_over_noise(self._totals(), len(self)))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its 95 % interval, by a jackknife over the steps on 1/value; infinite above where it is not bounded.
+
+        Raises:
+            InputError: No step was added.
+        """
+        totals, number = self._totals(), len(self)
+        if number < 2:
+            return 0.0, math.inf
+        without = []
+        for scatter, freedom, samples, squared in self._steps:
+            others = totals[0] - scatter, totals[1] - freedom, totals[2] - samples, totals[3] - squared
+            without.append(_gradient_over_noise(others, number - 1))
+        mean = sum(without) / number
+        error = math.sqrt((number - 1) / number * sum((one - mean) ** 2 for one in without))
+        middle = _gradient_over_noise(totals, number)
+        return _inverse(middle + Z_95 * error), _inverse(middle - Z_95 * error)
+
+    def __str__(self) -> str:
+        """Return the estimate in one line."""
+        low, high = self.interval
+        return f"noise scale {self.value:.3g}, 95 % interval {low:.3g} to {high:.3g} ({len(self)} optimizer steps)"
+
+    def _totals(self) -> tuple[float, float, float, float]:
+        if not self._steps:
+            raise InputError(
+                "the noise scale has no optimizer step yet; expected one or more; read it after a step's micro-batches"
+            )
+        scatter, freedom, samples, squared = map(sum, zip(*self._steps, strict=True))
+        return scatter, freedom, samples, squared
+
+
+def _gradient_over_noise(totals: tuple[float, float, float, float], number: int) -> float:
+    """Return |G|^2 / S of steps that were added up, each step's |g|^2 weighted by its samples."""
+    scatter, freedom, samples, squared = totals
+    noise = scatter / freedom
+    gradient = (squared - number * noise) / samples
+    return gradient / noise if noise > 0 else math.inf
+
+
+def _inverse(gradient_over_noise: float) -> float:
+    return 1 / gradient_over_noise if gradient_over_noise > 0 else math.inf
+
+
+class StepNorms:
+    """The gradient norms of one optimizer step: one norm of each parameter's gradient per micro-batch.
+
+    They are taken of what autograd hands to a parameter before it is added up or sent to other ranks, so that no
+    gradient is kept: it takes a number for each micro-batch, and waits for the device once a step.
+
+    Args:
+        over_ranks: Puts the ranks' sums together; None for a lone process.
+    """
+
+    def __init__(self, noise_scale: NoiseScale, over_ranks: Callable[[Sums], Sums] | None = None) -> None:
+        self.noise_scale, self._over_ranks = noise_scale, over_ranks
+        self._found: list[tuple[float, list[Tensor]]] = []
+        self._leaves: dict[int, Tensor] = {}
+        self._scale: float | Tensor = 1.0
+        self._is_whole = True
+
+    @contextmanager
+    def recorded(self, scaled: Tensor, size: int, weight: float, scale: float | Tensor = 1.0) -> Iterator[None]:
+        """Take the norm of a micro-batch's mean gradient in the backward within.
+
+        Args:
+            scaled: What the backward begins at: the mean loss times `weight` and `scale`.
+            size: What the micro-batch counts for.
+
+        Raises:
+            InputError: Reentrant checkpointing hides parameters.
+        """
+        graph = AddedGradients(scaled)
+        if graph.hides:
+            raise InputError(
+                "noise_scale is True, and reentrant checkpointing hides parameters from the graph; expected one that "
+                "shows them all; pass use_reentrant=False"
+            )
+        norms: list[Tensor] = []
+        leaves = [leaf for leaf in graph.leaves if isinstance(leaf, nn.Parameter)]
+        del graph
+        handles = [leaf.register_hook(lambda grad: norms.append(_squared_norm(grad))) for leaf in leaves]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._leaves.update((id(leaf), leaf) for leaf in leaves)
+        self._found.append((size / weight**2, norms))
+        self._scale = scale
+
+    def spoil(self) -> None:
+        """Leave the step out: a micro-batch broke off, whose parts have not each parameter's gradient."""
+        self._is_whole = False
+
+    def finish(self, num_samples: int) -> None:
+        """Add the step to the run, when its gradients are those that the optimizer gets; all ranks call it."""
+        grads = [leaf.grad for leaf in self._leaves.values() if leaf.grad is not None]
+        squared = _total(map(_squared_norm, grads))
+        weighted = sum(factor * _total(norms) for factor, norms in self._found) if self._is_whole else math.nan
+        scale = float(self._scale) ** 2
+        sums: Sums = (weighted / scale, float(len(self._found)), squared / scale)
+        self.noise_scale.add(sums if self._over_ranks is None else self._over_ranks(sums), num_samples)
+
+
+def _squared_norm(grad: Tensor) -> Tensor:
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    norm: Tensor = torch.linalg.vector_norm(values.detach(), dtype=torch.promote_types(values.dtype, torch.float32))
+    return norm * norm
+
+
+def _total(squares: Any) -> float:
+    """Add up numbers of any devices, waiting for each device once."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for square in squares:
+        by_device.setdefault(square.device, []).append(square)
+    return math.fsum(number for held in by_device.values() for number in torch.stack(held).tolist())
+
+
+_RUNS: WeakKeyDictionary[Any, NoiseScale] = WeakKeyDictionary()
+
+
+def noise_scale_for(loader: Any, wanted: bool) -> NoiseScale | None:
+    """Return the estimate of a loader's run, which goes on from one epoch to the next; None where it is not wanted."""
+    if not wanted:
+        return None
+    try:
+        return _RUNS.setdefault(loader, NoiseScale())
+    except TypeError:  # a list or the like: no two epochs are known to be of one run
+        return NoiseScale()

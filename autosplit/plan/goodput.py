@@ -1,0 +1,166 @@
+"""Recommend an effective batch by goodput: samples/s times how much each sample still brings.
+
+Goodput is Pollux's (Qiao et al., OSDI 2021), with the noise scale of McCandlish et al. 2018. Nothing is run: the
+samples/s are what the plan's fit predicts of the plan's own split.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autosplit.errors import InputError, PlanError
+from autosplit.plan.canvas import Canvas, check_drawing, compact, side_by_side
+from autosplit.plan.explain import problem_of
+from autosplit.plan.split_comparison import compared_split
+from autosplit.solve.solver import geometric
+from autosplit.solve.split import accumulation_steps
+from autosplit.text import rate_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from autosplit.parallel.noise_scale import NoiseScale
+    from autosplit.plan.record import PlanRecord
+
+__all__ = ["Goodput", "GoodputPoint", "goodput_of"]
+
+REACH = 16
+"""Times the noise scale or the plan's batch, whichever is larger, up to which batches are looked at.
+
+Goodput is highest at the geometric mean of the noise scale and of the samples that would take a step's fixed time.
+"""
+
+
+@dataclass(frozen=True)
+class GoodputPoint:
+    """The worth of an effective batch.
+
+    Attributes:
+        efficiency: Of a sample, beside one in the plan's own effective batch: above 1 in smaller ones.
+        goodput: ``samples_per_s * efficiency``: samples of the plan's effective batch that bring as much, per second.
+    """
+
+    effective_batch_size: int
+    accumulation_steps: int
+    samples_per_s: float
+    efficiency: float
+    goodput: float
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The effective batch that trains fastest at a noise scale. `str()` is a line for people.
+
+    Attributes:
+        noise_scale: In samples.
+        plan_effective_batch_size: What efficiency and learning rate are beside.
+        curve: By rising effective batch.
+        effective_batch_size: With the highest goodput.
+        interval: The same at the ends of the noise scale's 95 % interval; without one, twice the recommendation. An
+            end that is not bounded is the largest that was looked at.
+        learning_rate_factor: By what to multiply a learning rate of SGD that suits the plan's effective batch:
+            ``(1 + noise / plan's) / (1 + noise / recommended)``, McCandlish et al. 2018. For Adam, its square root.
+        gain: Goodput beside the plan's own.
+    """
+
+    noise_scale: float
+    plan_effective_batch_size: int
+    curve: tuple[GoodputPoint, ...]
+    effective_batch_size: int
+    interval: tuple[int, int]
+    learning_rate_factor: float
+    gain: float
+
+    def __str__(self) -> str:
+        """Return the recommendation in one line, marked as predicted."""
+        low, high = self.interval
+        return (
+            f"effective batch {self.effective_batch_size:,} ({low:,} to {high:,}) at a noise scale of "
+            f"{self.noise_scale:,.4g}: goodput {self.gain:.2f} times that of {self.plan_effective_batch_size:,} "
+            f"(predicted); learning rate x {self.learning_rate_factor:.2f} for SGD, x "
+            f"{math.sqrt(self.learning_rate_factor):.2f} for Adam"
+        )
+
+    def plot(self) -> Figure:
+        """Draw samples/s and goodput over the effective batch, as `Plan.plot` does.
+
+        Raises:
+            InputError: matplotlib is not installed (the extra ``plot``).
+        """
+        check_drawing("goodput.plot()")
+        return side_by_side(300, self._draw)
+
+    def _draw(self, canvas: Canvas) -> None:
+        axes, sizes = canvas.axes, [point.effective_batch_size for point in self.curve]
+        rates = [point.samples_per_s for point in self.curve]
+        axes.plot(sizes, rates, color=canvas.colors["c1"], linestyle="--", label="samples/s")
+        axes.plot(sizes, [point.goodput for point in self.curve], color=canvas.colors["c2"], label="goodput")
+        axes.axvspan(*self.interval, color=canvas.colors["c2"], alpha=0.15)
+        best = max(self.curve, key=lambda point: point.goodput)
+        canvas.star(best.effective_batch_size, best.goodput, f"best: {rate_text(best.goodput)}")
+        axes.set_xscale("log")
+        axes.set_ylim(0, 1.15 * max(*rates, best.goodput))
+        axes.yaxis.set_major_formatter(compact)
+        axes.xaxis.set_major_formatter(compact)
+        canvas.finish("effective batch, samples", "samples/s", 3)
+
+
+def goodput_of(plan: PlanRecord, noise_scale: NoiseScale | float) -> Goodput:
+    """Recommend; see `Plan.goodput`."""
+    if isinstance(noise_scale, (int, float)):
+        value, ends = float(noise_scale), (float(noise_scale),) * 2
+    else:
+        value, ends = noise_scale.value, noise_scale.interval
+    if not 0 <= value < math.inf:
+        raise InputError(
+            f"noise_scale is {value:g}; expected a finite number of samples, 0 or more; estimate it over more steps, "
+            "with plan.steps(loader, noise_scale=True)"
+        )
+    rates = _rates(plan, REACH * max(value, plan.batch_size, plan.effective_batch_size))
+    now, low, high = plan.effective_batch_size, *(_best(rates, end, plan.effective_batch_size) for end in ends)
+    best = _best(rates, value, now)
+    curve = tuple(
+        GoodputPoint(
+            size,
+            accumulation_steps(size, plan.batch_size),
+            rate,
+            _efficiency(size, value, now),
+            rate * _efficiency(size, value, now),
+        )
+        for size, rate in rates.items()
+    )
+    worth = {point.effective_batch_size: point for point in curve}
+    return Goodput(
+        noise_scale=value,
+        plan_effective_batch_size=now,
+        curve=curve,
+        effective_batch_size=best,
+        interval=(low, high),
+        learning_rate_factor=best / now * worth[best].efficiency,
+        gain=worth[best].goodput / worth[now].goodput,
+    )
+
+
+def _rates(plan: PlanRecord, most: float) -> dict[int, float]:
+    """Predict the samples/s of effective batches up to `most`: parts of a forward, and whole ones that add up."""
+    problem = problem_of(plan.solved())
+    if problem is None:
+        raise PlanError(
+            "the plan holds no fit of a step's time, or one of too many forwards to predict by; expected one that tune "
+            "made; tune again"
+        )
+    sizes = {*geometric(plan.batch_size), plan.effective_batch_size}
+    if plan.accumulates and compared_split(plan, plan.split, 2).fits:
+        sizes |= {plan.batch_size * forwards for forwards in geometric(max(1, int(most / plan.batch_size)))}
+    least = sum(map(bool, plan.split)) * plan.ddp.least_batch if problem.ranks else problem.region.least_share
+    return {size: problem.rate(plan.split, size) for size in sorted(sizes) if size >= least}
+
+
+def _efficiency(size: int, noise_scale: float, now: int) -> float:
+    return 1.0 if math.isinf(noise_scale) else (noise_scale + now) / (noise_scale + size)
+
+
+def _best(rates: dict[int, float], noise_scale: float, now: int) -> int:
+    return max(rates, key=lambda size: rates[size] * _efficiency(size, noise_scale, now))
