@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from autosplit.errors import InputError
+from autosplit.errors import InputError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -112,8 +112,11 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
     A few back ends give it new parameters, and so does torch where it is told to (`torch.__future__`).
 
     Raises:
-        InputError: It has new parameters, and something holds the old ones: an optimizer would train these.
+        InputError: It is no module; or it has new parameters, and something holds the old ones, which an optimizer
+            would train.
     """
+    if not hasattr(module, "named_parameters"):
+        raise InputError(f"model is {shown(module)}; expected an nn.Module; pass the model that was tuned for")
     before = dict(module.named_parameters())
     module.to(device)
     after = dict(module.named_parameters())

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autosplit.errors import InputError, PlanError
+from autosplit.errors import InputError, PlanError, shown
 from autosplit.plan.canvas import Canvas, check_drawing, compact, side_by_side
 from autosplit.plan.explain import problem_of
 from autosplit.plan.split_comparison import compared_split
@@ -109,10 +109,17 @@ class Goodput:
 
 def goodput_of(plan: PlanRecord, noise_scale: NoiseScale | float) -> Goodput:
     """Recommend; see `Plan.goodput`."""
-    if isinstance(noise_scale, (int, float)):
+    from autosplit.parallel.noise_scale import NoiseScale
+
+    if isinstance(noise_scale, NoiseScale):
+        value, ends = noise_scale.value, noise_scale.interval
+    elif isinstance(noise_scale, (int, float)):
         value, ends = float(noise_scale), (float(noise_scale),) * 2
     else:
-        value, ends = noise_scale.value, noise_scale.interval
+        raise InputError(
+            f"noise_scale is {shown(noise_scale)}; expected step.noise_scale of plan.steps(loader, noise_scale=True), "
+            "or a number of samples; pass one"
+        )
     if not 0 <= value < math.inf:
         raise InputError(
             f"noise_scale is {value:g}; expected a finite number of samples, 0 or more; estimate it over more steps, "

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from autosplit.devices.host_memory import available_host_bytes
-from autosplit.errors import InputError, one_line
+from autosplit.errors import InputError, from_user_code, one_line
 from autosplit.probe.loader_result import LoaderSettings, MeasuredLoader, TimedLoader
 from autosplit.rng import kept_rng
 from autosplit.workload.sample_batch import generators_of
@@ -69,6 +69,7 @@ def measure_loader(
 
     Raises:
         InputError: It is no DataLoader, has an iterable data set, no batches, or its workers can't load.
+        UserCodeError: The data set raised.
     """
     processes = _processes() if processes is None else processes
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
@@ -291,10 +292,13 @@ def _first_pass(loader: DataLoader[Any], dataset: Any) -> tuple[list[Sequence[An
         raise InputError("the loader has no batch; expected one at least; give it a data set with samples in it")
     began = time.perf_counter()
     read = 0
-    for _ in _with(loader, dataset, batches, LoaderSettings()):
-        read += 1
-        if time.perf_counter() - began >= WINDOW_S and read > 1:
-            break
+    try:
+        for _ in _with(loader, dataset, batches, LoaderSettings()):
+            read += 1
+            if time.perf_counter() - began >= WINDOW_S and read > 1:
+                break
+    except Exception as error:
+        raise from_user_code(error, f"the data set, for batch {read} of the loader,") from error
     return batches[:read], sum(map(len, batches[:read])) / (time.perf_counter() - began)
 
 

@@ -48,6 +48,8 @@ def test_the_interval_is_that_of_the_noise_scale():
 def test_what_cannot_be_told_says_why():
     with pytest.raises(InputError, match="noise_scale is inf; expected a finite number"):
         solved_plan().goodput(math.inf)
+    with pytest.raises(InputError, match=r"noise_scale is '400'; expected step.noise_scale"):
+        solved_plan().goodput("400")
     with pytest.raises(PlanError, match="holds no fit"):
         made_plan().goodput(10)
 

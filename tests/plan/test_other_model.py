@@ -8,6 +8,7 @@ import pytest
 from ddp_jobs import make_plan
 from torch import nn
 
+from autosplit.errors import InputError
 from autosplit.plan.other_model import OtherModelWarning
 
 WORKLOAD = {"model": "Large", "parameters": 12}
@@ -24,3 +25,8 @@ def test_wrapping_warns_of_another_model(recwarn):
 def test_a_plan_of_several_models_may_wrap_any(recwarn):
     replace(make_plan((4, 2)), workload={**WORKLOAD, "model": "One, Other"}).wrap(nn.Linear(2, 2))
     assert not recwarn
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(InputError, match=r"model is None; expected an nn\.Module"):
+        make_plan((4, 2)).wrap(None)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import autosplit
 from autosplit.cli.main import main
-from autosplit.errors import InputError
+from autosplit.errors import InputError, UserCodeError
 from autosplit.probe import loader_speed
 from autosplit.probe.loader_result import LoaderSettings, TimedLoader
 from autosplit.probe.loader_speed import GAIN, fewest_of_the_fastest, rate_of, search, worker_counts
@@ -196,6 +196,11 @@ class Unsendable(Slow):
 def test_what_cannot_be_measured_is_refused(loader, said):
     with pytest.raises(InputError, match=said):
         autosplit.measure_loader(loader)
+
+
+def test_a_data_set_that_raises_is_the_users_own_error():
+    with pytest.raises(UserCodeError, match=r"the data set, for batch 0 of the loader, raised ZeroDivisionError"):
+        autosplit.measure_loader(DataLoader(range(8), batch_size=4, collate_fn=lambda _batch: 1 / 0))
 
 
 @pytest.mark.parametrize(("keywords", "said"), [({"processes": 0}, "processes is 0"), ({"time_limit_s": -1}, "is -1")])
