@@ -46,7 +46,7 @@ def dependence_line(checks: Sequence[Check]) -> str:
     most = error_text(max((error for error in errors if error is not None), default=None))
     subjects.sort(key=lambda subject: subject == "gradient")  # what makes the gradient another comes first
     who = " and ".join([subjects[0], *_others(subjects)])
-    return f"splitting changes the training: {who}, by up to {most.removesuffix(' off')}: see --details"
+    return f"changed by splitting: {who}, up to {most.removesuffix(' off')} (--details)"
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:

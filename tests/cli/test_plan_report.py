@@ -205,7 +205,7 @@ def test_notes_that_ask_for_nothing_are_left_for_the_details():
     )
     nearest = "no plan is remembered for just this; in the nearest, 0123: seed was 0, now 1"
     text = " ".join(short(made_plan(checks=checks, notes=(nearest, "a note"))).split())
-    said = "splitting changes the training: BatchNorm2d at 0 and 1 other, by up to 12 %: see --details"
+    said = "changed by splitting: BatchNorm2d at 0 and 1 other, up to 12 % (--details)"
     assert f"notes - {said} - a note next" in text
     many = " ".join(short(made_plan(notes=tuple("abcde"))).split())
     assert "notes - a - b - c - 2 more: --details next" in many
