@@ -85,6 +85,16 @@ def compared(name: str, dataset: Any, cores: int) -> dict[str, Any]:
     }
 
 
+def processor() -> str:
+    """Name the processor, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def main() -> None:
     """Compare on the three data sets."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -98,7 +108,7 @@ def main() -> None:
         results = [compared(name, dataset, cores) for name, dataset in sets.items()]
     answer = {
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": {"cores": cores, "architecture": platform.machine(), "load_at_the_end": os.getloadavg()[0]},
+        "machine": {"processor": processor(), "cpus": cores, "system": platform.system(), "load": os.getloadavg()[0]},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "seconds_per_setting": SECONDS,
         "results": results,

@@ -19,7 +19,7 @@ A claim that does not hold says so. The predictions of a section are those of th
 
 def page() -> str:
     """Return docs/benchmarks.md."""
-    sections = (_ceilings, _search, _simulation, _fit, _balanced, _ddp, _startup)
+    sections = (_ceilings, _search, _simulation, _fit, _balanced, _ddp, _loader, _startup)
     return "\n".join([INTRODUCTION, *(line for section in sections for line in section())]) + "\n"
 
 
@@ -162,6 +162,20 @@ def _ddp() -> list[str]:
         )
         parts += [gained, *_claims(one["claims"])]
     return parts
+
+
+def _loader() -> list[str]:
+    found = _read("loader")
+    said = (
+        "What `autosplit.measure_loader` finds beside the best of a full grid of workers and batches ahead, and in how "
+        "much of the grid's time. Wanted: 95 % of the best, in a fifth of the time."
+    )
+    columns = ("data set", "workers found", "of the best samples/s", "of the grid's time")
+    rows = [
+        (one["data_set"], one["found"]["num_workers"], _percent(one["share_of_best"]), _percent(one["share_of_time"]))
+        for one in found["results"]
+    ]
+    return [*_opened("The loader", said, "loader", found), *_table(columns, rows)]
 
 
 def _startup() -> list[str]:
