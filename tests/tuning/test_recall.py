@@ -317,6 +317,17 @@ def test_nothing_fits_by_the_fits(monkeypatch):
     assert solved_again(replace(plan, accumulates=False), Lack((1,), 0, 1)) is None
 
 
+def test_a_smaller_plan_leaves_room_for_what_its_line_misses():
+    """Of 448265 bytes a line had 60 samples take 448256; their step took 448512, and all was tuned anew."""
+    plan = tune(bias(), devices="sim:2xRTX3090", effective_batch_size=64, strategy="ddp", profile="off")
+    points = ((32, 274432, False), (64, 473088, False))
+    ceiling = Ceiling("sim:0", "rank", 64, "max_batch_size", 75776, 6208, 473088, 2**30, points=points)
+    ranks = tuple(replace(rank, ceiling=ceiling) for rank in plan.ddp.ranks)
+    again = solved_again(replace(plan, ddp=replace(plan.ddp, ranks=ranks)), Lack((448265,) * 2, 0, 1))
+    assert again is not None
+    assert {rank.ceiling.batch_size for rank in again.ddp.ranks} == {59}
+
+
 def test_a_peak_is_no_less_than_what_fewer_samples_were_seen_to_take():
     ceiling = Ceiling("sim:0", "rank", 8, "memory", -100, 50, 300, 310, points=((2, 200, False), (4, 210, False)))
     assert [ceiling.bytes_at(n) for n in (1, 2, 4, 6, 8)] == [0, 200, 210, 210, 300]
