@@ -422,10 +422,11 @@ class Context:
         return met or self._meets_always
 
     def _refuse_cuts(self) -> None:
-        if self._meets_always:
+        if self._sharded:
             raise InputError(
-                "on_oom is 'cut', and the ranks meet in the model's forward (SyncBatchNorm, or ctx.shard); expected a "
-                "model of which each rank may run as many forwards as it needs; leave on_oom out"
+                "on_oom is 'cut', and the model is shared out (ctx.shard), so that the ranks meet in its forward; "
+                "expected one of which each rank may run as many forwards as it needs; wrap it with ctx.wrap, or leave "
+                "on_oom out"
             )
         for wrapped in self._wrapped:
             refuse_meeting(wrapped)

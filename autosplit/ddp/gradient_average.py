@@ -7,16 +7,18 @@ wait for what it never sends, or send it twice. So nothing is sent in a backward
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from autosplit.ddp.batchnorms import has_synchronised
 from autosplit.ddp.device import exchange_device
 from autosplit.errors import InputError
 
-__all__ = ["average_gradients", "refuse_meeting"]
+__all__ = ["apart", "average_gradients", "refuse_meeting"]
 
 BUCKET_BYTES = 25 * 2**20
 """Of what is sent at a time: DistributedDataParallel's own `bucket_cap_mb`."""
@@ -26,14 +28,27 @@ def refuse_meeting(wrapped: DistributedDataParallel) -> None:
     """Refuse a model whose ranks meet otherwise than by an average of gradients.
 
     Raises:
-        InputError: It has a communication hook, or a static graph.
+        InputError: It has a SyncBatchNorm, a communication hook, or a static graph.
     """
-    found = "static_graph=True" if wrapped.static_graph else "a communication hook" if wrapped._comm_hooks else None  # noqa: SLF001 - no other name
+    found = "a SyncBatchNorm" if has_synchronised(wrapped) else "static_graph=True" if wrapped.static_graph else None
+    if found is None and wrapped._comm_hooks:  # noqa: SLF001 - no other name
+        found = "a communication hook"
     if found is not None:
         raise InputError(
-            f"on_oom is 'cut', and the wrapped model has {found}; expected neither that nor a hook, because the ranks' "
-            "gradients are averaged after the backward; leave it out, or on_oom"
+            f"on_oom is 'cut', and the wrapped model has {found}; expected none, because each rank runs as many "
+            "forwards as it needs, and the gradients are averaged after the last backward; leave it out, or on_oom"
         )
+
+
+@contextmanager
+def apart(wrapped: DistributedDataParallel) -> Iterator[None]:
+    """Let neither gradients nor buffers meet in what runs within."""
+    before = wrapped.require_backward_grad_sync
+    wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        wrapped.require_backward_grad_sync = before
 
 
 def average_gradients(wrapped: DistributedDataParallel) -> None:

@@ -90,6 +90,14 @@ class Share:
         """Whether this process splits its samples over several devices itself."""
         return self.num_processes == 1 and len(self.plan.devices) > 1
 
+    @property
+    def cut_options(self) -> dict[str, Any]:
+        """The arguments of `autosplit.parallel.oom_cuts.Cuts` for this process's micro-batches."""
+        region = self.plan.region
+        alone = 1 if region is None else region.least_share
+        least = self.plan.ddp.least_batch if self.num_processes > 1 else alone
+        return {"dim": self.plan.batch_dim, "least": least, "note": self.plan.note}
+
     def __str__(self) -> str:
         """Return it in a few words."""
         sizes = " + ".join(str(size) for size in (self.plan.split if self.wraps else self.batch_sizes))

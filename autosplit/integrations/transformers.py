@@ -18,7 +18,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -28,13 +28,16 @@ import transformers
 from accelerate.data_loader import DataLoaderShard
 from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from autosplit import ddp
+from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, tell_of_no_plan
 from autosplit.integrations.share_loader import loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighted_backward
+from autosplit.parallel.oom_cuts import Attempt, CutWarning, OnOom, Part, cuts_for, run_in_parts
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.loss_mean import (
@@ -56,7 +59,7 @@ if TYPE_CHECKING:
 else:
     Mixed = object  # a Trainer comes by the class that mixes: as a base here, it would stand before somebody's own
 
-__all__ = ["NoPlanWarning", "SharesMixin", "Trainer", "UnevenLossWarning", "apply", "workload"]
+__all__ = ["CutWarning", "NoPlanWarning", "SharesMixin", "Trainer", "UnevenLossWarning", "apply", "workload"]
 
 
 _ITEMS = "items"
@@ -69,6 +72,8 @@ class SharesMixin(Mixed):
     Args:
         plan: A plan, or the file of one. Default: the file that AUTOSPLIT_PROFILE names (`autosplit launch` sets it),
             or else the only plan remembered for this machine, this number of processes and a model of this size.
+        on_oom: ``"cut"``, the same in every process, runs a micro-batch that runs out of memory again in two parts, see
+            `Plan.steps`; the processes' gradients then meet after the last backward, not in it.
         **kwargs: The Trainer's. Of `args`, per_device_train_batch_size, gradient_accumulation_steps,
             average_tokens_across_devices and, where the plan's devices are processors, use_cpu are set by the plan, in
             place.
@@ -80,21 +85,30 @@ class SharesMixin(Mixed):
         PlanError: The plan can't be read, or is for another number of processes than this job has or transformers runs,
             or several could be meant.
         DeviceError: It is for simulated cards, or for other GPUs.
-        InputError: The arguments ask for what a plan can't be combined with.
+        InputError: The arguments ask for what a plan can't be combined with; `on_oom` is neither ``"raise"`` nor
+            ``"cut"``, or the model is one that can't be cut (SyncBatchNorm, a communication hook).
 
     Warns:
         NoPlanWarning: There is none.
         OtherModelWarning: The plan is for a model of another size.
+        CutWarning: The first time that this process cuts a micro-batch: why, and what to change.
     """
 
     share: Share | None
 
-    def __init__(self, *args: Any, plan: Plan | str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        on_oom: OnOom = "raise",
+        **kwargs: Any,
+    ) -> None:
         given = _argument("model", 0, args, kwargs)
         training_args = _argument("args", 1, args, kwargs)
         self.share = find_share(plan, parameters=parameters_in(given))
         self._weights: deque[float] = deque()
         self._rule: str | None = None
+        self._cuts = None if self.share is None else cuts_for(self, on_oom, **self.share.cut_options)
         if self.share is None:
             tell_of_no_plan()
         elif training_args is None:
@@ -159,9 +173,33 @@ class SharesMixin(Mixed):
         let_go_of_group_last(model)
         weight = self._weights.popleft()
         self.current_gradient_accumulation_steps = 1  # or the Trainer would divide what is weighted already
+        if self._cuts is not None:
+            return self._run_in_parts(model, inputs, weight, num_items_in_batch)
         with self._weighted(weight, model):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss * weight if weight else torch.zeros_like(loss)
+
+    def _run_in_parts(self, model: nn.Module, inputs: Any, weight: float, num_items_in_batch: Any) -> torch.Tensor:
+        assert self._cuts is not None, "without it nothing is cut"
+        assert self._rule is not None, "the micro-batch was weighed"
+        rule = "samples" if self._rule in (SUM, _ITEMS) else self._rule
+        self._cuts.count = partial(count_by, rule)
+        size = count_by(rule, inputs) if weight else 0
+
+        def run(part: Part, attempt: Attempt) -> torch.Tensor:
+            own = weight if self._rule in (SUM, _ITEMS) or not weight else weight * part.size / size
+            with self._weighted(own, model, attempt):
+                loss: torch.Tensor = super(SharesMixin, self).training_step(model, part.batch, num_items_in_batch)
+            return loss * own if own else torch.zeros_like(loss)
+
+        wrapped = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
+        if wrapped is not None:
+            refuse_meeting(wrapped)
+        with nullcontext() if wrapped is None else apart(wrapped):
+            losses = run_in_parts(self._cuts, inputs, size, run)
+        if wrapped is not None and self.accelerator.sync_gradients:
+            average_gradients(wrapped)
+        return torch.stack(losses).sum(0)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of an optimizer step, over all processes."""
@@ -200,11 +238,16 @@ class SharesMixin(Mixed):
     # How it is done
 
     @contextmanager
-    def _weighted(self, weight: float, model: nn.Module) -> Iterator[None]:
+    def _weighted(self, weight: float, model: nn.Module, attempt: Attempt | None = None) -> Iterator[None]:
         """Let the accelerator's backward, which every Trainer's step ends in, run on the weighted loss."""
         accelerator = self.accelerator
         backward = accelerator.backward
-        accelerator.backward = lambda loss, **options: weighted_backward(backward, loss, weight, [model], **options)
+
+        def weighted(loss: torch.Tensor, **options: Any) -> None:
+            run = partial(weighted_backward, backward, loss, weight, [model], **options)
+            run() if attempt is None else attempt.backward(run, loss)
+
+        accelerator.backward = weighted
         try:
             yield
         finally:

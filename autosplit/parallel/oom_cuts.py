@@ -31,7 +31,7 @@ from autosplit.oom import is_oom, scarcity
 from autosplit.rng import RngState
 from autosplit.workload.batch import batch_size_of, chunk
 
-__all__ = ["Attempt", "CutWarning", "Cuts", "OnOom", "Part", "cuts_for", "left_out"]
+__all__ = ["Attempt", "CutWarning", "Cuts", "OnOom", "Part", "cuts_for", "run_in_parts"]
 
 _log = logging.getLogger(__name__)
 
@@ -173,21 +173,37 @@ def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
 
 
 class Attempt:
-    """A run of a part that may run out of memory."""
+    """A run of a part that may run out of memory.
+
+    Attributes:
+        has_failed: Whether it has; its halves are to be run in its place.
+    """
 
     def __init__(self, part: Part, cuts: Cuts) -> None:
         self.part, self._cuts = part, cuts
+        self.has_failed = False
         cuts.count_run(part)
         self._rng = RngState()
         self._added: list[Tensor] = []
         self._hides = False
         self._why = ""
 
-    def backward(self, scaled: Tensor, loss: Tensor) -> None:
-        """Run the backward of a loss that was weighted and scaled; where it runs out, drop what it began."""
-        gradients = AddedGradients(scaled)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the part within; an out-of-memory error ends the block, unless cutting does not help."""
         try:
-            scaled.backward()
+            with _left_out(self.part.added):
+                yield
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            self._fail(error)
+
+    def backward(self, run: Callable[[], object], loss: Tensor) -> None:
+        """Run the backward of a loss; where it runs out, drop what it began."""
+        gradients = AddedGradients(loss)
+        try:
+            run()
         except Exception as error:
             if is_oom(error):
                 self._added, self._hides = gradients.drop_begun(), gradients.hides
@@ -195,8 +211,7 @@ class Attempt:
                     loss.detach_()  # the loop's own variable would hold the graph, and its memory, until the next loss
             raise
 
-    def fail(self, error: Exception) -> None:
-        """Take note of an out-of-memory error; raise it on where cutting does not help."""
+    def _fail(self, error: Exception) -> None:
         samples = self._cuts.samples_of(self.part)
         if samples < 2 * self._cuts.least:
             advise(error, f"a part of {samples} {'sample' if samples == 1 else 'samples'} can't be cut any further")
@@ -205,6 +220,7 @@ class Attempt:
             advise(error, "with reentrant checkpointing a micro-batch can't be cut: pass use_reentrant=False")
             raise error
         self._why = scarcity()
+        self.has_failed = True
 
     def halves(self) -> list[Part]:
         """Return the parts to be run in its place, when nothing refers to the error any more."""
@@ -273,7 +289,7 @@ def _wait_for_workers(devices: Iterable[torch.device]) -> None:
 
 
 @contextmanager
-def left_out(tensors: Iterable[Tensor]) -> Iterator[None]:
+def _left_out(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Leave tensors' gradients as they are in the backwards within."""
     handles = [tensor.register_hook(torch.zeros_like) for tensor in tensors]
     try:
@@ -281,3 +297,20 @@ def left_out(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def run_in_parts(cuts: Cuts, batch: Any, size: int, run: Callable[[Part, Attempt], Tensor]) -> list[Tensor]:
+    """Run a micro-batch by a function, and what runs out of memory of it in two parts; return its results.
+
+    Args:
+        size: What the micro-batch counts for, of which each part gets its own.
+        run: Runs a part; its backward is the attempt's.
+    """
+    parts, results = cuts.parts_of(batch, size), []
+    while parts:
+        attempt = Attempt(parts.pop(0), cuts)
+        with attempt.running():
+            results.append(run(attempt.part, attempt))
+        if attempt.has_failed:
+            parts[:0] = attempt.halves()
+    return results

@@ -19,11 +19,10 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from autosplit.errors import InputError
-from autosplit.oom import is_oom
 from autosplit.parallel.accumulation import Accumulation
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.noise_scale import NoiseScale, StepNorms, Sums
-from autosplit.parallel.oom_cuts import Attempt, Cuts, Part, left_out
+from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
 from autosplit.solve.split import accumulation_steps, whole_number
 
 __all__ = ["OptimizerStep", "checked", "count_samples", "counted", "steps"]
@@ -171,7 +170,7 @@ class OptimizerStep:
         with nullcontext() if weight else self.silenced():
             scaled = weighted if scaler is None else scaler.scale(weighted)
             with self._recorded(scaled, weight, scaler):
-                scaled.backward() if self._attempt is None else self._attempt.backward(scaled, loss)
+                scaled.backward() if self._attempt is None else self._attempt.backward(scaled.backward, loss)
         if weight:
             # Added up in the first one's place: a block kept for each is not in a plan's memory.
             own = weighted.detach().reshape(())
@@ -214,17 +213,14 @@ class OptimizerStep:
             )
         attempt = self._attempt = Attempt(self._part, self.cuts)
         try:
-            with left_out(self._part.added):
+            with attempt.running():
                 yield
-        except Exception as error:
-            if not is_oom(error):
-                raise
-            attempt.fail(error)
+        finally:
+            self._attempt = self._part = None
+        if attempt.has_failed:
             self._failed, self._had_backward = attempt, True
             if self.norms is not None:
                 self.norms.spoil()
-        finally:
-            self._attempt = self._part = None
 
     def check_finished(self) -> None:
         """Make sure that every micro-batch of the step had its backward.

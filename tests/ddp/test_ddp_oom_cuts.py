@@ -159,5 +159,5 @@ def test_two_hundred_runs_end_and_are_alike(ranks):
 def test_models_whose_ranks_meet_elsewhere_are_refused(ranks):
     for said in found_by(ranks, "refused"):
         static, sharded = said
-        assert "static_graph=True; expected neither" in static
-        assert "the ranks meet in the model's forward (SyncBatchNorm, or ctx.shard)" in sharded
+        assert "static_graph=True; expected none" in static
+        assert "the model is shared out (ctx.shard), so that the ranks meet in its forward" in sharded

@@ -16,6 +16,7 @@ pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrati
 import shared_training as shared
 import torch
 import transformers
+from faults import Faults
 from gpus import KIND
 from plans import simulated_plan
 from ranks import found_by, run_ranks
@@ -26,6 +27,7 @@ from torch.utils.data import IterableDataset
 import autosplit
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.integrations.transformers import (
+    CutWarning,
     NoPlanWarning,
     SharesMixin,
     Trainer,
@@ -143,6 +145,36 @@ def trained(
     return found
 
 
+def runs_out(model: nn.Module, faults: Faults) -> None:
+    """Let a model run out of memory, behind its embeddings: what comes later has its gradient by then."""
+    embeddings = model.bert.embeddings if hasattr(model, "bert") else model.transformer.drop
+    embeddings.register_forward_hook(lambda _module, _args, output: faults(output, len(output)))
+
+
+def cut(job: tuple[str, tuple[int, ...], int], faults: Faults, *, name: str, loss: Any = None) -> dict[str, Any]:
+    """Train 50 steps, in which the first process runs out of memory."""
+    kind, sizes, effective = job
+    args = make_args(shared.folder_of_job(name))
+    plan = shared.shares_plan(sizes, effective)
+    trainer = make_trainer(kind, plan, args, cls=Trainer, compute_loss_func=loss, on_oom="cut")
+    if not trainer.share.place.rank:
+        runs_out(trainer.model, faults)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CutWarning)
+        trainer.train()
+    logged = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    warned = [str(one.message) for one in caught if one.category is CutWarning]
+    return {"weights": shared.weights_of(trainer.model), "warned": warned, "losses": logged}
+
+
+def cut_with_a_static_graph() -> None:
+    args = make_args(shared.folder_of_job("static"))
+    trainer = make_trainer("bert", shared.shares_plan((7, 1), 8), args, on_oom="cut")
+    trainer.accelerator.ddp_handler.static_graph = True
+    with pytest.raises(InputError, match="on_oom is 'cut', and the wrapped model has static_graph=True"):
+        trainer.train()
+
+
 def unlike_plans() -> None:
     rank = torch.distributed.get_rank()
     plan = shared.shares_plan((2, 2), 8 if rank else 16)
@@ -159,7 +191,14 @@ def with_batchnorms() -> None:
         trainer.train()
 
 
+CUT = {
+    "cut, bert": (("bert", (7, 1), 40), Faults(every=10), None),
+    "cut, gpt": (("gpt", (6, 2), 16), Faults(every=10, place="forward"), None),
+    "cut, own loss": (("bert", (7, 1), 20), Faults(above=3), loss_by_items),
+}
+
 TWO = {
+    **{name: partial(cut, job, faults, name=name, loss=loss) for name, (job, faults, loss) in CUT.items()},
     **{name: partial(trained, *job, name=name, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, name="workers", resumes=True, workers=1),
     "own loss": partial(trained, "bert", (7, 1), 20, name="own", loss=loss_by_items),
@@ -167,6 +206,7 @@ TWO = {
     "example": partial(shared.run_example_as_rank, "train_transformers.py"),
     "unlike plans": unlike_plans,
     "batchnorms": with_batchnorms,
+    "cut with a static graph": cut_with_a_static_graph,
 }
 THREE = {name: partial(trained, *job, name=name, resumes="5 forwards" in name) for name, job in JOBS[3].items()}
 
@@ -210,12 +250,22 @@ class TestTwoRanks:
             for step, loss in found_by(two, name)[0]["losses"].items():
                 assert loss == pytest.approx(sum(losses[step - 10 : step]) / 10, rel=1e-5), (name, step)
 
+    @pytest.mark.parametrize("name", CUT)
+    def test_what_runs_out_of_memory_is_run_in_parts(self, two, name):
+        (kind, _, effective), *_ = CUT[name]
+        expected = shared.by_hand(kind, effective)
+        for rank, found in enumerate(found_by(two, name)):
+            assert float((found["weights"] - expected["weights"][-1]).abs().max()) < BOUNDS[kind]
+            assert len(found["warned"]) == (rank == 0)
+        for step, loss in found_by(two, name)[0]["losses"].items():
+            assert loss == pytest.approx(sum(expected["losses"][step - 10 : step]) / 10, rel=1e-5)
+
     def test_without_weights_it_is_something_else(self, two):
         expected = shared.by_hand("gpt", 16)["weights"][-1]
         for found in found_by(two, "unweighted"):
             assert float((found["weights"] - expected).abs().max()) > 1e-4
 
-    @pytest.mark.parametrize("name", ["unlike plans", "batchnorms"])
+    @pytest.mark.parametrize("name", ["unlike plans", "batchnorms", "cut with a static graph"])
     def test_what_would_train_something_else_is_refused(self, two, name):
         found_by(two, name)
 
@@ -295,6 +345,16 @@ class TestOneProcess:
             assert isinstance(wrapped, BalancedDataParallel)
             assert wrapped.module is trainer.model
             assert not any(isinstance(part, BalancedDataParallel) for part in trainer.model.modules())
+
+    @pytest.mark.filterwarnings("ignore::autosplit.integrations.transformers.CutWarning")
+    @pytest.mark.parametrize(("sizes", "faults"), [((8,), Faults(every=7)), ((5, 3), Faults(above=2))])
+    def test_what_runs_out_of_memory_is_run_in_parts(self, sizes, faults, tmp_path):
+        plan = shared.shares_plan(sizes, 40, in_one=len(sizes) > 1)
+        trainer = make_single("bert", plan, make_args(tmp_path, max_steps=6), on_oom="cut")
+        runs_out(trainer.model, faults)
+        trainer.train()
+        assert faults.runs > 30
+        assert error(trainer, 40, 6) < 1e-9
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("sizes", [(8,), (5, 3)])
