@@ -24,8 +24,9 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -40,6 +41,7 @@ from torch.utils.data import DataLoader
 from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError
+from autosplit.integrations.cut_batches import CutBatches, refuse_gathering
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.own_loss import OwnLoss
 from autosplit.integrations.process_share import (
@@ -52,12 +54,13 @@ from autosplit.integrations.process_share import (
 from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
+from autosplit.parallel.oom_cuts import CutWarning, OnOom
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.loss_mean import IGNORED, RULES, SUM, UnevenLossWarning
 from autosplit.text import printable
 
-__all__ = ["Accelerator", "NoPlanWarning", "UnevenLossWarning"]
+__all__ = ["Accelerator", "CutWarning", "NoPlanWarning", "UnevenLossWarning"]
 
 
 class SharesLoader(DataLoaderShard):
@@ -69,6 +72,7 @@ class SharesLoader(DataLoaderShard):
         position: LoopPosition,
         count: Callable[[Any], int] | None,
         over_processes: Callable[[int], int],
+        cut: CutBatches | None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -77,6 +81,7 @@ class SharesLoader(DataLoaderShard):
         self._position = position
         self._count = count
         self._over_processes = over_processes
+        self._cut = cut
         self._consumed = 0
 
     def skipping(self, num_batches: int) -> SharesLoader:
@@ -126,7 +131,7 @@ class SharesLoader(DataLoaderShard):
             sums=self.share.plan.loss_reduction == "sum",
             over_processes=self._over_processes,
         )
-        for one in walked:
+        for one in walked if self._cut is None else self._cut.walk(walked):
             self.weight, self.end_of_dataloader = one.weight, one.is_last
             self._become_active()
             self._position.draw(one._replace(batch=None), iteration)
@@ -175,6 +180,8 @@ class Accelerator(accelerate.Accelerator):
         model: What is to be trained: only by it is a remembered plan known to be for it.
         count: ``count(batch) -> int``: what the mean loss of a batch is over, where that is not samples, such as labels
             that are no padding. An optimizer step's micro-batches are then held back until all are counted.
+        on_oom: ``"cut"``, the same in every process, hands a micro-batch that runs out of memory within `accumulate`
+            out again in two parts, see `Plan.steps`; gradients then meet after the last backward, not in it.
         **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's, also that of a plugin, and so are `cpu`
             where the plan's devices are processors, and what DistributedDataParallel is given, unless a handler for it
             is among them.
@@ -202,12 +209,14 @@ class Accelerator(accelerate.Accelerator):
         plan: Plan | str | os.PathLike[str] | None = None,
         model: nn.Module | None = None,
         count: Callable[[Any], int] | None = None,
+        on_oom: OnOom = "raise",
         **kwargs: Any,
     ) -> None:
         self.share = find_share(plan, parameters=parameters_in(model))
         self._count = count
         self._position = LoopPosition(divides=False, drop_gradients=self._drop_gradients)
         self._own_loss: OwnLoss | None = None
+        self._cut = None if self.share is None else CutBatches.of_share(self.share, on_oom, self, count)
         if self.share is None:
             tell_of_no_plan()
         else:
@@ -230,6 +239,8 @@ class Accelerator(accelerate.Accelerator):
         let_go_of_group_last(prepared)
         if self.share is not None and len(self._models) == 1:
             self._own_loss = OwnLoss(prepared)
+        if self._cut is not None:
+            self._cut.watch(prepared)
         return prepared
 
     @property
@@ -270,6 +281,7 @@ class Accelerator(accelerate.Accelerator):
             self._position,
             self._count,
             self._over_processes,
+            self._cut,
             device=device,
             _non_blocking=self.non_blocking,
             **options,
@@ -324,21 +336,24 @@ class Accelerator(accelerate.Accelerator):
                 self._refuse_other_mean(asked.rule(loss, self.unwrap_model(self._models[0])))
         # accelerate divides by the steps: the weights add up to 1 over an optimizer step as they are.
         weight = one.weight * self.gradient_accumulation_steps
-        weighted_backward(super().backward, loss, weight, self._models, **kwargs)
+        run = partial(weighted_backward, super().backward, loss, weight, self._models, **kwargs)
+        run() if self._cut is None else self._cut.backward(run, loss, ends_step=one.ends_step)
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
         """Accumulate the gradients of an optimizer step: each entry is its next micro-batch."""
-        with self._position.accumulating(), super().accumulate(*models):
+        cut = nullcontext() if self._cut is None else self._cut.running()
+        with self._position.accumulating(), super().accumulate(*models), cut:
             yield
+        if self._cut is not None and self._cut.has_failed:
+            self.gradient_state._set_sync_gradients(False)  # what comes after the block is of no finished step
 
     def _do_sync(self) -> None:
         """Let gradients meet, and the optimizer step, at the end of the plan's step, in place of every k-th entry."""
-        one = self._position.at
-        if one is None:
+        if self._position.at is None:
             super()._do_sync()
         else:
-            self.gradient_state._set_sync_gradients(one.ends_step)
+            self.gradient_state._set_sync_gradients(self._position.at.ends_step)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the gradient of an optimizer step; in mid-step, only return its norm."""
@@ -376,18 +391,30 @@ class Accelerator(accelerate.Accelerator):
         """Gather tensors from all processes, each of which may have other numbers of samples.
 
         Raises:
-            InputError: They differ in more than that; in every process.
+            InputError: They differ in more than that; in every process. With `on_oom`, amid an optimizer step.
         """
         if self.share is None or self.num_processes == 1:
             return super().gather(tensor)
+        if self._cut is not None and self._trains and not self.sync_gradients:
+            refuse_gathering()
         return gather_uneven(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather what was made of a micro-batch; of a loader of shares, every sample once and in order."""
+        """Gather what was made of a micro-batch; of a loader of shares, every sample once and in order.
+
+        Raises:
+            InputError: With `on_oom`, of a loader of shares, whose micro-batches may come in parts.
+        """
+        if self._cut is not None and self._trains:
+            refuse_gathering()
         one = self._position.newest
-        if isinstance(self.gradient_state.active_dataloader, SharesLoader) and one is not None and not one.size:
+        if self._trains and one is not None and not one.size:
             input_data = without_rows(input_data)
         return super().gather_for_metrics(input_data, use_gather_object)
+
+    @property
+    def _trains(self) -> bool:
+        return isinstance(self.gradient_state.active_dataloader, SharesLoader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Skip micro-batches to resume within an epoch; of a loader of shares, by whole optimizer steps.

@@ -177,11 +177,12 @@ class Attempt:
 
     Attributes:
         has_failed: Whether it has; its halves are to be run in its place.
+        has_backward: Whether its backward has run, and its gradients are whole.
     """
 
     def __init__(self, part: Part, cuts: Cuts) -> None:
         self.part, self._cuts = part, cuts
-        self.has_failed = False
+        self.has_failed = self.has_backward = False
         cuts.count_run(part)
         self._rng = RngState()
         self._added: list[Tensor] = []
@@ -210,8 +211,12 @@ class Attempt:
                 if not loss._is_view():
                     loss.detach_()  # the loop's own variable would hold the graph, and its memory, until the next loss
             raise
+        self.has_backward = True
 
     def _fail(self, error: Exception) -> None:
+        if self.has_backward:
+            advise(error, "the backward had run before, so that no smaller micro-batch helps")
+            raise error
         samples = self._cuts.samples_of(self.part)
         if samples < 2 * self._cuts.least:
             advise(error, f"a part of {samples} {'sample' if samples == 1 else 'samples'} can't be cut any further")

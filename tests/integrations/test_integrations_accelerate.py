@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import shared_training as shared
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from faults import Faults, runs_out
 from gpus import KIND
 from plans import simulated_plan
 from ranks import found_by, run_ranks
@@ -26,7 +28,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autosplit.ddp.rendezvous import Place
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.integrations.accelerate import Accelerator, NoPlanWarning, UnevenLossWarning, _apply, _doubt_sum
+from autosplit.integrations.accelerate import (
+    Accelerator,
+    CutWarning,
+    NoPlanWarning,
+    UnevenLossWarning,
+    _apply,
+    _doubt_sum,
+)
 from autosplit.integrations.process_share import share_of
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.probe.check_result import Check
@@ -138,6 +147,37 @@ def trained(
         again.load_state(str(folder))
         found["resumed"] = loop(again, parts, begin=found["position"])
     return found
+
+
+def cut(job: tuple[str, tuple[int, ...], int], faults: Faults, *, in_one: bool = False) -> dict[str, Any]:
+    """Train 50 steps, in which the first process runs out of memory."""
+    kind, sizes, effective = job
+    plan = shared.shares_plan(sizes, effective, in_one=in_one)
+    accelerator = make_accelerator(plan=plan, count=COUNT[kind], on_oom="cut")
+    parts = prepared(kind, accelerator)
+    if accelerator.is_main_process:
+        runs_out(accelerator.unwrap_model(parts[0]), faults)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CutWarning)
+        found = loop(accelerator, parts)
+    found["warned"] = [str(one.message) for one in caught if one.category is CutWarning]
+    return found
+
+
+def cut_and_gathered() -> list[str]:
+    """Gather in mid-step, where one process may run more parts than another, and what came in parts."""
+    plan = shared.shares_plan((7, 1), 40)
+    accelerator = make_accelerator(plan=plan, on_oom="cut")
+    model, *_, loader, _ = prepared("bert", accelerator)
+    said = []
+    batch = next(iter(loader))
+    with accelerator.accumulate(model):
+        accelerator.backward(shared.loss_on(model, batch))
+        for gather in (accelerator.gather, accelerator.gather_for_metrics):
+            with pytest.raises(InputError) as caught:
+                gather(batch["labels"])
+            said.append(str(caught.value))
+    return said
 
 
 def unlike_plans() -> None:
@@ -316,10 +356,17 @@ def gathered_of_unlike_lengths() -> None:
     assert accelerator.gather(accelerator.pad_across_processes(own, dim=1)).shape == (3, 3)
 
 
+CUT = {
+    "cut, bert": (("bert", (7, 1), 40), Faults(every=10)),
+    "cut, gpt": (("gpt", (6, 2), 16), Faults(every=10, place="forward")),
+    "cut, too large": (("gpt", (7, 1), 20), Faults(above=3)),
+}
 TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
     "unweighted": partial(trained, "gpt", (6, 2), 16, cls=Unweighted),
+    **{name: partial(cut, *given) for name, given in CUT.items()},
+    "cut and gathered": cut_and_gathered,
     "unlike plans": unlike_plans,
     "free function": skipped_by_the_free_function,
     "batchnorms": with_batchnorms,
@@ -367,6 +414,19 @@ class TestTwoRanks:
         for found in found_by(two, "every way"):
             assert {way: steps for way, (steps, _) in found.items()} == dict.fromkeys((*WAYS, *HAND_MADE), 6)
             assert max(error for _, error in found.values()) < 1e-12, found
+
+    @pytest.mark.parametrize("name", CUT)
+    def test_what_runs_out_of_memory_is_handed_out_in_parts(self, two, name):
+        (kind, _, effective), _ = CUT[name]
+        expected = shared.by_hand(kind, effective)
+        for rank, found in enumerate(found_by(two, name)):
+            assert float((found["weights"] - expected["weights"][-1]).abs().max()) < 1e-9
+            assert found["scheduler_steps"] == STEPS
+            assert len(found["warned"]) == (rank == 0)
+
+    def test_what_comes_in_parts_is_not_gathered(self, two):
+        for said in found_by(two, "cut and gathered"):
+            assert ["the processes gather amid an optimizer step" in one for one in said] == [True, True]
 
     def test_every_sample_is_gathered_once_and_in_order(self, two):
         """Tensors of unlike first sizes ended the process in gloo."""
@@ -449,6 +509,14 @@ class TestOneProcess:
         found = loop(accelerator, parts)
         assert float((found["weights"] - shared.by_hand(kind, effective)["weights"][5]).abs().max()) < 1e-9
         shared.check_epochs([found["seen"]], (sum(sizes),), effective)
+
+    @pytest.mark.parametrize(("sizes", "faults"), [((8,), Faults(every=7)), ((5, 3), Faults(above=2))])
+    def test_what_runs_out_of_memory_is_handed_out_in_parts(self, sizes, faults, monkeypatch):
+        monkeypatch.setattr("test_integrations_accelerate.STEPS", 6)
+        found = cut(("bert", sizes, 40), faults, in_one=len(sizes) > 1)
+        assert faults.runs > 24  # micro-batches
+        assert len(found["warned"]) == 1
+        assert float((found["weights"] - shared.by_hand("bert", 40)["weights"][5]).abs().max()) < 1e-9
 
     def test_loaders_in_order_are_accelerates_own(self):
         """What is evaluated is dealt out as ever, and a training loader that shuffles needs no more than prepare()."""
@@ -750,6 +818,12 @@ class TestWhatTheLossIsOver:
 
 @pytest.mark.usefixtures("_alone")
 class TestRefusals:
+    @pytest.mark.parametrize("way", ["has_two_losses", "steps_always", "draws_a_step"])
+    def test_a_loop_whose_micro_batches_can_not_come_in_parts(self, way):
+        accelerator = make_accelerator(plan=shared.shares_plan((8,), 40), on_oom="cut")
+        with pytest.raises(InputError, match=r"on_oom is 'cut', and (accelerator.backward was|a batch was drawn)"):
+            getattr(Loop(accelerator), way)()
+
     def test_a_plugin_that_joins_epochs(self):
         plugin = GradientAccumulationPlugin(sync_with_dataloader=False)
         with pytest.raises(InputError, match="sync_with_dataloader=False; expected True"):

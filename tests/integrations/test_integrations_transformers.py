@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="needs accelerate (the extra `integrati
 import shared_training as shared
 import torch
 import transformers
-from faults import Faults
+from faults import Faults, runs_out
 from gpus import KIND
 from plans import simulated_plan
 from ranks import found_by, run_ranks
@@ -143,12 +143,6 @@ def trained(
         found["resumed"] = shared.weights_of(again.model)
         found["seen_then"] = list(zip(again.seen, again.counted, strict=True))
     return found
-
-
-def runs_out(model: nn.Module, faults: Faults) -> None:
-    """Let a model run out of memory, behind its embeddings: what comes later has its gradient by then."""
-    embeddings = model.bert.embeddings if hasattr(model, "bert") else model.transformer.drop
-    embeddings.register_forward_hook(lambda _module, _args, output: faults(output, len(output)))
 
 
 def cut(job: tuple[str, tuple[int, ...], int], faults: Faults, *, name: str, loss: Any = None) -> dict[str, Any]:

@@ -141,6 +141,22 @@ def test_memory_of_a_failed_backward_is_free_for_the_parts():
 
 
 class TestErrors:
+    def test_what_has_had_its_backward_is_not_run_again(self):
+        """It was run again in parts, and its gradient was there twice."""
+        network = Network(Faults())
+        after = Faults(every=1, place="forward")
+        step = next(steps(batches(1), batch_size=6, effective_batch_size=6, cuts=Cuts()))
+        inputs, targets = next(iter(step))
+
+        def run() -> None:
+            with step.attempt():
+                step.backward(F.mse_loss(network(inputs), targets))
+                after(targets, 6)
+
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            run()
+        assert caught.value.autosplit_advice == "the backward had run before, so that no smaller micro-batch helps"
+
     def test_one_sample_can_not_be_cut(self):
         with pytest.warns(CutWarning), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
             walk(Network(Faults(every=1)))

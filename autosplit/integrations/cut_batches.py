@@ -1,0 +1,129 @@
+"""Hand out what ran out of memory of a loop's micro-batch again, as two micro-batches of its optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
+from autosplit.errors import InputError
+from autosplit.integrations.process_share import Share
+from autosplit.integrations.weighted_backward import Weighed
+from autosplit.parallel.oom_cuts import Attempt, Cuts, OnOom, Part, cuts_for
+from autosplit.parallel.optimizer_steps import count_samples, counted
+
+__all__ = ["CutBatches", "refuse_gathering"]
+
+
+class CutBatches:
+    """The micro-batches of a loop, of which some run out of memory.
+
+    Args:
+        sums: The loss is a sum, of which each part counts whole.
+    """
+
+    def __init__(self, cuts: Cuts, *, sums: bool) -> None:
+        self._cuts, self._sums = cuts, sums
+        self._part: Part | None = None
+        self._attempt: Attempt | None = None
+        self._wrapped: list[DistributedDataParallel] = []
+
+    @classmethod
+    def of_share(
+        cls, share: Share, on_oom: OnOom, owner: object, count: Callable[[Any], int] | None
+    ) -> CutBatches | None:
+        """Return those of a process's share; None where errors are to be raised."""
+        cuts = cuts_for(owner, on_oom, count=count, **share.cut_options)
+        return None if cuts is None else cls(cuts, sums=share.plan.loss_reduction == "sum")
+
+    def watch(self, model: nn.Module) -> None:
+        """Take on a model; what of it the processes meet in is to wait for them.
+
+        Raises:
+            InputError: They meet in more than its gradients.
+        """
+        wrapped = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+        for one in wrapped:
+            refuse_meeting(one)
+        self._wrapped += wrapped
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the micro-batch that ran last did not fit, and is handed out again."""
+        return self._attempt is not None and self._attempt.has_failed
+
+    def walk(self, walked: Iterable[Weighed]) -> Iterator[Weighed]:
+        """Walk micro-batches: in place of one that failed, its halves, which make its optimizer step one longer.
+
+        Raises:
+            InputError: A micro-batch is drawn before the one before it has run.
+        """
+        position = more = 0
+        for one in walked:
+            if one.position == 0:
+                position = more = 0
+            size = counted(self._cuts.count or count_samples, one.batch) if one.weight else 0
+            parts = self._cuts.parts_of(one.batch, size)
+            more += len(parts) - 1
+            while parts:
+                self._part, self._attempt = parts.pop(0), None
+                share = self._part.size / size if size and not self._sums else 1.0
+                yield one._replace(
+                    batch=self._part.batch, weight=one.weight * share, position=position, length=one.length + more
+                )
+                attempt: Attempt | None = self._attempt
+                if attempt is None:
+                    raise InputError(
+                        "on_oom is 'cut', and a batch was drawn before the one before it had run; expected each drawn "
+                        "when it is its turn, because one that does not fit is drawn again in parts; write `with "
+                        "accelerator.accumulate(model):` around each"
+                    )
+                if attempt.has_failed:
+                    parts[:0] = attempt.halves()
+                    more += 1
+                else:
+                    position += 1
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the micro-batch that was handed out last, and let no models meet in it; within another, only run."""
+        part, self._part = self._part, None
+        if part is None:
+            yield
+            return
+        self._attempt = Attempt(part, self._cuts)
+        with self._attempt.running(), ExitStack() as stack:
+            for wrapped in self._wrapped:
+                stack.enter_context(apart(wrapped))
+            yield
+
+    def backward(self, run: Callable[[], object], loss: Tensor, *, ends_step: bool) -> None:
+        """Run a micro-batch's backward; after an optimizer step's last, average the gradients over the processes.
+
+        Raises:
+            InputError: It is called outside of `running`, or twice in it.
+        """
+        if self._attempt is None or self._attempt.has_backward:
+            raise InputError(
+                "on_oom is 'cut', and accelerator.backward was called outside of accelerator.accumulate, or twice in "
+                "it; expected once within each accumulate(), which may run a micro-batch in parts; add the losses up"
+            )
+        self._attempt.backward(run, loss)
+        for wrapped in self._wrapped if ends_step else []:
+            average_gradients(wrapped)
+
+
+def refuse_gathering() -> None:
+    """Refuse what processes do together in a loop that is longer for some of them.
+
+    Raises:
+        InputError: Always.
+    """
+    raise InputError(
+        "on_oom is 'cut', and the processes gather amid an optimizer step, of which each may run as many parts as it "
+        "needs; expected accelerator.gather where accelerator.sync_gradients is True, or after the epoch; move it"
+    )
