@@ -19,7 +19,7 @@ A claim that does not hold says so. The predictions of a section are those of th
 
 def page() -> str:
     """Return docs/benchmarks.md."""
-    sections = (_ceilings, _search, _simulation, _fit, _balanced, _ddp, _loader, _startup)
+    sections = (_ceilings, _search, _simulation, _fit, _balanced, _ddp, _loader, _noise_scale, _startup)
     return "\n".join([INTRODUCTION, *(line for section in sections for line in section())]) + "\n"
 
 
@@ -176,6 +176,27 @@ def _loader() -> list[str]:
         for one in found["results"]
     ]
     return [*_opened("The loader", said, "loader", found), *_table(columns, rows)]
+
+
+def _noise_scale() -> list[str]:
+    found = _read("noise_scale")
+    recommended, own = found["recommended"], found["plan_effective_batch_size"]
+    said = (
+        "Training to a target loss at several effective batches, each with the learning rate by `plan.goodput`'s "
+        "factor. "
+        f"At a noise scale of {found['noise_scale']:,.0f}, estimated at {own}, it recommended {recommended}: "
+        f"{found['ratio_to_best']:.2f} times as long as the best, {found['best']} (wanted: at most 1.10), and "
+        f"{found['ratio_to_plan']:.2f} times as long as {own} ({1 / found['predicted_gain']:.2f} predicted)."
+    )
+    columns = ("effective batch", "steps", "seconds", "samples/s", "predicted")
+    rows: list[tuple[object, ...]] = []
+    for size, row in found["batches"].items():
+        if row is None:
+            rows.append((size, "did not reach it", "", "", ""))
+        else:
+            rates = f"{row['samples_per_s']:,}", f"{row['predicted_samples_per_s']:,}"
+            rows.append((size, f"{row['steps']:,g}", f"{row['seconds']:.2f}", *rates))
+    return [*_opened("The effective batch", said, "noise_scale", found), *_table(columns, rows)]
 
 
 def _startup() -> list[str]:

@@ -30,20 +30,25 @@ Sums = tuple[float, float, float]
 """Of a step: the sum of n_i |g_i|^2, the number of micro-batches, and |g|^2."""
 
 WINDOW = 1000
-"""Optimizer steps that the estimate is over: the noise scale grows while the loss falls, and the latest count."""
+"""Most optimizer steps that the estimate is over: the noise scale grows while the loss falls, and the latest count.
+
+It is over the latest half of fewer. Numerator and denominator are averaged apart, so that over a whole run the first
+steps would decide, whose gradient is large: of a classifier, 365 after 20 steps and about 1,700 from 80 steps on.
+"""
 
 Z_95 = 1.96
 """Standard errors on each side of a normal distribution's 95 %."""
 
 
 class NoiseScale:
-    """The noise scale of a run's latest optimizer steps: numerator and denominator are averaged apart.
+    """The noise scale of the latest half of a run's optimizer steps, at most `WINDOW`.
 
     It counts in what the mean loss averages over: samples, or what `count` of the steps counts.
     """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW)
+        self._num_added = 0
 
     def __len__(self) -> int:
         """Count the steps that it is estimated from."""
@@ -64,6 +69,9 @@ class NoiseScale:
             )
         if freedom >= 1 and math.isfinite(scatter) and math.isfinite(squared):
             self._steps.append((scatter, freedom, num_samples, num_samples * squared))
+            self._num_added += 1
+            if len(self._steps) > (self._num_added + 1) // 2:
+                self._steps.popleft()
 
     @property
     def value(self) -> float:

@@ -42,6 +42,14 @@ class TestTheArithmetic:
             held += found.interval[0] <= 40 <= found.interval[1]
         assert 0.91 <= held / 300 <= 0.98
 
+    def test_the_first_steps_do_not_decide(self):
+        """Their gradient is large: over a whole run, 1 of 10 steps had it be a tenth of what it was for the others."""
+        found = NoiseScale()
+        for step in range(200):
+            gradient = 100.0 if step < 20 else 1.0
+            found.add((16 * (gradient + 64 / 16) * 2, 2, gradient + 64 / 32), 32)
+        assert found.value == pytest.approx(64)
+
     def test_no_gradient_beside_the_noise_is_an_infinite_scale(self):
         found = NoiseScale()
         found.add((20.0, 2, 0.1), 20)
@@ -94,7 +102,7 @@ class TestInTheLoop:
     def test_a_linear_regression_is_within_ten_percent_of_the_closed_form(self, sizes):
         found = found_by(sizes=sizes).noise_scale
         assert found.value == pytest.approx(CLOSED_FORM, rel=0.1)
-        assert found.interval[0] <= CLOSED_FORM <= found.interval[1]
+        assert found.interval[0] < found.value < found.interval[1] < 1.5 * CLOSED_FORM
 
     def test_split_over_devices_and_scaled_for_fp16_it_is_the_same(self):
         plain = found_by(count=20).noise_scale.value
@@ -112,7 +120,7 @@ class TestInTheLoop:
                 for inputs in step:
                     step.backward(net(inputs).square().mean())
                 net.zero_grad()
-        assert len(step.noise_scale) == 16
+        assert len(step.noise_scale) == 8  # the latest half
         assert "optimizer steps)" in str(step.noise_scale)
         assert next(iter(plan.steps(loader))).noise_scale is None
 
