@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from autosplit.devices.transfer import HOST, active_placement, transfer
 from autosplit.errors import WorkloadError
@@ -102,6 +103,11 @@ class Workload:
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
             raise WorkloadError(f"batch_dim is {self.batch_dim!r}; expected a dimension, 0 or more")
         object.__setattr__(self, "modules", self._checked_modules())
+        if isinstance(self.sample_batch, (DataLoader, Dataset)):
+            raise WorkloadError(
+                f"sample_batch is a {type(self.sample_batch).__name__}; expected one batch as training sees it; pass "
+                "next(iter(loader)), or a Workload.from_loader(loader, model=model)"
+            )
         is_pair = isinstance(self.sample_batch, (tuple, list)) and len(self.sample_batch) == 2
         if self.loss_fn is not None and not is_pair:
             raise WorkloadError(
