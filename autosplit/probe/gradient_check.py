@@ -38,7 +38,7 @@ MADE_SAMPLES = 8
 PASS_S = 0.5
 """Time that one forward and backward may take in a tuning; there are three, or about ten."""
 
-FIRST_S = 2.0
+FIRST_S = 1.0
 """Time after which a forward of the fewest samples is given up: the first one of a process loads and warms up."""
 
 KEPT_GRADIENTS = 6

@@ -58,7 +58,7 @@ class AffineTraces:
         self._laws: dict[StepShape, _Law | None] = {}
         self._is_curved = False
         self._held_to: dict[tuple[bool, bool], int] = {}
-        self._ones: dict[tuple[bool, bool], bool] = {}
+        self._ones: dict[bool, bool] = {}
         self._checks = False
         self._told: dict[StepShape, Trace] = {}
 
@@ -88,19 +88,21 @@ class AffineTraces:
 
     def _tell(self, shape: StepShape) -> Trace:
         law = self._law_of(shape)
-        if law is not None and self.fake and 1 in shape.splits[0] and not self._tells_one(law, shape):
+        if law is not None and self.fake and 1 in shape.splits[0] and not self._tells_one(shape):
             law = None if max(shape.splits[0]) == 1 else self._law_of(shape, ones_apart=True)
         return self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
 
-    def _tells_one(self, law: _Law, shape: StepShape) -> bool:
-        """Tell whether a share of one is as others are: of it, nothing may have to be copied to lie in order."""
-        way = _way_of(shape)
-        if self._ones.get((way[0], False)) is False:
-            return False  # a device that is not alone takes one sample as a lone one does
-        if way not in self._ones:
-            one = tuple(min(1, samples) for samples in shape.splits[0])
-            self._ones[way] = law.tells(one, self.tracer.trace(replace(shape, splits=(one,))))
-        return self._ones[way]
+    def _tells_one(self, shape: StepShape) -> bool:
+        """Tell whether a share of one is as others are: of it, nothing may have to be copied to lie in order.
+
+        A device takes one sample beside others as it does alone.
+        """
+        evaluates = shape.arrangement == "eval"
+        if evaluates not in self._ones:
+            one = StepShape(((1,),), "eval" if evaluates else "balanced")
+            law = self._law_of(one)
+            self._ones[evaluates] = law is not None and law.tells((1,), self.tracer.trace(one))
+        return self._ones[evaluates]
 
     def _checked(self, shape: StepShape) -> Trace:
         law = self._law_of(shape)
@@ -142,8 +144,8 @@ class AffineTraces:
         way = _way_of(unit)
         if way not in self._held_to:
             self._held_to[way] = sum(odd)
-            small = max(2, alone.splits[0][0]) if unit == _unit_of(alone) else 2
-            if small > 2 or self.tracer.norms_over_samples or not self._tells_one(law, unit):
+            if len(active) == 1:  # beside others, each device takes a sample as it does alone
+                small = max(2, alone.splits[0][0]) if unit == _unit_of(alone) else 2
                 self._hold(law, replace(unit, splits=(tuple(small if samples else 0 for samples in odd),)))
         return law
 

@@ -18,8 +18,11 @@ from autosplit.runtime.op_cost import OpCost, op_cost
 
 __all__ = ["OpCall", "odd_split", "resizer"]
 
-ODD_SIZES = (1021, 1033)
-"""Primes for the samples of up to two devices, of which no common model has a multiple, nor of their sum."""
+ODD_SIZES = (1031, 1051)
+"""Primes for the samples of up to two devices, of which no common model has a multiple, nor of their sum.
+
+Above 1024, a batch that is often asked for, and the largest that the odd steps then stand for.
+"""
 
 
 def odd_split(split: Sequence[int]) -> tuple[int, ...]:
