@@ -210,7 +210,9 @@ def _fill(total: int, weights: Sequence[int], limits: Sequence[int]) -> tuple[in
 def _wholes(name: str, values: Sequence[int]) -> list[int]:
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         raise InputError(f"{name} is {values!r}; expected one whole number per device; pass a list of ints")
-    numbers = [whole_number(f"{name}[{i}]", value, minimum=0) for i, value in enumerate(values)]
+    numbers = list(values)
+    if set(map(type, numbers)) != {int} or min(numbers) < 0:  # a search asks for thousands of splits, which are right
+        numbers = [whole_number(f"{name}[{i}]", value, minimum=0) for i, value in enumerate(numbers)]
     if not numbers:
         raise InputError(f"{name} is empty; expected one whole number per device; pass at least one")
     return numbers

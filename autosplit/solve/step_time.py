@@ -16,6 +16,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, islice
 from typing import ClassVar
 
 __all__ = [
@@ -155,7 +156,7 @@ class StepTime:
 
     def _counted_copying_s(self, counted: Mapping[tuple[int, ...], int]) -> float:
         if self.keeps:
-            return sum(s for i, s in enumerate(self.copies_s) if i and any(split[i] for split in counted))
+            return sum(compress(self.copies_s[1:], islice(map(any, zip(*counted, strict=True)), 1, None)))
         return sum(
             count * s
             for split, count in counted.items()
@@ -224,10 +225,13 @@ class StepTime:
 
     def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
         """Return what contention multiplies, the gathers, and the time of device 0 alone, in seconds."""
-        times = [curve(samples) for curve, samples in zip(self.curves, split, strict=True)]
         if not any(split[1:]):
-            return 0.0, 0.0, times[0]
-        gather_s = sum(seconds * samples for seconds, samples in zip(self.gather_s_per_sample, split, strict=True))
+            return 0.0, 0.0, self.curves[0](split[0])
+        pairs = list(zip(self.curves, split, strict=True))
+        if not self.adds_up:  # of many devices most are alike, and a split is timed for thousands of times
+            pairs = list({(id(curve), samples): (curve, samples) for curve, samples in pairs}.values())
+        times = [curve(samples) for curve, samples in pairs]
+        gather_s = sum(map(operator.mul, self.gather_s_per_sample, split))
         return (sum(times) if self.adds_up else max(times)), gather_s, 0.0
 
 
