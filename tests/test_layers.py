@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "parallel": ("devices", "solve", "workload"),
     "runtime": ("devices", "solve", "workload", "parallel"),
     "probe": ("devices", "solve", "workload", "parallel", "runtime"),
-    "plan": ("devices", "solve", "probe.check_result", "parallel", "runtime"),
+    "plan": ("devices", "solve", "probe.check_result", "probe.loader_result", "parallel", "runtime"),
     "profiles": ("devices", "solve", "workload", "plan"),
     "ddp": ("devices", "solve", "parallel", "plan", "profiles"),
     "tuning": ("devices", "solve", "workload", "runtime", "probe", "plan", "profiles", "ddp"),

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.batchnorms import has_synchronised, silenced, uncounted
@@ -180,6 +180,13 @@ class Context:
                 BatchNormWarning,
                 stacklevel=3,
             )
+
+    def loader(
+        self, dataset: Any, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False, **options: Any
+    ) -> DataLoader[Any]:
+        """Return a DataLoader of this rank's part of every micro-batch; see `Plan.loader` and `batch_sampler`."""
+        sampler = self.batch_sampler(len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return DataLoader(dataset, batch_sampler=sampler, **{**self.plan.loader_keywords, **options})
 
     def batch_sampler(
         self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False

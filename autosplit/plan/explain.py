@@ -72,6 +72,7 @@ def explanation_of(plan: Solved) -> Explanation:
         learning_rate=_learning_rate(plan),
         shares_processor=shares_processor,
         simulated=plan.simulated,
+        loader_samples_per_s=plan.loader_samples_per_s,
     )
 
 

@@ -125,6 +125,7 @@ class Solved:
     sample_batch_size: int | None
     simulated: bool
     changes: tuple[Change, ...] | None
+    loader_samples_per_s: float | None = None
 
     def digest(self) -> str:
         """Return 64 hexadecimal digits that are the same for equal numbers in every process."""
@@ -237,6 +238,7 @@ class Explanation:
 
     Attributes:
         samples_per_s: The plan's throughput; what a data loader has to deliver, for data loading is not counted.
+        loader_samples_per_s: Samples per second that the loader loads; None where it was not measured.
         predicted_samples_per_s: What the model says of the plan; None where the plan holds no fit.
         bounds: What binds, of memory and sizes first, each kind by its gain; empty where nobody knows: the plan has no
             fit, or is of simulated cards and nothing else was simulated.
@@ -268,6 +270,7 @@ class Explanation:
     learning_rate: LearningRate | None
     shares_processor: bool
     simulated: bool
+    loader_samples_per_s: float | None = None
 
     def comparison(self) -> str:
         """Say which of DDP and the plan's own split is faster, and by how much; empty where there is only one."""
@@ -282,14 +285,17 @@ class Explanation:
 
     def repeats(self, plan: Solved) -> bool:
         """Tell whether what it repeats of a plan's numbers is what they are: it was read from a file with them."""
-        names = ("samples_per_s", "ddp_samples_per_s", "ddp_measured", "fastest", "simulated")
+        names = ("samples_per_s", "loader_samples_per_s", "ddp_samples_per_s", "ddp_measured", "fastest", "simulated")
         return all(getattr(self, name) == getattr(plan, name) for name in names)
 
     def reasons(self) -> tuple[str, ...]:
         """Return what limits the plan: a sentence for each limit of the batch, and one for what takes the most time.
 
         Empty where nobody knows. Times come first where no limit but the asked effective batch keeps the batch small.
+        Where the loader is slower than the devices, nothing else limits it.
         """
+        if self.loader_samples_per_s is not None and self.loader_samples_per_s < self.samples_per_s:
+            return (_loader_text(self),)
         limits = [bound for bound in self.bounds if bound.what in LIMITS]
         times = [bound for bound in self.bounds if bound.what not in LIMITS][:MOST_TIMES]
         if not times:
@@ -309,8 +315,10 @@ class Explanation:
             "ddp": _ddp_text(self),
             "learning_rate": "" if self.learning_rate is None else _learning_rate_text(self.learning_rate),
             "fit": "" if self.fit is None else _fit_text(self.fit),
-            "data": f"data loading is not measured: the loader has to deliver {rate_text(self.samples_per_s)}",
+            "data": _loader_text(self),
         }
+        if said["data"] == said["bounds"]:
+            del said["data"]
         return {subject: text for subject, text in said.items() if text}
 
     def __str__(self) -> str:
@@ -332,6 +340,14 @@ class Explained:
 
 
 # --------------------------------------------------------------------------------------------------------- sentences
+
+
+def _loader_text(explanation: Explanation) -> str:
+    devices, loader = explanation.samples_per_s, explanation.loader_samples_per_s
+    if loader is None:
+        return f"data loading is not measured: the loader has to deliver {rate_text(devices)}"
+    said = f"it loads {rate_text(loader)}, and the devices take {rate_text(devices)}"
+    return f"the {'loader bounds' if loader < devices else 'devices bound'} the run: {said}"
 
 
 def _limit_text(bound: Bound) -> str:

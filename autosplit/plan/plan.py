@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
     from torch import nn
+    from torch.utils.data import DataLoader
 
     from autosplit.parallel.balanced import BalancedDataParallel
     from autosplit.parallel.batch_sampler import ScheduledBatchSampler
@@ -258,6 +259,26 @@ class Plan(PlanRecord):
         )
         made.refuse_single_samples(self.split, 1 if self.region is None else self.region.least_share)
         return made
+
+    def loader(
+        self, dataset: Any, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False, **options: Any
+    ) -> DataLoader[Any]:
+        """Return a DataLoader of the plan's micro-batches, with the settings found where `tune` was given a loader.
+
+        Args:
+            dataset: With an index and a length.
+            shuffle: Draw in a new order each epoch (``loader.batch_sampler.set_epoch``).
+            seed: Of that order.
+            drop_last: Leave out the epoch's last step where it is short of samples.
+            **options: Of ``torch.utils.data.DataLoader``, in place of what was found.
+
+        Raises:
+            InputError: The short last forward has a sample too few for the model's BatchNorms.
+        """
+        from torch.utils.data import DataLoader
+
+        sampler = self.batch_sampler(len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return DataLoader(dataset, batch_sampler=sampler, **{**self.loader_keywords, **options})
 
     def steps(
         self,

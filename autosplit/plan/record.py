@@ -19,6 +19,7 @@ from autosplit.files import read_bounded, replace_file
 from autosplit.plan.explanation import Change, Explained, Solved, SolvedDevice
 from autosplit.plan.validation import unsound_part
 from autosplit.probe.check_result import Check
+from autosplit.probe.loader_result import LoaderSettings
 from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.search_space import Trial
 from autosplit.solve.split import accumulation_steps
@@ -190,6 +191,8 @@ class PlanRecord:
         real_steps: Training steps that were run to find it.
         real_ooms: How many of them ran out of memory.
         changes: What simulated cards would do were one thing different; None where that was not simulated.
+        loader_settings: With which the loader that `tune` was given loads the most; None where it was given none.
+        loader_samples_per_s: Samples per second that it loads with them, for all processes; None as well.
         explained: What `explain` says, once it was asked and is kept; it is no part of what plans are compared by.
         schema_version: Of the JSON.
     """
@@ -224,6 +227,8 @@ class PlanRecord:
     real_steps: int = 0
     real_ooms: int = 0
     changes: tuple[Change, ...] | None = None
+    loader_settings: LoaderSettings | None = None
+    loader_samples_per_s: Annotated[float, Meta(gt=0)] | None = None
     explained: Explained | None = field(default=None, compare=False, repr=False)
     schema_version: int = SCHEMA_VERSION
 
@@ -305,6 +310,11 @@ class PlanRecord:
                     mode = stat.S_IMODE(self.path.stat().st_mode)
                     replace_file(self.path, plan.with_notes(last=[sentence]).to_json() + "\n", mode=mode)
 
+    @property
+    def loader_keywords(self) -> dict[str, Any]:
+        """The settings found for the loader, as keyword arguments of a DataLoader; empty where there are none."""
+        return {} if self.loader_settings is None else self.loader_settings.to_dict()
+
     def bare(self) -> Self:
         """Return the plan without what tells how this process came by it, and why: what is left, ranks agree on."""
         return replace(self, notes=(), explained=None)
@@ -342,6 +352,7 @@ class PlanRecord:
             sample_batch_size=self.sample_batch_size,
             simulated=self.simulated,
             changes=self.changes,
+            loader_samples_per_s=self.loader_samples_per_s,
         )
 
     # JSON

@@ -1,4 +1,4 @@
-"""Solve a remembered plan again where less memory is free than it takes: from its stored fits, running nothing.
+"""Solve a plan again where less memory is free than it takes, or its loader is slow: from its fits, running nothing.
 
 What a device holds with fewer samples is read off the line near its ceiling and off the sizes that were looked at: a
 peak never falls as samples are added, so that it is no less than that of any smaller size which is known. Where a step
@@ -7,6 +7,7 @@ takes several forwards and the plan's took one, the gradients that wait are adde
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from autosplit.plan.plan import Plan
@@ -25,21 +26,23 @@ LINE_ERROR = 0.01
 
 @dataclass(frozen=True)
 class Lack:
-    """The memory that there is now, where it is less than a plan takes.
+    """The memory that there is now, or the loader, where it is less than a plan takes.
 
     Attributes:
         capacities_bytes: What each device may hold.
         waiting_bytes: What gradients take on each device while they wait for another forward.
         least_batch: The fewest samples that a device trains on.
+        most_samples_per_s: What the loader loads.
     """
 
     capacities_bytes: tuple[int, ...]
     waiting_bytes: int
     least_batch: int
+    most_samples_per_s: float = math.inf
 
 
 def solved_again(plan: Plan, lack: Lack) -> Plan | None:
-    """Return a plan for less memory, by the fits of one that no longer fits; None where it has none, or nothing fits.
+    """Return a plan for less, by the fits of one that takes more; None where it has none, or nothing fits.
 
     Its throughput and peaks are predicted.
     """
@@ -73,6 +76,7 @@ def _problem(plan: Plan, fit: Fit, ceilings: tuple[Ceiling, ...], region: Region
     )
     # The region of a plan of several forwards counts what waits.
     waiting_bytes = lack.waiting_bytes if plan.accumulation_steps == 1 else 0
+    problem = replace(problem, most_samples_per_s=lack.most_samples_per_s)
     capacities_bytes = [int((1 - LINE_ERROR) * nbytes) for nbytes in lack.capacities_bytes]
     return problem.with_capacities(capacities_bytes, waiting_bytes=waiting_bytes, least_batch=lack.least_batch)
 

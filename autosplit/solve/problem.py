@@ -6,6 +6,7 @@ along the line near each ceiling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -61,6 +62,7 @@ class Problem:
         accumulates: An optimizer step may have several forwards.
         accumulating: Which splits fit in a step of several forwards, if those are others.
         tells_apart: See `Solver`.
+        most_samples_per_s: See `Solver`; ranks do not mind it.
     """
 
     fit: Fit
@@ -71,6 +73,7 @@ class Problem:
     accumulates: bool
     accumulating: Region | None = None
     tells_apart: float = LEAST_DIFFERENCE
+    most_samples_per_s: float = math.inf
 
     @classmethod
     def of(
@@ -109,7 +112,7 @@ class Problem:
         if most is None:
             return None
         space = Space(self.region, self.effective_batch_sizes, most, self.accumulating)
-        solver = Solver(space, self.step_time, tells_apart=self.tells_apart)
+        solver = Solver(space, self.step_time, tells_apart=self.tells_apart, most_samples_per_s=self.most_samples_per_s)
         for best in solver.answers():
             steps, rate = best.accumulation_steps, solver.samples_per_s(best)
             return Solution(solver.split_of(best), steps, space.effective_of(best), rate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -42,12 +43,22 @@ class Solver:
 
     Args:
         tells_apart: Share of samples/s by which predictions have to differ: of less, the plainest is the answer.
+        most_samples_per_s: What the loader loads: where one forward of any size is asked for, the smallest that takes
+            as much is the answer.
     """
 
-    def __init__(self, space: Space, step_time: StepTime, *, tells_apart: float = LEAST_DIFFERENCE) -> None:
+    def __init__(
+        self,
+        space: Space,
+        step_time: StepTime,
+        *,
+        tells_apart: float = LEAST_DIFFERENCE,
+        most_samples_per_s: float = math.inf,
+    ) -> None:
         self.space = space
         self.step_time = step_time
         self.tells_apart = tells_apart
+        self.most_samples_per_s = most_samples_per_s
         # Which split a configuration has does not change with the fit: the trials of one are trials of one split.
         self._unfitted = step_time
         self._splits: dict[tuple[int, tuple[int, ...]], tuple[int, ...] | None] = {}
@@ -237,7 +248,8 @@ class Solver:
         if not ranked:
             return []
         if self.space.effective_batch_sizes is None:
-            first = min((c for c in ranked if rates[c] >= KNEE_SHARE * rates[ranked[0]]), key=lambda c: c.batch_size)
+            enough = min(KNEE_SHARE * rates[ranked[0]], self.most_samples_per_s)
+            first = min((c for c in ranked if rates[c] >= enough), key=lambda c: c.batch_size)
         else:
             near = (c for c in ranked if rates[c] >= (1 - self.tells_apart) * rates[ranked[0]])
             first = min(near, key=lambda c: (self.space.plainness(c), -rates[c]))

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from autosplit.errors import AutosplitError, from_user_code
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.plan import Plan
+from autosplit.probe.loader_speed import measure_loader
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import machine_of, workload_of
 from autosplit.profiles.tuning_lock import WaitingWarning
@@ -24,6 +26,7 @@ from autosplit.runtime.subprocess_runtime import IsolatedRuntime
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
+from autosplit.tuning.loader_bound import bounded_by_loader
 from autosplit.tuning.lone_session import LoneSession
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
 from autosplit.tuning.recall import Recalled, Wanted
@@ -101,6 +104,7 @@ def tune(
     profile: str = "auto",
     name: str | None = None,
     seed: int = 0,
+    loader: DataLoader[Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """Find how much of the batch goes on which device, how big it may be, and how many accumulation steps.
@@ -147,6 +151,9 @@ def tune(
             time limit twice that, and at least a minute), and then tunes by itself; ``"off"`` waits for nobody.
         name: Keeps plans for otherwise equal workloads apart: up to 64 characters on one line.
         seed: Of the search.
+        loader: The training's DataLoader, on each rank its own. What it loads is measured first and at every call, as
+            `measure_loader` does, and the plan says whether it or the devices bound the run. Where it does, and no
+            effective batch was asked for, the plan is the smallest batch that takes what it loads.
         progress: Called with a `Progress` now and then. Default: a bar in a notebook, a line on a terminal, and nothing
             elsewhere.
 
@@ -195,7 +202,10 @@ def tune(
             return workload_source(model_or_workload, sample_batch, {**described, "precision": one})
 
         asked = _Asked(request, reserve, onward(heard or quiet), isolate, job, heard=heard is not None)
+        loads = [] if loader is None else job.peers.all_run(lambda: measure_loader(loader))
         plan = _fastest_of(precisions, make, asked, notes)
+        if loads:
+            plan = bounded_by_loader(plan, loads)
     changed = sorted((check for check in plan.checks if check.depends), key=lambda check: not check.advice)
     if changed:
         others = f"; {len(changed) - 1} more in plan.checks" if len(changed) > 1 else ""

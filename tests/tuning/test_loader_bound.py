@@ -1,0 +1,152 @@
+"""A plan is held against what the training's DataLoader loads: no batch is larger for a speed that can't be fed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import autosplit
+from autosplit.errors import InputError
+from autosplit.plan.plan import Plan
+from autosplit.probe.loader_result import LoaderSettings, MeasuredLoader
+from autosplit.solve.memory import MemoryFit, Region
+from autosplit.solve.search_space import KNEE_SHARE, Space
+from autosplit.solve.solver import Solver
+from autosplit.solve.step_time import StepTime, TimeCurve
+from autosplit.tuning import tune as tuning
+from autosplit.tuning.loader_bound import bounded_by_loader
+
+WORKERS = LoaderSettings(2, 4, persistent_workers=True)
+
+
+def loads(samples_per_s: float) -> MeasuredLoader:
+    """What was measured of a loader with no workers."""
+    return MeasuredLoader(WORKERS, samples_per_s, LoaderSettings(), None, samples_per_s, 1, 2, (), ("it is said",))
+
+
+def tuned(devices: str = "sim:1xRTX3090+1xRTX2080Ti", **options: Any) -> Plan:
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 1))
+    batch = torch.randn(8, 64), torch.randn(8, 1)
+    options = {"loss_fn": nn.MSELoss(), "profile": "off", "max_batch_size": 4096, **options}
+    return autosplit.tune(model, batch, devices=devices, **options)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return tuned()
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.7])
+def test_a_slow_loader_gets_the_smallest_batch_that_takes_what_it_loads(plan, share):
+    rate = share * plan.samples_per_s
+    found = bounded_by_loader(plan, [loads(rate)])
+    assert found.batch_size < plan.batch_size
+    assert found.samples_per_s >= rate
+    assert plan.compare_with(split=tuple(n // 2 for n in found.split)).samples_per_s < rate
+    assert all(device.peak_bytes <= device.capacity_bytes for device in found.devices)
+    assert (found.loader_settings, found.loader_samples_per_s) == (WORKERS, rate)
+    assert found.explain().reasons()[0].startswith("the loader bounds the run: it loads ")
+    assert f"in place of {plan.batch_size:,}; predicted" in found.notes[-1]
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_a_fast_loader_leaves_the_plan_as_it_is(plan):
+    found = bounded_by_loader(plan, [loads(3 * plan.samples_per_s)])
+    assert replace(found, loader_settings=None, loader_samples_per_s=None, notes=plan.notes) == plan
+    assert found.explain().reasons() == plan.explain().reasons()
+    assert found.explain().sentences()["data"].startswith("the devices bound the run: it loads ")
+    assert found.notes[-2:] == (
+        "it is said",
+        "the loader was measured on this machine, which is not that of the simulated cards",
+    )
+
+
+def test_an_effective_batch_that_was_asked_for_is_kept():
+    plan = tuned(effective_batch_size=1024)
+    found = bounded_by_loader(plan, [loads(0.1 * plan.samples_per_s)])
+    assert found.split == plan.split
+    assert "the loader bounds the run" in found.explain().sentences()["bounds"]
+
+
+def test_of_ranks_the_one_that_waits_the_longest_for_its_share_bounds():
+    plan = tuned(strategy="ddp", effective_batch_size=1024)
+    first, second = plan.split
+    found = bounded_by_loader(plan, [loads(10.0 * first), loads(4.0 * second)])
+    assert found.loader_samples_per_s == pytest.approx(4.0 * plan.batch_size)
+
+
+@given(
+    times=st.lists(st.floats(1e-6, 1e-3), min_size=2, max_size=3),
+    fixed_s=st.floats(1e-4, 1e-1),
+    share=st.floats(0.01, 1.5),
+)
+def test_no_smaller_batch_that_was_looked_at_takes_as_much(times, fixed_s, share):
+    curves = tuple(TimeCurve.of([(1, fixed_s), (1000, fixed_s + 999 * per_s)]) for per_s in times)
+    region = Region(MemoryFit(0.0, 1.0), 1000, 1000, (1000,) * (len(times) - 1), 2000)
+    step_time = StepTime.bare(curves, 1e-4, adds_up=False)
+    space = Space(region, None, 1)
+    best = max(map(Solver(space, step_time).samples_per_s, Solver(space, step_time).answers()))
+    solver = Solver(space, step_time, most_samples_per_s=share * best)
+    first, *others = solver.answers()
+    enough = min(share, KNEE_SHARE) * best
+    assert solver.samples_per_s(first) >= enough
+    assert all(other.batch_size >= first.batch_size for other in others if solver.samples_per_s(other) >= enough)
+
+
+def test_the_plan_makes_the_loader(plan):
+    data = TensorDataset(torch.randn(100, 64), torch.randn(100, 1))
+    small = replace(tuned("cpu", effective_batch_size=16, n_trials=1), loader_settings=LoaderSettings(0))
+    made = small.loader(data, shuffle=True, seed=3)
+    assert [len(inputs) for inputs, _ in made] == [len(batch) for batch in small.batch_sampler(100)]
+    made = replace(small, loader_settings=WORKERS).loader(data, num_workers=1)
+    assert (made.num_workers, made.prefetch_factor, made.persistent_workers) == (1, 4, True)
+    assert plan.loader(data).num_workers == 0
+
+
+def test_tune_measures_its_loader_first(monkeypatch):
+    told = []
+
+    def measured(loader: object) -> MeasuredLoader:
+        told.append(loader)
+        return loads(1.0)
+
+    monkeypatch.setattr(tuning, "measure_loader", measured)
+    loader = DataLoader([torch.zeros(1)])
+    assert tuned("cpu", loader=loader, n_trials=1, max_batch_size=64).loader_samples_per_s == 1.0
+    assert told == [loader]
+
+
+def test_what_is_no_loader_is_refused_before_anything_is_tuned(monkeypatch):
+    monkeypatch.setattr(tuning, "_fastest_of", lambda *_: pytest.fail("it was tuned"))
+    with pytest.raises(InputError, match="list"):
+        tuned("cpu", loader=[1, 2])
+
+
+class Sleeping(Dataset):
+    """A data set that takes 2 ms a sample: 500 samples/s without workers."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.002)
+        return torch.zeros(64), torch.zeros(1)
+
+
+@pytest.mark.slow
+def test_a_loader_that_sleeps():
+    found = tuned("cpu", loader=DataLoader(Sleeping(), batch_size=16), n_trials=3)
+    assert found.loader_samples_per_s is not None
+    assert found.loader_samples_per_s < 2500
+    assert found.loader_settings is not None
+    assert found.loader_settings.num_workers > 0
+    assert found.batch_size < 256 < found.samples_per_s
+    assert "the loader bounds the run" in str(found.explain())
