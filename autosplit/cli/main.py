@@ -267,6 +267,13 @@ def tune_command(
     ] = None,
     name: Annotated[Text, typer.Option(metavar="NAME", help="Keeps plans for equal workloads apart.")] = None,
     seed: Annotated[Text, typer.Option(metavar="N", help="Of the search. Default: 0.")] = None,
+    loader: Annotated[
+        Text,
+        typer.Option(
+            metavar="FILE[:NAME]",
+            help="The training's DataLoader (loader), or a function that makes it: says whether it keeps up.",
+        ),
+    ] = None,
     seq_len: SeqLen = None,
     image_size: ImageSize = None,
     task: Task = None,
@@ -291,6 +298,7 @@ def tune_command(
         profile=profile,
         name=name,
         seed=seed,
+        loader=loader,
     )
     model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
     manner = Manner(as_json, quiet, verbose, details)

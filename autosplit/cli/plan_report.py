@@ -336,6 +336,11 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     rows.append(("accumulation_steps", f"{plan.accumulation_steps}{_short_step_text(plan)}"))
     rows.append(("effective batch", f"{_samples_text(plan.effective_batch_size)} per optimizer step"))
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
+    if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
+        bounds = "the loader bounds" if plan.loader_samples_per_s < plan.samples_per_s else "the devices bound"
+        workers = plan.loader_settings.num_workers
+        said = f"{rate_text(plan.loader_samples_per_s)} with {workers} worker{'s' * (workers != 1)}"
+        rows.append(("loader", f"{said}: {bounds} the run"))
     if several:
         rows.append(("gain", _gain_text(plan)))
     return rows

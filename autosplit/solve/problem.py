@@ -62,7 +62,7 @@ class Problem:
         accumulates: An optimizer step may have several forwards.
         accumulating: Which splits fit in a step of several forwards, if those are others.
         tells_apart: See `Solver`.
-        most_samples_per_s: See `Solver`; ranks do not mind it.
+        most_samples_per_s: See `Solver`.
     """
 
     fit: Fit
@@ -338,13 +338,16 @@ class Problem:
         if not found:
             return None
         top = max(answer.samples_per_s for answer in found)
-        least_share = 1 - self.tells_apart if self.effective_batch_sizes is not None else KNEE_SHARE
+        if self.effective_batch_sizes is not None:
+            enough = (1 - self.tells_apart) * top
+        else:
+            enough = min(KNEE_SHARE * top, self.most_samples_per_s)
 
         def plainness(answer: Solution) -> tuple[int, bool, int]:
             batch_size = sum(answer.split)
             return answer.accumulation_steps, answer.effective_batch_size % batch_size != 0, batch_size
 
-        return min((answer for answer in found if answer.samples_per_s >= least_share * top), key=plainness)
+        return min((answer for answer in found if answer.samples_per_s >= enough), key=plainness)
 
     def _sizes_of_ranks(self) -> list[tuple[int, int]]:
         """Return batch sizes worth a look, each with the samples of its optimizer step."""

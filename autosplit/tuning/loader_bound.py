@@ -42,8 +42,9 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
 
 def _smaller(plan: Plan, rate: float) -> Plan | None:
     """Return the plan of the smallest batch that takes what the loader loads; None where the plan's has to stay."""
-    if plan.effective_batch_sizes is not None or plan.region is None:
+    if plan.effective_batch_sizes is not None:
         return None
     capacities_bytes = tuple(device.capacity_bytes for device in plan.devices)
-    again = solved_again(plan, Lack(capacities_bytes, 0, plan.region.least_share, rate))
+    least = plan.ddp.least_batch if plan.region is None else plan.region.least_share
+    again = solved_again(plan, Lack(capacities_bytes, 0, least, rate))
     return again if again is not None and again.batch_size < plan.batch_size else None

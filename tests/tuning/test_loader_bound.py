@@ -53,6 +53,8 @@ def test_a_slow_loader_gets_the_smallest_batch_that_takes_what_it_loads(plan, sh
     assert plan.compare_with(split=tuple(n // 2 for n in found.split)).samples_per_s < rate
     assert all(device.peak_bytes <= device.capacity_bytes for device in found.devices)
     assert (found.loader_settings, found.loader_samples_per_s) == (WORKERS, rate)
+    assert found.ddp.samples_per_s >= rate
+    assert sum(rank.batch_size for rank in found.ddp.ranks) < sum(rank.batch_size for rank in plan.ddp.ranks)
     assert found.explain().reasons()[0].startswith("the loader bounds the run: it loads ")
     assert f"in place of {plan.batch_size:,}; predicted" in found.notes[-1]
     assert Plan.from_json(found.to_json()) == found
@@ -81,6 +83,14 @@ def test_of_ranks_the_one_that_waits_the_longest_for_its_share_bounds():
     first, second = plan.split
     found = bounded_by_loader(plan, [loads(10.0 * first), loads(4.0 * second)])
     assert found.loader_samples_per_s == pytest.approx(4.0 * plan.batch_size)
+
+
+def test_ranks_get_a_smaller_batch_too():
+    plan = tuned(strategy="ddp")
+    found = bounded_by_loader(plan, [loads(0.2 * plan.samples_per_s)])
+    assert [rank.batch_size for rank in found.ddp.ranks] == list(found.split)
+    assert sum(found.split) < sum(plan.split)
+    assert found.ddp.samples_per_s == found.samples_per_s >= 0.2 * plan.samples_per_s
 
 
 @given(

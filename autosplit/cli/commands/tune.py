@@ -63,6 +63,7 @@ def tune(
             else load_workload(spec, **model_options)
         )
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
+        called |= _loaded(keywords.pop("loader", None))
         source: object = workload
         if isolates(keywords.get("isolate"), keywords.get("devices"), together=together):
             source, called = workload if together else sendable(spec, workload), {**called, "isolate": True}
@@ -86,6 +87,16 @@ def tune(
     if unsaved is not None:
         raise unsaved  # only now: what took so long to find has been shown
     return 0 if interrupted is None else EXIT_INTERRUPTED
+
+
+def _loaded(spec: str | None) -> dict[str, Any]:
+    """Return the loader of a file as a keyword of `autosplit.tune`; none where there is no file."""
+    if spec is None:
+        return {}
+    from autosplit.workload.from_file import load_loader
+
+    with users_errors(spec):
+        return {"loader": load_loader(spec)}
 
 
 def _tune_by_torchrun(spec: str, keywords: dict[str, Any], count: int, manner: Manner, *, output: str | None) -> int:
