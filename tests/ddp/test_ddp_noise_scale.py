@@ -70,7 +70,7 @@ def ranks(tmp_path_factory):
 def test_ranks_of_unlike_shares_are_within_ten_percent_of_the_closed_form(ranks, scenario):
     first, *others = found_by(ranks, scenario)
     assert first[0] == pytest.approx(CLOSED_FORM, rel=0.1)
-    assert first[1] >= 300
+    assert first[1] >= 150  # the latest half
     assert others == [first, first]
 
 

@@ -48,6 +48,17 @@ def test_equal_to_the_byte(name):
     assert tracer.runs <= 14
 
 
+def test_three_steps_tell_two_devices_up_to_1024_samples():
+    """Five were followed: one of 1,024 samples, and one that held what two devices do against what each does alone."""
+    tracer, _ = make_tracer(ALL["cnn"](), like_gpu=True)
+    traces = AffineTraces(tracer)
+    with traces.checking():
+        for split in ((8,), (1024,), (1000, 24), (3, 2), (512, 512)):
+            traces.trace(StepShape((split,)))
+    assert tracer.runs == 3
+    assert not traces.given_up
+
+
 @pytest.mark.parametrize("name", ["cnn", slow("gru"), slow("char_gpt")])
 def test_steps_take_as_long(name):
     """Each op's work is told, and with it the time on any card: a tuning followed a step for each split it tried."""
