@@ -347,7 +347,7 @@ class TestOneProcess:
         trainer = make_single("bert", plan, make_args(tmp_path, max_steps=6), on_oom="cut")
         runs_out(trainer.model, faults)
         trainer.train()
-        assert faults.runs > 30
+        assert faults.runs > 21  # micro-batches
         assert error(trainer, 40, 6) < 1e-9
 
     @pytest.mark.gpu
