@@ -139,8 +139,11 @@ class Line:
         while not found and (left_s := until - time.monotonic()) >= 0:
             by_end = {peer.socket: peer for peer in (self._own, *self._peers.values())}
             listeners = [] if self._listener is None else [self._listener]
-            for ready in wait([*by_end, *listeners], left_s):
-                found += self._heard_from(by_end[ready]) if ready in by_end else self._introduced()
+            ready = wait([*by_end, *listeners], left_s)
+            # Who joins is told first of what was said before: of what is said now it hears as all others do, once.
+            if any(one not in by_end for one in ready) and (joined := self._introduced()):
+                return joined
+            found += [word for one in ready if one in by_end for word in self._heard_from(by_end[one])]
         return found
 
     def silent_since(self) -> dict[int, float]:

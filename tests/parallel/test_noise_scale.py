@@ -100,9 +100,9 @@ E|.|^2 = 4 E[|x|^2 ((x.1)^2 + 4)] = 4 (8 * (8 + 2) + 4 * 8) = 448: S = 416, S / 
 class TestInTheLoop:
     @pytest.mark.parametrize("sizes", [(3, 20, 9), (16, 16), (1, 31)])
     def test_a_linear_regression_is_within_ten_percent_of_the_closed_form(self, sizes):
-        found = found_by(sizes=sizes).noise_scale
+        found = found_by(count=1200, sizes=sizes).noise_scale
         assert found.value == pytest.approx(CLOSED_FORM, rel=0.1)
-        assert found.interval[0] < found.value < found.interval[1] < 1.5 * CLOSED_FORM
+        assert found.interval[0] <= CLOSED_FORM <= found.interval[1]
 
     def test_split_over_devices_and_scaled_for_fp16_it_is_the_same(self):
         plain = found_by(count=20).noise_scale.value
