@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 from typing import Any
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import InputError
 
 __all__ = ["let_go_of_group_last", "part_from_group"]
+
+_outliving: WeakSet[DistributedDataParallel] = WeakSet()
+"""Models whose group may end after them, or not at all before the interpreter does."""
 
 
 def let_go_of_group_last(wrapped: nn.Module) -> None:
@@ -21,10 +28,16 @@ def let_go_of_group_last(wrapped: nn.Module) -> None:
     threads may be waiting for: both then wait for ever (torch 2.13; about one in thirty models). Attributes die in the
     order in which they were set, so the group is set again, behind the reducer. What is of another class is left as it
     is.
+
+    At the interpreter's exit the model parts from its group, which nobody else may do: a tool's Trainer has no end.
     """
-    if isinstance(wrapped, DistributedDataParallel):
-        group = wrapped.__dict__.pop("process_group")
-        wrapped.process_group = group
+    if not isinstance(wrapped, DistributedDataParallel):
+        return
+    group = wrapped.__dict__.pop("process_group")
+    wrapped.process_group = group
+    if wrapped not in _outliving:
+        _outliving.add(wrapped)
+        atexit.register(_end_group)
 
 
 def part_from_group(wrapped: Any) -> None:
@@ -52,3 +65,17 @@ def _forward_alone(wrapped: Any, inputs: Any, kwargs: Any) -> Any:
         return None
     moved, moved_kwargs = wrapped.to_kwargs(inputs, kwargs, wrapped.device_ids[0])
     return moved[0], moved_kwargs[0]
+
+
+def _end_group() -> None:
+    """End gloo's threads while the interpreter is whole, see `part_from_group`; not behind an error.
+
+    There other ranks may be in the middle of an exchange, and are to see connections close, not be waited for.
+    """
+    if hasattr(sys, "last_type"):
+        return
+    for wrapped in _outliving:
+        if wrapped.process_group is not None:
+            part_from_group(wrapped)
+    if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
+        dist.destroy_process_group()

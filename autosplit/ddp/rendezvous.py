@@ -1,12 +1,12 @@
 """The process of the job that this is, as torchrun or Slurm made it, and where its ranks meet.
 
-torchrun   RANK      WORLD_SIZE             LOCAL_RANK      LOCAL_WORLD_SIZE   MASTER_ADDR, MASTER_PORT srun
-PROCID    STEP_NUM_TASKS         LOCALID         STEP_TASKS_PER_NODE   the job's, where one node has it all
+          rank          world size              local rank     local world size           where they meet
+torchrun  RANK          WORLD_SIZE              LOCAL_RANK     LOCAL_WORLD_SIZE           MASTER_ADDR, MASTER_PORT
+srun      SLURM_PROCID  SLURM_STEP_NUM_TASKS    SLURM_LOCALID  SLURM_STEP_TASKS_PER_NODE  the same; on one node neither
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import re
@@ -16,12 +16,15 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+# Imported before there is a group: it has the group of then in its default arguments, which keeps it, with its threads,
+# until the process ends; DDP imports it with the first model (torch 2.13).
+import torch.distributed.nn.functional  # noqa: F401
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import InputError
 
-__all__ = ["Place", "explain_loopback", "explain_taken_port", "import_without_group", "meeting_place", "place_here"]
+__all__ = ["Place", "explain_loopback", "explain_taken_port", "meeting_place", "place_here"]
 
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 """What srun says of all nodes of its step, and what was asked for of each node of the job."""
@@ -223,11 +226,3 @@ def explain_loopback(error: RuntimeError, place: Place) -> None:
         "of one means its loopback to itself (/etc/hosts); on each machine, set GLOO_SOCKET_IFNAME to its interface on "
         "that network (`ip -br address` lists them)"
     ) from error
-
-
-def import_without_group() -> None:
-    """Import what keeps the group that is there while it is imported, and its threads, until the process ends.
-
-    Its functions have the default group as a default argument, and DDP imports it with the first model (torch 2.13).
-    """
-    importlib.import_module("torch.distributed.nn.functional")

@@ -18,7 +18,6 @@ from autosplit.ddp.rendezvous import (
     Place,
     explain_loopback,
     explain_taken_port,
-    import_without_group,
     meeting_place,
     place_here,
 )
@@ -98,7 +97,6 @@ def _process_group(place: Place, watch: Watch, ctx: Context) -> Iterator[Mapping
     if dist.is_initialized():
         yield {}
         return
-    import_without_group()
     try:
         with told_if_long(
             f"rank {place.rank} of {place.world_size} has waited {TOLD_AFTER_S:.0f} s in autosplit.ddp.setup, and not "

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.device import backend_for, card_of
 from autosplit.ddp.failure import Watch, group_sockets, open_sockets
-from autosplit.ddp.rendezvous import Place, explain_loopback, import_without_group, meeting_place, place_here
+from autosplit.ddp.rendezvous import Place, explain_loopback, meeting_place, place_here
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, InputError, RankFailedError, one_line
@@ -160,7 +160,6 @@ def _talking(place: Place) -> Iterator[Peers]:
 
 def _met(place: Place) -> Any:
     """Wait until every rank is here, and make the process group."""
-    import_without_group()
     try:
         store = meeting_place(place)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)

@@ -1,0 +1,55 @@
+"""Tests of how a process ends whose wrapped model outlives the block of `autosplit.ddp.setup`, as in the tools."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import atexit
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def tell():
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    print("gloo threads:", len([name for name in names if "gloo" in name]), "group:", dist.is_initialized())
+
+
+atexit.register(tell)  # runs after what is registered later
+
+import autosplit.ddp.rendezvous
+from autosplit.ddp.group_end import let_go_of_group_last
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(3, 2))
+for _ in range(2):
+    let_go_of_group_last(model)
+    model(torch.ones(4, 3)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("", "gloo threads: 0 group: False"),  # the Trainer, which keeps its model
+        ("model = model.module", "gloo threads: 0 group: False"),  # Lightning, which unwraps it
+        ("dist.destroy_process_group()", "gloo threads: 0 group: False"),  # accelerate's end_training
+        ("raise ValueError('an own error')", "group: True"),  # other ranks see connections close
+    ],
+)
+def test_the_group_ends_with_the_script(end: str, expected: str) -> None:
+    """Every eighth job of a tool died at its very end: "terminate called without an active exception".
+
+    A thread of gloo's still had a gradient of Python's to give back, and the interpreter was gone.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT + end], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert expected in done.stdout, done.stderr
+    assert (done.returncode != 0) == ("raise" in end)
