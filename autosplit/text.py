@@ -18,6 +18,7 @@ from autosplit.errors import InputError, shown
 __all__ = [
     "LONGEST",
     "ascii_json",
+    "bound_text",
     "escaped",
     "listed",
     "ms_text",
@@ -170,6 +171,12 @@ def ms_text(seconds: float) -> str:
 def rate_text(samples_per_s: float) -> str:
     """Write a throughput: whole samples, or three digits of a slow one."""
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
+
+
+def bound_text(loader_samples_per_s: float, devices_samples_per_s: float) -> str:
+    """Say which of a loader and the devices a run waits for."""
+    slower = "loader bounds" if loader_samples_per_s < devices_samples_per_s else "devices bound"
+    return f"the {slower} the run"
 
 
 # ------------------------------------------------------------------------------------------------------------ HTML

@@ -27,7 +27,7 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice, RankSettings
 from autosplit.profiles.differences import NOT_JUST_THIS
 from autosplit.solve.split import even_split
-from autosplit.text import listed, ms_text, printable, rate_text
+from autosplit.text import bound_text, listed, ms_text, printable, rate_text
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
@@ -337,10 +337,9 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     rows.append(("effective batch", f"{_samples_text(plan.effective_batch_size)} per optimizer step"))
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
     if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
-        bounds = "the loader bounds" if plan.loader_samples_per_s < plan.samples_per_s else "the devices bound"
         workers = plan.loader_settings.num_workers
         said = f"{rate_text(plan.loader_samples_per_s)} with {workers} worker{'s' * (workers != 1)}"
-        rows.append(("loader", f"{said}: {bounds} the run"))
+        rows.append(("loader", f"{said}: {bound_text(plan.loader_samples_per_s, plan.samples_per_s)}"))
     if several:
         rows.append(("gain", _gain_text(plan)))
     return rows

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -20,14 +19,14 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from autosplit.accelerators import is_accelerator, moved
 from autosplit.ddp.batchnorms import has_synchronised, silenced, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
-from autosplit.ddp.device import exchange_device
 from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, shard
 from autosplit.ddp.gradient_average import average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import foreign_steps, gathered
+from autosplit.ddp.rank_norms import refuse_hook, sums_over_ranks
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
-from autosplit.parallel.noise_scale import Sums, noise_scale_for
+from autosplit.parallel.noise_scale import noise_scale_for
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
 from autosplit.plan.other_model import warn_of_other_model
@@ -279,7 +278,10 @@ class Context:
             self._refuse_cuts()
         if noise_scale:
             self._refuse_noise_scale()
-        estimate: Any = {"noise_scale": noise_scale_for(loader, noise_scale), "sums_over_ranks": self._sums_over_ranks}
+        estimate: Any = {
+            "noise_scale": noise_scale_for(loader, noise_scale),
+            "sums_over_ranks": partial(sums_over_ranks, device=self.device),
+        }
         sampler = getattr(loader, "batch_sampler", None)
         if not isinstance(sampler, ScheduledBatchSampler):
             if self.world_size > 1 and _draws_everything(loader):
@@ -444,19 +446,8 @@ class Context:
                 "noise_scale is True, and the model is shared out (ctx.shard); expected one that each rank holds "
                 "whole, so that its own gradient is seen; wrap it with ctx.wrap, or leave noise_scale out"
             )
-        if any(wrapped._comm_hooks for wrapped in self._wrapped):  # noqa: SLF001 - no other name
-            raise InputError(
-                "noise_scale is True, and the wrapped model has a communication hook; expected none, because a step's "
-                "gradient has to be the average of the ranks'; leave either out"
-            )
-
-    def _sums_over_ranks(self, own: Sums) -> Sums:
-        """Add the ranks' sums up; the step's gradient is the same on all, but a rank without a share took no norm."""
-        sent = torch.tensor(own, device=exchange_device(self.device))
-        found = [torch.empty_like(sent) for _ in range(self.world_size)]
-        dist.all_gather(found, sent)
-        weighted, number, squared = torch.stack(found).double().unbind(1)
-        return float(weighted.sum()), float(number.sum()), float(squared.max())
+        for wrapped in self._wrapped:
+            refuse_hook(wrapped)
 
     def _part_ways(self, _is_last: bool) -> bool:
         """Let no gradients meet in what runs next, nor buffers, whichever micro-batch it is."""

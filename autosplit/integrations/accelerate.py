@@ -25,7 +25,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,13 +33,14 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, send_to_device
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import DataLoader
 
 from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError
+from autosplit.integrations.accelerate_arguments import set_arguments
 from autosplit.integrations.cut_batches import CutBatches, refuse_gathering
 from autosplit.integrations.loop_position import LoopPosition
 from autosplit.integrations.own_loss import OwnLoss
@@ -51,6 +51,7 @@ from autosplit.integrations.process_share import (
     find_share,
     tell_of_no_plan,
 )
+from autosplit.integrations.run_norms import RunNorms
 from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
@@ -182,12 +183,14 @@ class Accelerator(accelerate.Accelerator):
             that are no padding. An optimizer step's micro-batches are then held back until all are counted.
         on_oom: ``"cut"``, the same in every process, hands a micro-batch that runs out of memory within `accumulate`
             out again in two parts, see `Plan.steps`; gradients then meet after the last backward, not in it.
+        noise_scale: The same in every process: estimate the gradient noise scale, see `Plan.steps`.
         **kwargs: accelerate's; `gradient_accumulation_steps` is the plan's, also that of a plugin, and so are `cpu`
             where the plan's devices are processors, and what DistributedDataParallel is given, unless a handler for it
             is among them.
 
     Attributes:
         share: What this process does of the plan; None without one.
+        noise_scale: So far; None where it is not wanted, or without a plan.
 
     Raises:
         PlanError: The plan can't be read, or is for another number of processes than this job has or accelerate runs,
@@ -210,9 +213,12 @@ class Accelerator(accelerate.Accelerator):
         model: nn.Module | None = None,
         count: Callable[[Any], int] | None = None,
         on_oom: OnOom = "raise",
+        noise_scale: bool = False,
         **kwargs: Any,
     ) -> None:
         self.share = find_share(plan, parameters=parameters_in(model))
+        self._norms = RunNorms.of_share(self.share, noise_scale)
+        self.noise_scale = None if self._norms is None else self._norms.noise_scale
         self._count = count
         self._position = LoopPosition(divides=False, drop_gradients=self._drop_gradients)
         self._own_loss: OwnLoss | None = None
@@ -220,7 +226,7 @@ class Accelerator(accelerate.Accelerator):
         if self.share is None:
             tell_of_no_plan()
         else:
-            divides = _apply(self.share, kwargs)
+            divides = set_arguments(self.share, kwargs)
             self._position = LoopPosition(divides=divides, drop_gradients=self._drop_gradients)
         super().__init__(*args, **kwargs)
         if self.share is not None:
@@ -337,7 +343,13 @@ class Accelerator(accelerate.Accelerator):
         # accelerate divides by the steps: the weights add up to 1 over an optimizer step as they are.
         weight = one.weight * self.gradient_accumulation_steps
         run = partial(weighted_backward, super().backward, loss, weight, self._models, **kwargs)
-        run() if self._cut is None else self._cut.backward(run, loss, ends_step=one.ends_step)
+        norms = self._norms
+        if norms is not None and one.position == 0:
+            norms.begin()
+        with nullcontext() if norms is None else norms.recorded(loss, one.weight, one.total, self.scaler, self._models):
+            run() if self._cut is None else self._cut.backward(run, loss, ends_step=one.ends_step)
+        if norms is not None and one.ends_step:
+            norms.finish(one.total)
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
@@ -347,6 +359,8 @@ class Accelerator(accelerate.Accelerator):
             yield
         if self._cut is not None and self._cut.has_failed:
             self.gradient_state._set_sync_gradients(False)  # what comes after the block is of no finished step
+            if self._norms is not None:
+                self._norms.spoil()
 
     def _do_sync(self) -> None:
         """Let gradients meet, and the optimizer step, at the end of the plan's step, in place of every k-th entry."""
@@ -431,26 +445,6 @@ class Accelerator(accelerate.Accelerator):
         return int(super().gather(torch.tensor([number], device=self.device)).sum())
 
 
-def _apply(share: Share, kwargs: dict[str, Any]) -> bool:
-    """Put a plan's numbers into an Accelerator's arguments; tell whether it was given accumulation steps."""
-    # As a plugin: of the number alone, accelerate takes what its launcher left in the environment instead.
-    plugin = kwargs.get("gradient_accumulation_plugin") or GradientAccumulationPlugin()
-    if not plugin.sync_with_dataloader:
-        raise InputError(
-            "the gradient_accumulation_plugin has sync_with_dataloader=False; expected True, because an epoch's last "
-            "optimizer step ends with the epoch; leave it out"
-        )
-    given = kwargs.pop("gradient_accumulation_steps", 1), plugin.num_steps or 1, *_steps_of_launcher()
-    kwargs["gradient_accumulation_plugin"] = replace(plugin, num_steps=share.accumulation_steps)
-    if share.device.type == "cpu":
-        kwargs["cpu"] = True  # or each process trains alone, where there is no GPU
-    handlers = list(kwargs.get("kwargs_handlers") or [])
-    if share.num_processes > 1 and not any(isinstance(one, DistributedDataParallelKwargs) for one in handlers):
-        # The plan's batch sizes fit a step that was run with these.
-        kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.plan.ddp.options.keywords())]
-    return max(given) > 1
-
-
 def _tell_of_check(plan: Plan) -> None:
     """Warn of a loss of which is known, since it was tuned with, that it is no mean over samples."""
     found = next((check for check in plan.checks if check.subject == "loss" and check.depends), None)
@@ -462,12 +456,6 @@ def _tell_of_check(plan: Plan) -> None:
             UnevenLossWarning,
             stacklevel=2,
         )
-
-
-def _steps_of_launcher() -> list[int]:
-    """Return the accumulation steps that `accelerate launch` has left in the environment."""
-    given = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-    return [int(given)] if given.isdecimal() else []
 
 
 def _refuse_without_shares(loader: Any) -> None:

@@ -38,8 +38,9 @@ from autosplit.integrations.process_share import (
     find_share,
     tell_of_no_plan,
 )
+from autosplit.integrations.run_norms import RunNorms, refuse_sum
 from autosplit.integrations.share_loader import loader_options
-from autosplit.integrations.weighted_backward import batches_of, weighed
+from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.loss_mean import (
@@ -75,7 +76,7 @@ class SharesLoader:
         self.batch_sampler = sampler
         self.sampler = _EpochTeller(sampler)
         self.dataset = loader.dataset
-        self.weights: dict[int, float] = {}
+        self.walked: dict[int, Weighed] = {}
         self._loader = loader
         self._share = share
         self._count = count
@@ -107,7 +108,7 @@ class SharesLoader:
 
     def __iter__(self) -> Iterator[Any]:
         begin = self._begin()
-        self.weights = {}
+        self.walked = {}
         walked = weighed(
             self._loader,
             self.batch_sampler,
@@ -118,7 +119,7 @@ class SharesLoader:
             end=self._end,
         )
         for one in walked:
-            self.weights[one.number] = one.weight
+            self.walked[one.number] = one._replace(batch=None)
             yield one.batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,9 +170,11 @@ class Shares(lightning.pytorch.Callback):
         model: What is to be trained: only by it is a remembered plan known to be for it.
         count: ``count(batch) -> int``: what the mean loss of a batch is over, where asking it does not tell. Where that
             is not samples, an optimizer step's micro-batches are held back until all are counted.
+        noise_scale: The same in every process: estimate the gradient noise scale, see `Plan.steps`.
 
     Attributes:
         share: What this process does of the plan; None without one.
+        noise_scale: So far; None where it is not wanted, or without a plan.
 
     Raises:
         PlanError: The plan can't be read, or is for another number of processes, or several could be meant.
@@ -189,12 +192,15 @@ class Shares(lightning.pytorch.Callback):
         *,
         model: nn.Module | None = None,
         count: Callable[[Any], int] | None = None,
+        noise_scale: bool = False,
     ) -> None:
         self.share = find_share(plan, parameters=parameters_in(model))
+        self._norms = RunNorms.of_share(self.share, noise_scale)
+        self.noise_scale = None if self._norms is None else self._norms.noise_scale
         self._count = count
         self._loader: SharesLoader | None = None
         self._rule: str | None = None
-        self._weight = 1.0
+        self._at: Weighed | None = None
         self._backward = ExitStack()
         if self.share is None:
             tell_of_no_plan()
@@ -259,6 +265,8 @@ class Shares(lightning.pytorch.Callback):
         self.share.refuse_uncounted_batchnorms(pl_module, self._loader.batch_sampler)
         if self._count is None:
             self._rule = self._agreed_rule(trainer, pl_module)
+            if self._norms is not None:
+                refuse_sum(self._rule == SUM)
             self._find_loader(trainer)
 
     def on_train_epoch_start(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
@@ -278,7 +286,9 @@ class Shares(lightning.pytorch.Callback):
                 f"{self.share.accumulation_steps} in every epoch; leave out what sets it, such as a "
                 "GradientAccumulationScheduler"
             )
-        self._weight = self._loader.weights[batch_idx]
+        self._at = self._loader.walked[batch_idx]
+        if self._norms is not None and self._at.position == 0:
+            self._norms.begin()
 
     def _find_loader(self, trainer: lightning.pytorch.Trainer) -> None:
         loader = trainer.train_dataloader
@@ -307,10 +317,15 @@ class Shares(lightning.pytorch.Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: nn.Module, loss: torch.Tensor) -> None:
         """Weight the gradient; Lightning has divided the loss by the micro-batches of a full step."""
-        if self._loader is None:
+        if self._loader is None or self._at is None:
             return
-        weight = self._weight * trainer.accumulate_grad_batches
+        weight = self._at.weight * trainer.accumulate_grad_batches
         loss.register_hook(lambda gradient: gradient * weight)
+        if self._norms is not None:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            models = [trainer.strategy.model]
+            recorded = self._norms.recorded(loss, self._at.weight, self._at.total, scaler, models)
+            self._backward.enter_context(recorded)
         if not weight:  # a mean over nothing is 0/0, and 0 times its gradient is no zero
             self._backward.enter_context(silenced([pl_module]))
 
@@ -318,3 +333,5 @@ class Shares(lightning.pytorch.Callback):
         """Let gradients through again."""
         del trainer, pl_module
         self._backward.close()
+        if self._norms is not None and self._at is not None and self._at.ends_step:
+            self._norms.finish(self._at.total)

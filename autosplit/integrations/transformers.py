@@ -18,7 +18,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meet
 from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, tell_of_no_plan
+from autosplit.integrations.run_norms import RunNorms, refuse_sum
 from autosplit.integrations.share_loader import loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighted_backward
 from autosplit.parallel.oom_cuts import Attempt, CutWarning, OnOom, Part, cuts_for, run_in_parts
@@ -74,12 +75,14 @@ class SharesMixin(Mixed):
             or else the only plan remembered for this machine, this number of processes and a model of this size.
         on_oom: ``"cut"``, the same in every process, runs a micro-batch that runs out of memory again in two parts, see
             `Plan.steps`; the processes' gradients then meet after the last backward, not in it.
+        noise_scale: The same in every process: estimate the gradient noise scale, see `Plan.steps`.
         **kwargs: The Trainer's. Of `args`, per_device_train_batch_size, gradient_accumulation_steps,
             average_tokens_across_devices and, where the plan's devices are processors, use_cpu are set by the plan, in
             place.
 
     Attributes:
         share: What this process does of the plan; None without one.
+        noise_scale: So far; None where it is not wanted, or without a plan.
 
     Raises:
         PlanError: The plan can't be read, or is for another number of processes than this job has or transformers runs,
@@ -101,12 +104,17 @@ class SharesMixin(Mixed):
         *args: Any,
         plan: Plan | str | os.PathLike[str] | None = None,
         on_oom: OnOom = "raise",
+        noise_scale: bool = False,
         **kwargs: Any,
     ) -> None:
         given = _argument("model", 0, args, kwargs)
         training_args = _argument("args", 1, args, kwargs)
         self.share = find_share(plan, parameters=parameters_in(given))
         self._weights: deque[float] = deque()
+        self._items: deque[int] = deque()
+        self._total = 0
+        self._norms = RunNorms.of_share(self.share, noise_scale)
+        self.noise_scale = None if self._norms is None else self._norms.noise_scale
         self._rule: str | None = None
         self._cuts = None if self.share is None else cuts_for(self, on_oom, **self.share.cut_options)
         if self.share is None:
@@ -152,10 +160,17 @@ class SharesMixin(Mixed):
         counts = [not taken_mark(batch) for batch in batches]
         if self._rule is None:
             self._rule = self._agreed_rule(device)
+        if self._norms is not None:
+            self._norms.begin()
+            refuse_sum(self._rule == SUM)
         if self._rule == _ITEMS:
             self._weights = deque(float(counted) for counted in counts)
             ignoring = [batch if counted else _ignored(batch) for batch, counted in zip(batches, counts, strict=True)]
-            return batches, self._get_num_items_in_batch(ignoring, device)
+            step_items = self._get_num_items_in_batch(ignoring, device)
+            if self._norms is not None:
+                rule = "shifted labels" if self._loss_shifts_labels else "labels"
+                self._items, self._total = deque(count_by(rule, one) for one in ignoring), int(step_items)
+            return batches, step_items
         if self._rule == SUM:
             self._weights = deque(float(self.share.num_processes * counted) for counted in counts)
             return batches, None
@@ -164,6 +179,7 @@ class SharesMixin(Mixed):
         if self.share.num_processes > 1:
             total = int(self.accelerator.gather(torch.tensor([total], device=device)).sum())
         self._weights = deque(number * self.share.num_processes / total if total else 0.0 for number in items)
+        self._items, self._total = deque(items), total
         return batches, None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -173,13 +189,20 @@ class SharesMixin(Mixed):
         let_go_of_group_last(model)
         weight = self._weights.popleft()
         self.current_gradient_accumulation_steps = 1  # or the Trainer would divide what is weighted already
+        items = self._items.popleft() if self._norms is not None else 0
         if self._cuts is not None:
-            return self._run_in_parts(model, inputs, weight, num_items_in_batch)
-        with self._weighted(weight, model):
-            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return loss * weight if weight else torch.zeros_like(loss)
+            loss = self._run_in_parts(model, inputs, weight, num_items_in_batch, items)
+        else:
+            with self._weighted(weight, model, items):
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            loss = loss * weight if weight else torch.zeros_like(loss)
+        if self._norms is not None and self.accelerator.sync_gradients:
+            self._norms.finish(self._total)
+        return loss
 
-    def _run_in_parts(self, model: nn.Module, inputs: Any, weight: float, num_items_in_batch: Any) -> torch.Tensor:
+    def _run_in_parts(
+        self, model: nn.Module, inputs: Any, weight: float, num_items_in_batch: Any, items: int
+    ) -> torch.Tensor:
         assert self._cuts is not None, "without it nothing is cut"
         assert self._rule is not None, "the micro-batch was weighed"
         rule = "samples" if self._rule in (SUM, _ITEMS) else self._rule
@@ -188,7 +211,7 @@ class SharesMixin(Mixed):
 
         def run(part: Part, attempt: Attempt) -> torch.Tensor:
             own = weight if self._rule in (SUM, _ITEMS) or not weight else weight * part.size / size
-            with self._weighted(own, model, attempt):
+            with self._weighted(own, model, items, attempt):
                 loss: torch.Tensor = super(SharesMixin, self).training_step(model, part.batch, num_items_in_batch)
             return loss * own if own else torch.zeros_like(loss)
 
@@ -197,6 +220,8 @@ class SharesMixin(Mixed):
             refuse_meeting(wrapped)
         with nullcontext() if wrapped is None else apart(wrapped):
             losses = run_in_parts(self._cuts, inputs, size, run)
+        if self._norms is not None and len(losses) > 1:
+            self._norms.spoil()
         if wrapped is not None and self.accelerator.sync_gradients:
             average_gradients(wrapped)
         return torch.stack(losses).sum(0)
@@ -238,20 +263,28 @@ class SharesMixin(Mixed):
     # How it is done
 
     @contextmanager
-    def _weighted(self, weight: float, model: nn.Module, attempt: Attempt | None = None) -> Iterator[None]:
+    def _weighted(self, weight: float, model: nn.Module, items: int, attempt: Attempt | None = None) -> Iterator[None]:
         """Let the accelerator's backward, which every Trainer's step ends in, run on the weighted loss."""
         accelerator = self.accelerator
         backward = accelerator.backward
 
         def weighted(loss: torch.Tensor, **options: Any) -> None:
             run = partial(weighted_backward, backward, loss, weight, [model], **options)
-            run() if attempt is None else attempt.backward(run, loss)
+            with self._recorded(loss, items, model):
+                run() if attempt is None else attempt.backward(run, loss)
 
         accelerator.backward = weighted
         try:
             yield
         finally:
             del accelerator.backward  # the class's own shows again
+
+    def _recorded(self, loss: torch.Tensor, items: int, model: nn.Module) -> AbstractContextManager[None]:
+        if self._norms is None or not items:
+            return nullcontext()
+        assert self.share is not None, "without a plan no norm is taken"
+        weight = items * self.share.num_processes / self._total
+        return self._norms.recorded(loss, weight, self._total, self.accelerator.scaler, [model])
 
     def _agreed_rule(self, device: Any) -> str:
         """Find what the model's loss is a mean over; the first process's finding is everyone's."""
@@ -321,7 +354,7 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
     assert share is not None, "a plan was given"
     _refuse_unfit(args)
     # Some of them can't be set from outside once they are there, and none is looked at again before training.
-    args.per_device_train_batch_size = share.batch_size
+    args.per_device_train_batch_size = max(1, share.batch_size)  # of the Trainer's own loader, which takes no 0
     args.gradient_accumulation_steps = share.accumulation_steps
     args.average_tokens_across_devices = True
     meets_on_cards = dist.is_initialized() and dist.get_backend() not in {"gloo", "undefined"}

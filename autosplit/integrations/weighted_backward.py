@@ -28,6 +28,7 @@ class Weighed(NamedTuple):
         position: In its optimizer step, from 0.
         length: The micro-batches of that step.
         size: Samples that it counts for in this process; 0 where it has no share.
+        total: What the optimizer step counts for, over all processes.
     """
 
     batch: Any
@@ -37,6 +38,7 @@ class Weighed(NamedTuple):
     position: int
     length: int
     size: int
+    total: int
 
     @property
     def ends_step(self) -> bool:
@@ -88,7 +90,7 @@ def weighed(
         for position, (batch, size) in enumerate(zip(drawn, sizes, strict=True)):
             weight = sampler.rank_slice.num_ranks * (float(size > 0) if sums else size / total if total else 0.0)
             number = numbers[position]
-            yield Weighed(batch, weight, number, number == end - 1, position, len(shares), shares[position])
+            yield Weighed(batch, weight, number, number == end - 1, position, len(shares), shares[position], total)
         first += len(step.micro_batch_sizes)
     next(batches, None)  # a loader's workers finish in order
 

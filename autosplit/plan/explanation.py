@@ -15,7 +15,7 @@ from msgspec import Meta
 from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.search_space import Trial
 from autosplit.solve.step_time import Fit
-from autosplit.text import rate_text
+from autosplit.text import bound_text, rate_text
 
 __all__ = [
     "BINDING_SHARE",
@@ -346,8 +346,7 @@ def _loader_text(explanation: Explanation) -> str:
     devices, loader = explanation.samples_per_s, explanation.loader_samples_per_s
     if loader is None:
         return f"data loading is not measured: the loader has to deliver {rate_text(devices)}"
-    said = f"it loads {rate_text(loader)}, and the devices take {rate_text(devices)}"
-    return f"the {'loader bounds' if loader < devices else 'devices bound'} the run: {said}"
+    return f"{bound_text(loader, devices)}: it loads {rate_text(loader)}, and the devices take {rate_text(devices)}"
 
 
 def _limit_text(bound: Bound) -> str:

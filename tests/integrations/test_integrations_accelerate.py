@@ -33,9 +33,9 @@ from autosplit.integrations.accelerate import (
     CutWarning,
     NoPlanWarning,
     UnevenLossWarning,
-    _apply,
     _doubt_sum,
 )
+from autosplit.integrations.accelerate_arguments import set_arguments
 from autosplit.integrations.process_share import share_of
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.probe.check_result import Check
@@ -625,12 +625,12 @@ class TestFeatures:
         options = replace(plan.ddp.options, find_unused_parameters=True)
         share = share_of(replace(plan, ddp=replace(plan.ddp, options=options)), Place(0, 2))
         given: dict[str, Any] = {}
-        _apply(share, given)
+        set_arguments(share, given)
         (handler,) = given["kwargs_handlers"]
         assert (handler.find_unused_parameters, handler.gradient_as_bucket_view) == (True, True)
         own = DistributedDataParallelKwargs(bucket_cap_mb=5)
         given = {"kwargs_handlers": [own]}
-        _apply(share, given)
+        set_arguments(share, given)
         assert given["kwargs_handlers"] == [own]
 
 

@@ -71,8 +71,8 @@ class Watch(pl.Callback):
         self.seen, self.lrs, self.evaluated = [], {}, []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        weights = getattr(trainer.train_dataloader, "weights", {})
-        self.seen.append((shared.samples_in(batch), bool(weights.get(batch_idx, 1))))
+        walked = getattr(trainer.train_dataloader, "walked", None)
+        self.seen.append((shared.samples_in(batch), walked is None or bool(walked[batch_idx].weight)))
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.lrs[trainer.global_step + 1] = optimizer.param_groups[0]["lr"]

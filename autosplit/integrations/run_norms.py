@@ -1,0 +1,95 @@
+"""Estimate the gradient noise scale of a tool's training, by the norms of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autosplit.ddp.rank_norms import refuse_hook, sums_over_ranks
+from autosplit.errors import InputError
+from autosplit.integrations.process_share import Share
+from autosplit.parallel.noise_scale import NoiseScale, StepNorms
+
+__all__ = ["RunNorms", "refuse_sum"]
+
+
+class RunNorms:
+    """The gradient norms of a run's optimizer steps.
+
+    Attributes:
+        noise_scale: Of the steps so far.
+    """
+
+    def __init__(self, share: Share) -> None:
+        self.noise_scale = NoiseScale()
+        self._num_processes = share.num_processes
+        self._over_ranks = partial(sums_over_ranks, device=share.device) if share.num_processes > 1 else None
+        self.begin()
+        self._has_looked = False
+
+    @classmethod
+    def of_share(cls, share: Share | None, wanted: bool) -> RunNorms | None:
+        """Return those of a process's share; None where they are not wanted, or there is no plan.
+
+        Raises:
+            InputError: The plan is for a loss that is a sum.
+        """
+        if not wanted or share is None:
+            return None
+        refuse_sum(share.plan.loss_reduction == "sum")
+        return cls(share)
+
+    def begin(self) -> None:
+        """Begin an optimizer step; one before it that was left in its middle is forgotten."""
+        self._step = StepNorms(self.noise_scale, self._over_ranks)
+
+    def recorded(
+        self, loss: torch.Tensor, weight: float, total: int, scaler: Any, models: Iterable[nn.Module]
+    ) -> AbstractContextManager[None]:
+        """Take the norm of a micro-batch's gradient in the backward within.
+
+        Args:
+            loss: What the backward begins at, or anything before it in the graph.
+            weight: What the mean loss counts for: its part of `total`, times the processes; 0 without a share.
+            scaler: What scales gradients, for fp16; None without.
+            models: As they are called.
+
+        Raises:
+            InputError: A model has a communication hook.
+        """
+        if not weight:
+            return nullcontext()
+        if not self._has_looked:
+            self._has_looked = True
+            for part in (part for model in models for part in model.modules()):
+                if isinstance(part, DistributedDataParallel):
+                    refuse_hook(part)
+        scale = 1.0 if scaler is None else scaler.scale(loss.detach().new_ones(()))
+        return self._step.recorded(loss, round(weight * total / self._num_processes), weight, scale)
+
+    def spoil(self) -> None:
+        """Leave the optimizer step out: a micro-batch of it was cut."""
+        self._step.spoil()
+
+    def finish(self, total: int) -> None:
+        """Add an optimizer step to the run, while its gradients are as they met; all processes call it."""
+        self._step.finish(total)
+
+
+def refuse_sum(is_sum: bool) -> None:
+    """Refuse a loss that is a sum.
+
+    Raises:
+        InputError: It is one.
+    """
+    if is_sum:
+        raise InputError(
+            "noise_scale is True, and the loss is a sum; expected a mean, whose gradient the noise scale is of; tune "
+            "and train with one, or leave noise_scale out"
+        )
