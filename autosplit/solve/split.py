@@ -223,7 +223,8 @@ def limits_of(name: str, values: Sequence[int], num_devices: int) -> list[int]:
     limits = _wholes(name, values)
     if len(limits) != num_devices:
         raise InputError(
-            f"{name} has {len(limits)} entries for {num_devices} devices; expected one per device; pass {num_devices}"
+            f"{name} is {tuple(limits)}; expected one whole number per device, of which there are {num_devices}; pass "
+            "as many"
         )
     return limits
 

@@ -41,7 +41,11 @@ class TestByHand:
 
     @pytest.mark.parametrize(
         ("split", "said"),
-        [((4,), "split has 1 entries for 2 devices"), ((0, 0), "at least one share above 0"), ((1, -1), r"split\[1\]")],
+        [
+            ((4,), r"split is \(4,\); expected one whole number per device"),
+            ((0, 0), "at least one share above 0"),
+            ((1, -1), r"split\[1\]"),
+        ],
     )
     def test_what_is_no_split_is_refused(self, split, said):
         with pytest.raises(InputError, match=said):

@@ -128,8 +128,11 @@ class TestReal:
 
 
 WRONG = {
-    "length": ({"split": (4, 4, 4)}, "split has 3 entries for 2 devices; expected one per device"),
-    "one for two": ({"split": 8}, "split has 1 entries for 2 devices"),
+    "length": (
+        {"split": (4, 4, 4)},
+        r"split is \(4, 4, 4\); expected one whole number per device",
+    ),
+    "one for two": ({"split": 8}, r"split is \(8,\); expected one whole number per device"),
     "nothing": ({"split": (0, 0)}, "expected at least one share above 0"),
     "negative": ({"split": (4, -1)}, r"split\[1\] is -1"),
     "a rank without samples": ({"split": (4, 0), "strategy": "ddp"}, "at least one sample for each rank"),
