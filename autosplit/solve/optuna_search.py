@@ -32,7 +32,7 @@ Evaluate = Callable[[int, Configuration], Trial]
 Propose = Callable[[Sequence[Trial]], Proposal]
 
 _ENDED = "ended_at"
-"""A study's attribute: trials with a lower number are those of searches that came to their end."""
+"""A study's attribute: trials with a lower number are those of tunings that came to their end."""
 
 _CEILINGS = "ceilings"
 """A study's attribute: the ceilings, by key, of a search that did not come to its end."""
@@ -66,8 +66,8 @@ def search(
         sampler: One of Optuna's, which draws every trial instead; then nothing is proposed, and all trials are made.
         deadline_s: `time.monotonic()` after which no trial begins; one is made in any case.
         storage: An Optuna URL to keep the study in; None keeps it in memory. A search that was killed goes on from the
-            trials that it left there. Those of a search that came to its end only guide the sampler: their times are
-            of another moment. Trials that somebody enqueued there are made first.
+            trials that it left there. Those before `CeilingStore.end` only guide the sampler: their times are of
+            another moment. Trials that somebody enqueued there are made first.
         on_trial: Told of each trial, also of those that a killed search left.
         on_trouble: Told why the storage is done without, where it fails in mid-search.
 
@@ -91,9 +91,6 @@ def search(
                 raise
             on_trouble(f"{_unusable(storage, error)}; the search went on without it")
             storage, study = None, _opened(None, study_name)
-    with contextlib.suppress(Exception):  # the search is done, whatever becomes of its storage
-        study.set_user_attr(_ENDED, len(study.get_trials(deepcopy=False)))
-        study.set_user_attr(_CEILINGS, {})
     return tuple(running.done.values())
 
 
@@ -247,6 +244,12 @@ class CeilingStore:
         self._kept[key] = msgspec.to_builtins(ceiling)
         with contextlib.suppress(Exception):
             self._study.set_user_attr(_CEILINGS, self._kept)
+
+    def end(self) -> None:
+        """Let no later search go on from what is there: the plan is found, and one after it is of another moment."""
+        with contextlib.suppress(Exception):
+            self._study.set_user_attr(_ENDED, len(self._study.get_trials(deepcopy=False)))
+            self._study.set_user_attr(_CEILINGS, {})
 
 
 def _unusable(storage: str | None, error: Exception) -> InputError:

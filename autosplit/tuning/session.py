@@ -100,7 +100,10 @@ class Session(ABC):
         """
         self.peers.all_run(self._begin)
         self.peers.all_run(self._check)
-        return self._found()
+        plan = self._found()
+        if plan.complete:
+            self._end_search()
+        return plan
 
     # Each kind of session has its own
 
@@ -137,6 +140,10 @@ class Session(ABC):
     def _open_storage(self) -> None:
         if self.request.storage is not None and self.peers.rank == 0:
             self.store = CeilingStore(self.request.storage, self.study_name)
+
+    def _end_search(self) -> None:
+        if self.store is not None:
+            self.store.end()
 
     def _check(self) -> None:
         """See what splitting changes about the training, before anything is searched; on rank 0 for all."""
@@ -186,7 +193,6 @@ class Session(ABC):
             on_trial=self._keep,
             on_trouble=self.notes.append,
         )
-        self.store = None  # the search has come to its end, and what is measured from here on is of this one only
         kept = len(self.trials) - self.evaluated
         if kept:
             self.notes.append(f"{kept} of {len(self.trials)} trials come from the storage, where a search was cut off")
@@ -194,6 +200,7 @@ class Session(ABC):
             self.notes.append(f"{self.recalled} ceilings come from the storage, where a search was cut off")
         best = self._best_trial()
         if best is None:
+            self._end_search()  # more may be free when it is asked for again
             raise self._nothing_fits()
         _log.info("the answer is trial %d", best.number)
         return best

@@ -269,6 +269,7 @@ class TestStorage:
     def test_a_second_search_keeps_the_first_ones_trials_and_measures_its_own_answers_again(self, tmp_path):
         first = [Configuration(14, 86, 3)]
         run(Evaluation(), first=first, n_trials=6, storage=url_of(tmp_path))
+        CeilingStore(url_of(tmp_path), "autosplit").end()
         evaluation = Evaluation()
         trials = run(evaluation, first=first, n_trials=6, storage=url_of(tmp_path))
         assert evaluation.asked[0] == first[0]

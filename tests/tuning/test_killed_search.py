@@ -56,15 +56,17 @@ def logged(folder: Path) -> list[tuple[int, ...]]:
 
 
 def finished(storage: Path) -> set[tuple[int, ...]]:
-    """Return the configurations whose trials the study keeps."""
+    """Return the configurations whose trials the study keeps; of a tuning that came to its end, none."""
     if not storage.exists():
         return set()
     names = optuna.get_all_study_names(f"sqlite:///{storage}")
     states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+    studies = [optuna.load_study(study_name=name, storage=f"sqlite:///{storage}") for name in names]
     kept = [
         trial
-        for name in names
-        for trial in optuna.load_study(study_name=name, storage=f"sqlite:///{storage}").get_trials(states=states)
+        for study in studies
+        for trial in study.get_trials(states=states)
+        if trial.number >= study.user_attrs.get("ended_at", 0)
     ]
     return {tuple(trial.params[key] for key in ("gpu0_bsz", "batch_size", "accumulation_steps")) for trial in kept}
 

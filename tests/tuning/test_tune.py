@@ -1138,6 +1138,28 @@ class TestErrors:
         assert resumed.trials == again.trials
         assert not any("cut off" in note for note in again.notes), "it had come to its end"
 
+    def test_a_tuning_that_was_killed_behind_its_search_does_not_run_its_trials_again(self, tmp_path, monkeypatch):
+        """They were called of a tuning that had ended as soon as the last was made, and no plan was there yet."""
+
+        class Killed(BaseException):
+            """As a job's time limit does it: nothing of ours is asked any more."""
+
+        def killed(self):
+            raise Killed
+
+        options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            patched.setattr(lone_session.LoneSession, "_confirm", killed)
+            quick(small(), SIM, **options)
+        with monkeypatch.context() as patched:
+            patched.setattr(lone_session.LoneSession, "_evaluate", lambda *_: pytest.fail("run again"))
+            resumed = quick(small(), SIM, **options)
+        count = len(resumed.trials)
+        assert f"{count} of {count} trials come from the storage, where a search was cut off" in resumed.notes
+        again = quick(small(), SIM, **options)
+        assert again.trials == resumed.trials
+        assert not any("cut off" in note for note in again.notes), "it had come to its end"
+
 
 @pytest.mark.parametrize(
     ("copies_s", "reduce_s"),
