@@ -1148,9 +1148,10 @@ class TestErrors:
             raise Killed
 
         options = {"effective_batch_size": 64, "n_trials": 4, "storage": f"sqlite:///{tmp_path / 'study.db'}"}
-        with monkeypatch.context() as patched, pytest.raises(Killed):
+        with monkeypatch.context() as patched:
             patched.setattr(lone_session.LoneSession, "_confirm", killed)
-            quick(small(), SIM, **options)
+            with pytest.raises(Killed):
+                quick(small(), SIM, **options)
         with monkeypatch.context() as patched:
             patched.setattr(lone_session.LoneSession, "_evaluate", lambda *_: pytest.fail("run again"))
             resumed = quick(small(), SIM, **options)
