@@ -229,7 +229,7 @@ def test_tools_are_imported_where_they_are_meant() -> None:
     }
 
 
-GERUNDS = {"find_ceiling", "lightning", "timing", "tuning"}
+GERUNDS = {"checkpointing", "find_ceiling", "lightning", "timing", "tuning"}
 """The names of modules that end in -ing, all of them the field's own words."""
 
 

@@ -274,6 +274,14 @@ def tune_command(
             help="The training's DataLoader (loader), or a function that makes it: says whether it keeps up.",
         ),
     ] = None,
+    checkpointing: Annotated[
+        Text,
+        typer.Option(
+            metavar="auto|CLASS",
+            help="The model's layers, by their class: tries none, every second and all of them checkpointed; auto for "
+            "those of transformers. Default: the model as it is.",
+        ),
+    ] = None,
     seq_len: SeqLen = None,
     image_size: ImageSize = None,
     task: Task = None,
@@ -299,6 +307,7 @@ def tune_command(
         name=name,
         seed=seed,
         loader=loader,
+        checkpointing=checkpointing,
     )
     model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
     manner = Manner(as_json, quiet, verbose, details)
@@ -334,6 +343,7 @@ def compare_command(
     ] = None,
     strategy: Annotated[Text, typer.Option(metavar="auto|balanced|ddp", help="As for tune.")] = None,
     precision: Annotated[Text, typer.Option(metavar="none|bf16|fp16", help="As for tune.")] = None,
+    checkpointing: Annotated[Text, typer.Option(metavar="auto|CLASS", help="As for tune.")] = None,
     effective_batch_size: Annotated[Text, typer.Option(metavar="N|LEAST:MOST", help="As for tune.")] = None,
     max_batch_size: Annotated[Text, typer.Option(metavar="N", help="As for tune.")] = None,
     reserve: Annotated[Text, typer.Option(metavar="SIZE|SHARE", help="As for tune.")] = None,
@@ -355,6 +365,7 @@ def compare_command(
     keywords = keywords_given(
         strategy=strategy,
         precision=precision,
+        checkpointing=checkpointing,
         effective_batch_size=effective_batch_size,
         max_batch_size=max_batch_size,
         reserve=reserve,

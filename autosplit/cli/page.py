@@ -211,6 +211,8 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
         call = f"({plan.gpu0_bsz}, model{dim}, split={tuple_text(plan.split)}{reduce})"
         yield "the wrapper alone", f"autosplit.BalancedDataParallel{call}"
     yield "precision", plan.precision
+    if plan.checkpointed:
+        yield "checkpointed layers", ", ".join(plan.checkpointed)
     if several and plan.ddp.ranks:
         yield "DDP: batch_size by rank", ", ".join(f"{rank.batch_size}" for rank in plan.ddp.ranks)
         yield "DDP: accumulation_steps", f"{plan.ddp.ranks[0].accumulation_steps}"

@@ -128,7 +128,7 @@ def short_report(plan: Plan, origin: Origin | None = None) -> Group:
         *_status(plan),
         _device_table(plan),
         pairs_table([*_short_numbers(plan), *([("with DDP", ddp)] if ddp else [])]),
-        *_section("why", [*_unused_lines(plan), *explanation.reasons()[:MOST_REASONS]]),
+        *_section("why", [*_unused_lines(plan), *_why(explanation)]),
         *_section("notes", _notes_to_act_on(plan)),
         *_pasted("", _next_lines(plan, origin)),
     )
@@ -328,6 +328,10 @@ def _samples_text(count: int) -> str:
     return "1 sample" if count == 1 else f"{count} samples"
 
 
+def _layers_text(names: Sequence[str]) -> str:
+    return f"{len(names)} layer{'s' * (len(names) > 1)}: {names[0]}" + f" to {names[-1]}" * (len(names) > 1)
+
+
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
     """Return the numbers that the user sets, what they make, and what is gained."""
     several = len(plan.devices) > 1
@@ -336,6 +340,8 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     rows.append(("accumulation_steps", f"{plan.accumulation_steps}{_short_step_text(plan)}"))
     rows.append(("effective batch", f"{_samples_text(plan.effective_batch_size)} per optimizer step"))
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
+    if plan.checkpointed:
+        rows.append(("checkpointed", _layers_text(plan.checkpointed)))
     if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
         workers = plan.loader_settings.num_workers
         said = f"{rate_text(plan.loader_samples_per_s)} with {workers} worker{'s' * (workers != 1)}"
@@ -416,6 +422,12 @@ def _ddp_heading(explanation: Explanation) -> str:
     heading = f"DDP, {'measured' if explanation.ddp_measured else 'predicted'}"
     compared = explanation.comparison().removeprefix("DDP is ")
     return f"{heading}: {compared}" if compared else heading
+
+
+def _why(explanation: Explanation) -> list[str]:
+    """Return the first reasons; of several ways that were tuned for, what each gave comes first."""
+    ways = explanation.sentences().get("ways")
+    return [*([] if ways is None else [ways]), *explanation.reasons()][:MOST_REASONS]
 
 
 def _explained_lines(explanation: Explanation) -> list[str]:

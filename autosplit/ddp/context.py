@@ -26,6 +26,7 @@ from autosplit.ddp.loader_steps import foreign_steps, gathered
 from autosplit.ddp.rank_norms import refuse_hook, sums_over_ranks
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
+from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.parallel.noise_scale import noise_scale_for
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
@@ -89,6 +90,7 @@ class Context:
             InputError: An option that this version of DistributedDataParallel does not have, SyncBatchNorm on a
                 processor, running statistics that are rank 0's where that has no samples, or an optimizer's parameters
                 that moving the model has replaced.
+            PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
             BatchNormWarning: Running statistics are rank 0's alone, and rank 0 has not the largest share.
@@ -104,6 +106,7 @@ class Context:
                     "it out"
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        checkpoint_layers(model, self.plan.checkpointed)
         self._doubt_batchnorms(model)
         if is_accelerator(self.device.type):
             kwargs.setdefault("device_ids", [self.device.index])
@@ -151,6 +154,7 @@ class Context:
         if self.rank == 0:
             warn_of_other_model(self.plan, model, stacklevel=2)
         self._doubt_batchnorms(model, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
+        checkpoint_layers(model, self.plan.checkpointed)
         shard(model, device=self.device, layers=layers, options=kwargs)
         self._sharded.add(model)
         self._meets_always = True  # parameters come together in every forward and every backward

@@ -8,6 +8,7 @@ from pathlib import Path
 from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
+from autosplit.profiles.key import key_of
 from autosplit.profiles.validity import usable_here
 from autosplit.text import listed, printable
 
@@ -38,7 +39,7 @@ def plan_for_job(
 def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Path]:
     """Return the only plan in the cache that this machine and this job can use."""
     ranked = [(plan, path) for path, plan in usable_here() if plan.ddp.ranks]
-    usable = [(plan, path) for plan, path in ranked if world_size in (None, len(plan.ddp.ranks))]
+    usable = _fastest_ways([found for found in ranked if world_size in (None, len(found[0].ddp.ranks))])
     if len(usable) == 1:
         return usable[0]
     job = "" if world_size is None else f" and {world_size} process{'es' * (world_size > 1)}"
@@ -53,6 +54,17 @@ def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Pat
         f"{given}, and {len(usable)} that are remembered are for this machine{job}: {all_of_them}; "
         f"expected one; pass the one that is meant (launch --plan), or set {PLAN_VARIABLE} to its file"
     )
+
+
+def _fastest_ways(found: list[tuple[Plan, Path]]) -> list[tuple[Plan, Path]]:
+    """Return the fastest of plans that differ only in the layers that they checkpoint: one tuning made them all."""
+    fastest: dict[str, tuple[Plan, Path]] = {}
+    for plan, path in found:
+        workload = {name: value for name, value in plan.workload.items() if name != "checkpointing"}
+        key = key_of(plan.machine, workload, plan.request, None)
+        if key not in fastest or plan.samples_per_s > fastest[key][0].samples_per_s:
+            fastest[key] = (plan, path)
+    return list(fastest.values())
 
 
 def described(plan: Plan) -> str:

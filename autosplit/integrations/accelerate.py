@@ -238,6 +238,7 @@ class Accelerator(accelerate.Accelerator):
         """Prepare a model: on one process with several devices, by `BalancedDataParallel`."""
         if self.share is not None and not self._models and not kwargs.get("evaluation_mode"):
             self.share.tell_of_other_model(model, stacklevel=5)  # through prepare
+            self.share.checkpoint(model)
         if self.share is not None and self.share.wraps and not kwargs.get("evaluation_mode"):
             # What is left to do of accelerate's own preparing, such as autocast, is around the wrapper.
             return super().prepare_model(self.share.plan.wrap(model), device_placement=False, evaluation_mode=True)

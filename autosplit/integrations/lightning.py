@@ -245,6 +245,7 @@ class Shares(lightning.pytorch.Callback):
         if self.share is None or stage != "fit":
             return
         self.share.tell_of_other_model(pl_module)
+        self.share.checkpoint(pl_module)
         self.share.refuse_other_job(trainer.world_size, trainer.strategy.root_device, "Lightning")
         if self.share.num_processes > 1:
             agree_on(self.share.plan, trainer.global_rank)

@@ -22,6 +22,7 @@ from autosplit.ddp.find_plan import PLAN_VARIABLE, described, plan_for_job
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
+from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.profiles.validity import usable_here
@@ -147,6 +148,15 @@ class Share:
         """Warn where the plan is for a model of another number of parameters."""
         if not self.wraps:  # or `Plan.wrap` does
             warn_of_other_model(self.plan, model, stacklevel=stacklevel)
+
+    def checkpoint(self, model: nn.Module) -> None:
+        """Checkpoint the layers of a model that the plan does.
+
+        Raises:
+            PlanError: The model lacks one.
+        """
+        if not self.wraps:  # or `Plan.wrap` does
+            checkpoint_layers(model, self.plan.checkpointed)
 
     @property
     def device(self) -> torch.device:

@@ -127,6 +127,8 @@ class SharesMixin(Mixed):
             apply(self.share.plan, training_args, share=self.share)
             self.share.tell_of_other_model(given)
         super().__init__(*args, **kwargs)
+        if self.share is not None:
+            self.share.checkpoint(self.model)
         if self.share is not None and self.accelerator.ddp_handler is not None:
             # No argument is for it, and the plan's batch sizes fit the memory of a step that was run with it.
             self.accelerator.ddp_handler.gradient_as_bucket_view = self.share.plan.ddp.options.gradient_as_bucket_view

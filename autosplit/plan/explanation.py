@@ -31,6 +31,7 @@ __all__ = [
     "MoreMemory",
     "Solved",
     "SolvedDevice",
+    "TunedWay",
     "What",
     "time_text",
 ]
@@ -82,6 +83,21 @@ class Change:
 
 
 @dataclass(frozen=True)
+class TunedWay:
+    """The result of one of several ways to train.
+
+    Attributes:
+        name: The precision or the layers that are checkpointed, in words.
+        batch_size: Samples per forward of its plan.
+        samples_per_s: Throughput of its plan.
+    """
+
+    name: str
+    batch_size: Annotated[int, Meta(ge=1)]
+    samples_per_s: Annotated[float, Meta(gt=0)]
+
+
+@dataclass(frozen=True)
 class SolvedDevice:
     """A device of a plan.
 
@@ -126,6 +142,7 @@ class Solved:
     simulated: bool
     changes: tuple[Change, ...] | None
     loader_samples_per_s: float | None = None
+    ways: tuple[TunedWay, ...] = ()
 
     def digest(self) -> str:
         """Return 64 hexadecimal digits that are the same for equal numbers in every process."""
@@ -254,6 +271,7 @@ class Explanation:
         learning_rate: None where the plan's effective batch is the sample batch's, or that is unknown.
         shares_processor: The devices share one processor: no gain over an even split or one device is claimed.
         simulated: What counts as measured was simulated.
+        ways: What each precision or choice of checkpointed layers gave, the plan's own first.
     """
 
     samples_per_s: Annotated[float, Meta(gt=0)]
@@ -271,6 +289,7 @@ class Explanation:
     shares_processor: bool
     simulated: bool
     loader_samples_per_s: float | None = None
+    ways: tuple[TunedWay, ...] = ()
 
     def comparison(self) -> str:
         """Say which of DDP and the plan's own split is faster, and by how much; empty where there is only one."""
@@ -285,7 +304,8 @@ class Explanation:
 
     def repeats(self, plan: Solved) -> bool:
         """Tell whether what it repeats of a plan's numbers is what they are: it was read from a file with them."""
-        names = ("samples_per_s", "loader_samples_per_s", "ddp_samples_per_s", "ddp_measured", "fastest", "simulated")
+        names = ["samples_per_s", "loader_samples_per_s", "ddp_samples_per_s", "ddp_measured", "fastest"]
+        names += ["simulated", "ways"]
         return all(getattr(self, name) == getattr(plan, name) for name in names)
 
     def reasons(self) -> tuple[str, ...]:
@@ -308,6 +328,7 @@ class Explanation:
     def sentences(self) -> dict[str, str]:
         """Return what there is to say, by subject: only what says something."""
         said = {
+            "ways": _ways_text(self.ways),
             "bounds": "; ".join(self.reasons()),
             "even": _even_text(self),
             "alone": "; ".join(map(_alone_text, self.alone)),
@@ -347,6 +368,11 @@ def _loader_text(explanation: Explanation) -> str:
     if loader is None:
         return f"data loading is not measured: the loader has to deliver {rate_text(devices)}"
     return f"{bound_text(loader, devices)}: it loads {rate_text(loader)}, and the devices take {rate_text(devices)}"
+
+
+def _ways_text(ways: tuple[TunedWay, ...]) -> str:
+    given = [f"{way.name} {rate_text(way.samples_per_s)} with {way.batch_size:,} per forward" for way in ways]
+    return ", against ".join((given[0], ", ".join(given[1:]))) if len(given) > 1 else ""
 
 
 def _limit_text(bound: Bound) -> str:

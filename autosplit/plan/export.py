@@ -29,6 +29,9 @@ __all__ = ["FORMATS", "export"]
 SCRIPT = "train.py"
 """Stands in command lines for the user's own script."""
 
+_BY_PLAN = ("torchrun", "env", "json")
+"""What starts a script that takes the plan, or only copies it."""
+
 UNSAVED = "plan.json"
 """Stands for the file of a plan that is in none."""
 
@@ -44,6 +47,12 @@ def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = N
     make = _MAKERS.get(to) if isinstance(to, str) else None
     if make is None:
         raise InputError(f"to is {shown(to)}; expected one of {', '.join(FORMATS)}; choose one of them")
+    if plan.checkpointed and to not in _BY_PLAN:
+        raise PlanError(
+            f"the plan checkpoints {len(plan.checkpointed)} layers, the first of them {plan.checkpointed[0]}, and "
+            f"{shown(to)} has no setting that does; expected a plan without; train with autosplit or its integrations, "
+            "or tune without checkpointing"
+        )
     return make(plan, path)
 
 

@@ -203,7 +203,7 @@ class Plan(PlanRecord):
         """Wrap a model so that each device gets its share.
 
         Args:
-            model: It is moved to the first device.
+            model: It is moved to the first device; layers that the plan checkpoints are checkpointed from then on.
 
         Returns:
             The wrapper; `wrapper.module` is the model.
@@ -211,19 +211,23 @@ class Plan(PlanRecord):
         Raises:
             DeviceError: The plan is for simulated cards, or its cards are not here.
             InputError: Moving the model gave it new parameters, and an optimizer has the old ones.
+            PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
             OtherModelWarning: The plan was made for a model of another size.
         """
         from autosplit.parallel.balanced import BalancedDataParallel
+        from autosplit.parallel.checkpointed import checkpoint_layers
         from autosplit.plan.other_model import warn_of_other_model
 
         self._refuse_simulated("wrap a model")
         warn_of_other_model(self, model, stacklevel=2)
         devices = self.devices_here()
+        model = moved(model, devices[0])
+        checkpoint_layers(model, self.checkpointed)
         return BalancedDataParallel(
             self.gpu0_bsz,
-            moved(model, devices[0]),
+            model,
             devices,
             dim=self.batch_dim,
             split=self.split,

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from autosplit.errors import PlanError, PlanVersionError
 from autosplit.files import read_bounded, replace_file
-from autosplit.plan.explanation import Change, Explained, Solved, SolvedDevice
+from autosplit.plan.explanation import Change, Explained, Solved, SolvedDevice, TunedWay
 from autosplit.plan.validation import unsound_part
 from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import LoaderSettings
@@ -193,6 +193,10 @@ class PlanRecord:
         changes: What simulated cards would do were one thing different; None where that was not simulated.
         loader_settings: With which the loader that `tune` was given loads the most; None where it was given none.
         loader_samples_per_s: Samples per second that it loads with them, for all processes; None as well.
+        checkpointed: The layers whose activations are computed again in the backward, by their names in the model;
+            `Plan.wrap` and `autosplit.ddp` see to it.
+        ways: Of several precisions or choices of checkpointed layers, what each gave, the plan's own first; empty
+            where one was tuned for.
         explained: What `explain` says, once it was asked and is kept; it is no part of what plans are compared by.
         schema_version: Of the JSON.
     """
@@ -229,6 +233,8 @@ class PlanRecord:
     changes: tuple[Change, ...] | None = None
     loader_settings: LoaderSettings | None = None
     loader_samples_per_s: Annotated[float, Meta(gt=0)] | None = None
+    checkpointed: tuple[str, ...] = ()
+    ways: tuple[TunedWay, ...] = ()
     explained: Explained | None = field(default=None, compare=False, repr=False)
     schema_version: int = SCHEMA_VERSION
 
@@ -353,6 +359,7 @@ class PlanRecord:
             simulated=self.simulated,
             changes=self.changes,
             loader_samples_per_s=self.loader_samples_per_s,
+            ways=self.ways,
         )
 
     # JSON

@@ -93,6 +93,8 @@ def workload_of(workload: Workload) -> dict[str, Any]:
         value = getattr(workload, name)
         described[name] = None if value is None else digest_of(Describer().of(value))
     plain = ("precision", "loss_reduction", "loss_scope", "batch_dim")
+    if workload.checkpointing is not None:
+        described["checkpointing"] = str(workload.checkpointing)
     return {**described, **{name: getattr(workload, name) for name in plain}}
 
 

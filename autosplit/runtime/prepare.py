@@ -18,6 +18,7 @@ from autosplit.accelerators import is_accelerator
 from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
+from autosplit.parallel.checkpointed import checkpointed_in
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.build_small import TooLarge, built_within
@@ -32,7 +33,7 @@ from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
 from autosplit.runtime.tracer import Tracer, Traces, make_device_tracer, make_tracer
 from autosplit.runtime.training_copy import bytes_on_accelerators, training_copy
 from autosplit.text import size_text
-from autosplit.workload.workload import PRECISIONS, Workload
+from autosplit.workload.workload import PRECISIONS, Workload, modules_of
 
 __all__ = [
     "Built",
@@ -72,6 +73,14 @@ class Followed:
     isolated: IsolatedRuntime | None = None
     rebuild: Callable[[], Workload] | None = None
 
+    @property
+    def checkpointed(self) -> tuple[str, ...]:
+        """The names of the layers that were checkpointed for it."""
+        if self.workload.checkpointing is None:
+            return ()
+        (model,) = modules_of(self.tracer.trainee.models)
+        return checkpointed_in(getattr(model, "named_by", model))  # what is trained is not what is around it
+
     @functools.cached_property
     def traces(self) -> Traces:
         """Its traces at any batch; of real tensors the truth, since what such a model does may depend on numbers."""
@@ -108,15 +117,15 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     """Make a source of `tune`'s first arguments.
 
     Args:
-        described: The other keywords of a workload, with a model; None where one was not given. A `precision` replaces
-            a Workload's own.
+        described: The other keywords of a workload, with a model; None where one was not given. `precision` and
+            `checkpointing` replace a Workload's own.
     """
     options = {name: value for name, value in described.items() if value is not None}
     if sample_batch is not None:
         if isinstance(given, Workload):
             raise InputError("a Workload and a sample_batch are given; expected one of them; the Workload has its own")
         return Workload(given, sample_batch, **options)
-    precision = options.pop("precision", None)
+    changes: dict[str, Any] = {name: options.pop(name) for name in ("precision", "checkpointing") if name in options}
     if isinstance(given, nn.Module):
         raise WorkloadError(
             f"a {type(given).__name__} is given without sample_batch; expected one batch as training sees it; "
@@ -133,28 +142,29 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
             "returns one; pass one of these"
         )
     source: Source = given
-    return source if precision is None else _in_precision(source, precision)
+    return _changed(source, changes) if changes else source
 
 
 @dataclass(frozen=True)
-class _InPrecision:
-    """A function's workload in another precision than the function gave it."""
+class _Changed:
+    """A function's workload, otherwise than the function made it."""
 
     build: Callable[[], Workload]
-    precision: str
+    changes: Mapping[str, Any]
 
     def __call__(self) -> Workload:
         built = self.build()
         # What is not a workload is told of where all of them are.
-        return replace(built, precision=self.precision) if isinstance(built, Workload) else built
+        return replace(built, **self.changes) if isinstance(built, Workload) else built
 
 
-def _in_precision(source: Source, precision: Any) -> Source:
+def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
+    precision = changes.get("precision", "none")
     if precision not in PRECISIONS:
         raise WorkloadError(
             f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}; choose one of them"
         )
-    return replace(source, precision=precision) if isinstance(source, Workload) else _InPrecision(source, precision)
+    return replace(source, **changes) if isinstance(source, Workload) else _Changed(source, changes)
 
 
 def build(source: Source, devices: Sequence[Device]) -> Built:

@@ -21,8 +21,10 @@ from torch.nn.parameter import is_lazy
 
 from autosplit.accelerators import is_accelerator
 from autosplit.errors import WorkloadError
+from autosplit.parallel.checkpointed import checkpoint_layer
 from autosplit.runtime.fake_tensors import built_without_memory, fake_like, fake_scalar
 from autosplit.runtime.trainee import CPU, LOSS_SCALE, Trainee, state_tensors
+from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
 from autosplit.workload.workload import Workload, device_type_of, map_modules, modules_of, optimizers_of
 
@@ -63,6 +65,8 @@ def training_copy(
         _refuse_meta(models)
         if not is_fresh:
             models, restore = _copied_or_borrowed(models, memo)
+    if workload.checkpointing is not None:
+        restore = _checkpointed(workload.checkpointing, models, restore)
     try:
         return _ready(workload, models, memo, restore, device=device, mode=mode, gpu_variants=gpu_variants)
     except BaseException:
@@ -97,6 +101,19 @@ def _ready(
 
 def _nothing() -> None:
     """Restore nothing: a copy leaves nothing behind."""
+
+
+def _checkpointed(wanted: Checkpointing, models: Any, restore: Callable[[], None]) -> Callable[[], None]:
+    """Checkpoint layers of a copy; return what puts a model back that was borrowed."""
+    (module,) = modules_of(models)
+    undone = [checkpoint_layer(module.get_submodule(name)) for name in wanted.names_in(module)]
+
+    def put_back() -> None:
+        for undo in undone:
+            undo()
+        restore()
+
+    return _nothing if restore is _nothing else put_back
 
 
 def _given_models(workload: Workload, mode: FakeTensorMode | None) -> tuple[Any, bool]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,10 +16,12 @@ from torch.utils.data import DataLoader
 
 from autosplit.errors import AutosplitError, from_user_code
 from autosplit.oom import DoesNotFitError
+from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
 from autosplit.probe.loader_speed import measure_loader
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import machine_of, workload_of
+from autosplit.profiles.store import store
 from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.rng import kept_rng
 from autosplit.runtime.prepare import Built, Source, build, follow, isolated_runtime, workload_source
@@ -32,6 +35,7 @@ from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, p
 from autosplit.tuning.recall import Recalled, Wanted
 from autosplit.tuning.session import Session
 from autosplit.tuning.try_again import tried_again
+from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
 
 __all__ = [
@@ -51,7 +55,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-INTERRUPTED_NOTE = "tuning was interrupted before every precision was tuned: this is the best plan of those that were"
+INTERRUPTED_NOTE = "tuning was interrupted before every way was tuned for: this is the best plan of those that were"
 
 NO_GPU_NOTE = (
     "no GPU is visible, so the plan is for the processor; devices='sim:2xRTX3090' (--devices) plans for other GPUs"
@@ -105,6 +109,7 @@ def tune(
     name: str | None = None,
     seed: int = 0,
     loader: DataLoader[Any] | None = None,
+    checkpointing: Any = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """Find how much of the batch goes on which device, how big it may be, and how many accumulation steps.
@@ -154,6 +159,9 @@ def tune(
         loader: The training's DataLoader, on each rank its own. What it loads is measured first and at every call, as
             `measure_loader` does, and the plan says whether it or the devices bound the run. Where it does, and no
             effective batch was asked for, the plan is the smallest batch that takes what it loads.
+        checkpointing: The class of the layers that a model repeats, or its name, or several; ``"auto"`` for a model of
+            transformers. It is tuned for none of them checkpointed, every second and all: the fastest is the plan,
+            whose `checkpointed` names the layers. Default: the model as it is.
         progress: Called with a `Progress` now and then. Default: a bar in a notebook, a line on a terminal, and nothing
             elsewhere.
 
@@ -197,13 +205,14 @@ def tune(
         wanted = precision_list(precision)
         lacking = [*itertools.chain(*job.peers.all_run(lambda: without_bf16(wanted, job.own.devices)))]
         precisions, notes = native_ones(wanted, lacking)
+        ways = [Way(one, layers) for one in precisions for layers in checkpointing_list(checkpointing)]
 
-        def make(one: str | None) -> Source:
-            return workload_source(model_or_workload, sample_batch, {**described, "precision": one})
+        def make(way: Way) -> Source:
+            return workload_source(model_or_workload, sample_batch, {**described, **vars(way)})
 
         asked = _Asked(request, reserve, onward(heard or quiet), isolate, job, heard=heard is not None)
         loads = [] if loader is None else job.peers.all_run(lambda: measure_loader(loader))
-        plan = _fastest_of(precisions, make, asked, notes)
+        plan = _fastest_of(ways, make, asked, notes)
         if loads:
             plan = bounded_by_loader(plan, loads)
     changed = sorted((check for check in plan.checks if check.depends), key=lambda check: not check.advice)
@@ -254,43 +263,73 @@ def job_for(request: Request) -> Iterator[Job]:
     yield alone(request, machine_of(request.devices))
 
 
-def _fastest_of(
-    precisions: Sequence[str | None], make: Callable[[str | None], Source], asked: _Asked, notes: tuple[str, ...]
-) -> Plan:
-    """Tune for each precision, and take the fastest."""
-    plans: list[Plan] = []
+@dataclass(frozen=True)
+class Way:
+    """A way to train that is tuned for.
+
+    Attributes:
+        precision: None for what the workload says itself.
+        checkpointing: None for the model as it is.
+    """
+
+    precision: str | None
+    checkpointing: Checkpointing | None
+
+
+def _fastest_of(ways: Sequence[Way], make: Callable[[Way], Source], asked: _Asked, notes: tuple[str, ...]) -> Plan:
+    """Tune for each way to train, and take the fastest."""
+    names, sources = _names_of(ways), [make(way) for way in ways]  # what can't be made is refused before any is tuned
+    plans: dict[str, Plan] = {}
     misfits: list[DoesNotFitError] = []
-    for number, one in enumerate(precisions):
-        timed = asked.request.with_more_time(sum(asked.waits)).with_share_of_time(len(precisions) - number)
-        told = asked.progress if len(precisions) == 1 else part_of(asked.progress, number, len(precisions), one)
+    ignoring = tuple(part for part in ("precision", "checkpointing") if len({getattr(way, part) for way in ways}) > 1)
+    for number, (name, source) in enumerate(zip(names, sources, strict=True)):
+        timed = asked.request.with_more_time(sum(asked.waits)).with_share_of_time(len(ways) - number)
+        told = asked.progress if len(ways) == 1 else part_of(asked.progress, number, len(ways), name)
         try:
-            ignoring = ("precision",) if len(precisions) > 1 else ()
-            plans.append(_tune_source(replace(asked, request=timed, progress=told, ignoring=ignoring), make(one)))
+            one = replace(asked, request=timed, progress=told, ignoring=ignoring)
+            plans[name] = _tune_source(one, source)
         except TuningInterrupted as interrupted:
             if not plans:
                 raise
-            best = _fastest(plans if interrupted.plan is None else [*plans, interrupted.plan])
-            # Whole for its precision, as it may be, it is not what was asked for.
+            best = _fastest(plans if interrupted.plan is None else {**plans, name: interrupted.plan})[1]
+            # Whole for its way, as it may be, it is not what was asked for.
             partial = replace(best, complete=False).with_notes(INTERRUPTED_NOTE)
             raise TuningInterrupted(partial.kept_at(best.path)) from None
         except DoesNotFitError as misfit:  # the others may
             misfits.append(misfit)
-            notes = (*notes, f"precision {one} is left out: {misfit}")
+            notes = (*notes, f"{name} is left out: {misfit}")
     if not plans:
         raise misfits[0]
-    return _fastest(plans).with_notes(*_compared(plans), *notes)
+    return _chosen(plans, asked.job).with_notes(*notes)
 
 
-def _fastest(plans: list[Plan]) -> Plan:
-    return max(plans, key=lambda plan: plan.samples_per_s)
+def _names_of(ways: Sequence[Way]) -> list[str]:
+    """Return what tells the ways apart."""
+    precise = len({way.precision for way in ways}) > 1
+    chosen = len({way.checkpointing for way in ways}) > 1
+    return [
+        ", ".join(
+            [f"precision {way.precision}"] * precise + [str(way.checkpointing or "no layer checkpointed")] * chosen
+        )
+        for way in ways
+    ]
 
 
-def _compared(plans: list[Plan]) -> tuple[str, ...]:
-    """Say what each precision gave, where several were tuned for."""
+def _fastest(plans: Mapping[str, Plan]) -> tuple[str, Plan]:
+    return max(plans.items(), key=lambda named: named[1].samples_per_s)
+
+
+def _chosen(plans: Mapping[str, Plan], job: Job) -> Plan:
+    """Return the fastest of the ways' plans with what each gave; its profile holds that, too."""
+    name, best = _fastest(plans)
     if len(plans) < 2:
-        return ()
-    rates = ", ".join(f"{plan.precision} {plan.samples_per_s:,.0f} samples/s" for plan in plans)
-    return (f"precisions: {rates}; the plan takes {_fastest(plans).precision}",)
+        return replace(best, ways=()).kept_at(best.path)
+    named = {name: best, **plans}
+    ways = tuple(TunedWay(one, plan.batch_size, plan.samples_per_s) for one, plan in named.items())
+    if best.path is not None and job.is_first_of_machine:
+        with contextlib.suppress(AutosplitError, OSError):  # the profile is whole without it
+            store(best.path.stem, replace(Plan.load(best.path), ways=ways))
+    return replace(best, ways=ways).kept_at(best.path)
 
 
 def quiet(progress: Progress) -> None:
@@ -371,7 +410,7 @@ def _tuned_anew(
         nearest = job.told(lambda: () if found.notes else wanted.nearest(asked.ignoring))
         told = asked.progress if job.peers.rank == 0 else quiet
         session = session_of(job)(job, Subject(wanted, followed.workload), followed, told, probing, closing)
-        plan = session.plan().with_notes(last=losses_of(job, isolated))
+        plan = replace(session.plan(), checkpointed=followed.checkpointed).with_notes(last=losses_of(job, isolated))
         said = (*found.wait.notes, *found.notes, *nearest)
         plan = wanted.kept(plan, found, said, defaulted, stores=job.is_first_of_machine)
         if not plan.complete:

@@ -27,6 +27,7 @@ from autosplit.workload.batch import (
     tensors_of,
     unmarked,
 )
+from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.from_name import model_by_name
 from autosplit.workload.sample_batch import largest_batch
 
@@ -66,6 +67,7 @@ class Workload:
             whole batch (contrastive losses), which forbids accumulation.
         batch_dim: The batch dimension of every tensor that holds samples.
         make_batch: ``make_batch(n) -> batch`` where repeating samples is not enough.
+        checkpointing: Which of the model's layers are checkpointed, as `tune` tries it. Default: as the model is.
         assumed: Sentences for the plan's notes, on what was taken for granted in describing it.
 
     Raises:
@@ -84,6 +86,7 @@ class Workload:
     loss_scope: str = "sample"
     batch_dim: int = 0
     make_batch: MakeBatch | None = None
+    checkpointing: Checkpointing | None = None
     assumed: tuple[str, ...] = ()
     modules: tuple[nn.Module, ...] = field(init=False, repr=False)
     """The model, or each of several; none where a function makes it."""
@@ -103,6 +106,8 @@ class Workload:
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
             raise WorkloadError(f"batch_dim is {self.batch_dim!r}; expected a dimension, 0 or more")
         object.__setattr__(self, "modules", self._checked_modules())
+        if self.checkpointing is not None and self.modules:
+            self.checkpointing.check(self.modules)
         if isinstance(self.sample_batch, (DataLoader, Dataset)):
             raise WorkloadError(
                 f"sample_batch is a {type(self.sample_batch).__name__}; expected one batch as training sees it; pass "

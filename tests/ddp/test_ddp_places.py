@@ -371,6 +371,15 @@ class TestRememberedPlans:
             ddp.setup().__enter__()
         assert "or set AUTOSPLIT_PROFILE to its file" in str(caught.value)
 
+    def test_of_those_that_checkpoint_other_layers_it_is_the_fastest(self):
+        """One tuning leaves three of them: which is meant was asked, though all train the same."""
+        plan = remembered("a1")
+        fast = replace(plan, samples_per_s=30.0, workload={"model": "Net", "checkpointing": "every layer"})
+        profiles.store("a2", fast)
+        profiles.store("a3", replace(fast, samples_per_s=20.0, workload={**fast.workload, "checkpointing": "every 2"}))
+        with ddp.setup() as ctx:
+            assert ctx.plan == fast
+
     def test_a_card_that_is_not_here_is_none(self):
         remembered("a1", "sim:RTX3090", device="sim:{}")
         card = {"kind": "cuda", "name": "H100", "memory_gib": 80, "count": 1}

@@ -747,8 +747,9 @@ class TestSeveralPrecisions:
         fastest = max(alone, key=lambda name: alone[name].samples_per_s)
         assert plan.precision == fastest
         assert plan.split == alone[fastest].split
-        assert f"the plan takes {fastest}" in plan.notes[0]
-        assert all(f"{name} {alone[name].samples_per_s:,.0f} samples/s" in plan.notes[0] for name in alone)
+        told = str(plan.explain()).splitlines()[0]
+        assert told.startswith(f"precision {fastest} ")
+        assert all(f"precision {name} {alone[name].samples_per_s:,.0f} samples/s" in told for name in alone)
 
     @pytest.mark.slow
     def test_bf16_counts_only_where_every_device_has_it(self):
@@ -767,7 +768,10 @@ class TestSeveralPrecisions:
         fractions = [progress.fraction for progress in told]
         assert fractions == sorted(fractions)
         assert fractions[-1] == 1.0
-        assert {progress.message.split(":")[0] for progress in told} == {"1 of 2, none", "2 of 2, bf16"}
+        assert {progress.message.split(":")[0] for progress in told} == {
+            "1 of 2, precision none",
+            "2 of 2, precision bf16",
+        }
 
     @pytest.mark.slow
     def test_each_is_remembered(self, cache_dir):
@@ -784,13 +788,13 @@ class TestSeveralPrecisions:
     @pytest.mark.slow
     def test_interrupted_in_the_second_the_first_is_kept(self):
         def interrupt(progress):
-            if ", bf16: " in progress.message and progress.stage == "search":
+            if ", precision bf16: " in progress.message and progress.stage == "search":
                 raise KeyboardInterrupt
 
         with pytest.raises(TuningInterrupted) as caught:
             quick(one_block(), "sim:1xRTX3090", precision=("none", "bf16"), progress=interrupt)
         assert caught.value.plan is not None
-        assert any("before every precision" in note for note in caught.value.plan.notes)
+        assert any("before every way" in note for note in caught.value.plan.notes)
         assert not caught.value.plan.complete
         assert caught.value.path is None
 
@@ -798,7 +802,7 @@ class TestSeveralPrecisions:
         """It was of the precision that was being tuned for, whichever was the faster."""
 
         def interrupt(progress):
-            last = ", none: " in progress.message and progress.stage == "search"
+            last = ", precision none: " in progress.message and progress.stage == "search"
             if last and progress.best_samples_per_s is not None:
                 raise KeyboardInterrupt
 

@@ -1,0 +1,92 @@
+"""Checkpoint layers of a model in place: parameters, names and the state dict stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autosplit.errors import PlanError
+from autosplit.workload.checkpointing import is_transformers_layer
+
+__all__ = ["checkpoint_layer", "checkpoint_layers", "checkpointed_in"]
+
+
+def checkpoint_layers(model: nn.Module, names: Iterable[str]) -> None:
+    """Checkpoint a plan's layers of a model; those that are already stay so.
+
+    Raises:
+        PlanError: The model lacks one.
+    """
+    layers = dict(model.named_modules())
+    lacking = [name for name in names if name not in layers]
+    if lacking:
+        raise PlanError(
+            f"the plan checkpoints the layer {lacking[0]}, which the {type(model).__name__} does not have; expected "
+            "the model that was tuned, before it is wrapped; pass that, or tune again with this one"
+        )
+    for name in names:
+        checkpoint_layer(layers[name])
+
+
+def checkpointed_in(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the layers that `checkpoint_layer` was called for."""
+    return tuple(name for name, layer in model.named_modules() if _is_checkpointed(layer))
+
+
+def checkpoint_layer(layer: nn.Module) -> Callable[[], None]:
+    """Let a layer compute its activations again in the backward; return what undoes it.
+
+    A layer of transformers is told to, because its cache has to be left out; any other gets a class below its own. An
+    attribute of the instance would run the first replica's layer in all of them.
+    """
+    if _is_checkpointed(layer):
+        return _nothing
+    if is_transformers_layer(layer):
+        settings: dict[str, Any] = {
+            "gradient_checkpointing": True,
+            "_gradient_checkpointing_func": partial(checkpoint, use_reentrant=False),
+        }
+        vars(layer).update(settings)
+        return partial(_forget, layer, settings)
+    before: Any = type(layer)
+    layer.__class__ = _checkpointing_class(before)
+    return partial(setattr, layer, "__class__", before)
+
+
+def _is_checkpointed(layer: nn.Module) -> bool:
+    return hasattr(type(layer), "_checkpointed_class") or "_gradient_checkpointing_func" in vars(layer)
+
+
+def _nothing() -> None:
+    """Undo nothing."""
+
+
+def _forget(layer: nn.Module, settings: Iterable[str]) -> None:
+    for name in settings:
+        vars(layer).pop(name, None)
+
+
+@cache
+def _checkpointing_class(kind: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return kind.forward(self, *args, **kwargs)
+        return checkpoint(partial(kind.forward, self, **kwargs), *args, use_reentrant=False)
+
+    def reduced(self: nn.Module, _protocol: Any) -> Any:
+        return _made_again, (kind,), vars(self)
+
+    members = {"forward": forward, "__reduce_ex__": reduced, "_checkpointed_class": kind, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def _made_again(kind: Any) -> nn.Module:
+    """Make an empty layer for pickle, which finds no class that was made on the way."""
+    made = _checkpointing_class(kind)
+    layer: nn.Module = made.__new__(made)
+    return layer

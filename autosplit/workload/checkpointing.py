@@ -1,0 +1,119 @@
+"""Choose layers of a model to checkpoint: their activations are computed again in the backward, not kept.
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autosplit.errors import WorkloadError, shown
+
+__all__ = ["EVERY", "Checkpointing", "checkpointing_list", "is_transformers_layer"]
+
+EVERY = (None, 2, 1)
+"""The ways that are tuned for: none of the layers, every second, and all. Of equal ones the first is taken."""
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Every layer of some kinds, or every second.
+
+    Attributes:
+        kinds: Classes, or their names; `AUTO` for the layers of transformers' models.
+        every: 1, or 2 for every second from the first on.
+    """
+
+    kinds: tuple[type | str, ...]
+    every: int
+
+    def __str__(self) -> str:
+        """Return it in a few words, as notes and keys have it."""
+        which = "every" if self.every == 1 else "every second"
+        return f"{which} {'layer' if self.kinds == (AUTO,) else self._kinds_text()} checkpointed"
+
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        """Refuse several models, and one that has no such layer.
+
+        Raises:
+            WorkloadError: That is so.
+        """
+        if len(modules) > 1:
+            raise WorkloadError(
+                f"checkpointing is given for {len(modules)} models; expected one: a plan names the layers of that; "
+                "leave it out, and checkpoint them yourself"
+            )
+        self.names_in(modules[0])
+
+    def names_in(self, model: nn.Module) -> tuple[str, ...]:
+        """Return the layers' names in a model, the outermost of those that are within each other.
+
+        Raises:
+            WorkloadError: The model has none, or checkpoints some already.
+        """
+        found = [*_outermost(model, self._is_one)]
+        if any(getattr(layer, "gradient_checkpointing", False) is True for _, layer in found):
+            raise WorkloadError(
+                "checkpointing is to be chosen, and the model checkpoints its layers already; expected one that does "
+                "not; leave gradient_checkpointing_enable() out, or checkpointing"
+            )
+        if not found:
+            kinds = self._kinds_text()
+            wanted = "layers of transformers' own" if kinds == AUTO else f"a {kinds}"
+            raise WorkloadError(
+                f"checkpointing is {kinds!r}, and the {type(model).__name__} has no such layer; expected {wanted} in "
+                "it; pass checkpointing=Block, the class (or its name) of the layers that are repeated"
+            )
+        return tuple(name for name, _ in found[:: self.every])
+
+    def _kinds_text(self) -> str:
+        return " or ".join(kind if isinstance(kind, str) else kind.__name__ for kind in self.kinds)
+
+    def _is_one(self, module: nn.Module) -> bool:
+        if self.kinds == (AUTO,):
+            return is_transformers_layer(module)
+        names = {base.__name__ for base in type(module).__mro__}
+        return any(kind in names if isinstance(kind, str) else isinstance(module, kind) for kind in self.kinds)
+
+
+def checkpointing_list(value: Any) -> tuple[Checkpointing | None, ...]:
+    """Read what `tune` was given: the ways of checkpointing to search; a lone None for the model as it is.
+
+    Raises:
+        WorkloadError: It is neither "auto" nor classes of layers.
+    """
+    if value is None:
+        return (None,)
+    given = value.split(",") if isinstance(value, str) else value
+    kinds = tuple(given) if isinstance(given, Sequence) else (given,)
+    kinds = tuple(kind.strip() if isinstance(kind, str) else kind for kind in kinds)
+    of_layers = all((isinstance(kind, type) and issubclass(kind, nn.Module)) or _is_name(kind) for kind in kinds)
+    if not kinds or not of_layers or (AUTO in kinds and len(kinds) > 1):
+        raise WorkloadError(
+            f"checkpointing is {shown(value)}; expected 'auto' for a model of transformers, or the class of the layers "
+            "that are repeated, or its name, or several of these; pass checkpointing=Block, say"
+        )
+    return tuple(None if every is None else Checkpointing(kinds, every) for every in EVERY)
+
+
+def is_transformers_layer(module: nn.Module) -> bool:
+    """Tell whether a module is one of those that transformers checkpoints itself."""
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def _is_name(kind: Any) -> bool:
+    return isinstance(kind, str) and kind.isidentifier()
+
+
+def _outermost(model: nn.Module, wanted: Any, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in model.named_children():
+        if wanted(child):
+            yield prefix + name, child
+        else:
+            yield from _outermost(child, wanted, f"{prefix}{name}.")

@@ -1,0 +1,152 @@
+"""tune(checkpointing=...): taken where it is the faster or the batch needs it, exact in its ceilings, remembered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from marks import slow
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autosplit.errors import WorkloadError
+from autosplit.oom import DoesNotFitError
+from autosplit.parallel.checkpointed import checkpointed_in
+from autosplit.plan.plan import Plan
+from autosplit.probe.find_ceiling import find_ceiling
+from autosplit.tuning.tune import tune
+from autosplit.workload.checkpointing import Checkpointing
+from autosplit.workload.workload import Workload
+
+WIDTH, DEPTH, LENGTH = 16, 4, 8
+NO_LAYER, SECOND, EVERY = "no layer checkpointed", "every second Block checkpointed", "every Block checkpointed"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class ByHand(Block):
+    """The same, checkpointed by its author."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+KINDS = (Block, ByHand)
+
+
+def model(kind: type[Block] = Block) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind() for _ in range(DEPTH)), nn.Flatten(), nn.Linear(LENGTH * WIDTH, 3))
+
+
+BATCH = (torch.randn(2, LENGTH, WIDTH), torch.randint(0, 3, (2,)))
+
+
+def workload(kind: type[Block] = Block, **options: object) -> Workload:
+    return Workload(model(kind), BATCH, loss_fn=F.cross_entropy, optimizer=torch.optim.AdamW, **options)
+
+
+def tuned(devices: str, **options: object) -> Plan:
+    return tune(workload(), **{"devices": devices, "checkpointing": Block, "n_trials": 3, "profile": "off", **options})
+
+
+@pytest.mark.parametrize("devices", ["sim:RTX3090@8MiB", slow("cpu:4MiB")])
+def test_ceilings_are_those_of_a_model_that_checkpoints_its_layers_itself(devices):
+    chosen = find_ceiling(workload(checkpointing=Checkpointing((Block,), 1)), devices)
+    by_hand, plain = find_ceiling(workload(ByHand), devices), find_ceiling(workload(), devices)
+    assert (chosen.batch_size, chosen.bytes_per_sample) == (by_hand.batch_size, by_hand.bytes_per_sample)
+    assert chosen.batch_size > 1.5 * plain.batch_size
+
+
+def test_the_fastest_way_is_the_plan_and_all_are_told_of():
+    """A card with plenty of memory: computing twice buys nothing."""
+    plan = tuned("sim:RTX3090", max_batch_size=64)
+    assert plan.checkpointed == ()
+    assert [way.name for way in plan.ways] == [NO_LAYER, SECOND, EVERY]
+    assert plan.ways[0].samples_per_s == plan.samples_per_s > max(way.samples_per_s for way in plan.ways[1:])
+    told = str(plan.explain()).splitlines()[0]
+    assert told.startswith(f"{NO_LAYER} {plan.samples_per_s:,.0f} samples/s with 64 per forward, against {SECOND} ")
+
+
+def test_layers_are_checkpointed_where_the_memory_is_short():
+    """Without, one forward holds half as many samples, and a tiny step costs as much as one twice as large."""
+    plan = tuned("sim:RTX3090@1300KiB")
+    assert plan.checkpointed == tuple(map(str, range(DEPTH)))[:: {SECOND: 2, EVERY: 1}[plan.ways[0].name]]
+    by_name = {way.name: way for way in plan.ways}
+    assert plan.batch_size > by_name[NO_LAYER].batch_size
+    assert plan.samples_per_s > by_name[NO_LAYER].samples_per_s
+
+
+def long_sequence(kind: type[Block] = Block) -> Workload:
+    """One sample whose activations are more than all the rest."""
+    layers = nn.Sequential(*(kind() for _ in range(DEPTH)))
+    return Workload(layers, torch.randn(1, 4096, WIDTH), compute_loss=lambda layers, x: layers(x).mean())
+
+
+def test_a_way_that_does_not_fit_is_left_out():
+    peaks = {kind: find_ceiling(long_sequence(kind), "sim:RTX3090", max_batch_size=1).peak_bytes for kind in KINDS}
+    devices = f"sim:RTX3090@{sum(peaks.values()) // 2}B"
+    options = {"devices": devices, "n_trials": 2, "profile": "off"}
+    with pytest.raises(DoesNotFitError):
+        tune(long_sequence(), **options)
+    plan = tune(long_sequence(), checkpointing=Block, **options)
+    assert plan.checkpointed == ("0", "2"), "which is enough, and faster than all"
+    assert any(note.startswith(f"{NO_LAYER} is left out: ") for note in plan.notes)
+
+
+@pytest.mark.parametrize("devices", ["sim:2xRTX3090@1300KiB", slow("cpu:3MiB,cpu:2MiB")])
+def test_the_users_model_is_untouched(devices):
+    own = model()
+    before = {name: value.clone() for name, value in own.state_dict().items()}
+    tune(
+        own,
+        BATCH,
+        loss_fn=F.cross_entropy,
+        devices=devices,
+        checkpointing="Block",
+        n_trials=2,
+        max_batch_size=32,
+        profile="off",
+    )
+    assert checkpointed_in(own) == ()
+    assert all(type(layer) is Block for layer in own[:DEPTH])
+    assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
+
+
+def test_all_ways_are_remembered_and_the_plans_file_tells_of_them(monkeypatch):
+    plan = tuned("sim:RTX3090@1300KiB", profile="auto")
+    assert plan.path is not None
+    assert Plan.load(plan.path).ways == plan.ways
+    assert "against" in str(Plan.load(plan.path).explain()).splitlines()[0]
+    monkeypatch.setattr("autosplit.tuning.tune._tuned_anew", lambda *_, **__: pytest.fail("tuned again"))
+    again = tuned("sim:RTX3090@1300KiB", profile="auto")
+    assert (again.split, again.checkpointed, again.ways) == (plan.split, plan.checkpointed, plan.ways)
+
+
+def test_it_is_tuned_for_in_each_precision():
+    plan = tuned("sim:RTX3090", precision=("none", "bf16"), max_batch_size=16)
+    names = {f"precision {one}, {way}" for one in ("none", "bf16") for way in (NO_LAYER, SECOND, EVERY)}
+    assert {way.name for way in plan.ways} == names
+
+
+def test_what_names_no_layer_of_the_model_is_refused():
+    with pytest.raises(WorkloadError, match=r"checkpointing is 'Tower', and the Sequential has no such layer"):
+        tuned("sim:RTX3090", checkpointing="Tower")
+    with pytest.raises(WorkloadError, match=r"checkpointing is 3; expected 'auto' for a model of transformers"):
+        tuned("sim:RTX3090", checkpointing=3)
+
+
+def test_layers_of_several_models_are_refused():
+    def step(models, optimizers, batch):
+        pytest.fail("it is refused before")
+
+    pair = Workload((model(), model()), BATCH, step=step, optimizer=(torch.optim.SGD, torch.optim.SGD))
+    with pytest.raises(WorkloadError, match=r"checkpointing is given for 2 models; expected one: .*leave it out"):
+        tune(pair, devices="sim:RTX3090", checkpointing=Block, profile="off")

@@ -1,0 +1,87 @@
+"""The layers that are checkpointed, found in a model by their class, its name, or as transformers marks them."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from autosplit.errors import WorkloadError
+from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
+
+
+class Block(nn.Sequential):
+    """A layer that is repeated."""
+
+
+class Late(Block):
+    """One of a class below."""
+
+
+class GradientCheckpointingLayer(nn.Module):
+    """Stands for transformers' class of this name."""
+
+    gradient_checkpointing = False
+
+
+class TheirLayer(GradientCheckpointingLayer):
+    pass
+
+
+def stack(kind: type[nn.Module] = Block, depth: int = 5) -> nn.Module:
+    return nn.ModuleDict({"stem": nn.Linear(2, 2), "body": nn.ModuleList([kind() for _ in range(depth)])})
+
+
+@pytest.mark.parametrize("kind", [Block, "Block"])
+@pytest.mark.parametrize(
+    ("every", "names"),
+    [(1, tuple(f"body.{number}" for number in range(5))), (2, ("body.0", "body.2", "body.4"))],
+)
+def test_layers_are_found_by_their_class_and_by_its_name(kind, every, names):
+    assert Checkpointing((kind,), every).names_in(stack()) == names
+    assert Checkpointing((kind,), every).names_in(stack(Late)) == names, "of a class below, too"
+
+
+def test_of_layers_within_each_other_the_outermost_is_one():
+    """Both would compute the inner one's activations three times."""
+    assert Checkpointing((Block,), 1).names_in(nn.ModuleList([Block(Block(), nn.ReLU())])) == ("0",)
+
+
+def test_several_kinds_are_counted_together():
+    model = nn.Sequential(nn.GRU(1, 1), Block(), nn.GRU(1, 1), Block())
+    assert Checkpointing((Block, "GRU"), 2).names_in(model) == ("0", "2")
+
+
+def test_those_of_transformers_are_found_by_themselves():
+    assert Checkpointing(("auto",), 2).names_in(stack(TheirLayer)) == ("body.0", "body.2", "body.4")
+
+
+def test_a_model_that_has_none_is_refused():
+    with pytest.raises(WorkloadError, match=r"checkpointing is 'Tower', and the ModuleDict has no such layer; expec"):
+        Checkpointing(("Tower",), 1).names_in(stack())
+    with pytest.raises(WorkloadError, match=r"expected layers of transformers' own in it; pass checkpointing=Block"):
+        Checkpointing(("auto",), 1).names_in(stack())
+
+
+def test_a_model_that_checkpoints_them_already_is_refused():
+    model = stack(TheirLayer)
+    for layer in model["body"]:
+        layer.gradient_checkpointing = True
+    with pytest.raises(WorkloadError, match=r"already; .*leave gradient_checkpointing_enable\(\) out"):
+        Checkpointing(("auto",), 2).names_in(model)
+
+
+def test_three_ways_are_tuned_for():
+    assert checkpointing_list(None) == (None,)
+    assert [str(way) for way in checkpointing_list("auto")] == [
+        "None",
+        "every second layer checkpointed",
+        "every layer checkpointed",
+    ]
+    assert str(checkpointing_list((Block, "GRU"))[2]) == "every Block or GRU checkpointed"
+    assert checkpointing_list("Block, GRU")[1] == Checkpointing(("Block", "GRU"), 2)
+
+
+@pytest.mark.parametrize("odd", [True, 3, (), "", "no name", ("auto", Block), [None], nn.ReLU(), int])
+def test_what_names_no_layers_is_refused(odd):
+    with pytest.raises(WorkloadError, match=r"^checkpointing is .*; expected 'auto' .*; pass checkpointing=Block, say"):
+        checkpointing_list(odd)
