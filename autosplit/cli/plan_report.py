@@ -228,11 +228,11 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
     if plan.simulated:
         return (origin.command or _command_again(plan),)
     if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
-        return _ranks_lines(origin)
+        return _ranks_lines(plan, origin)
     return (
         "# model, optimizer, loss_fn and dataset are your script's",
         "import autosplit",
-        "from torch.utils.data import DataLoader",
+        *_imports(plan),
         *origin.setup,
         "",
         *([f"# {origin.remark}"] if origin.remark else []),
@@ -240,12 +240,29 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
         "model = plan.wrap(model)",
         "sampler = plan.batch_sampler(len(dataset), shuffle=True)",
         "loader = DataLoader(dataset, batch_sampler=sampler)",
-        "for step in plan.steps(loader):",
-        "    for inputs, targets in step:",
-        "        step.backward(loss_fn(model(inputs), targets.to(model.output_device)))",
-        "    optimizer.step()",
-        "    optimizer.zero_grad()",
+        *_loop_lines(plan, "plan.steps(loader)", "loss_fn(model(inputs), targets.to(model.output_device))"),
     )
+
+
+def _imports(plan: Plan) -> tuple[str, ...]:
+    return (*(["import torch"] if plan.precision != "none" else []), "from torch.utils.data import DataLoader")
+
+
+def _loop_lines(plan: Plan, steps: str, loss: str) -> Iterator[str]:
+    """Yield the loop over an epoch's steps, in the precision that the plan's memory and time are of."""
+    kind, scaled = plan.devices[0].kind, plan.precision == "fp16"
+    if scaled:
+        yield f'scaler = torch.amp.GradScaler("{kind}")'
+    yield f"for step in {steps}:"
+    yield "    for inputs, targets in step:"
+    if plan.precision == "none":
+        yield f"        step.backward({loss})"
+    else:
+        yield f'        with torch.autocast("{kind}", torch.{"float16" if scaled else "bfloat16"}):'
+        yield f"            loss = {loss}"
+        yield f"        step.backward(loss{', scaler' * scaled})"
+    yield from ["    scaler.step(optimizer)", "    scaler.update()"] if scaled else ["    optimizer.step()"]
+    yield "    optimizer.zero_grad()"
 
 
 def _command_again(plan: Plan) -> str:
@@ -264,27 +281,26 @@ def _command_again(plan: Plan) -> str:
     ):
         if asked.get(keyword) not in (None, usual):
             words += [f"--{keyword.replace('_', '-')}", str(asked[keyword])]
+    if plan.precision != "none":
+        words += ["--precision", plan.precision]
     return shlex.join(words)
 
 
-def _ranks_lines(origin: Origin) -> tuple[str, ...]:
+def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
     """Return the lines that use a plan of DDP's ranks alone."""
+    loss = "loss_fn(model(inputs.to(ctx.device)), targets.to(ctx.device))"
     given = "" if origin.path is None else f" --plan {shlex.quote(origin.path)}"
     return (
         "# model, optimizer, loss_fn and dataset are your script's",
         "import autosplit.ddp",
-        "from torch.utils.data import DataLoader",
+        *_imports(plan),
         "",
         f"# in train.py, started by: python -m autosplit launch{given} train.py",
         "with autosplit.ddp.setup() as ctx:",
         "    model = ctx.wrap(model)",
         "    sampler = ctx.batch_sampler(len(dataset), shuffle=True)",
         "    loader = DataLoader(dataset, batch_sampler=sampler)",
-        "    for step in ctx.steps(loader):",
-        "        for inputs, targets in step:",
-        "            step.backward(loss_fn(model(inputs.to(ctx.device)), targets.to(ctx.device)))",
-        "        optimizer.step()",
-        "        optimizer.zero_grad()",
+        *(f"    {line}" for line in _loop_lines(plan, "ctx.steps(loader)", loss)),
     )
 
 

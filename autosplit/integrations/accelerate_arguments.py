@@ -11,7 +11,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share
 
-__all__ = ["set_arguments"]
+__all__ = ["set_arguments", "tell_of_other_precision"]
 
 
 def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
@@ -32,6 +32,13 @@ def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
         # The plan's batch sizes fit a step that was run with these.
         kwargs["kwargs_handlers"] = [*handlers, DistributedDataParallelKwargs(**share.plan.ddp.options.keywords())]
     return max(given) > 1
+
+
+def tell_of_other_precision(share: Share, mixed_precision: str) -> None:
+    """Warn where an Accelerator trains in another precision than the plan's."""
+    wanted = "no" if share.plan.precision == "none" else share.plan.precision
+    trained = "none" if mixed_precision == "no" else mixed_precision
+    share.tell_of_other_precision(trained, f"mixed_precision={wanted!r}", stacklevel=5)
 
 
 def _steps_of_launcher() -> list[int]:

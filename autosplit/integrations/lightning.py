@@ -30,7 +30,7 @@ from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.loader_steps import gathered
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, PlanError
-from autosplit.integrations.lightning_workload import asked_loss, workload
+from autosplit.integrations.lightning_workload import PRECISIONS, asked_loss, workload
 from autosplit.integrations.process_share import (
     MarkingBatchSampler,
     NoPlanWarning,
@@ -245,6 +245,9 @@ class Shares(lightning.pytorch.Callback):
         if self.share is None or stage != "fit":
             return
         self.share.tell_of_other_model(pl_module)
+        wanted = next(named for named, ours in PRECISIONS.items() if ours == self.share.plan.precision)
+        if trainer.precision in PRECISIONS:  # of others the module is converted itself
+            self.share.tell_of_other_precision(PRECISIONS[str(trainer.precision)], f"precision={wanted!r}")
         self.share.checkpoint(pl_module)
         self.share.refuse_other_job(trainer.world_size, trainer.strategy.root_device, "Lightning")
         if self.share.num_processes > 1:

@@ -149,6 +149,20 @@ class Share:
         if not self.wraps:  # or `Plan.wrap` does
             warn_of_other_model(self.plan, model, stacklevel=stacklevel)
 
+    def tell_of_other_precision(self, precision: str, setting: str, *, stacklevel: int = 3) -> None:
+        """Warn where the tool trains in another precision than the plan's, so that its memory and times are not those.
+
+        Args:
+            precision: The tool's.
+            setting: What sets the plan's there.
+        """
+        if precision != self.plan.precision:
+            warnings.warn(
+                f"the plan is for precision {self.plan.precision!r}, and the arguments say {precision}: its batch "
+                f"sizes may not fit or may be slow; set {setting}, or tune with the other",
+                stacklevel=stacklevel,
+            )
+
     def checkpoint(self, model: nn.Module) -> None:
         """Checkpoint the layers of a model that the plan does.
 

@@ -15,7 +15,6 @@ samples; a sum counts whole. Which of them it is, is found by asking the loss (`
 from __future__ import annotations
 
 import os
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -369,16 +368,9 @@ def apply(plan: Plan, args: transformers.TrainingArguments, *, share: Share | No
         args._n_gpu = min(args._n_gpu, 1)  # or the Trainer would wrap the model in nn.DataParallel
     elif plan.ddp.options.find_unused_parameters and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = True
-    wanted = {"bf16": plan.precision == "bf16", "fp16": plan.precision == "fp16"}
-    unlike = [name for name, value in wanted.items() if bool(getattr(args, name)) != value]
-    if unlike:
-        has = next((name for name in wanted if getattr(args, name)), "none")
-        wants = f"{plan.precision}=True" if plan.precision in wanted else f"{has}=False"
-        warnings.warn(
-            f"the plan is for precision {plan.precision!r}, and the arguments say {has}: its batch sizes may not fit "
-            f"or may be slow; set {wants}, or tune with the other",
-            stacklevel=3,
-        )
+    has = next((name for name in ("bf16", "fp16") if getattr(args, name)), "none")
+    wants = f"{has}=False" if plan.precision == "none" else f"{plan.precision}=True"
+    share.tell_of_other_precision(has, wants, stacklevel=4)
     return share
 
 

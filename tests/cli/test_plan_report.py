@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from ddp_jobs import make_plan as ranks_plan
 from handmade import GIB, made_ceiling, made_device, made_plan, solved_plan
 from rich.console import Console
 
@@ -298,10 +299,13 @@ def test_an_ascii_stream_gets_ascii():
 # The lines to paste
 
 
-def test_the_lines_to_paste_train_exactly(tmp_path):
+@pytest.mark.parametrize(("precision", "off_by"), [("none", 1e-6), ("bf16", 1e-2), ("fp16", 1e-3)])
+def test_the_lines_to_paste_train_exactly_and_in_the_plans_precision(tmp_path, precision, off_by):
+    """They had no autocast: a plan of half the memory was trained in float32."""
     import torch
+    from torch.nn import functional as F
 
-    plan = made_plan((3, 5), kind="cpu", effective=20)
+    plan = replace(made_plan((3, 5), kind="cpu", effective=20), precision=precision)
     path = tmp_path / "plan.json"
     plan.save(path)
     torch.manual_seed(0)
@@ -312,15 +316,24 @@ def test_the_lines_to_paste_train_exactly(tmp_path):
     names = {
         "model": model,
         "dataset": dataset,
-        "loss_fn": torch.nn.functional.mse_loss,
+        "loss_fn": lambda outputs, targets: seen.append(outputs.dtype) or F.mse_loss(outputs.float(), targets),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
     }
+    seen = []
     exec("\n".join(paste_lines(plan, Origin(f"autosplit.Plan.load({str(path)!r})", remark="saved"))), names)
-    torch.nn.functional.mse_loss(plain(dataset.tensors[0]), dataset.tensors[1]).backward()
+    F.mse_loss(plain(dataset.tensors[0]), dataset.tensors[1]).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert isinstance(names["plan"], Plan)
-    torch.testing.assert_close(model.weight, plain.weight)
-    torch.testing.assert_close(model.bias, plain.bias)
+    assert {*seen} == {{"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
+    for trained, exact in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(trained, exact, rtol=0, atol=off_by)
+
+
+def test_the_lines_of_ranks_have_the_plans_precision():
+    plan = replace(ranks_plan((3, 5)), precision="bf16")
+    lines = paste_lines(plan)
+    assert "import torch" in lines
+    assert '            with torch.autocast("cpu", torch.bfloat16):' in lines
 
 
 def test_the_lines_to_paste_have_the_setup_and_the_remark():

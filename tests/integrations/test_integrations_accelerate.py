@@ -613,11 +613,17 @@ class TestFeatures:
     @pytest.mark.parametrize("plan", [shared.shares_plan((8,), 20), shared.shares_plan((5, 3), 20, in_one=True)])
     def test_mixed_precision(self, plan):
         """On several devices of one process the model ran in full precision."""
-        accelerator = make_accelerator(plan=plan, mixed_precision="bf16")
+        accelerator = make_accelerator(plan=replace(plan, precision="bf16"), mixed_precision="bf16")
         model, seen = accelerator.prepare(shared.make_model("bert").float()), []
         accelerator.unwrap_model(model).classifier.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
         assert model(**COLLATE["bert"](TEXTS[:8])).logits.dtype == torch.float32
         assert {*seen} == {torch.bfloat16}
+
+    def test_another_precision_is_said(self):
+        """Its batch sizes did not fit, and nothing said why."""
+        plan = replace(shared.shares_plan((8,), 20), precision="bf16")
+        with pytest.warns(UserWarning, match=r"precision 'bf16', and the arguments say none: .*mixed_precision='b"):
+            make_accelerator(plan=plan)
 
     def test_distributed_data_parallel_is_given_what_the_plan_was_measured_with(self):
         """A model of which some parameters are not used in a step was tuned, and then refused by DDP."""

@@ -309,6 +309,12 @@ class TestOneProcess:
         with pytest.warns(OtherModelWarning, match="for Other with 7 parameters, and this "):
             fitted(shares, shares.data(Data("gpt"), seed=shared.SEED), steps=1)
 
+    def test_another_precision_is_said(self):
+        """Its batch sizes did not fit, and nothing said why."""
+        shares = Shares(replace(shared.shares_plan((8,), 40), precision="bf16"))
+        with pytest.warns(UserWarning, match=r"'bf16', and the arguments say none: .* set precision='bf16-mixed', or"):
+            fitted(shares, shares.data(Data("gpt"), seed=shared.SEED), steps=1)
+
     def test_a_plan_for_one_device_accumulates(self):
         shares = Shares(shared.shares_plan((8,), 40), count=COUNT["gpt"])
         weights, watch = fitted(shares, shares.data(Data("gpt"), seed=shared.SEED))
