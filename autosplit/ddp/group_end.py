@@ -77,5 +77,6 @@ def _end_group() -> None:
     for wrapped in _outliving:
         if wrapped.process_group is not None:
             part_from_group(wrapped)
-    if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
+    # By its devices: of "cpu:gloo", which the Trainer chooses, the back end itself has no name.
+    if dist.is_initialized() and dist.Backend.GLOO in dist.get_backend_config():
         dist.destroy_process_group()
