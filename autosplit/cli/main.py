@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()  # here, where it can still be told that it can't be written
         return code
     except typer.TyperException as error:
-        return failed(f"{error.format_message().rstrip('.')}; see autosplit {_help_for(arguments)}", EXIT_USAGE)
+        said = f"{error.format_message().rstrip('.')}; see".replace("?; see", "? See")
+        return failed(f"{said} autosplit {_help_for(arguments)}", EXIT_USAGE)
     except UserCodeError as error:
         return failed(str(error), error.exit_code, error.frames)
     except AutosplitError as error:
@@ -99,10 +100,9 @@ def main(argv: list[str] | None = None) -> int:
         sent_nowhere(sys.stdout)  # the reader, such as `head`, has seen enough
         return 0
     except OSError as error:
-        said = _users_to_mend(error)
-        if said is None:
+        if (mended := _users_to_mend(error)) is None:
             raise
-        return failed(said, EXIT_USAGE)
+        return failed(mended, EXIT_USAGE)
 
 
 def _users_to_mend(error: OSError) -> str | None:

@@ -44,7 +44,7 @@ def shown_by(path: Path) -> str:
 
 def _is_file(which: str) -> bool:
     """Tell whether somebody named a file, and not a key."""
-    return bool(which) and (Path(which).is_file() or not is_key(which))
+    return bool(which) and (Path(which).is_file() or not which.isalnum())
 
 
 def profile_path(key: str) -> Path:

@@ -46,8 +46,8 @@ def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Pat
     given = f"no plan is given: profile is {profile!r} and {PLAN_VARIABLE} is not set"
     if not usable:
         raise PlanError(
-            f"{given}, and none that is remembered is for this machine{job}; expected a plan, or the file of one; pass "
-            f"it, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote"
+            f"{given}, and none that is remembered is for this machine{job}; expected a plan, or the file of one; make "
+            f"one with autosplit tune FILE, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote"
         )
     all_of_them = listed([f"{path} ({described(plan)})" for plan, path in usable], _SHOWN, separator="; ", last="; ")
     raise PlanError(

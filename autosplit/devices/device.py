@@ -57,6 +57,10 @@ class Device:
         return "cpu" if self.kind == "cpu" and not self.budgeted else f"{self.kind}:{self.index}"
 
 
+LEAST_RESERVE_BYTES = 1024
+"""Fewer are a number whose unit was forgotten."""
+
+
 def parse_reserve(value: str | float | None) -> int | float | None:
     """Read what is to be kept free on every device.
 
@@ -81,6 +85,11 @@ def parse_reserve(value: str | float | None) -> int | float | None:
         raise InputError(
             f"reserve {shown(value)}: expected bytes (1GiB) or a share of at least 0 and below 1 (5%, 0.05); "
             "give one of these, or leave it out"
+        )
+    if isinstance(reserve, int) and 0 < reserve < LEAST_RESERVE_BYTES:
+        raise InputError(
+            f"reserve {shown(value)} is {reserve} bytes: expected a size with its unit, or a share; write {reserve}GiB "
+            f"or {reserve}%"
         )
     return reserve
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from autosplit.errors import InputError
 from autosplit.plan.record import PlanRecord
 from autosplit.text import printable
 
-__all__ = ["OtherModelWarning", "parameters_in", "warn_of_other_model"]
+__all__ = ["OtherModelWarning", "parameters_in", "refuse_wrapped", "warn_of_other_model"]
 
 
 class OtherModelWarning(UserWarning):
@@ -21,6 +22,17 @@ def parameters_in(model: Any) -> int | None:
         return sum(int(parameter.numel()) for parameter in model.parameters())
     except (AttributeError, RuntimeError, ValueError):  # a function that makes it; torch's lazy parameters
         return None
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Refuse a model that is in a wrapper already, which would cut each share again; raise InputError."""
+    from torch import nn
+
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise InputError(
+            f"model is in a {type(model).__name__} already; expected the model within; pass model.module, or use the "
+            "wrapper that it has"
+        )
 
 
 def warn_of_other_model(plan: PlanRecord, model: Any, *, stacklevel: int) -> None:

@@ -210,7 +210,7 @@ class Plan(PlanRecord):
 
         Raises:
             DeviceError: The plan is for simulated cards, or its cards are not here.
-            InputError: Moving the model gave it new parameters, and an optimizer has the old ones.
+            InputError: The model is wrapped already, or moving it gave it new parameters and an optimizer has the old.
             PlanError: The model lacks a layer that the plan checkpoints.
 
         Warns:
@@ -218,9 +218,10 @@ class Plan(PlanRecord):
         """
         from autosplit.parallel.balanced import BalancedDataParallel
         from autosplit.parallel.checkpointed import checkpoint_layers
-        from autosplit.plan.other_model import warn_of_other_model
+        from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
 
         self._refuse_simulated("wrap a model")
+        refuse_wrapped(model)
         warn_of_other_model(self, model, stacklevel=2)
         devices = self.devices_here()
         model = moved(model, devices[0])

@@ -165,9 +165,11 @@ def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int
     """
     candidates = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor) and leaf.dim() > dim]
     if not candidates:
+        arrays = any(hasattr(leaf, "__array_interface__") for leaf in leaves_of(tree))
+        advice = "make tensors of arrays with torch.from_numpy" if arrays else "pass such a batch, or batch_dim="
         raise WorkloadError(
             f"the batch has no tensor with a dimension {dim} among {_shapes(tree)}; "
-            f"expected at least one whose dimension {dim} is the batch; pass such a batch, or batch_dim="
+            f"expected at least one whose dimension {dim} is the batch; {advice}"
         )
     counts = Counter(tensor.size(dim) for tensor in candidates)
     for size, _ in counts.most_common():

@@ -210,15 +210,20 @@ def _import_module(dotted: str) -> ModuleType:
     """Import a module by name, with the current folder on the path, as ``python -m`` has it."""
     _put_on_path(Path.cwd())
     importlib.invalidate_caches()
+    neither = InputError(
+        f"there is neither a file nor a module {dotted}; {_EXPECTED}; {_nearest_files(Path(), f'{dotted}.py')}"
+    )
+    package, _, within = dotted.partition(".")
+    found = importlib.util.find_spec(package) if within else None
+    if found is not None and found.submodule_search_locations is None:
+        raise neither  # of train.txt, say, beside a train.py, which is not to run for that
     try:
         with _users_errors(dotted):
             return importlib.import_module(dotted)
     except UserCodeError as error:
         missing = error.__cause__
         if isinstance(missing, ModuleNotFoundError) and missing.name and f"{dotted}.".startswith(f"{missing.name}."):
-            raise InputError(
-                f"there is neither a file nor a module {dotted}; {_EXPECTED}; {_nearest_files(Path(), f'{dotted}.py')}"
-            ) from None
+            raise neither from None
         raise
 
 

@@ -103,6 +103,11 @@ class Workload:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise WorkloadError(f"{name} is {value!r}; expected a function; pass one, or leave it out")
+            if isinstance(value, type) and issubclass(value, nn.Module):
+                raise WorkloadError(
+                    f"{name} is the class {value.__name__}; expected what is called with outputs and targets; pass one "
+                    f"that is made, {value.__name__}()"
+                )
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
             raise WorkloadError(f"batch_dim is {self.batch_dim!r}; expected a dimension, 0 or more")
         object.__setattr__(self, "modules", self._checked_modules())
@@ -190,6 +195,11 @@ class Workload:
         return cls(parts.model, parts.sample_batch, **given)
 
     def _checked_modules(self) -> tuple[nn.Module, ...]:
+        if isinstance(self.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise WorkloadError(
+                f"model is wrapped in {type(self.model).__name__}; expected the model itself, which the plan wraps "
+                "later; pass model.module"
+            )
         if isinstance(self.model, nn.Module):
             return (self.model,)
         if isinstance(self.model, (tuple, list, Mapping)):

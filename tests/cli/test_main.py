@@ -135,7 +135,7 @@ def test_every_keyword_of_tune_has_its_flag(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["tun"], "'tune'?; see autosplit --help"),
+        (["tun"], "'tune'? See autosplit --help"),
         (["tune"], "'FILE[:NAME]'; see autosplit tune --help"),
         (["tune", "x.py", "--device", "cpu"], "--devices); see autosplit tune --help"),
         (["tune", "x.py", "--devices"], "see autosplit tune --help"),
@@ -885,9 +885,10 @@ def test_show_lists_the_profiles_and_shows_the_newest(capsys):
     assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((300,)))
 
 
-def test_show_a_profile_by_the_beginning_of_its_key(capsys):
+def test_show_a_profile_by_the_beginning_of_its_key(capsys, fails):
     store("ab" * 16, made_plan((100, 156)))
     store("cd" * 16, made_plan((300,)))
+    assert "the newest keys are: cdcdcdcdcdcd, abababababab" in fails("show", "zzzz")[0]
     assert main(["show", "abab", "--json"]) == 0
     assert Plan.from_json(capsys.readouterr().out) == shareable(made_plan((100, 156)))
 

@@ -352,7 +352,8 @@ class TestOneProcess:
 
     def test_no_plan(self) -> None:
         with pytest.raises(
-            PlanError, match=r"profile is None and AUTOSPLIT_PROFILE is not set.* pass it, or set AUTOSPLIT_PROFILE"
+            PlanError,
+            match=r"profile is None and AUTOSPLIT_PROFILE is not set.* autosplit tune FILE, or set AUTOSPLIT_PROFILE",
         ):
             ddp.setup().__enter__()
 

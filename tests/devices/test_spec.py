@@ -89,7 +89,17 @@ def test_parse_bytes_is_exact(number, unit):
 
 @pytest.mark.parametrize(
     ("value", "parsed"),
-    [(None, None), (0, 0), (5, 5), (0.0, 0.0), (0.25, 0.25), ("5%", 0.05), ("0.05", 0.05), ("1GiB", GIB), ("0", 0)],
+    [
+        (None, None),
+        (0, 0),
+        (4096, 4096),
+        (0.0, 0.0),
+        (0.25, 0.25),
+        ("5%", 0.05),
+        ("0.05", 0.05),
+        ("1GiB", GIB),
+        ("0", 0),
+    ],
 )
 def test_parse_reserve(value, parsed):
     result = parse_reserve(value)
@@ -103,6 +113,13 @@ def test_parse_reserve(value, parsed):
 )
 def test_parse_reserve_refuses(value):
     with pytest.raises(InputError, match=re.escape("expected bytes (1GiB) or a share")):
+        parse_reserve(value)
+
+
+@pytest.mark.parametrize(("value", "size"), [(2, "2GiB or 2%"), ("10", "10GiB or 10%"), (1023, "1023GiB")])
+def test_a_reserve_whose_unit_was_forgotten_is_refused(value, size):
+    """``--reserve 10`` kept ten bytes free."""
+    with pytest.raises(InputError, match=f"is {value} bytes: expected a size with its unit, or a share; write {size}"):
         parse_reserve(value)
 
 

@@ -27,6 +27,16 @@ def test_a_plan_of_several_models_may_wrap_any(recwarn):
     assert not recwarn
 
 
+def test_a_wrapped_model_is_refused():
+    """Each share was cut again, and the wrapper within went on with its own split."""
+    plan = make_plan((4, 2))
+    wrapped = plan.wrap(nn.Linear(3, 3))
+    for model in (wrapped, nn.DataParallel(nn.Linear(3, 3))):
+        with pytest.raises(InputError, match=r"model is in a \w*DataParallel already; expected the model within"):
+            plan.wrap(model)
+    assert plan.wrap(wrapped.module).module is wrapped.module
+
+
 def test_what_is_no_model_is_refused():
     with pytest.raises(InputError, match=r"model is None; expected an nn\.Module"):
         make_plan((4, 2)).wrap(None)

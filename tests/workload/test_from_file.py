@@ -201,6 +201,14 @@ def test_a_function_that_needs_arguments(write):
         load_workload(write("def workload(width, depth, *rest, heads=4, **more): ..."))
 
 
+def test_a_file_beside_one_of_another_ending_does_not_run(tmp_path, monkeypatch):
+    """``tune train.txt`` was read as the module train's ``txt``, and ran train.py before it said that there is none."""
+    (tmp_path / "trained_beside.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"neither a file nor a module trained_beside\.txt; .* has trained_beside\.py"):
+        load_workload("trained_beside.txt")
+
+
 @pytest.mark.parametrize("spec", ["no_such_module_here", "no_such_module_here.train:workload", "json.no_such_part"])
 def test_a_missing_module(spec):
     with pytest.raises(InputError, match=f"neither a file nor a module {spec.split(':')[0]}; "):

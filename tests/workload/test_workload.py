@@ -199,6 +199,7 @@ LINEAR = nn.Linear(2, 2)
         ({"loss_scope": "token"}, "loss_scope is 'token'; expected one of 'sample', 'batch'"),
         ({"loss_fn": len, "step": len}, "loss_fn and step are given; expected at most one of them; leave"),
         ({"compute_loss": 3}, "compute_loss is 3; expected a function; pass one, or leave it out"),
+        ({"loss_fn": nn.CrossEntropyLoss}, "loss_fn is the class CrossEntropyLoss; .* is made, CrossEntropyLoss"),
         ({"make_batch": "x"}, "make_batch is 'x'; expected a function; pass one, or leave it out"),
         ({"batch_dim": -1}, "batch_dim is -1; expected a dimension, 0 or more"),
         ({"batch_dim": True}, "batch_dim is True; expected a dimension, 0 or more"),
@@ -211,6 +212,11 @@ LINEAR = nn.Linear(2, 2)
         ({"sample_batch": (X, torch.zeros(5, 7))}, "disagree on the batch size.*expected one size; mark"),
         ({"sample_batch": DataLoader([X])}, r"is a DataLoader; expected one batch .*; pass next\(iter\(loader\)\), or"),
         ({"sample_batch": torch.zeros(0, 2)}, "the batch is empty.*expected at least 1; pass"),
+        ({"model": nn.DataParallel(nn.Linear(2, 2))}, "model is wrapped in DataParallel; .* pass model.module"),
+        (
+            {"sample_batch": np.zeros((4, 2))},
+            "no tensor with a dimension 0.*; make tensors of arrays with torch",
+        ),
         ({"sample_batch": {}}, "no tensor with a dimension 0.*expected at least one.*pass such a batch"),
     ],
 )
