@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,8 @@ __all__ = ["Origin", "Told", "full_report", "paste_lines", "print_plan", "reques
 MOST_REASONS = 2
 """Reasons in the short report: a limit takes a line of 80 columns, the times take two."""
 
-MOST_NOTES = 3
-"""Notes in the short report; with two devices and one note of two lines it has 24 lines."""
+MOST_NOTE_LINES = 3
+"""Lines of notes in the short report, at 80 columns: with two devices and reasons of three lines it has 24."""
 
 _LIMITS = {"memory": " (memory)", "max_batch_size": "+", "kernel": " (a kernel's limit)", "time": " (time)"}
 
@@ -205,8 +206,11 @@ def _notes_to_act_on(plan: Plan) -> list[str]:
     """Return what may ask for an action: checks that depend on the split, and notes that are more than a remark."""
     depends = dependence_line(plan.checks)
     notes = [*([depends] if depends else []), *(note for note in plan.notes if not note.startswith(NOT_JUST_THIS))]
-    more = len(notes) - MOST_NOTES
-    return [*notes[:MOST_NOTES], *([f"{more} more: --details"] if more > 0 else [])]
+    ends = list(itertools.accumulate(len(textwrap.wrap(note, 78)) for note in notes))
+    if not ends or ends[-1] <= MOST_NOTE_LINES:
+        return notes
+    shown = max(1, sum(end < MOST_NOTE_LINES for end in ends))
+    return [*notes[:shown], *([f"{len(notes) - shown} more: --details"] if shown < len(notes) else [])]
 
 
 def _next_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:

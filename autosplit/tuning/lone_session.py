@@ -248,7 +248,7 @@ class LoneSession(Session):
         if not self.runtime.simulated and off > DOUBTFUL_ERROR:
             self.notes.append(
                 f"the measured times contradict each other (by {100 * off:.0f} %), probably by a busy machine: "
-                "tune again with profile='refresh' (--profile refresh) when nothing else runs"
+                "tune again later with profile='refresh' (--profile refresh)"
             )
 
     # DDP

@@ -209,8 +209,19 @@ def test_notes_that_ask_for_nothing_are_left_for_the_details():
     said = "changed by splitting: BatchNorm2d at 0 and 1 other, up to 12 % (--details)"
     assert f"notes - {said} - a note next" in text
     many = " ".join(short(made_plan(notes=tuple("abcde"))).split())
-    assert "notes - a - b - c - 2 more: --details next" in many
+    assert "notes - a - b - 3 more: --details next" in many
     assert "\nnotes\n" not in short(made_plan())
+
+
+@pytest.mark.parametrize("lengths", [(75, 145), (145, 75), (75, 220), (220, 75), (75, 75, 75), (75, 75, 75, 75)])
+def test_notes_take_lines_of_the_terminal_and_not_whole_sentences(lengths):
+    """Three notes were allowed, of whatever length: on a busy machine one of three lines made 25."""
+    notes = tuple(" ".join(["a note"] * (length // 7)) for length in lengths)
+    text = short(made_plan((100, 156), notes=notes))
+    said = text.split("\nnotes\n")[1].split("\n\n")[0]
+    assert len(said.splitlines()) <= (4 if lengths[0] > 160 else 3)
+    assert len(text.splitlines()) <= 24
+    assert "more: --details" in said or said.count("\n- ") + 1 == len(notes)
 
 
 # What explains it
