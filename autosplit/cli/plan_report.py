@@ -242,9 +242,20 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
         *([f"# {origin.remark}"] if origin.remark else []),
         f"plan = {origin.expression}",
         "model = plan.wrap(model)",
-        "sampler = plan.batch_sampler(len(dataset), shuffle=True)",
-        "loader = DataLoader(dataset, batch_sampler=sampler)",
+        *_loader_lines(plan, "plan"),
         *_loop_lines(plan, "plan.steps(loader)", "loss_fn(model(inputs), targets.to(model.output_device))"),
+    )
+
+
+def _loader_lines(plan: Plan, of: str) -> tuple[str, ...]:
+    if plan.lengths is None:
+        return (
+            f"sampler = {of}.batch_sampler(len(dataset), shuffle=True)",
+            "loader = DataLoader(dataset, batch_sampler=sampler)",
+        )
+    return (
+        f"sampler = {of}.token_sampler([len(sample) for sample in dataset], shuffle=True)  # as tune was given them",
+        "loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pad_collate)  # which pads to the longest",
     )
 
 
@@ -302,8 +313,7 @@ def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
         f"# in train.py, started by: python -m autosplit launch{given} train.py",
         "with autosplit.ddp.setup() as ctx:",
         "    model = ctx.wrap(model)",
-        "    sampler = ctx.batch_sampler(len(dataset), shuffle=True)",
-        "    loader = DataLoader(dataset, batch_sampler=sampler)",
+        *(f"    {line}" for line in _loader_lines(plan, "ctx")),
         *(f"    {line}" for line in _loop_lines(plan, "ctx.steps(loader)", loss)),
     )
 
@@ -363,9 +373,13 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     if plan.checkpointed:
         rows.append(("checkpointed", _layers_text(plan.checkpointed)))
     if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
+        taken = plan.samples_per_s if plan.lengths is None else plan.lengths.samples_per_s
         workers = plan.loader_settings.num_workers
         said = f"{rate_text(plan.loader_samples_per_s)} with {workers} worker{'s' * (workers != 1)}"
-        rows.append(("loader", f"{said}: {bound_text(plan.loader_samples_per_s, plan.samples_per_s)}"))
+        rows.append(("loader", f"{said}: {bound_text(plan.loader_samples_per_s, taken)}"))
+    if plan.lengths is not None:
+        like, gain = plan.lengths.samples_per_s, plan.lengths.samples_per_s / plan.lengths.fixed_samples_per_s
+        rows.append(("by length", f"{rate_text(like)} in batches of like length, {gain:.2f} times (predicted)"))
     if several:
         rows.append(("gain", _gain_text(plan)))
     return rows

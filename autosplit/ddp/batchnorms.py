@@ -1,4 +1,4 @@
-"""BatchNorms in a micro-batch that counts for nothing on this rank: what it runs there must reach no statistics.
+"""BatchNorms of ranks with unlike shares: whose statistics are kept, and micro-batches that must reach none.
 
 A rank without a share runs other ranks' samples, because the gradients meet in its backward. A SyncBatchNorm would
 count them a second time, a BatchNorm of rank 0 would put them in the statistics that all ranks get.
@@ -6,7 +6,8 @@ count them a second time, a BatchNorm of rank 0 would put them in the statistics
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +17,43 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["has_synchronised", "silenced", "uncounted"]
+from autosplit.errors import InputError
+
+__all__ = ["BatchNormWarning", "doubt_batchnorms", "has_synchronised", "silenced", "uncounted"]
+
+
+class BatchNormWarning(UserWarning):
+    """A model's running statistics come from a rank that sees fewer samples than another."""
+
+
+def doubt_batchnorms(
+    model: nn.Module,
+    rank: int,
+    batch_sizes: Sequence[int],
+    are: str = "are",
+    remedy: str = "pass sync_batchnorm=True (GPUs)",
+) -> None:
+    """Warn, on rank 0, where DDP takes running statistics from a rank that sees fewer samples than another.
+
+    Raises:
+        InputError: It takes them from one that sees none.
+    """
+    norms = {name: part for name, part in model.named_modules() if isinstance(part, _BatchNorm)}
+    kept = [n for n, part in norms.items() if part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)]
+    if not batch_sizes[0] and any(norms[name].training for name in kept):
+        raise InputError(
+            f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} those of "
+            f"rank 0 alone, which has no samples of {tuple(batch_sizes)}; expected some; {remedy}, or give rank 0 a "
+            "share"
+        )
+    if kept and rank == 0 and batch_sizes[0] < max(batch_sizes):
+        warnings.warn(
+            f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} those of "
+            f"rank 0 alone, which has {batch_sizes[0]} samples of {sum(batch_sizes)}; {remedy}, or tune with the "
+            "device first that takes the most",
+            BatchNormWarning,
+            stacklevel=3,
+        )
 
 
 @contextmanager

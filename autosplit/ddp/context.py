@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -12,12 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from autosplit.accelerators import is_accelerator, moved
-from autosplit.ddp.batchnorms import has_synchronised, silenced, uncounted
+from autosplit.ddp.batchnorms import BatchNormWarning, doubt_batchnorms, has_synchronised, silenced, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
 from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, shard
 from autosplit.ddp.gradient_average import average_gradients, refuse_meeting
@@ -30,16 +28,13 @@ from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.parallel.noise_scale import noise_scale_for
 from autosplit.parallel.oom_cuts import cuts_for
 from autosplit.parallel.optimizer_steps import OptimizerStep, checked, steps
+from autosplit.parallel.token_sampler import TokenBatchSampler
 from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.solve.split import accumulation_steps
 
 __all__ = ["BatchNormWarning", "Context"]
-
-
-class BatchNormWarning(UserWarning):
-    """A model's running statistics come from a rank that sees fewer samples than another."""
 
 
 class Context:
@@ -107,7 +102,7 @@ class Context:
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         checkpoint_layers(model, self.plan.checkpointed)
-        self._doubt_batchnorms(model)
+        doubt_batchnorms(model, self.rank, self._slice.batch_sizes)
         if is_accelerator(self.device.type):
             kwargs.setdefault("device_ids", [self.device.index])
         kwargs = {**self.plan.ddp.options.keywords(), **kwargs}
@@ -153,36 +148,13 @@ class Context:
         """
         if self.rank == 0:
             warn_of_other_model(self.plan, model, stacklevel=2)
-        self._doubt_batchnorms(model, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
+        sizes = self._slice.batch_sizes
+        doubt_batchnorms(model, self.rank, sizes, "in checkpoints are", "convert them with nn.SyncBatchNorm (GPUs)")
         checkpoint_layers(model, self.plan.checkpointed)
         shard(model, device=self.device, layers=layers, options=kwargs)
         self._sharded.add(model)
         self._meets_always = True  # parameters come together in every forward and every backward
         return model
-
-    def _doubt_batchnorms(
-        self, model: nn.Module, are: str = "are", remedy: str = "pass sync_batchnorm=True (GPUs)"
-    ) -> None:
-        """Warn, on rank 0, where DDP takes running statistics from a rank that sees fewer samples than another.
-
-        Raise InputError where it takes them from one that sees none.
-        """
-        sizes = self._slice.batch_sizes
-        norms = {name: part for name, part in model.named_modules() if isinstance(part, _BatchNorm)}
-        kept = [n for n, part in norms.items() if part.track_running_stats and not isinstance(part, nn.SyncBatchNorm)]
-        if not sizes[0] and any(norms[name].training for name in kept):
-            raise InputError(
-                f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} those "
-                f"of rank 0 alone, which has no samples of {sizes}; expected some; {remedy}, or give rank 0 a share"
-            )
-        if kept and self.rank == 0 and sizes[0] < max(sizes):
-            warnings.warn(
-                f"the running statistics of {len(kept)} BatchNorms ({kept[0] or 'the model'} is the first) {are} "
-                f"those of rank 0 alone, which has {sizes[0]} samples of {self.batch_size}; {remedy}, or tune with the "
-                "device first that takes the most",
-                BatchNormWarning,
-                stacklevel=3,
-            )
 
     def loader(
         self, dataset: Any, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False, **options: Any
@@ -222,6 +194,39 @@ class Context:
         )
         made.refuse_single_samples(self._slice.batch_sizes, self.plan.ddp.least_batch)
         return made
+
+    def token_sampler(self, lengths: Any, *, shuffle: bool = False, seed: int = 0) -> TokenBatchSampler:
+        """Return a batch sampler of this rank's part of batches of like length.
+
+        All ranks cut the epoch alike, and each gets as many samples of a batch as its device holds at that length; see
+        `Plan.token_sampler` and `batch_sampler`.
+
+        Args:
+            lengths: Of each sample of the data set, the same on every rank.
+            shuffle: Draw in a new order each epoch (`set_epoch`, on every rank).
+            seed: Of that order, the same on every rank.
+
+        Raises:
+            PlanError: The plan was not tuned for lengths.
+            InputError: As of `Plan.token_sampler`.
+        """
+        made = TokenBatchSampler(
+            self.plan.with_lengths(),
+            lengths,
+            self._slice.batch_sizes,
+            self.effective_batch_size,
+            keeps_effective=self.plan.effective_batch_sizes is not None,
+            shuffle=shuffle,
+            seed=seed,
+            rank=self.rank,
+        )
+        made.refuse_single_samples(self._slice.batch_sizes, self.plan.ddp.least_batch)
+        return made
+
+    @property
+    def max_tokens(self) -> int:
+        """The tokens, padding included, that this rank's device holds at any length; see `Plan.max_tokens`."""
+        return self.plan.with_lengths().tokens_of(self.settings.batch_size)
 
     def steps(
         self,

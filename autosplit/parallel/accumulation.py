@@ -26,10 +26,12 @@ class Accumulation:
 
     Attributes:
         is_last: The running micro-step is its last: gradients have to come home in its backward.
+        split: Samples per device of the running micro-batch, where they are not in the wrapper's proportions.
     """
 
     def __init__(self) -> None:
         self.is_last = False
+        self.split: tuple[int, ...] | None = None
         self._keepers: list[Keeper] = []
 
     def join(self, keeper: Keeper) -> None:

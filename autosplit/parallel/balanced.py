@@ -186,11 +186,15 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         """Return the samples each device gets of a batch.
 
         Args:
-            bounded: Hold the ceilings, which are those of training; a forward without gradients needs less.
+            bounded: Hold the ceilings, which are those of training; a forward without gradients needs less. Within a
+                loop over a sampler of batches of like length its own split holds.
 
         Raises:
             InputError: The ceilings do not hold the batch.
         """
+        running = current_accumulation()
+        if running is not None and running.split is not None and batch_size <= sum(running.split):
+            return proportional_split(batch_size, running.split, running.split)  # fewer in a part of a micro-batch
         ceilings = self.ceilings if bounded else None
         if self._split is not None:
             if batch_size < sum(self._split) and any(isinstance(part, _BatchNorm) for part in self.module.modules()):

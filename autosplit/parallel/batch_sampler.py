@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ class StepSchedule:
     Attributes:
         micro_batch_sizes: Samples that each of its micro-batches counts for, on this rank.
         num_samples: Samples of the whole step, over all its micro-batches and all ranks.
+        splits: Samples per device of each micro-batch, where they are not in the plan's proportions.
     """
 
     micro_batch_sizes: tuple[int, ...]
     num_samples: int
+    splits: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,13 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     Attributes:
         samples_consumed: Samples of this epoch, over all ranks, in optimizer steps whose micro-batches `steps` has
             handed out to the last; what workers have drawn ahead does not count.
+        unlike_lengths: Whether as many samples may take another memory in another micro-batch.
 
     Raises:
         InputError: A number is not whole or below its minimum, or the slice is of another batch size.
     """
+
+    unlike_lengths = False
 
     def __init__(
         self,
@@ -240,19 +246,19 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     def _step_after(self, samples_consumed: int) -> int:
         """Return the optimizer step that begins where so many samples of the epoch have been consumed."""
         consumed = whole_number("samples_consumed", samples_consumed)
-        total = sum(step.num_samples for step in self.schedule)
-        if consumed > total:
+        ends = [0, *itertools.accumulate(step.num_samples for step in self.schedule)]
+        if consumed > ends[-1]:
             raise InputError(
-                f"samples_consumed is {consumed}, but an epoch has {total}; expected samples of the current epoch; "
+                f"samples_consumed is {consumed}, but an epoch has {ends[-1]}; expected samples of the current epoch; "
                 "subtract the finished epochs and pass their number to set_epoch"
             )
-        if consumed % self.effective_batch_size and consumed != total:
+        finished = bisect.bisect_right(ends, consumed) - 1
+        if ends[finished] != consumed:
             raise InputError(
-                f"samples_consumed is {consumed}; expected the end of an optimizer step, a multiple of "
-                f"{self.effective_batch_size}; resume from the last finished step, "
-                f"{consumed - consumed % self.effective_batch_size}"
+                f"samples_consumed is {consumed}; expected the end of an optimizer step; resume from the last finished "
+                f"step, {ends[finished]}"
             )
-        return -(-consumed // self.effective_batch_size)
+        return finished
 
     def _order_facts(self) -> dict[str, Any]:
         return {"num_samples": self.num_samples, "shuffle": self.shuffle, "seed": self.seed}

@@ -70,6 +70,8 @@ class Cuts:
         least: The fewest samples that a part may have.
         count: What a part counts for; by default its samples.
         note: Told once, in a sentence, when micro-batches begin to be cut before they run.
+        lowers: As many samples take as much memory in any micro-batch, so that those of a size that ran out of it
+            several times are cut before they run.
 
     Attributes:
         most_samples: Micro-batches of more samples are cut before they run; None for no bound.
@@ -83,8 +85,9 @@ class Cuts:
         least: int = 1,
         count: Callable[[Any], int] | None = None,
         note: Callable[[str], None] | None = None,
+        lowers: bool = True,
     ) -> None:
-        self.dim, self.least, self.count, self.note = dim, least, count, note
+        self.dim, self.least, self.count, self.note, self.lowers = dim, least, count, note, lowers
         self.most_samples: int | None = None
         self.count_cut = 0
         self._runs: Counter[int] = Counter()
@@ -118,7 +121,12 @@ class Cuts:
             _log.info("%s", said)
         half = (samples + 1) // 2
         failures = self._failures[samples]
-        if not why and failures >= CUTS_UNTIL_LOWERED and failures >= SHARE_UNTIL_LOWERED * self._runs[samples]:
+        if (
+            self.lowers
+            and not why
+            and failures >= CUTS_UNTIL_LOWERED
+            and failures >= SHARE_UNTIL_LOWERED * self._runs[samples]
+        ):
             self._lower(half)
         whole = Part(part.batch, part.size, (*part.added, *added))
         return self._cut(whole, samples, [0, half, samples])
@@ -166,10 +174,11 @@ def cuts_for(loader: Any, on_oom: OnOom, **arguments: Any) -> Cuts | None:
         raise InputError(f"on_oom is {on_oom!r}; expected 'raise' or 'cut'; 'cut' runs such a micro-batch in parts")
     if on_oom == "raise":
         return None
+    cuts = Cuts(**arguments, lowers=not getattr(getattr(loader, "batch_sampler", None), "unlike_lengths", False))
     try:
-        return _CUTS.setdefault(loader, Cuts(**arguments))
+        return _CUTS.setdefault(loader, cuts)
     except TypeError:  # a list or the like: no two epochs are known to be of one run
-        return Cuts(**arguments)
+        return cuts
 
 
 class Attempt:

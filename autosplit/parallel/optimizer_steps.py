@@ -47,6 +47,7 @@ class OptimizerStep:
         num_ranks: The ranks whose gradients are averaged in the step's last backward.
         samples: What this rank has of each micro-batch in samples, where `sizes` count something else: with 0 of
             them it runs other ranks' samples.
+        splits: See `StepSchedule.splits`.
 
     Attributes:
         on_draw: Called before each micro-batch comes out, with whether it is the step's last; returns whether the
@@ -69,8 +70,10 @@ class OptimizerStep:
         num_samples: int | None = None,
         num_ranks: int = 1,
         samples: Sequence[int] | None = None,
+        splits: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self.micro_batch_sizes = tuple(sizes)
+        self._splits = splits
         self._samples = self.micro_batch_sizes if samples is None else tuple(samples)
         self.num_samples = sum(sizes) if num_samples is None else num_samples
         self.num_ranks = num_ranks
@@ -245,6 +248,7 @@ class OptimizerStep:
                     f"{self.index}; expected as many as its sampler's schedule; pass the loader that owns the sampler"
                 )
             self._drawn += 1
+            accumulation.split = None if self._splits is None else self._splits[number]
             parts = [Part(batch, size)] if self.cuts is None else self.cuts.parts_of(batch, size)
             del batch  # or this frame would hold it while the next is made
             while parts:
@@ -370,9 +374,10 @@ def _scheduled_steps(
     over_ranks: Callable[[int], int],
 ) -> Iterator[OptimizerStep]:
     start_step = sampler.start_step  # before iter(): workers begin to draw there, which spends it
-    sampler.samples_consumed = min(start_step * sampler.effective_batch_size, sampler.num_samples)
+    schedule = sampler.schedule
+    sampler.samples_consumed = sum(step.num_samples for step in schedule[:start_step])
     batches = iter(loader)
-    for index, step in enumerate(sampler.schedule[start_step:], start_step):
+    for index, step in enumerate(schedule[start_step:], start_step):
         if count is None:
             made = OptimizerStep(
                 batches,
@@ -380,6 +385,7 @@ def _scheduled_steps(
                 index=index,
                 num_samples=step.num_samples,
                 num_ranks=sampler.rank_slice.num_ranks,
+                splits=step.splits,
             )
         else:
             held = list(itertools.islice(batches, len(step.micro_batch_sizes)))
@@ -394,6 +400,7 @@ def _scheduled_steps(
                 num_samples=over_ranks(sum(sizes)),
                 num_ranks=sampler.rank_slice.num_ranks,
                 samples=step.micro_batch_sizes,
+                splits=step.splits,
             )
         made.on_end = partial(sampler.consume, step.num_samples)
         yield made

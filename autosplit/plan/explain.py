@@ -73,6 +73,7 @@ def explanation_of(plan: Solved) -> Explanation:
         shares_processor=shares_processor,
         simulated=plan.simulated,
         loader_samples_per_s=plan.loader_samples_per_s,
+        lengths=plan.lengths,
         ways=plan.ways,
     )
 

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from autosplit.solve.memory import Ceiling, Region
+from autosplit.solve.padded_length import LengthPlan
 from autosplit.solve.search_space import Trial
 from autosplit.solve.step_time import Fit
 from autosplit.text import bound_text, rate_text
@@ -33,6 +34,7 @@ __all__ = [
     "SolvedDevice",
     "TunedWay",
     "What",
+    "lengths_text",
     "time_text",
 ]
 
@@ -143,6 +145,7 @@ class Solved:
     changes: tuple[Change, ...] | None
     loader_samples_per_s: float | None = None
     ways: tuple[TunedWay, ...] = ()
+    lengths: LengthPlan | None = None
 
     def digest(self) -> str:
         """Return 64 hexadecimal digits that are the same for equal numbers in every process."""
@@ -272,6 +275,7 @@ class Explanation:
         shares_processor: The devices share one processor: no gain over an even split or one device is claimed.
         simulated: What counts as measured was simulated.
         ways: What each precision or choice of checkpointed layers gave, the plan's own first.
+        lengths: What batches of like length bring; None where no lengths were given.
     """
 
     samples_per_s: Annotated[float, Meta(gt=0)]
@@ -290,6 +294,12 @@ class Explanation:
     simulated: bool
     loader_samples_per_s: float | None = None
     ways: tuple[TunedWay, ...] = ()
+    lengths: LengthPlan | None = None
+
+    @property
+    def takes_samples_per_s(self) -> float:
+        """Samples per second that the devices take of a loader: of samples that differ in length, of those."""
+        return self.samples_per_s if self.lengths is None else self.lengths.samples_per_s
 
     def comparison(self) -> str:
         """Say which of DDP and the plan's own split is faster, and by how much; empty where there is only one."""
@@ -305,7 +315,7 @@ class Explanation:
     def repeats(self, plan: Solved) -> bool:
         """Tell whether what it repeats of a plan's numbers is what they are: it was read from a file with them."""
         names = ["samples_per_s", "loader_samples_per_s", "ddp_samples_per_s", "ddp_measured", "fastest"]
-        names += ["simulated", "ways"]
+        names += ["simulated", "ways", "lengths"]
         return all(getattr(self, name) == getattr(plan, name) for name in names)
 
     def reasons(self) -> tuple[str, ...]:
@@ -314,7 +324,7 @@ class Explanation:
         Empty where nobody knows. Times come first where no limit but the asked effective batch keeps the batch small.
         Where the loader is slower than the devices, nothing else limits it.
         """
-        if self.loader_samples_per_s is not None and self.loader_samples_per_s < self.samples_per_s:
+        if self.loader_samples_per_s is not None and self.loader_samples_per_s < self.takes_samples_per_s:
             return (_loader_text(self),)
         limits = [bound for bound in self.bounds if bound.what in LIMITS]
         times = [bound for bound in self.bounds if bound.what not in LIMITS][:MOST_TIMES]
@@ -329,6 +339,7 @@ class Explanation:
         """Return what there is to say, by subject: only what says something."""
         said = {
             "ways": _ways_text(self.ways),
+            "lengths": "" if self.lengths is None else lengths_text(self.lengths),
             "bounds": "; ".join(self.reasons()),
             "even": _even_text(self),
             "alone": "; ".join(map(_alone_text, self.alone)),
@@ -364,7 +375,7 @@ class Explained:
 
 
 def _loader_text(explanation: Explanation) -> str:
-    devices, loader = explanation.samples_per_s, explanation.loader_samples_per_s
+    devices, loader = explanation.takes_samples_per_s, explanation.loader_samples_per_s
     if loader is None:
         return f"data loading is not measured: the loader has to deliver {rate_text(devices)}"
     return f"{bound_text(loader, devices)}: it loads {rate_text(loader)}, and the devices take {rate_text(devices)}"
@@ -373,6 +384,15 @@ def _loader_text(explanation: Explanation) -> str:
 def _ways_text(ways: tuple[TunedWay, ...]) -> str:
     given = [f"{way.name} {rate_text(way.samples_per_s)} with {way.batch_size:,} per forward" for way in ways]
     return ", against ".join((given[0], ", ".join(given[1:]))) if len(given) > 1 else ""
+
+
+def lengths_text(lengths: LengthPlan) -> str:
+    """Say what batches of like length bring over batches of one size."""
+    return (
+        f"batches of like length bring {rate_text(lengths.samples_per_s)} with {_percent(lengths.padding_share)} of "
+        f"padding, against {rate_text(lengths.fixed_samples_per_s)} with {_percent(lengths.fixed_padding_share)} in "
+        "batches of one size (predicted)"
+    )
 
 
 def _limit_text(bound: Bound) -> str:

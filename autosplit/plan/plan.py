@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autosplit.parallel.batch_sampler import ScheduledBatchSampler
     from autosplit.parallel.noise_scale import NoiseScale
     from autosplit.parallel.optimizer_steps import OptimizerStep
+    from autosplit.parallel.token_sampler import TokenBatchSampler
     from autosplit.plan.exported import Export
     from autosplit.plan.goodput import Goodput
     from autosplit.plan.split_comparison import SplitComparison
@@ -264,6 +265,54 @@ class Plan(PlanRecord):
         )
         made.refuse_single_samples(self.split, 1 if self.region is None else self.region.least_share)
         return made
+
+    def token_sampler(self, lengths: Any, *, shuffle: bool = False, seed: int = 0) -> TokenBatchSampler:
+        """Return a batch sampler of samples that differ in length: batches of like length, as many samples as fit.
+
+            sampler = plan.token_sampler([len(sample) for sample in dataset], shuffle=True)
+            loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pad)
+            for step in plan.steps(loader):
+                ...
+
+        Where an effective batch was asked for, each step has exactly as many samples, drawn as `batch_sampler` draws
+        them. Otherwise each batch is a step. `steps` knows each batch's split, and weights samples alike. Resuming is
+        as with `batch_sampler`; without an effective batch, with the same lengths and the same plan only.
+
+        Args:
+            lengths: Of each sample, as `tune` was given them: a list, an array or a tensor.
+            shuffle: Draw in a new order each epoch (`set_epoch`).
+            seed: Of that order.
+
+        Raises:
+            PlanError: The plan was not tuned for lengths.
+            InputError: A length is above those that it was tuned for, or no whole number of 1 or more; or the model
+                has BatchNorms, which need more than one sample and count padding.
+        """
+        from autosplit.parallel.token_sampler import TokenBatchSampler
+
+        made = TokenBatchSampler(
+            self.with_lengths(),
+            lengths,
+            self.split,
+            self.effective_batch_size,
+            keeps_effective=self.effective_batch_sizes is not None,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        made.refuse_single_samples(self.split, 1 if self.region is None else self.region.least_share)
+        return made
+
+    @property
+    def max_tokens(self) -> tuple[int, ...]:
+        """The tokens, padding included, that each device holds at any length: for trainers that want one number.
+
+        It holds for batches padded to the shortest length that was looked at (`lengths.points`) or more.
+
+        Raises:
+            PlanError: The plan was not tuned for lengths.
+        """
+        plan = self.with_lengths()
+        return tuple(map(plan.tokens_of, self.split))
 
     def loader(
         self, dataset: Any, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False, **options: Any

@@ -21,6 +21,7 @@ from autosplit.plan.validation import unsound_part
 from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import LoaderSettings
 from autosplit.solve.memory import Ceiling, MemoryParts, Region
+from autosplit.solve.padded_length import LengthPlan
 from autosplit.solve.search_space import Trial
 from autosplit.solve.split import accumulation_steps
 from autosplit.solve.step_time import Fit
@@ -193,6 +194,7 @@ class PlanRecord:
         changes: What simulated cards would do were one thing different; None where that was not simulated.
         loader_settings: With which the loader that `tune` was given loads the most; None where it was given none.
         loader_samples_per_s: Samples per second that it loads with them, for all processes; None as well.
+        lengths: What was found for samples that differ in length; None where `tune` was given no lengths.
         checkpointed: The layers whose activations are computed again in the backward, by their names in the model;
             `Plan.wrap` and `autosplit.ddp` see to it.
         ways: Of several precisions or choices of checkpointed layers, what each gave, the plan's own first; empty
@@ -233,6 +235,7 @@ class PlanRecord:
     changes: tuple[Change, ...] | None = None
     loader_settings: LoaderSettings | None = None
     loader_samples_per_s: Annotated[float, Meta(gt=0)] | None = None
+    lengths: LengthPlan | None = None
     checkpointed: tuple[str, ...] = ()
     ways: tuple[TunedWay, ...] = ()
     explained: Explained | None = field(default=None, compare=False, repr=False)
@@ -262,6 +265,7 @@ class PlanRecord:
         others = 0 if self.region is None else 1 + len(self.region.replica_ceilings)
         self._require(others in (0, len(self.split)), "region", f"ceilings for {len(self.split) - 1} other devices")
         self._require(_fits_devices(self.fit, len(self.split)), "fit", f"{len(self.split)} curves of measured times")
+        self._require(self.lengths is None or self.lengths.is_sound, "lengths", "points of falling length")
         unfit = _unfit_number(self)
         if unfit is not None:
             raise PlanError(f"{unfit}; expected a number from 0 to less than 2^62; tune again")
@@ -321,6 +325,15 @@ class PlanRecord:
         """The settings found for the loader, as keyword arguments of a DataLoader; empty where there are none."""
         return {} if self.loader_settings is None else self.loader_settings.to_dict()
 
+    def with_lengths(self) -> LengthPlan:
+        """Return what was found for samples that differ in length; raise PlanError where nothing was."""
+        if self.lengths is None:
+            raise PlanError(
+                "the plan was tuned for samples of one length; expected one that knows theirs; tune with "
+                "lengths=[len(sample) for sample in dataset]"
+            )
+        return self.lengths
+
     def bare(self) -> Self:
         """Return the plan without what tells how this process came by it, and why: what is left, ranks agree on."""
         return replace(self, notes=(), explained=None)
@@ -360,6 +373,7 @@ class PlanRecord:
             changes=self.changes,
             loader_samples_per_s=self.loader_samples_per_s,
             ways=self.ways,
+            lengths=self.lengths,
         )
 
     # JSON

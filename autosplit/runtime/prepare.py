@@ -33,6 +33,7 @@ from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
 from autosplit.runtime.tracer import Tracer, Traces, make_device_tracer, make_tracer
 from autosplit.runtime.training_copy import bytes_on_accelerators, training_copy
 from autosplit.text import size_text
+from autosplit.workload.sequence_length import at_length
 from autosplit.workload.workload import PRECISIONS, Workload, modules_of
 
 __all__ = [
@@ -118,14 +119,17 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
 
     Args:
         described: The other keywords of a workload, with a model; None where one was not given. `precision` and
-            `checkpointing` replace a Workload's own.
+            `checkpointing` replace a Workload's own, and `length` is what samples are to have.
     """
     options = {name: value for name, value in described.items() if value is not None}
     if sample_batch is not None:
         if isinstance(given, Workload):
             raise InputError("a Workload and a sample_batch are given; expected one of them; the Workload has its own")
-        return Workload(given, sample_batch, **options)
-    changes: dict[str, Any] = {name: options.pop(name) for name in ("precision", "checkpointing") if name in options}
+        length = options.pop("length", None)
+        return _with(Workload(given, sample_batch, **options), {} if length is None else {"length": length})
+    changes: dict[str, Any] = {
+        name: options.pop(name) for name in ("precision", "checkpointing", "length") if name in options
+    }
     if isinstance(given, nn.Module):
         raise WorkloadError(
             f"a {type(given).__name__} is given without sample_batch; expected one batch as training sees it; "
@@ -155,7 +159,13 @@ class _Changed:
     def __call__(self) -> Workload:
         built = self.build()
         # What is not a workload is told of where all of them are.
-        return replace(built, **self.changes) if isinstance(built, Workload) else built
+        return _with(built, self.changes) if isinstance(built, Workload) else built
+
+
+def _with(workload: Workload, changes: Mapping[str, Any]) -> Workload:
+    fields = {name: value for name, value in changes.items() if name != "length"}
+    changed = replace(workload, **fields) if fields else workload
+    return at_length(changed, changes["length"]) if "length" in changes else changed
 
 
 def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
@@ -164,7 +174,7 @@ def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
         raise WorkloadError(
             f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}; choose one of them"
         )
-    return replace(source, **changes) if isinstance(source, Workload) else _Changed(source, changes)
+    return _with(source, changes) if isinstance(source, Workload) else _Changed(source, changes)
 
 
 def build(source: Source, devices: Sequence[Device]) -> Built:

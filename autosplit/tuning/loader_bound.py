@@ -29,7 +29,8 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
     notes = [*slowest.notes]
     if plan.simulated:
         notes.append("the loader was measured on this machine, which is not that of the simulated cards")
-    smaller = _smaller(plan, rate) if rate < plan.samples_per_s else None
+    takes = plan.samples_per_s if plan.lengths is None else plan.lengths.samples_per_s
+    smaller = _smaller(plan, rate) if rate < takes else None
     if smaller is not None:
         notes.append(
             f"the loader loads {rate_text(rate)}: {smaller.batch_size:,} samples per forward take as much, in place of "
@@ -42,7 +43,7 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
 
 def _smaller(plan: Plan, rate: float) -> Plan | None:
     """Return the plan of the smallest batch that takes what the loader loads; None where the plan's has to stay."""
-    if plan.effective_batch_sizes is not None:
+    if plan.effective_batch_sizes is not None or plan.lengths is not None:
         return None
     capacities_bytes = tuple(device.capacity_bytes for device in plan.devices)
     least = plan.ddp.least_batch if plan.region is None else plan.region.least_share

@@ -17,7 +17,7 @@ from autosplit.plan.record import DdpOptions
 from autosplit.probe.prober import Prober
 from autosplit.probe.request import checked_request
 from autosplit.rng import kept_rng
-from autosplit.runtime.prepare import Source, build, follow, workload_source
+from autosplit.runtime.prepare import Source, build, workload_source
 from autosplit.runtime.protocol import Measurement, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.subprocess_runtime import StepLostError
@@ -28,20 +28,13 @@ from autosplit.text import size_text
 from autosplit.tuning.assemble import Subject, why_no_ranks
 from autosplit.tuning.job import Job, refuse_waiting
 from autosplit.tuning.lone_session import LoneSession
+from autosplit.tuning.open_session import losses_of, open_session
 from autosplit.tuning.peers import Failure
 from autosplit.tuning.progress import Progress
 from autosplit.tuning.recall import Wanted
 from autosplit.tuning.sensitivity import simulated_without
 from autosplit.tuning.session import MOST_FORWARDS, POINT_BUDGET_S, TRIAL_BUDGET_S, Session
-from autosplit.tuning.tune import (
-    NO_GPU_NOTE,
-    isolated_for,
-    job_for,
-    losses_of,
-    quiet,
-    session_of,
-    users_code_named,
-)
+from autosplit.tuning.tune import NO_GPU_NOTE, job_for, quiet, users_code_named
 from autosplit.workload.compiled import has_compiled_parts
 from autosplit.workload.workload import Workload
 
@@ -128,13 +121,8 @@ def _measured(
         asked = job.peers.each_run(lambda: _checked(split, accumulation_steps, job, built.workload))
         most = sum(asked.split)
         job = replace(job, own=replace(job.own, max_batch_size=most), whole=replace(job.whole, max_batch_size=most))
-        children = closing.enter_context(ExitStack())
-        isolated = isolated_for(job, source, children) if isolate else None
-        followed = job.peers.each_run(lambda: follow(built, job.own.devices, closing, isolated))
-        probing = closing.enter_context(ExitStack())  # after it: a model that is borrowed is given back last
-        probing.callback(children.close)
-        subject = Subject(Wanted(job.whole, job.machine, {}, {}), followed.workload)
-        session = session_of(job)(job, subject, followed, tell, probing, closing)
+        session = open_session(job, built, closing, tell, isolate=isolate)
+        followed = session.followed
         job.peers.all_run(lambda: _refuse_untrainable(asked, session.prober))
         if job.several:
             from autosplit.tuning.joint_session import JointSession
@@ -148,7 +136,7 @@ def _measured(
                 session.notes.append(session.compiled_note(max(asked.split)))
         defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
         predicted = (PREDICTED_NOTE,) if found.predicted else ()
-        notes = (*job.peers.told(tuple(session.notes)), *predicted, *defaulted, *losses_of(job, isolated))
+        notes = (*job.peers.told(tuple(session.notes)), *predicted, *defaulted, *losses_of(job, followed.isolated))
         measured, samples = found.measurement, most * asked.accumulation_steps
         return MeasuredStep(
             split=asked.split,

@@ -24,17 +24,17 @@ from autosplit.profiles.key import machine_of, workload_of
 from autosplit.profiles.store import store
 from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.rng import kept_rng
-from autosplit.runtime.prepare import Built, Source, build, follow, isolated_runtime, workload_source
-from autosplit.runtime.subprocess_runtime import IsolatedRuntime
+from autosplit.runtime.prepare import Built, Source, build, follow, workload_source
 from autosplit.runtime.trainee import ran_a_step
+from autosplit.solve.padded_length import checked_lengths, lengths_to_tune
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
 from autosplit.tuning.loader_bound import bounded_by_loader
-from autosplit.tuning.lone_session import LoneSession
+from autosplit.tuning.open_session import isolated_for, losses_of, session_of
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
 from autosplit.tuning.recall import Recalled, Wanted
-from autosplit.tuning.session import Session
 from autosplit.tuning.try_again import tried_again
+from autosplit.tuning.tuned_lengths import with_lengths, without_lengths
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
 
@@ -43,11 +43,8 @@ __all__ = [
     "ChangedTrainingWarning",
     "Progress",
     "TuningInterrupted",
-    "isolated_for",
     "job_for",
-    "losses_of",
     "quiet",
-    "session_of",
     "tune",
     "users_code_named",
 ]
@@ -109,6 +106,7 @@ def tune(
     name: str | None = None,
     seed: int = 0,
     loader: DataLoader[Any] | None = None,
+    lengths: Any = None,
     checkpointing: Any = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
@@ -125,7 +123,7 @@ def tune(
         loss_fn: ``loss_fn(outputs, targets)``.
         compute_loss: ``compute_loss(model, batch)``.
         optimizer: A class, a factory or a live instance. Default: AdamW.
-        make_batch: ``make_batch(n)``.
+        make_batch: ``make_batch(n)``; with `lengths` ``make_batch(n, length=length)``.
         devices: ``"cuda:0,1"``, ``"cpu:2GiB,cpu:1GiB"``, ``"sim:2xA100-40GB+1xRTX3090"`` and the like. Default: every
             visible GPU; without any, the processor.
         strategy: ``"auto"`` and ``"balanced"`` search BalancedDataParallel's split and solve DDP's beside it;
@@ -159,6 +157,10 @@ def tune(
         loader: The training's DataLoader, on each rank its own. What it loads is measured first and at every call, as
             `measure_loader` does, and the plan says whether it or the devices bound the run. Where it does, and no
             effective batch was asked for, the plan is the smallest batch that takes what it loads.
+        lengths: The length of each sample of the data set, where they differ: a list, an array or a tensor. The sample
+            batch is taken with samples of the longest (cropped or repeated; by ``make_batch(n, length=length)`` where
+            one is given), and shorter ones are measured, too, so that `Plan.token_sampler` makes batches of like
+            length, as many samples as fit at that length.
         checkpointing: The class of the layers that a model repeats, or its name, or several; ``"auto"`` for a model of
             transformers. It is tuned for none of them checkpointed, every second and all: the fastest is the plan,
             whose `checkpointed` names the layers. Default: the model as it is.
@@ -207,12 +209,18 @@ def tune(
         precisions, notes = native_ones(wanted, lacking)
         ways = [Way(one, layers) for one in precisions for layers in checkpointing_list(checkpointing)]
 
-        def make(way: Way) -> Source:
-            return workload_source(model_or_workload, sample_batch, {**described, **vars(way)})
+        numbers = [] if lengths is None else checked_lengths(lengths)
+        tried = lengths_to_tune(numbers) if numbers else (None,)
+
+        def make(way: Way, length: int | None = tried[0]) -> Source:
+            return workload_source(model_or_workload, sample_batch, {**described, **vars(way), "length": length})
 
         asked = _Asked(request, reserve, onward(heard or quiet), isolate, job, heard=heard is not None)
         loads = [] if loader is None else job.peers.all_run(lambda: measure_loader(loader))
-        plan = _fastest_of(ways, make, asked, notes)
+        if numbers:
+            plan = _tuned_by_length(numbers, ways, make, asked, notes)
+        else:
+            plan = without_lengths(_fastest_of(ways, make, asked, notes)[0])
         if loads:
             plan = bounded_by_loader(plan, loads)
     changed = sorted((check for check in plan.checks if check.depends), key=lambda check: not check.advice)
@@ -276,14 +284,45 @@ class Way:
     checkpointing: Checkpointing | None
 
 
-def _fastest_of(ways: Sequence[Way], make: Callable[[Way], Source], asked: _Asked, notes: tuple[str, ...]) -> Plan:
-    """Tune for each way to train, and take the fastest."""
+def _tuned_by_length(
+    lengths: Sequence[int], ways: Sequence[Way], make: Callable[..., Source], asked: _Asked, notes: tuple[str, ...]
+) -> Plan:
+    """Tune for samples of the longest length, then look at shorter ones, which is half of the progress."""
+
+    def longest(part: Progress) -> None:
+        asked.progress(replace(part, fraction=part.fraction / 2))
+
+    def shorter(part: Progress) -> None:
+        asked.progress(replace(part, fraction=0.5 + part.fraction / 2))
+
+    plan, way = _fastest_of(ways, make, replace(asked, progress=longest), notes, more=1)
+    job = asked.job.with_more_time(sum(asked.waits))
+    told = shorter if job.peers.rank == 0 else quiet
+    try:
+        with users_code_named():
+            return with_lengths(
+                plan,
+                lengths,
+                lengths_to_tune(lengths),
+                lambda length: make(way, length),
+                job,
+                told,
+                isolate=asked.isolate,
+            )
+    except KeyboardInterrupt:
+        raise TuningInterrupted(plan) from None
+
+
+def _fastest_of(
+    ways: Sequence[Way], make: Callable[[Way], Source], asked: _Asked, notes: tuple[str, ...], more: int = 0
+) -> tuple[Plan, Way]:
+    """Tune for each way to train, and take the fastest; so many `more` things have a share of the time, too."""
     names, sources = _names_of(ways), [make(way) for way in ways]  # what can't be made is refused before any is tuned
     plans: dict[str, Plan] = {}
     misfits: list[DoesNotFitError] = []
     ignoring = tuple(part for part in ("precision", "checkpointing") if len({getattr(way, part) for way in ways}) > 1)
     for number, (name, source) in enumerate(zip(names, sources, strict=True)):
-        timed = asked.request.with_more_time(sum(asked.waits)).with_share_of_time(len(ways) - number)
+        timed = asked.request.with_more_time(sum(asked.waits)).with_share_of_time(len(ways) + more - number)
         told = asked.progress if len(ways) == 1 else part_of(asked.progress, number, len(ways), name)
         try:
             one = replace(asked, request=timed, progress=told, ignoring=ignoring)
@@ -300,7 +339,7 @@ def _fastest_of(ways: Sequence[Way], make: Callable[[Way], Source], asked: _Aske
             notes = (*notes, f"{name} is left out: {misfit}")
     if not plans:
         raise misfits[0]
-    return _chosen(plans, asked.job).with_notes(*notes)
+    return _chosen(plans, asked.job).with_notes(*notes), ways[names.index(_fastest(plans)[0])]
 
 
 def _names_of(ways: Sequence[Way]) -> list[str]:
@@ -417,24 +456,3 @@ def _tuned_anew(
             job.peers.part()
             raise TuningInterrupted(plan)
         return plan
-
-
-def session_of(job: Job) -> type[Session]:
-    """Return the kind of session that a job has."""
-    if not job.several:
-        return LoneSession
-    from autosplit.tuning.joint_session import JointSession
-
-    return JointSession
-
-
-def isolated_for(job: Job, source: Source, closing: ExitStack) -> IsolatedRuntime | None:
-    """Start a process for this rank's real steps; None for simulated cards."""
-    devices, capacities_bytes = job.own.devices, job.own.capacities_bytes
-    return isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=job.own.deadline_s)
-
-
-def losses_of(job: Job, isolated: IsolatedRuntime | None) -> tuple[str, ...]:
-    """Tell what became of the processes that steps ran in, the same on all ranks."""
-    told = job.peers.gathered(() if isolated is None else isolated.notes)
-    return tuple(dict.fromkeys(itertools.chain(*told)))

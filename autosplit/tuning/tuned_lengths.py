@@ -1,0 +1,229 @@
+"""Measure how many shorter samples take the place of the longest ones, and how fast they are: at a few lengths.
+
+A length has the most samples whose step holds no more than the plan's own step holds at the longest, by their traces;
+on real devices a step of as many is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from autosplit.errors import AutosplitError
+from autosplit.oom import OutOfMemoryError
+from autosplit.plan.plan import Plan
+from autosplit.probe.prober import Prober
+from autosplit.profiles.store import store
+from autosplit.rng import kept_rng
+from autosplit.runtime.prepare import Source, build
+from autosplit.runtime.protocol import StepShape
+from autosplit.solve.memory import largest_fitting
+from autosplit.solve.padded_length import LengthPoint, foretold
+from autosplit.tuning.job import Job, refuse_differing
+from autosplit.tuning.open_session import losses_of, open_session
+from autosplit.tuning.progress import Progress
+from autosplit.tuning.session import TRIAL_BUDGET_S
+
+__all__ = ["with_lengths", "without_lengths"]
+
+STEP_DOWN = 0.05
+"""After a step that ran out of memory, the next has this share of its samples less."""
+
+MOST_FOLLOWED = 3
+"""Times that the largest size is looked for: each time a step that was followed showed that its trace is another."""
+
+UNTRACED_NOTE = (
+    "the memory of other lengths can't be told without running them: batches of shorter samples have as many as those "
+    "of the longest"
+)
+
+
+def with_lengths(
+    plan: Plan,
+    lengths: Sequence[int],
+    tried: Sequence[int],
+    source_of: Callable[[int], Source],
+    job: Job,
+    tell: Callable[[Progress], None],
+    *,
+    isolate: bool,
+) -> Plan:
+    """Return a plan with what it is for samples that differ in length; its profile holds that, too.
+
+    Args:
+        plan: Tuned with samples of the longest.
+        lengths: Of each sample.
+        tried: Lengths to look at, the longest first. A remembered plan that knows them is not measured again.
+        source_of: Makes the workload with samples of a length.
+    """
+    digest = hashlib.sha256(repr(list(lengths)).encode()).hexdigest()[:16]
+    digests = job.peers.gathered(digest)
+    job.peers.each_run(lambda: refuse_differing("the digest of lengths", digests))
+    known = () if plan.lengths is None else plan.lengths.points
+    notes: tuple[str, ...] = ()
+    if [point.length for point in known] != [*tried]:
+        known, notes = _points(plan, tried, source_of, job, tell, isolate=isolate)
+    effective = plan.effective_batch_size if plan.effective_batch_sizes is not None else None
+    found = foretold(known, lengths, plan.split, effective)
+    if plan.path is not None and job.is_first_of_machine and found != plan.lengths:
+        with contextlib.suppress(AutosplitError, OSError):  # the profile is whole without it
+            store(plan.path.stem, replace(Plan.load(plan.path), lengths=found))
+    return replace(plan, lengths=found).kept_at(plan.path).with_notes(last=notes)
+
+
+def without_lengths(plan: Plan) -> Plan:
+    """Return a plan as it is where no lengths were given: its profile may know some."""
+    return plan if plan.lengths is None else replace(plan, lengths=None).kept_at(plan.path)
+
+
+def _points(
+    plan: Plan,
+    tried: Sequence[int],
+    source_of: Callable[[int], Source],
+    job: Job,
+    tell: Callable[[Progress], None],
+    *,
+    isolate: bool,
+) -> tuple[tuple[LengthPoint, ...], tuple[str, ...]]:
+    points = [LengthPoint(tried[0], 1.0, plan.samples_per_s)]
+    notes: list[str] = []
+    full: tuple[tuple[int, ...], ...] = ()
+    longest_rate = 1.0
+    for number, length in enumerate(tried):
+        most = _most(plan, tried[0] / length)
+        limited = replace(job, own=replace(job.own, max_batch_size=most), whole=replace(job.whole, max_batch_size=most))
+
+        def told(part: Progress, number: int = number, length: int = length) -> None:
+            message = f"samples of length {length}, {number + 1} of {len(tried)}: {part.message}"
+            tell(replace(part, message=message, fraction=(number + part.fraction) / len(tried)))
+
+        with kept_rng(), ExitStack() as closing:
+            source = source_of(length)
+            built = job.peers.each_run(lambda source=source: build(source, job.own.devices))  # type: ignore[misc]
+            session = open_session(limited, built, closing, told, isolate=isolate)
+            steps = _Steps(plan, limited, session.prober)
+            found = _looked_at(steps, full, 1.0 if not number else points[-1].times, most, is_first=not number)
+            notes += losses_of(job, session.followed.isolated)
+            if isinstance(found, str):
+                notes.append(f"samples of length {length} and below were not looked at: {found}")
+                break
+            samples, rate = found
+            if number:
+                points.append(LengthPoint(length, samples / plan.batch_size, plan.samples_per_s * rate / longest_rate))
+            else:
+                longest_rate, full = rate, steps.full()
+    if not steps.has_traces:
+        notes.append(UNTRACED_NOTE)
+    return tuple(points), tuple(dict.fromkeys(notes))
+
+
+def _looked_at(
+    steps: _Steps, full: Sequence[Sequence[int]], times: float, most: int, *, is_first: bool
+) -> tuple[int, float] | str:
+    """Return the most samples of a length and their samples/s, or why there are none.
+
+    Args:
+        times: How many times the plan's samples are known to fit: those of the next longer length.
+        is_first: It is the longest length, of which the plan's own samples are run.
+    """
+    peers, least = steps.job.peers, round(times * steps.plan.batch_size)
+    if not is_first and any(peers.all_run(lambda: steps.prober.out_of_time)):
+        return "the time limit was over"
+    samples = least if is_first else min(peers.all_run(lambda: steps.most_within(full, least, most)))
+    while True:
+        seconds = peers.all_run(lambda: steps.seconds(samples))  # noqa: B023  # it is run at once
+        timed = [one for one in seconds if one is not None]
+        if len(timed) == len(seconds):
+            return samples, samples / max(timed)
+        if samples <= least:
+            return f"a step of {least} of them ran out of memory"
+        samples = max(least, min(samples - 1, int(samples * (1 - STEP_DOWN))))
+
+
+def _most(plan: Plan, shorter: float) -> int:
+    """Return the most samples that are looked at: memory falls at most with the square of length."""
+    most = int(plan.batch_size * shorter**2) + 1
+    return most if plan.max_batch_size is None else min(most, max(plan.max_batch_size, plan.batch_size))
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps that a plan takes of its devices, with more samples than its own."""
+
+    plan: Plan
+    job: Job
+    prober: Prober
+
+    @property
+    def has_traces(self) -> bool:
+        return self.prober.has_traces
+
+    def _scaled(self, shares: Sequence[int], n: int) -> tuple[int, ...]:
+        return tuple(share * n // self.plan.batch_size for share in shares)
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        """The samples of each DDP rank that this process measures; none for a lone device, which is no rank."""
+        ranks = tuple(rank.batch_size for rank in self.plan.ddp.ranks)
+        if self.job.several:
+            return (ranks[self.job.peers.rank],)
+        return ranks if len(ranks) > 1 else ()
+
+    @property
+    def _is_split(self) -> bool:
+        return not self.job.several and self.job.whole.strategy != "ddp"
+
+    def _splits(self, n: int) -> tuple[tuple[int, ...], ...]:
+        return (self._scaled(self.plan.split, n),) * min(2, self.plan.accumulation_steps)
+
+    def _shapes(self, n: int) -> Iterator[StepShape]:
+        if self._is_split:
+            yield StepShape(self._splits(n))
+        accumulates = self.plan.accumulation_steps > 1
+        for index, share in enumerate(self._scaled(self._ranks, n)):
+            if share:
+                yield self.prober.shapes(index, "rank", (), accumulates)(share)
+
+    def full(self) -> tuple[tuple[int, ...], ...]:
+        """Return the traced peaks of each of the plan's own steps, by device; empty where nothing is traced."""
+        return self._peaks(self.plan.batch_size) if self.has_traces else ()
+
+    def _peaks(self, n: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(self.prober.traced, self._shapes(n)))
+
+    def most_within(self, full: Sequence[Sequence[int]], least: int, most: int) -> int:
+        """Return the most samples with which no step holds more than `full`; `least` where nothing is traced."""
+        if not self.has_traces:
+            return least
+        most = max(least, min(most, self.prober.largest_traced))
+
+        def load(n: int) -> float:
+            pairs = zip(self._peaks(n), full, strict=True)
+            return max(
+                peak / bound for peaks, bounds in pairs for peak, bound in zip(peaks, bounds, strict=True) if bound
+            )
+
+        found = least
+        for _ in range(MOST_FOLLOWED):
+            found = largest_fitting(load, 1.0, least=least, most=most, start=least + 1)
+            if all([self.prober.foretold(shape) for shape in self._shapes(found)]):  # noqa: C419  # each is to be followed
+                break
+        return found
+
+    def seconds(self, n: int) -> float | None:
+        """Run a step of n samples, and return the time of a forward and backward; None where it runs out of memory."""
+        try:
+            if self._is_split:
+                splits = self._splits(n)
+                return self.prober.step(splits, budget_s=TRIAL_BUDGET_S).seconds / len(splits)
+            shares = self._scaled(self._ranks, n)
+            return max(
+                self.prober.rank_seconds(index, share, budget_s=TRIAL_BUDGET_S)
+                for index, share in enumerate(shares)
+                if share
+            )
+        except OutOfMemoryError:
+            return None
