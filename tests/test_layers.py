@@ -41,6 +41,7 @@ WITHOUT_TORCH = (
     "probe.check_result",
     "solve.search_space",
     "solve.solver",
+    "solve.padded_length",
     "plan.explanation",
     "plan.measured_step",
     "plan.split_comparison",

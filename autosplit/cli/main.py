@@ -28,6 +28,9 @@ from autosplit.cli.options import (
     ImageSize,
     Isolate,
     Json,
+    Layers,
+    LengthsFile,
+    LoaderFile,
     Quiet,
     Reserve,
     SameWorkload,
@@ -267,21 +270,9 @@ def tune_command(
     ] = None,
     name: Annotated[Text, typer.Option(metavar="NAME", help="Keeps plans for equal workloads apart.")] = None,
     seed: Annotated[Text, typer.Option(metavar="N", help="Of the search. Default: 0.")] = None,
-    loader: Annotated[
-        Text,
-        typer.Option(
-            metavar="FILE[:NAME]",
-            help="The training's DataLoader (loader), or a function that makes it: says whether it keeps up.",
-        ),
-    ] = None,
-    checkpointing: Annotated[
-        Text,
-        typer.Option(
-            metavar="auto|CLASS",
-            help="The model's layers, by their class: tries none, every second and all of them checkpointed; auto for "
-            "those of transformers. Default: the model as it is.",
-        ),
-    ] = None,
+    loader: LoaderFile = None,
+    lengths: LengthsFile = None,
+    checkpointing: Layers = None,
     seq_len: SeqLen = None,
     image_size: ImageSize = None,
     task: Task = None,
@@ -307,6 +298,7 @@ def tune_command(
         name=name,
         seed=seed,
         loader=loader,
+        lengths=lengths,
         checkpointing=checkpointing,
     )
     model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)

@@ -19,6 +19,9 @@ __all__ = [
     "ImageSize",
     "Isolate",
     "Json",
+    "Layers",
+    "LengthsFile",
+    "LoaderFile",
     "Quiet",
     "Reserve",
     "SameWorkload",
@@ -77,6 +80,31 @@ Task = Annotated[
 Reserve = Annotated[
     Text,
     typer.Option(metavar="SIZE|SHARE", help="Kept free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs."),
+]
+
+LoaderFile = Annotated[
+    Text,
+    typer.Option(
+        metavar="FILE[:NAME]",
+        help="The training's DataLoader (loader), or a function that makes it: says whether it keeps up.",
+    ),
+]
+
+LengthsFile = Annotated[
+    Text,
+    typer.Option(
+        metavar="FILE",
+        help="The length of each sample, a number a line, where they differ: plans batches of like length, too.",
+    ),
+]
+
+Layers = Annotated[
+    Text,
+    typer.Option(
+        metavar="auto|CLASS",
+        help="The model's layers, by their class: tries none, every second and all of them checkpointed; auto for "
+        "those of transformers. Default: the model as it is.",
+    ),
 ]
 
 StoredPlan = Annotated[

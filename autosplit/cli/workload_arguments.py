@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosplit.errors import AutosplitError, InputError, PlanError, from_user_code, user_frames
+from autosplit.errors import AutosplitError, InputError, PlanError, from_user_code, shown, user_frames
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
@@ -20,6 +20,7 @@ __all__ = [
     "check_before_running",
     "flags_of",
     "isolates",
+    "lengths_in",
     "one_of_several",
     "quoted",
     "ranks_to_start",
@@ -57,6 +58,28 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
                 f"--output {output} exists and is not a plan; expected a new file, or a plan to replace; "
                 "choose another name"
             ) from None
+
+
+def lengths_in(path: str) -> list[int]:
+    """Read the lengths of samples from a file, a number a line.
+
+    Raises:
+        InputError: It can't be read, or has a line that is no number of 1 or more.
+    """
+    from autosplit.solve.padded_length import checked_lengths
+
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--lengths {path} can't be read ({reason}); expected a text file; check the path") from error
+    wrong = next((number for number, line in enumerate(lines) if not line.strip().isdecimal()), None)
+    if wrong is not None:
+        raise InputError(
+            f"--lengths {path} has {shown(lines[wrong])} in line {wrong + 1}; expected a whole number in each; write "
+            "the length of one sample a line"
+        )
+    return checked_lengths([int(line) for line in lines], f"the lengths in {path}")
 
 
 def one_of_several() -> bool:

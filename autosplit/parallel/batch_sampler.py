@@ -147,7 +147,10 @@ class ScheduledBatchSampler(Sampler[list[int]]):
 
     @property
     def schedule(self) -> tuple[StepSchedule, ...]:
-        """The optimizer steps of a whole epoch, in order."""
+        """The optimizer steps of the whole epoch, in order."""
+        return self._schedule_of_epoch(self.epoch)
+
+    def _schedule_of_epoch(self, epoch: int) -> tuple[StepSchedule, ...]:  # noqa: ARG002  # all are alike
         full_steps, short = divmod(self.num_samples, self.effective_batch_size)
         full = self._step_of(self.effective_batch_size)
         last = (self._step_of(short),) if short and not self.drop_last else ()
@@ -199,7 +202,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         Raises:
             InputError: It is negative, more than the epoch has, or within an optimizer step.
         """
-        self._start_step = self._step_after(samples_consumed)
+        self._start_step = self._step_after(samples_consumed, self.epoch)
         self.samples_consumed = samples_consumed
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,17 +239,16 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 f"the sampler's state is of another order of samples: {', '.join(wrong)}; expected the same; make "
                 "the sampler as it was, or begin the epoch anew"
             )
-        whole_number("epoch", state["epoch"])
-        self._step_after(state["samples_consumed"])
+        self._step_after(state["samples_consumed"], whole_number("epoch", state["epoch"]))
 
     def consume(self, num_samples: int) -> None:
         """Count what an optimizer step has consumed; `steps` does it."""
         self.samples_consumed += num_samples
 
-    def _step_after(self, samples_consumed: int) -> int:
-        """Return the optimizer step that begins where so many samples of the epoch have been consumed."""
+    def _step_after(self, samples_consumed: int, epoch: int) -> int:
+        """Return the optimizer step that begins where so many samples of an epoch have been consumed."""
         consumed = whole_number("samples_consumed", samples_consumed)
-        ends = [0, *itertools.accumulate(step.num_samples for step in self.schedule)]
+        ends = [0, *itertools.accumulate(step.num_samples for step in self._schedule_of_epoch(epoch))]
         if consumed > ends[-1]:
             raise InputError(
                 f"samples_consumed is {consumed}, but an epoch has {ends[-1]}; expected samples of the current epoch; "
@@ -273,7 +275,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         # A generator, because a DataLoader with workers asks for two iterators and draws from the second only:
         # the resumed position is spent at the first draw.
         start_step, self._start_step = self._start_step, 0
-        order = self._order()
+        order = self._order(self.epoch)
         for number, step in enumerate(self.schedule[start_step:], start_step):
             first = number * self.effective_batch_size
             part = order[first : first + step.num_samples]
@@ -282,10 +284,10 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
                 yield self.rank_slice.part_of(indices[end - size : end])
 
-    def _order(self) -> Sequence[int] | torch.Tensor:
+    def _order(self, epoch: int) -> Sequence[int] | torch.Tensor:
         if not self.shuffle:
             return range(self.num_samples)
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        generator = torch.Generator().manual_seed(self.seed + epoch)
         return torch.randperm(self.num_samples, generator=generator)
 
     def _step_of(self, num_samples: int) -> StepSchedule:

@@ -66,24 +66,22 @@ class TokenBatchSampler(ScheduledBatchSampler):
         )
         self._cut: tuple[int, list[Batches], tuple[StepSchedule, ...]] | None = None
 
-    @property
-    def schedule(self) -> tuple[StepSchedule, ...]:
-        """The optimizer steps of the epoch, in order."""
-        return self._of_epoch()[1]
+    def _schedule_of_epoch(self, epoch: int) -> tuple[StepSchedule, ...]:
+        return self._of_epoch(epoch)[1]
 
-    def _of_epoch(self) -> tuple[list[Batches], tuple[StepSchedule, ...]]:
-        if self._cut is None or self._cut[0] != self.epoch:
-            steps = self._steps()
-            self._cut = self.epoch, steps, tuple(map(self._schedule_of, steps))
+    def _of_epoch(self, epoch: int) -> tuple[list[Batches], tuple[StepSchedule, ...]]:
+        if self._cut is None or self._cut[0] != epoch:
+            steps = self._steps_of(epoch)
+            self._cut = epoch, steps, tuple(map(self._schedule_of, steps))
         return self._cut[1:]
 
-    def _steps(self) -> list[Batches]:
-        drawn = self._order()
+    def _steps_of(self, epoch: int) -> list[Batches]:
+        drawn = self._order(epoch)
         order = drawn.tolist() if isinstance(drawn, torch.Tensor) else drawn
         effective = self.effective_batch_size if self._keeps_effective else None
         steps = cut_epoch(self._plan, self._lengths, order, self._split, effective)
         if self.shuffle and effective is None:  # or lengths would fall and fall again
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            generator = torch.Generator().manual_seed(self.seed + epoch)
             steps = [steps[number] for number in torch.randperm(len(steps), generator=generator).tolist()]
         return steps
 
@@ -99,11 +97,11 @@ class TokenBatchSampler(ScheduledBatchSampler):
 
     def __len__(self) -> int:
         """Count the batches of the epoch."""
-        return sum(map(len, self._of_epoch()[0]))
+        return sum(map(len, self._of_epoch(self.epoch)[0]))
 
     def __iter__(self) -> Iterator[list[int]]:
         start_step, self._start_step = self._start_step, 0  # spent at the first draw, as in the class above
-        for step in self._of_epoch()[0][start_step:]:
+        for step in self._of_epoch(self.epoch)[0][start_step:]:
             for batch in step:
                 yield batch if self._rank is None else self._part_of(batch, self._rank)
 

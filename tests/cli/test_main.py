@@ -226,12 +226,31 @@ def test_a_reader_that_has_seen_enough_is_no_error(cache_dir):
 # tune, with a stand-in for tuning
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "--lengths lengths.txt can't be read (No such file or directory); expected a text file"),
+        ("8\n\n9\n", "--lengths lengths.txt has '' in line 2; expected a whole number in each"),
+        ("8\ntwo\n", "has 'two' in line 2; expected"),
+        ("8\n0\n", "the lengths in lengths.txt hold 0 at position 1; expected a length of 1 or more"),
+        ("", "the lengths in lengths.txt are empty; expected"),
+    ],
+)
+def test_a_file_of_lengths_that_are_none_is_refused_before_anything_runs(script, tuned, capsys, text, said):
+    if text is not None:
+        Path("lengths.txt").write_text(text)
+    assert main(["tune", script(), "--lengths", "lengths.txt"]) == 2
+    assert said in capsys.readouterr().err
+    assert not tuned.calls
+
+
 def test_flags_become_keywords(script, tuned, capsys):
     flags = {
         "--devices": "sim:2xRTX3090",
         "--strategy": "balanced",
         "--precision": "bf16",
         "--checkpointing": "Block",
+        "--lengths": "lengths.txt",
         "--effective-batch-size": "512",
         "--max-batch-size": "300",
         "--reserve": "1GiB",
@@ -242,6 +261,7 @@ def test_flags_become_keywords(script, tuned, capsys):
         "--name": "mine",
         "--seed": "3",
     }
+    Path("lengths.txt").write_text("8\n2\n")
     assert main(["tune", script(), "--isolate", *[word for pair in flags.items() for word in pair]]) == 0
     ((workload, keywords),) = tuned.calls
     assert workload.spec == f"{Path.cwd()}/train.py:workload"  # for the process of its own
@@ -251,6 +271,7 @@ def test_flags_become_keywords(script, tuned, capsys):
         "strategy": "balanced",
         "precision": "bf16",
         "checkpointing": "Block",
+        "lengths": [8, 2],
         "effective_batch_size": 512,
         "max_batch_size": 300,
         "reserve": "1GiB",

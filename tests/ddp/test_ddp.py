@@ -35,7 +35,7 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 from autosplit import ddp
-from autosplit.ddp.context import BatchNormWarning
+from autosplit.ddp.batchnorms import BatchNormWarning, doubt_batchnorms
 from autosplit.errors import CheckpointError, DeviceError, InputError, PlanError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler, StepSchedule
 from autosplit.parallel.optimizer_steps import OptimizerStep, steps
@@ -307,11 +307,10 @@ class TestOneProcess:
     def test_running_statistics_of_the_smaller_share_are_told_of(
         self, sizes: tuple[int, ...], rank: int, track: bool, warned: bool
     ) -> None:
-        ctx = ddp.Context(make_plan(sizes), rank, torch.device("cpu"))
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2, track_running_stats=track))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ctx._doubt_batchnorms(model)
+            doubt_batchnorms(model, rank, sizes)
         assert [warning.category for warning in caught] == [BatchNormWarning] * warned
 
     @pytest.mark.parametrize(

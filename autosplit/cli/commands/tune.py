@@ -20,6 +20,7 @@ from autosplit.cli.workload_arguments import (
     check_before_running,
     flags_of,
     isolates,
+    lengths_in,
     quoted,
     ranks_to_start,
     sendable,
@@ -47,6 +48,7 @@ def tune(
     """
     end_with_parent()
     check_before_running(keywords, output)
+    lengths = {"lengths": lengths_in(keywords["lengths"])} if "lengths" in keywords else {}
     folder = Path.cwd()
     together, keywords = as_rank(keywords)
     if not together and keywords.get("strategy") == "ddp":
@@ -63,7 +65,7 @@ def tune(
             else load_workload(spec, **model_options)
         )
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
-        called |= _loaded(keywords.pop("loader", None))
+        called |= {**_loaded(keywords.pop("loader", None)), **lengths}
         source: object = workload
         if isolates(keywords.get("isolate"), keywords.get("devices"), together=together):
             source, called = workload if together else sendable(spec, workload), {**called, "isolate": True}
@@ -185,4 +187,7 @@ def _origin(
 
 
 def _arguments(keywords: Mapping[str, Any]) -> str:
-    return "".join(f", {keyword}={quoted(value)}" for keyword, value in keywords.items())
+    written = {keyword: quoted(value) for keyword, value in keywords.items()}
+    if "lengths" in written:
+        written["lengths"] = f"[*map(int, open({written['lengths']}))]"
+    return "".join(f", {keyword}={value}" for keyword, value in written.items())

@@ -1,0 +1,121 @@
+"""Batches of like length under DDP: ranks of unlike shares, without one, with cuts, have one process's weights."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ddp_jobs import make_plan, weights
+from ranks import found_by, run_ranks
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from autosplit import ddp
+from autosplit.oom import OutOfMemoryError
+from autosplit.parallel.token_sampler import TokenBatchSampler
+from autosplit.solve.padded_length import LengthPlan, LengthPoint
+
+pytestmark = pytest.mark.slow
+
+POINTS = (LengthPoint(64, 1.0, 10.0), LengthPoint(32, 2.5, 25.0), LengthPoint(16, 6.0, 60.0))
+FOUND = LengthPlan(POINTS, 20.0, 10.0, 0.1, 0.5)
+DRAWN = random.Random(5)
+LENGTHS = [DRAWN.randint(8, 64) for _ in range(120)]
+DATA = [torch.randint(1, 50, (length,), generator=torch.Generator().manual_seed(i)) for i, length in enumerate(LENGTHS)]
+
+
+def pad(samples: list[torch.Tensor]) -> torch.Tensor:
+    return pad_sequence(samples, batch_first=True)
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+
+    class Sequences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(50, 6, padding_idx=0), nn.Linear(6, 1)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(tokens).sum(1).tanh())
+
+    return Sequences().double()
+
+
+def trained(sizes: tuple[int, ...], effective: int | None, *, fails: bool = False) -> tuple[torch.Tensor, list[int]]:
+    asked = None if effective is None else (effective, effective)
+    with ddp.setup(make_plan(sizes, effective, lengths=FOUND, effective_batch_sizes=asked)) as ctx:
+        model = ctx.wrap(make_net())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        loader: Any = DataLoader(DATA, batch_sampler=ctx.token_sampler(LENGTHS, shuffle=True), collate_fn=pad)
+        options: Any = {"on_oom": "cut"} if fails else {"noise_scale": effective is not None}
+        tokens_held, drawn = [], 0
+        for epoch in range(2):
+            loader.batch_sampler.set_epoch(epoch)
+            for step in ctx.steps(loader, **options):
+                for tokens in step:
+                    drawn += 1
+                    if not fails:
+                        tokens_held.append(tokens.numel())
+                        step.backward(model(tokens).square().mean())
+                        continue
+                    with step.attempt():
+                        if ctx.rank == 1 and drawn % 5 == 0 and len(tokens) > 1:
+                            raise OutOfMemoryError("out of memory")
+                        step.backward(model(tokens).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return weights(model), tokens_held
+
+
+def by_one_process(sizes: tuple[int, ...], effective: int | None) -> torch.Tensor:
+    """Train on the same optimizer steps, each sample by itself."""
+    total = sum(sizes)
+    keeps = effective is not None
+    sampler = TokenBatchSampler(FOUND, LENGTHS, sizes, effective or total, keeps_effective=keeps, shuffle=True)
+    model = make_net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches = iter(sampler)
+        for step in sampler.schedule:
+            for _ in step.micro_batch_sizes:
+                for sample in next(batches):
+                    (model(DATA[sample][None]).square().mean() / step.num_samples).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+JOBS: dict[str, tuple[tuple[int, ...], int | None, bool]] = {
+    "unlike shares": ((4, 1, 2), None, False),
+    "an effective batch": ((4, 1, 2), 30, False),
+    "no share": ((4, 0, 2), 30, False),
+    "cut": ((4, 2, 2), 30, True),
+}
+SCENARIOS = {name: partial(trained, sizes, effective, fails=fails) for name, (sizes, effective, fails) in JOBS.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks(__name__, "SCENARIOS", 3, tmp_path_factory.mktemp("lengths"), limit_s=200)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_weights_are_those_of_one_process(ranks, name):
+    sizes, effective, _ = JOBS[name]
+    expected = by_one_process(sizes, effective)
+    for found, _ in found_by(ranks, name):
+        assert (found - expected).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", ["unlike shares", "an effective batch", "no share"])
+def test_no_rank_holds_more_tokens_than_it_holds_of_short_samples(ranks, name):
+    """What fits grows as length falls, here: a batch of the shortest has the most tokens that fit."""
+    sizes = JOBS[name][0]
+    for size, (_, held) in zip(sizes, found_by(ranks, name), strict=True):
+        assert max(held) <= max(6 * size * 16, 64)

@@ -1,0 +1,231 @@
+"""Batches of like length in a training: the weights are one process's, and an epoch is resumed where it was."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ddp_jobs import make_plan
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from autosplit.errors import InputError, PlanError
+from autosplit.oom import OutOfMemoryError
+from autosplit.parallel.token_sampler import TokenBatchSampler
+from autosplit.plan.plan import Plan
+from autosplit.solve.padded_length import LengthPlan, LengthPoint
+
+POINTS = (LengthPoint(16, 1.0, 10.0), LengthPoint(8, 2.5, 25.0), LengthPoint(4, 6.0, 60.0))
+FOUND = LengthPlan(POINTS, 20.0, 10.0, 0.1, 0.5)
+DRAWN = random.Random(5)
+LENGTHS = [DRAWN.randint(1, 16) for _ in range(101)]
+
+
+def a_plan(split: tuple[int, ...] = (3, 1), effective: int | None = None) -> Plan:
+    asked = None if effective is None else (effective, effective)
+    return make_plan(split, effective, lengths=FOUND, effective_batch_sizes=asked)
+
+
+class Sequences(nn.Module):
+    """A model to which padding is nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 6, padding_idx=0)
+        self.head = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.seen: list[int] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(tokens))
+        return self.head(self.embedding(tokens).sum(1))
+
+
+DATA = [torch.randint(1, 50, (length,), generator=torch.Generator().manual_seed(i)) for i, length in enumerate(LENGTHS)]
+
+
+def pad(samples: list[torch.Tensor]) -> torch.Tensor:
+    return pad_sequence(samples, batch_first=True)
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def by_one_process(steps: list[list[int]]) -> torch.Tensor:
+    """Train on the very same optimizer steps, each sample by itself."""
+    model = Sequences().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for samples in steps:
+        for sample in samples:
+            (model(DATA[sample][None]).square().mean() / len(samples)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def steps_of(sampler: TokenBatchSampler) -> list[list[int]]:
+    batches = iter(sampler)
+    return [[sample for _ in step.micro_batch_sizes for sample in next(batches)] for step in sampler.schedule]
+
+
+@pytest.mark.parametrize("effective", [None, 25])
+def test_the_weights_are_those_of_one_process(effective):
+    plan = a_plan(effective=effective)
+    sampler = plan.token_sampler(LENGTHS, shuffle=True, seed=3)
+    expected = by_one_process(steps_of(sampler))
+    wrapped = plan.wrap(Sequences().double())
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.01)
+    for step in plan.steps(DataLoader(DATA, batch_sampler=sampler, collate_fn=pad)):
+        for tokens in step:
+            step.backward(wrapped(tokens).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (weights(wrapped.module) - expected).abs().max() < 1e-9
+
+
+def test_each_device_gets_what_it_holds_at_the_length():
+    plan = a_plan()
+    sampler = plan.token_sampler([4] * 50)
+    assert sampler.schedule[0].splits == ((18, 6),)  # 6 times (3, 1), where its ceilings are of the longest
+    wrapped = plan.wrap(Sequences())
+    wrapped.ceilings = plan.split  # as a card would have them
+    data = [torch.ones(4, dtype=torch.long)] * 50
+    for step in plan.steps(DataLoader(data, batch_sampler=sampler, collate_fn=pad)):
+        for tokens in step:
+            step.backward(wrapped(tokens).mean())
+    assert wrapped.module.seen[0] == 18
+
+
+def test_what_is_cut_keeps_its_proportions_and_no_size_is_cut_before_it_runs():
+    """As many short samples take less than as many long ones: that a number ran out says nothing of the next."""
+    plan = a_plan((4,))
+    sampler = plan.token_sampler([16] * 8 + [4] * 40)
+    wrapped = plan.wrap(Sequences().double())
+    data = [torch.ones(length, dtype=torch.long) for length in sampler._lengths]
+    loader: Any = DataLoader(data, batch_sampler=sampler, collate_fn=pad)
+    sizes, failed = [], []
+
+    def train() -> None:
+        for step in plan.steps(loader, on_oom="cut"):
+            for tokens in step:
+                with step.attempt():
+                    sizes.append(len(tokens))
+                    if tokens.shape == (4, 16):
+                        failed.append(tokens)
+                        raise OutOfMemoryError("out of memory")
+                    step.backward(wrapped(tokens).mean())
+
+    with pytest.warns(UserWarning, match="ran out of memory and was cut in two"):
+        train()
+    for _ in range(5):
+        train()
+    assert len(failed) == 12  # each of them ran whole first
+    assert sizes.count(2) == 24
+    assert 24 in sizes
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=60), st.integers(0, 3), st.booleans(), st.none() | st.just(9))
+def test_the_ranks_take_every_sample_once_and_equally_many_batches(lengths, epoch, shuffle, effective):
+    split = (3, 0, 2)
+    made = [
+        TokenBatchSampler(FOUND, lengths, split, 9, keeps_effective=effective is not None, shuffle=shuffle, rank=rank)
+        for rank in range(3)
+    ]
+    for sampler in made:
+        sampler.set_epoch(epoch)
+    counts = [[n for step in sampler.schedule for n in step.micro_batch_sizes] for sampler in made]
+    batches = [[*sampler] for sampler in made]
+    assert [len(sampler) for sampler in made] == [len(drawn) for drawn in batches]
+    taken = [
+        sample
+        for drawn, sizes in zip(batches, counts, strict=True)
+        for batch, size in zip(drawn, sizes, strict=True)
+        for sample in batch[:size]
+    ]
+    assert sorted(taken) == [*range(len(lengths))]
+    assert not any(counts[1])
+    assert all(len(batch) == 1 for batch in batches[1])  # it runs one that counts for nothing
+    assert len({tuple(step.num_samples for step in sampler.schedule) for sampler in made}) == 1
+
+
+@pytest.mark.parametrize("effective", [None, 25])
+def test_an_epoch_goes_on_where_it_was(effective):
+    plan = a_plan(effective=effective)
+    sampler = plan.token_sampler(LENGTHS, shuffle=True)
+    sampler.set_epoch(2)
+    whole = [*sampler]
+    loader = DataLoader(DATA, batch_sampler=sampler, collate_fn=pad, num_workers=0)
+    model = Sequences()
+    for number, step in enumerate(plan.steps(loader)):
+        for tokens in step:
+            step.backward(model(tokens).mean())
+        if number == 1:
+            break
+    done = sum(len(step.micro_batch_sizes) for step in sampler.schedule[:2])
+    again = plan.token_sampler(LENGTHS, shuffle=True)
+    again.load_state_dict(sampler.state_dict())
+    assert [*again] == whole[done:]
+    assert [*again] == whole  # once
+
+
+def test_with_an_effective_batch_another_sampler_may_go_on():
+    """The samples of a step are those of `batch_sampler`, so that a run may change over at the end of any."""
+    plan = a_plan(effective=20)
+    tokens, usual = plan.token_sampler(LENGTHS, shuffle=True, seed=1), plan.batch_sampler(101, shuffle=True, seed=1)
+    batches = iter(usual)
+    usual_steps = [sorted(i for _ in step.micro_batch_sizes for i in next(batches)) for step in usual.schedule]
+    assert [sorted(step) for step in steps_of(tokens)] == usual_steps
+    usual.load_state_dict({**tokens.state_dict(), "samples_consumed": 40})
+    assert usual.start_step == 2
+
+
+def test_a_state_of_other_batches_is_refused():
+    state = a_plan().token_sampler(LENGTHS).state_dict()
+    with pytest.raises(InputError, match="of another order of samples: batches"):
+        a_plan().token_sampler([*LENGTHS[:-1], 16]).load_state_dict(state)
+    with pytest.raises(InputError, match="of another order of samples: batches"):
+        a_plan((4, 2)).token_sampler(LENGTHS).load_state_dict(state)
+
+
+def test_shuffling_mixes_the_lengths_and_no_epoch_is_the_last():
+    sampler = a_plan().token_sampler(LENGTHS, shuffle=True)
+    first = [*sampler]
+    sampler.set_epoch(1)
+    assert [*sampler] != first
+    longest = [max(LENGTHS[i] for i in batch) for batch in first]
+    assert longest != sorted(longest, reverse=True)
+    assert [*a_plan().token_sampler(LENGTHS, shuffle=True)] == first
+
+
+def test_a_tensor_of_lengths_will_do():
+    assert [*a_plan().token_sampler(torch.tensor(LENGTHS))] == [*a_plan().token_sampler(LENGTHS)]
+
+
+def test_one_number_for_trainers_that_want_one():
+    assert a_plan((3, 1)).max_tokens == (3 * 16, 16)
+
+
+def test_what_it_can_not_do_is_refused():
+    plan = a_plan()
+    with pytest.raises(InputError, match="a sample has length 17, and the longest of the plan has 16"):
+        plan.token_sampler([3, 17])
+    with pytest.raises(PlanError, match="was tuned for samples of one length; expected one that knows theirs; tune"):
+        make_plan((4,)).token_sampler([3])
+    with pytest.raises(PlanError, match="tuned for samples of one length"):
+        _ = make_plan((4,)).max_tokens
+    with pytest.raises(InputError, match="BatchNorms train on no fewer than 2 samples, and batches of like length"):
+        plan.token_sampler([3]).refuse_single_samples(plan.split, 2)
+
+
+def test_points_that_are_out_of_order_are_no_plan():
+    wrong = replace(FOUND, points=POINTS[::-1])
+    with pytest.raises(PlanError, match="expected points of falling length"):
+        replace(a_plan(), lengths=wrong)
+    assert Plan.from_json(a_plan().to_json()) == a_plan()

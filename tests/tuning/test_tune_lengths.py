@@ -1,0 +1,185 @@
+"""tune(lengths=...): shorter samples take the place of longer ones within the very budget, and the profile knows."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from marks import slow
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from autosplit.errors import InputError, WorkloadError
+from autosplit.plan.plan import Plan
+from autosplit.tuning import tuned_lengths
+from autosplit.tuning.measure import measure
+from autosplit.tuning.tune import TuningInterrupted, tune
+from autosplit.workload.workload import Workload
+
+DRAWN = random.Random(3)
+LENGTHS = [min(128, max(8, int(DRAWN.lognormvariate(3, 1)))) for _ in range(600)]
+LENGTHS[0] = 128
+
+
+class Encoder(nn.Module):
+    """One layer of a transformer, whose attention's scores grow with the square of length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 16)
+        self.query, self.head = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        scores = self.query(x) @ x.transpose(1, 2)
+        return self.head(torch.softmax(scores, -1) @ x)
+
+
+def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs[..., 0], targets)
+
+
+TOKENS = torch.randint(50, (4, 20))
+BATCH = TOKENS, TOKENS.float()
+
+
+def tuned(devices: str = "sim:2xRTX3090@64MiB", lengths: Any = LENGTHS, **options: Any) -> Plan:
+    given = {"loss_fn": loss, "optimizer": torch.optim.AdamW, "profile": "off", "n_trials": 3, **options}
+    return tune(Encoder(), BATCH, devices=devices, lengths=lengths, **given)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return tuned()
+
+
+def test_shorter_samples_take_the_memory_of_the_longest_and_no_more(plan):
+    assert plan.lengths is not None
+    assert [point.length for point in plan.lengths.points] == [128, 64, 32, 16, 8]
+    for point in plan.lengths.points:
+        tokens = TOKENS[:, torch.arange(point.length) % 20]
+        at = Workload(Encoder(), (tokens, tokens.float()), loss_fn=loss, optimizer=torch.optim.AdamW)
+        limits = [device.peak_bytes for device in plan.devices]
+        shares = plan.lengths.split_of(point.length, plan.split)
+        found = measure(at, devices="sim:2xRTX3090@1GiB", split=shares)
+        assert all(peak <= limit for peak, limit in zip(found.peak_bytes, limits, strict=True))
+        if point.length < 128:  # and one more sample in a hundred would not fit
+            more = measure(at, devices="sim:2xRTX3090@1GiB", split=tuple(-(-102 * n // 100) for n in shares))
+            assert any(peak > limit for peak, limit in zip(more.peak_bytes, limits, strict=True))
+    assert 2 < plan.lengths.points[1].times < 4  # between the linear and the quadratic
+
+
+def test_the_report_and_explain_say_what_it_brings(plan):
+    assert plan.lengths is not None
+    assert plan.lengths.samples_per_s > 1.5 * plan.lengths.fixed_samples_per_s
+    assert plan.lengths.padding_share < plan.lengths.fixed_padding_share
+    said = plan.explain().sentences()["lengths"]
+    assert said.startswith("batches of like length bring ")
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "deliver" in plan.explain().sentences()["data"]
+
+
+def test_a_profile_knows_the_lengths_and_says_nothing_of_them_unasked():
+    first = tuned(profile="auto")
+    calls: list[str] = []
+    again = tuned(profile="auto", progress=lambda part: calls.append(part.message))
+    assert again.lengths == first.lengths
+    assert not [message for message in calls if message.startswith("samples of length")]
+    fewer = tuned(profile="auto", lengths=[*LENGTHS[:100], 8])
+    assert fewer.lengths is not None
+    assert first.lengths is not None
+    assert fewer.lengths.points == first.lengths.points
+    assert fewer.lengths.padding_share != first.lengths.padding_share
+    tokens = TOKENS[:, torch.arange(128) % 20]
+    plain = tune(
+        Encoder(), (tokens, tokens.float()), loss_fn=loss, optimizer=torch.optim.AdamW, devices="sim:2xRTX3090@64MiB"
+    )
+    assert plain.split == first.split
+    assert plain.lengths is None
+
+
+def test_samples_of_one_length_need_no_other():
+    found = tuned(lengths=[64] * 50).lengths
+    assert found is not None
+    assert [point.length for point in found.points] == [64]
+    assert found.padding_share == found.fixed_padding_share == 0
+
+
+def test_a_forwards_most_samples_are_kept():
+    found = tuned(max_batch_size=40)
+    assert found.lengths is not None
+    assert max(sum(found.lengths.split_of(point.length, found.split)) for point in found.lengths.points) <= 40
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"lengths": [3, 0]}, InputError, "lengths hold 0 at position 1"),
+        ({"lengths": "long"}, InputError, "lengths is 'long'; expected a whole number for each sample"),
+        ({"make_batch": lambda n: (TOKENS[:1].expand(n, -1),) * 2}, WorkloadError, "make_batch takes none"),
+    ],
+)
+def test_what_has_no_lengths_is_refused(options, error, said):
+    with pytest.raises(error, match=said):
+        tuned(**options)
+
+
+def test_a_function_that_builds_the_workload_has_its_batch_resized():
+    def build() -> Workload:
+        return Workload(Encoder(), BATCH, loss_fn=loss, optimizer=torch.optim.AdamW)
+
+    found = tune(build, devices="sim:RTX3090@64MiB", lengths=[64, 8], profile="off", n_trials=2)
+    assert found.lengths is not None
+    assert found.lengths.points[0].length == 64
+
+
+def test_ctrl_c_among_the_lengths_gives_the_plan_of_the_longest(monkeypatch):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuned_lengths, "_looked_at", interrupted)
+    with pytest.raises(TuningInterrupted) as caught:
+        tuned()
+    assert caught.value.plan is not None
+    assert caught.value.plan.complete
+
+
+def test_no_time_leaves_the_longest_alone():
+    found = tuned(time_limit_s=0.01)
+    assert found.lengths is not None
+    assert [point.length for point in found.lengths.points] == [128]
+    assert any("the time limit was over" in note and "length 64 and below" in note for note in found.notes)
+
+
+@slow
+@pytest.mark.parametrize("devices", ["cpu:24MiB,cpu:12MiB", "cpu:24MiB"])
+def test_no_batch_of_an_epoch_is_over_an_enforced_budget(devices):
+    plan = tuned(devices, n_trials=6)
+    assert plan.lengths is not None
+    assert plan.lengths.points[-1].times > 10
+    data = [torch.randint(50, (length,)) for length in LENGTHS]
+
+    def pad(samples: list[torch.Tensor]) -> torch.Tensor:
+        return pad_sequence(samples, batch_first=True)
+
+    loader = DataLoader(data, batch_sampler=plan.token_sampler(LENGTHS, shuffle=True), collate_fn=pad)
+    with plan.budgets() as tracker:
+        model = plan.wrap(Encoder())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in plan.steps(loader):
+            for tokens in step:
+                step.backward(loss(model(tokens), tokens.float()))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert tracker is not None
+
+
+@slow
+def test_a_process_of_its_own_measures_the_same_lengths():
+    plan = tuned("cpu:24MiB", isolate=True, n_trials=2)
+    assert plan.lengths is not None
+    assert len(plan.lengths.points) == 5
