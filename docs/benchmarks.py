@@ -19,7 +19,7 @@ A claim that does not hold says so. The predictions of a section are those of th
 
 def page() -> str:
     """Return docs/benchmarks.md."""
-    sections = (_ceilings, _search, _simulation, _fit, _balanced, _ddp, _loader, _noise_scale, _startup)
+    sections = (_ceilings, _search, _simulation, _fit, _balanced, _ddp, _loader, _lengths, _noise_scale, _startup)
     return "\n".join([INTRODUCTION, *(line for section in sections for line in section())]) + "\n"
 
 
@@ -176,6 +176,38 @@ def _loader() -> list[str]:
         for one in found["results"]
     ]
     return [*_opened("The loader", said, "loader", found), *_table(columns, rows)]
+
+
+def _lengths() -> list[str]:
+    found = _read("lengths")
+    least, most = found["lengths"]
+    said = (
+        f"An epoch of {found['samples']} samples with lengths from {least} to {most:,} on {found['devices']}, in "
+        f"batches of like length and in batches of {sum(found['split'])}, padded to the longest: "
+        f"{found['gain']:.1f} times as fast ({found['predicted_gain']:.1f} predicted), with "
+        f"{_percent(found['padding_share'])} of padding in place of {_percent(found['fixed_padding_share'])}."
+    )
+    fullest = max(found["fullest_share_of_budget"])
+    claims = [
+        (
+            "samples/s in batches of like length, of those in batches of one size",
+            found["gain"],
+            "1.5 or more",
+            found["gain"] >= 1.5,
+        ),
+        ("the fullest device, of its enforced budget", fullest, "1", fullest <= 1),
+        (
+            "weights in float64 off those of one process, at most",
+            f"{found['weights_apart']:.1g}",
+            "1e-9",
+            found["weights_apart"] <= 1e-9,
+        ),
+    ]
+    rows = [(what, measured, limit, "yes" if holds else "no") for what, measured, limit, holds in claims]
+    return [
+        *_opened("Batches of like length", said, "lengths", found),
+        *_table(("claim", "measured", "limit", "holds"), rows),
+    ]
 
 
 def _noise_scale() -> list[str]:

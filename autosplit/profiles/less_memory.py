@@ -105,6 +105,7 @@ def _remade(
     )
     return replace(
         plan,
+        lengths=None,  # of the other split
         split=solution.split,
         gpu0_bsz=solution.split[0],
         batch_size=sum(solution.split),

@@ -70,7 +70,9 @@ def with_lengths(
     found = foretold(known, lengths, plan.split, effective)
     if plan.path is not None and job.is_first_of_machine and found != plan.lengths:
         with contextlib.suppress(AutosplitError, OSError):  # the profile is whole without it
-            store(plan.path.stem, replace(Plan.load(plan.path), lengths=found))
+            kept = Plan.load(plan.path)
+            if kept.split == plan.split:  # or it was solved again for less memory, and is not what is remembered
+                store(plan.path.stem, replace(kept, lengths=found))
     return replace(plan, lengths=found).kept_at(plan.path).with_notes(last=notes)
 
 
@@ -88,7 +90,7 @@ def _points(
     *,
     isolate: bool,
 ) -> tuple[tuple[LengthPoint, ...], tuple[str, ...]]:
-    points = [LengthPoint(tried[0], 1.0, plan.samples_per_s)]
+    points = [LengthPoint(tried[0], 1.0, plan.samples_per_s, plan.samples_per_s)]
     notes: list[str] = []
     full: tuple[tuple[int, ...], ...] = ()
     longest_rate = 1.0
@@ -110,9 +112,10 @@ def _points(
             if isinstance(found, str):
                 notes.append(f"samples of length {length} and below were not looked at: {found}")
                 break
-            samples, rate = found
+            samples, rate, own_rate = found
             if number:
-                points.append(LengthPoint(length, samples / plan.batch_size, plan.samples_per_s * rate / longest_rate))
+                scale = plan.samples_per_s / longest_rate
+                points.append(LengthPoint(length, samples / plan.batch_size, scale * rate, scale * own_rate))
             else:
                 longest_rate, full = rate, steps.full()
     if not steps.has_traces:
@@ -122,8 +125,8 @@ def _points(
 
 def _looked_at(
     steps: _Steps, full: Sequence[Sequence[int]], times: float, most: int, *, is_first: bool
-) -> tuple[int, float] | str:
-    """Return the most samples of a length and their samples/s, or why there are none.
+) -> tuple[int, float, float] | str:
+    """Return the most samples of a length, their samples/s and those of the plan's batch size, or why there are none.
 
     Args:
         times: How many times the plan's samples are known to fit: those of the next longer length.
@@ -133,14 +136,19 @@ def _looked_at(
     if not is_first and any(peers.all_run(lambda: steps.prober.out_of_time)):
         return "the time limit was over"
     samples = least if is_first else min(peers.all_run(lambda: steps.most_within(full, least, most)))
-    while True:
-        seconds = peers.all_run(lambda: steps.seconds(samples))  # noqa: B023  # it is run at once
-        timed = [one for one in seconds if one is not None]
-        if len(timed) == len(seconds):
-            return samples, samples / max(timed)
+    while (rate := _rate(steps, samples)) is None:
         if samples <= least:
             return f"a step of {least} of them ran out of memory"
         samples = max(least, min(samples - 1, int(samples * (1 - STEP_DOWN))))
+    own = steps.plan.batch_size
+    return samples, rate, rate if samples == own else _rate(steps, own) or rate
+
+
+def _rate(steps: _Steps, samples: int) -> float | None:
+    """Run a step on all ranks, and return its samples/s; None where one runs out of memory."""
+    seconds = steps.job.peers.all_run(lambda: steps.seconds(samples))
+    timed = [one for one in seconds if one is not None]
+    return samples / max(timed) if len(timed) == len(seconds) else None
 
 
 def _most(plan: Plan, shorter: float) -> int:

@@ -21,7 +21,7 @@ from autosplit.solve.padded_length import LengthPlan, LengthPoint
 
 pytestmark = pytest.mark.slow
 
-POINTS = (LengthPoint(64, 1.0, 10.0), LengthPoint(32, 2.5, 25.0), LengthPoint(16, 6.0, 60.0))
+POINTS = (LengthPoint(64, 1.0, 10.0, 10.0), LengthPoint(32, 2.5, 25.0, 25.0), LengthPoint(16, 6.0, 60.0, 60.0))
 FOUND = LengthPlan(POINTS, 20.0, 10.0, 0.1, 0.5)
 DRAWN = random.Random(5)
 LENGTHS = [DRAWN.randint(8, 64) for _ in range(120)]

@@ -21,7 +21,7 @@ from autosplit.parallel.token_sampler import TokenBatchSampler
 from autosplit.plan.plan import Plan
 from autosplit.solve.padded_length import LengthPlan, LengthPoint
 
-POINTS = (LengthPoint(16, 1.0, 10.0), LengthPoint(8, 2.5, 25.0), LengthPoint(4, 6.0, 60.0))
+POINTS = (LengthPoint(16, 1.0, 10.0, 10.0), LengthPoint(8, 2.5, 25.0, 25.0), LengthPoint(4, 6.0, 60.0, 60.0))
 FOUND = LengthPlan(POINTS, 20.0, 10.0, 0.1, 0.5)
 DRAWN = random.Random(5)
 LENGTHS = [DRAWN.randint(1, 16) for _ in range(101)]

@@ -39,7 +39,7 @@ from autosplit.runtime import prepare as staging
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.solve.memory import Ceiling
-from autosplit.tuning import lone_session, session
+from autosplit.tuning import lone_session, open_session, session
 from autosplit.tuning import recall as recalling
 from autosplit.tuning import try_again as confirming
 from autosplit.tuning import tune as tuning
@@ -70,7 +70,7 @@ def no_search(monkeypatch) -> Callable[[], None]:
         def fail(*_args: object, **_options: object) -> None:
             raise AssertionError("a remembered plan needs no search")
 
-        monkeypatch.setattr(tuning, "LoneSession", fail)
+        monkeypatch.setattr(open_session, "LoneSession", fail)
 
     return begin
 

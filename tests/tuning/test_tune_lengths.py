@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader
 
 from autosplit.errors import InputError, WorkloadError
 from autosplit.plan.plan import Plan
+from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.tuning import tuned_lengths
 from autosplit.tuning.measure import measure
 from autosplit.tuning.tune import TuningInterrupted, tune
 from autosplit.workload.workload import Workload
 
 DRAWN = random.Random(3)
-LENGTHS = [min(128, max(8, int(DRAWN.lognormvariate(3, 1)))) for _ in range(600)]
+LENGTHS = [min(128, max(8, int(DRAWN.lognormvariate(3, 1)))) for _ in range(6000)]
 LENGTHS[0] = 128
 
 
@@ -100,6 +101,14 @@ def test_a_profile_knows_the_lengths_and_says_nothing_of_them_unasked():
     )
     assert plain.split == first.split
     assert plain.lengths is None
+
+
+def test_a_plan_for_less_memory_has_lengths_of_its_own(plan):
+    capacities_bytes = tuple(device.capacity_bytes // 2 for device in plan.devices)
+    smaller = solved_again(plan, Lack(capacities_bytes, 0, 1))
+    assert smaller is not None
+    assert smaller.batch_size < plan.batch_size
+    assert smaller.lengths is None
 
 
 def test_samples_of_one_length_need_no_other():
