@@ -234,7 +234,7 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
     if plan.region is None and len(plan.ddp.ranks) > 1 and plan.split == tuple(r.batch_size for r in plan.ddp.ranks):
         return _ranks_lines(plan, origin)
     return (
-        "# model, optimizer, loss_fn and dataset are your script's",
+        _given(plan),
         "import autosplit",
         *_imports(plan),
         *origin.setup,
@@ -247,6 +247,11 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
     )
 
 
+def _given(plan: Plan) -> str:
+    more = " and dataset" if plan.lengths is None else ", dataset, lengths and pad"
+    return f"# model, optimizer, loss_fn{more} are your script's"
+
+
 def _loader_lines(plan: Plan, of: str) -> tuple[str, ...]:
     if plan.lengths is None:
         return (
@@ -254,8 +259,8 @@ def _loader_lines(plan: Plan, of: str) -> tuple[str, ...]:
             "loader = DataLoader(dataset, batch_sampler=sampler)",
         )
     return (
-        f"sampler = {of}.token_sampler([len(sample) for sample in dataset], shuffle=True)  # as tune was given them",
-        "loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pad_collate)  # which pads to the longest",
+        f"sampler = {of}.token_sampler(lengths, shuffle=True)  # the length of each sample",
+        "loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pad)  # which pads samples to the longest",
     )
 
 
@@ -306,7 +311,7 @@ def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
     loss = "loss_fn(model(inputs.to(ctx.device)), targets.to(ctx.device))"
     given = "" if origin.path is None else f" --plan {shlex.quote(origin.path)}"
     return (
-        "# model, optimizer, loss_fn and dataset are your script's",
+        _given(plan),
         "import autosplit.ddp",
         *_imports(plan),
         "",

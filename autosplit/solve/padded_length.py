@@ -33,13 +33,13 @@ MOST_POINTS = 6
 """Lengths that are looked at: halves of the longest."""
 
 WINDOW_BATCHES = 512
-"""Full batches whose samples are sorted together where no effective batch was asked for. With 128 an epoch takes 8 to
-11 % longer, with 2,048 up to 3 % less (benchmarks/lengths.py), but the order is mixed less."""
+"""Full batches whose samples are sorted together where no effective batch was asked for. With 128 an epoch takes 9 to
+11 % longer, with 2,048 up to 2 % less (benchmarks/lengths.py), but the order is mixed less."""
 
 SHORTER = 0.7
 FULL_ENOUGH = 0.25
 """A batch that is a quarter full ends where the next sample has less than 0.7 of its length. In optimizer steps of one
-to four full batches that brings 30 to 130 %, in steps of 64 2 % (benchmarks/lengths.py)."""
+to four full batches that brings 20 to 130 %, in steps of 64 up to 3 % (benchmarks/lengths.py)."""
 
 MOST_FORETOLD = 100_000
 """Samples by which an epoch is foretold."""

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autosplit.errors import AutosplitError
 from autosplit.oom import OutOfMemoryError
@@ -96,7 +97,9 @@ def _points(
     longest_rate = 1.0
     for number, length in enumerate(tried):
         most = _most(plan, tried[0] / length)
-        limited = replace(job, own=replace(job.own, max_batch_size=most), whole=replace(job.whole, max_batch_size=most))
+        # What fits is looked for beyond the effective batch, too: `max_tokens` is of the devices.
+        sizes: Any = {"max_batch_size": most, "effective_batch_sizes": None}
+        limited = replace(job, own=replace(job.own, **sizes), whole=replace(job.whole, **sizes))
 
         def told(part: Progress, number: int = number, length: int = length) -> None:
             message = f"samples of length {length}, {number + 1} of {len(tried)}: {part.message}"

@@ -16,7 +16,9 @@ from autosplit.devices.inventory import DeviceReport
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan
 from autosplit.probe.check_result import Check
+from autosplit.probe.loader_result import LoaderSettings
 from autosplit.solve.memory import MemoryFit, Region
+from autosplit.solve.padded_length import LengthPlan, LengthPoint
 
 
 def printed(plan, *, width=100, terminal=False, origin=None, details=True):
@@ -29,6 +31,9 @@ def printed(plan, *, width=100, terminal=False, origin=None, details=True):
 
 def row_of(text, label):
     return next(line for line in text.splitlines() if line.strip().startswith(label))
+
+
+LENGTHS = LengthPlan((LengthPoint(64, 1.0, 100.0, 100.0), LengthPoint(32, 3.0, 300.0, 200.0)), 300.0, 150.0, 0.1, 0.5)
 
 
 # The plan's table and numbers
@@ -428,3 +433,33 @@ def test_the_code_of_a_simulated_plan_says_where_it_is_to_run(tmp_path, capsys):
     made_plan(kind="sim").save(tmp_path / "plan.json")
     assert main(["show", str(tmp_path / "plan.json"), "--code"]) == 0
     assert capsys.readouterr().out.startswith("# on the machine that has these cards\npython -m autosplit tune ")
+
+
+# Samples that differ in length
+
+
+@pytest.mark.parametrize("details", [True, False])
+def test_what_batches_of_like_length_bring_is_beside_the_throughput(details):
+    text = printed(made_plan(lengths=LENGTHS), details=details)
+    assert (
+        row_of(text, "by length").split(maxsplit=2)[2]
+        == "300 samples/s in batches of like length, 2.00 times (predicted)"
+    )
+    if details:
+        assert "bring 300 samples/s with 10 % of padding, against 150 samples/s with 50 %" in " ".join(text.split())
+
+
+def test_the_loader_has_to_deliver_what_batches_of_like_length_take():
+    found = made_plan(lengths=LENGTHS, loader_samples_per_s=200.0, loader_settings=LoaderSettings(2, 4))
+    assert "the loader bounds the run" in printed(found)
+    assert "the loader bounds the run" in found.explain().reasons()[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "of"), [(made_plan(lengths=LENGTHS), "plan"), (ranks_plan((2, 6), lengths=LENGTHS), "ctx")]
+)
+def test_the_lines_to_paste_make_batches_of_like_length(plan, of):
+    lines = "\n".join(paste_lines(plan))
+    assert f"sampler = {of}.token_sampler(lengths, shuffle=True)" in lines
+    assert "collate_fn=pad)" in lines
+    assert lines.startswith("# model, optimizer, loss_fn, dataset, lengths and pad are your script's")

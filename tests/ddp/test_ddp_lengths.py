@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
+import autosplit
 from autosplit import ddp
 from autosplit.oom import OutOfMemoryError
 from autosplit.parallel.token_sampler import TokenBatchSampler
@@ -97,7 +98,31 @@ JOBS: dict[str, tuple[tuple[int, ...], int | None, bool]] = {
     "no share": ((4, 0, 2), 30, False),
     "cut": ((4, 2, 2), 30, True),
 }
-SCENARIOS = {name: partial(trained, sizes, effective, fails=fails) for name, (sizes, effective, fails) in JOBS.items()}
+SCENARIOS: dict[str, Any] = {
+    name: partial(trained, sizes, effective, fails=fails) for name, (sizes, effective, fails) in JOBS.items()
+}
+
+
+def tuned_together() -> tuple[str, int]:
+    """Tune by all ranks, of which the last has half of the others' memory, and take an epoch's batches."""
+    tokens = torch.randint(1, 50, (4, 16))
+    plan = autosplit.tune(
+        make_net(),
+        (tokens, torch.zeros(4, 1, dtype=torch.float64)),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.Adam,
+        devices="cpu:512KiB,cpu:512KiB,cpu:256KiB",
+        strategy="ddp",
+        effective_batch_size=64,
+        lengths=LENGTHS,
+        profile="off",
+        n_trials=2,
+    )
+    with ddp.setup(plan) as ctx:
+        return plan.to_json(), len([*ctx.token_sampler(LENGTHS)])
+
+
+SCENARIOS["together"] = tuned_together
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +144,12 @@ def test_no_rank_holds_more_tokens_than_it_holds_of_short_samples(ranks, name):
     sizes = JOBS[name][0]
     for size, (_, held) in zip(sizes, found_by(ranks, name), strict=True):
         assert max(held) <= max(6 * size * 16, 64)
+
+
+def test_ranks_that_tune_together_agree_on_what_fits_all_of_them(ranks):
+    found = found_by(ranks, "together")
+    assert found[1:] == found[:1] * 2
+    plan = autosplit.Plan.from_json(found[0][0])
+    assert plan.lengths is not None
+    assert [point.length for point in plan.lengths.points] == [64, 32, 16, 8]
+    assert plan.lengths.points[-1].times > 4
