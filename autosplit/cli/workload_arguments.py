@@ -69,17 +69,16 @@ def lengths_in(path: str) -> list[int]:
     from autosplit.solve.padded_length import checked_lengths
 
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        words = Path(path).read_text(encoding="utf-8-sig").split()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"--lengths {path} can't be read ({reason}); expected a text file; check the path") from error
-    wrong = next((number for number, line in enumerate(lines) if not line.strip().isdecimal()), None)
+    wrong = next((word for word in words if not word.isdecimal()), None)
     if wrong is not None:
         raise InputError(
-            f"--lengths {path} has {shown(lines[wrong])} in line {wrong + 1}; expected a whole number in each; write "
-            "the length of one sample a line"
+            f"--lengths {path} has {shown(wrong)} in it; expected whole numbers; write the length of one sample a line"
         )
-    return checked_lengths([int(line) for line in lines], f"the lengths in {path}")
+    return checked_lengths([*map(int, words)], f"the lengths in {path}")
 
 
 def one_of_several() -> bool:

@@ -234,6 +234,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 f"the sampler's state has no {', '.join(lacks)}; expected what state_dict() returned; pass that"
             )
         wrong = [f"{name} {shown(state[name])} for {facts[name]}" for name in facts if state[name] != facts[name]]
+        wrong += ["batches of like length"] if "batches" in state and "batches" not in facts else []
         if wrong:
             raise InputError(
                 f"the sampler's state is of another order of samples: {', '.join(wrong)}; expected the same; make "

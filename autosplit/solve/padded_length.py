@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "cut_epoch",
     "foretold",
     "lengths_to_tune",
+    "scaled",
     "shares_of",
 ]
 
@@ -40,6 +42,9 @@ SHORTER = 0.7
 FULL_ENOUGH = 0.25
 """A batch that is a quarter full ends where the next sample has less than 0.7 of its length. In optimizer steps of one
 to four full batches that brings 20 to 130 %, in steps of 64 up to 3 % (benchmarks/lengths.py)."""
+
+MOST_TOKENS = 2**24
+"""The longest sample: whoever gives more counts something else."""
 
 MOST_FORETOLD = 100_000
 """Samples by which an epoch is foretold."""
@@ -116,8 +121,7 @@ class LengthPlan:
 
     def split_of(self, length: int, split: Sequence[int]) -> tuple[int, ...]:
         """Return the most samples of a length that each device gets, of which `split` has those of the longest."""
-        times = self.times_at(length)
-        return tuple(int(times * share) for share in split)
+        return scaled(split, self.times_at(length))
 
     def tokens_of(self, share: int) -> int:
         """Return the most tokens, padding included, of a device that gets `share` samples of the longest.
@@ -125,7 +129,7 @@ class LengthPlan:
         It holds for samples that are as long as the last point or longer: the tokens that fit fall with length where
         attention's scores are kept, and rise with it where they are not, so that one of the points has the fewest.
         """
-        return min(int(point.times * share) * point.length for point in self.points)
+        return min(scaled((share,), point.times)[0] * point.length for point in self.points)
 
     def _at(self, length: int, value: Any) -> float:
         """Return a value on the lines between the points; below the shortest it is that of the shortest."""
@@ -143,13 +147,20 @@ class LengthPlan:
         return float(value(before))
 
 
+def scaled(shares: Sequence[int], times: float) -> tuple[int, ...]:
+    """Return shares so many times as large, in whole samples; a quotient of two of them is met for all its rounding."""
+    return tuple(int(times * share + 1e-6) for share in shares)
+
+
 def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:
     """Return lengths as a list, whether they came in a list, an array or a tensor.
 
     Raises:
-        InputError: They are empty, or one is no whole number of 1 or more.
+        InputError: They are empty, or one is no whole number from 1 to 2^24.
     """
     try:
+        if isinstance(lengths, (bytes, Mapping, AbstractSet)):  # which have not an item for each sample
+            raise TypeError
         listed = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
         numbers = [operator.index(one) for one in listed if not isinstance(one, bool)]
     except TypeError:
@@ -158,6 +169,10 @@ def checked_lengths(lengths: Any, name: str = "lengths") -> list[int]:
         raise InputError(
             f"{name} is {shown(lengths)}; expected a whole number for each sample; pass "
             "[len(sample) for sample in dataset], or the like"
+        )
+    if numbers and max(numbers) > MOST_TOKENS:
+        raise InputError(
+            f"{name} hold {max(numbers)}; expected at most {MOST_TOKENS} each; pass the tokens of each sample"
         )
     if not numbers or min(numbers) < 1:
         found = "are empty" if not numbers else f"hold {min(numbers)} at position {numbers.index(min(numbers))}"

@@ -45,7 +45,7 @@ class Progress:
 
     Attributes:
         stage: ``"building"``, ``"waiting"`` for another process, ``"tracing"``, ``"checks"``, ``"ceilings"``,
-            ``"times"``, ``"search"``, ``"confirming"`` or ``"done"``.
+            ``"times"``, ``"search"``, ``"confirming"``, ``"lengths"`` of samples or ``"done"``.
         message: What is being done, in a few words: ``"probing device 1 of 2: cuda:0 as primary"``.
         fraction: Of the whole, 0 to 1, as far as it can be told; it never falls.
         steps: Real training steps so far.

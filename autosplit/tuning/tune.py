@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from autosplit.errors import AutosplitError, from_user_code
+from autosplit.errors import AutosplitError, UserCodeError, from_user_code
 from autosplit.oom import DoesNotFitError
 from autosplit.plan.explanation import TunedWay
 from autosplit.plan.plan import Plan
@@ -290,27 +290,30 @@ def _tuned_by_length(
     """Tune for samples of the longest length, then look at shorter ones, which is half of the progress."""
 
     def longest(part: Progress) -> None:
-        asked.progress(replace(part, fraction=part.fraction / 2))
+        if part.stage != "done":
+            asked.progress(replace(part, fraction=part.fraction / 2))
 
     def shorter(part: Progress) -> None:
         asked.progress(replace(part, fraction=0.5 + part.fraction / 2))
 
-    plan, way = _fastest_of(ways, make, replace(asked, progress=longest), notes, more=1)
+    try:
+        plan, way = _fastest_of(ways, make, replace(asked, progress=longest), notes, more=1)
+    except UserCodeError as error:
+        raise UserCodeError(
+            f"{error}; its samples had the longest of the lengths, {max(lengths)}: cut them where the model takes none "
+            "so long, and where another dimension was taken for the length pass make_batch(n, length=...)",
+            error.frames,
+        ) from error
     job = asked.job.with_more_time(sum(asked.waits))
     told = shorter if job.peers.rank == 0 else quiet
     try:
         with users_code_named():
-            return with_lengths(
-                plan,
-                lengths,
-                lengths_to_tune(lengths),
-                lambda length: make(way, length),
-                job,
-                told,
-                isolate=asked.isolate,
-            )
+            tried = lengths_to_tune(lengths)
+            found = with_lengths(plan, lengths, tried, lambda one: make(way, one), job, told, isolate=asked.isolate)
     except KeyboardInterrupt:
         raise TuningInterrupted(plan) from None
+    told(Progress("done", "done", 1.0))
+    return found
 
 
 def _fastest_of(

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autosplit.errors import AutosplitError
+from autosplit.errors import AutosplitError, UserCodeError
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.probe.prober import Prober
@@ -22,7 +22,7 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.prepare import Source, build
 from autosplit.runtime.protocol import StepShape
 from autosplit.solve.memory import largest_fitting
-from autosplit.solve.padded_length import LengthPoint, foretold
+from autosplit.solve.padded_length import LengthPoint, foretold, scaled
 from autosplit.tuning.job import Job, refuse_differing
 from autosplit.tuning.open_session import losses_of, open_session
 from autosplit.tuning.progress import Progress
@@ -35,6 +35,11 @@ STEP_DOWN = 0.05
 
 MOST_FOLLOWED = 3
 """Times that the largest size is looked for: each time a step that was followed showed that its trace is another."""
+
+BATCHNORM_NOTE = (
+    "lengths were not looked at: the model's BatchNorms need 2 samples or more, and batches of like length may have 1; "
+    "leave lengths out"
+)
 
 UNTRACED_NOTE = (
     "the memory of other lengths can't be told without running them: batches of shorter samples have as many as those "
@@ -63,9 +68,12 @@ def with_lengths(
     digest = hashlib.sha256(repr(list(lengths)).encode()).hexdigest()[:16]
     digests = job.peers.gathered(digest)
     job.peers.each_run(lambda: refuse_differing("the digest of lengths", digests))
+    least = max(plan.ddp.least_batch, 1 if plan.region is None else plan.region.least_share)
+    if least > 1:
+        return without_lengths(plan).with_notes(last=[BATCHNORM_NOTE])
     known = () if plan.lengths is None else plan.lengths.points
     notes: tuple[str, ...] = ()
-    if [point.length for point in known] != [*tried]:
+    if [point.length for point in known[: len(tried)]] != [*tried]:
         known, notes = _points(plan, tried, source_of, job, tell, isolate=isolate)
     effective = plan.effective_batch_size if plan.effective_batch_sizes is not None else None
     found = foretold(known, lengths, plan.split, effective)
@@ -103,39 +111,47 @@ def _points(
 
         def told(part: Progress, number: int = number, length: int = length) -> None:
             message = f"samples of length {length}, {number + 1} of {len(tried)}: {part.message}"
-            tell(replace(part, message=message, fraction=(number + part.fraction) / len(tried)))
+            tell(replace(part, stage="lengths", message=message, fraction=(number + part.fraction) / len(tried)))
 
+        told(Progress("lengths", "building the model", 0.0))
         with kept_rng(), ExitStack() as closing:
             source = source_of(length)
             built = job.peers.each_run(lambda source=source: build(source, job.own.devices))  # type: ignore[misc]
-            session = open_session(limited, built, closing, told, isolate=isolate)
-            steps = _Steps(plan, limited, session.prober)
-            found = _looked_at(steps, full, 1.0 if not number else points[-1].times, most, is_first=not number)
-            notes += losses_of(job, session.followed.isolated)
+            try:
+                session = open_session(limited, built, closing, told, isolate=isolate)
+                steps = _Steps(plan, limited, session.prober)
+                found = _looked_at(steps, full, 1.0 if not number else points[-1].times, most, is_first=not number)
+            except UserCodeError as error:
+                if job.several:
+                    raise
+                found = f"{error}; where another dimension was taken for the length pass make_batch(n, length=...)"
+            else:
+                notes += losses_of(job, session.followed.isolated)
             if isinstance(found, str):
                 notes.append(f"samples of length {length} and below were not looked at: {found}")
                 break
-            samples, rate, own_rate = found
+            times, rate, own_rate = found
             if number:
                 scale = plan.samples_per_s / longest_rate
-                points.append(LengthPoint(length, samples / plan.batch_size, scale * rate, scale * own_rate))
+                points.append(LengthPoint(length, times, scale * rate, scale * own_rate))
             else:
                 longest_rate, full = rate, steps.full()
-    if not steps.has_traces:
-        notes.append(UNTRACED_NOTE)
+            if not steps.has_traces:
+                notes.append(UNTRACED_NOTE)
     return tuple(points), tuple(dict.fromkeys(notes))
 
 
 def _looked_at(
     steps: _Steps, full: Sequence[Sequence[int]], times: float, most: int, *, is_first: bool
-) -> tuple[int, float, float] | str:
-    """Return the most samples of a length, their samples/s and those of the plan's batch size, or why there are none.
+) -> tuple[float, float, float] | str:
+    """Return how many times the plan's samples fit, their samples/s and those of the plan's own, or why there are none.
 
     Args:
         times: How many times the plan's samples are known to fit: those of the next longer length.
         is_first: It is the longest length, of which the plan's own samples are run.
     """
-    peers, least = steps.job.peers, round(times * steps.plan.batch_size)
+    peers, own = steps.job.peers, steps.plan.batch_size
+    least = round(times * own)
     if not is_first and any(peers.all_run(lambda: steps.prober.out_of_time)):
         return "the time limit was over"
     samples = least if is_first else min(peers.all_run(lambda: steps.most_within(full, least, most)))
@@ -143,15 +159,14 @@ def _looked_at(
         if samples <= least:
             return f"a step of {least} of them ran out of memory"
         samples = max(least, min(samples - 1, int(samples * (1 - STEP_DOWN))))
-    own = steps.plan.batch_size
-    return samples, rate, rate if samples == own else _rate(steps, own) or rate
+    return steps.times_of(samples), rate, rate if samples == own else _rate(steps, own) or rate
 
 
 def _rate(steps: _Steps, samples: int) -> float | None:
     """Run a step on all ranks, and return its samples/s; None where one runs out of memory."""
     seconds = steps.job.peers.all_run(lambda: steps.seconds(samples))
     timed = [one for one in seconds if one is not None]
-    return samples / max(timed) if len(timed) == len(seconds) else None
+    return steps.times_of(samples) * steps.plan.batch_size / max(timed) if len(timed) == len(seconds) else None
 
 
 def _most(plan: Plan, shorter: float) -> int:
@@ -172,8 +187,13 @@ class _Steps:
     def has_traces(self) -> bool:
         return self.prober.has_traces
 
+    def times_of(self, n: int) -> float:
+        """Return how many times its own share each device has of a batch of n, in whole samples."""
+        shares = {*self.plan.split, *(rank.batch_size for rank in self.plan.ddp.ranks)} - {0}
+        return min(share * n // self.plan.batch_size / share for share in shares)
+
     def _scaled(self, shares: Sequence[int], n: int) -> tuple[int, ...]:
-        return tuple(share * n // self.plan.batch_size for share in shares)
+        return scaled(shares, self.times_of(n))
 
     @property
     def _ranks(self) -> tuple[int, ...]:

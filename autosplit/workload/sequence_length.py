@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autosplit.errors import WorkloadError
-from autosplit.workload.batch import Whole, leaves_of, map_leaves, map_tensors
+from autosplit.errors import WorkloadError, from_user_code
+from autosplit.workload.batch import Whole, leaves_of, map_leaves, map_tensors, tensors_of
 from autosplit.workload.workload import Workload
 
 __all__ = ["at_length"]
@@ -25,18 +27,12 @@ def at_length(workload: Workload, length: int) -> Workload:
     what another length is, `make_batch` takes it: ``make_batch(n, length=length)``.
 
     Raises:
-        WorkloadError: No tensor has such a dimension, or `make_batch` takes no length.
+        WorkloadError: No tensor has such a dimension, or `make_batch` takes no length, or makes nothing of it.
+        UserCodeError: `make_batch` raised.
     """
     size, dim = workload.sample_batch_size, workload.batch_dim
-    given: Any = workload.make_batch
-    if given is not None:
-        if not _takes_length(given):
-            raise WorkloadError(
-                "lengths are given, and make_batch takes none; expected make_batch(n, length=...), which returns n "
-                "samples of that length; add the keyword"
-            )
-        make_batch = functools.partial(given, length=length)
-        return replace(workload, sample_batch=make_batch(size), make_batch=make_batch)
+    if workload.make_batch is not None:
+        return _made_at_length(workload, workload.make_batch, length)
     now = _length_of(workload.sample_batch, size, dim)
     if now is None or now < 2:
         raise WorkloadError(
@@ -61,7 +57,33 @@ def at_length(workload: Workload, length: int) -> Workload:
     return replace(workload, sample_batch=map_leaves(leaf, workload.sample_batch))
 
 
+def _made_at_length(workload: Workload, given: Any, length: int) -> Workload:
+    if not _takes_length(given):
+        raise WorkloadError(
+            "lengths are given, and make_batch takes none; expected make_batch(n, length=...), which returns n samples "
+            "of that length; add the keyword"
+        )
+    size, make_batch = workload.sample_batch_size, functools.partial(given, length=length)
+    batch, other = _made(make_batch, size), _made(functools.partial(given, length=2 * length), size)
+    if [one.shape for one in tensors_of(batch)] == [one.shape for one in tensors_of(other)]:
+        raise WorkloadError(
+            f"make_batch({size}, length={2 * length}) returned the shapes of length {length}; expected samples of that "
+            "length; let it use the keyword"
+        )
+    return replace(workload, sample_batch=batch, make_batch=make_batch)
+
+
+def _made(make_batch: Callable[[int], Any], size: int) -> Any:
+    try:
+        return make_batch(size)
+    except Exception as error:
+        raise from_user_code(error, "make_batch") from error
+
+
 def _length_of(batch: Any, size: int, dim: int) -> int | None:
+    """Return the first tensor's length; of a mapping with `input_ids` theirs, beside which labels may come first."""
+    if isinstance(batch, (Mapping, UserDict)) and isinstance(batch.get("input_ids"), Tensor):
+        batch = batch["input_ids"]
     tensors = (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
     along = 0 if dim else 1
     return next((int(one.size(along)) for one in tensors if one.dim() > max(dim, 1) and one.size(dim) == size), None)
@@ -72,4 +94,5 @@ def _takes_length(make_batch: Any) -> bool:
         parameters = inspect.signature(make_batch).parameters.values()
     except ValueError:  # it has no signature
         return False
-    return any(one.name == "length" or one.kind is one.VAR_KEYWORD for one in parameters)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any((one.name == "length" and one.kind in by_name) or one.kind is one.VAR_KEYWORD for one in parameters)

@@ -230,8 +230,8 @@ def test_a_reader_that_has_seen_enough_is_no_error(cache_dir):
     ("text", "said"),
     [
         (None, "--lengths lengths.txt can't be read (No such file or directory); expected a text file"),
-        ("8\n\n9\n", "--lengths lengths.txt has '' in line 2; expected a whole number in each"),
-        ("8\ntwo\n", "has 'two' in line 2; expected"),
+        ("length\n8\n", "--lengths lengths.txt has 'length' in it; expected whole numbers; write the length of one"),
+        ("8\ntwo\n", "has 'two' in it; expected"),
         ("8\n0\n", "the lengths in lengths.txt hold 0 at position 1; expected a length of 1 or more"),
         ("", "the lengths in lengths.txt are empty; expected"),
     ],
@@ -261,7 +261,7 @@ def test_flags_become_keywords(script, tuned, capsys):
         "--name": "mine",
         "--seed": "3",
     }
-    Path("lengths.txt").write_text("8\n2\n")
+    Path("lengths.txt").write_text("8\r\n2\n\n", encoding="utf-8-sig")
     assert main(["tune", script(), "--isolate", *[word for pair in flags.items() for word in pair]]) == 0
     ((workload, keywords),) = tuned.calls
     assert workload.spec == f"{Path.cwd()}/train.py:workload"  # for the process of its own

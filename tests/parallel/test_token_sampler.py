@@ -194,6 +194,13 @@ def test_a_state_of_other_batches_is_refused():
         a_plan((4, 2)).token_sampler(LENGTHS).load_state_dict(state)
 
 
+def test_a_state_of_batches_of_like_length_is_no_other_samplers():
+    """Other samples were consumed by it: some would have come twice, and others never."""
+    state = a_plan().token_sampler(LENGTHS, shuffle=True).state_dict()
+    with pytest.raises(InputError, match="another order of samples: batches of like length"):
+        a_plan().batch_sampler(101, shuffle=True).load_state_dict(state)
+
+
 def test_shuffling_mixes_the_lengths_and_no_epoch_is_the_last():
     sampler = a_plan().token_sampler(LENGTHS, shuffle=True)
     first = [*sampler]

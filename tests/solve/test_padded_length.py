@@ -125,6 +125,10 @@ def test_a_longer_sample_than_the_plan_knows_is_refused():
         ([3, True], r"lengths is \[3, True\]; expected a whole number for each sample"),
         ([1.5], r"lengths is \[1\.5\]; expected a whole number"),
         ("long", "lengths is 'long'; expected a whole number"),
+        ({1: 5}, r"lengths is \{1: 5\}; expected a whole number for each"),
+        ({3, 4}, r"lengths is \{3, 4\}; expected"),
+        (b"ab", "lengths is b'ab'; expected"),
+        ([4, 10**30], f"lengths hold {10**30}; expected at most 16777216 each"),
         (7, "lengths is 7; expected a whole number for each sample; pass"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from autosplit.errors import InputError, WorkloadError
+from autosplit.errors import InputError, UserCodeError, WorkloadError
 from autosplit.plan.plan import Plan
 from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.tuning import tuned_lengths
@@ -90,7 +90,7 @@ def test_a_profile_knows_the_lengths_and_says_nothing_of_them_unasked():
     again = tuned(profile="auto", progress=lambda part: calls.append(part.message))
     assert again.lengths == first.lengths
     assert not [message for message in calls if message.startswith("samples of length")]
-    fewer = tuned(profile="auto", lengths=[*LENGTHS[:100], 8])
+    fewer = tuned(profile="auto", lengths=[length for length in LENGTHS[:100] if length > 20])
     assert fewer.lengths is not None
     assert first.lengths is not None
     assert fewer.lengths.points == first.lengths.points
@@ -101,6 +101,68 @@ def test_a_profile_knows_the_lengths_and_says_nothing_of_them_unasked():
     )
     assert plain.split == first.split
     assert plain.lengths is None
+
+
+class Positions(nn.Module):
+    """A model with as many positions as it has, and memory in proportion to tokens."""
+
+    def __init__(self, most: int = 64) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(50, 64), nn.Embedding(most, 64)
+        self.layers, self.head = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), nn.Linear(64, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        return self.head(self.layers(x).tanh())
+
+
+@pytest.mark.parametrize("devices", ["sim:RTX3090@4MiB+RTX3090@3MiB", "sim:RTX3090@3MiB+RTX3090@2MiB"])
+def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold(devices):
+    """43 samples were run as (24, 18), of which (12, 9) made 2.05 times: at length 31 an epoch ran out of memory."""
+    lengths = [*range(4, 65)]
+    plan = tune(Positions(), BATCH, loss_fn=loss, devices=devices, lengths=lengths, profile="off", n_trials=4)
+    assert plan.lengths is not None
+    for length in lengths:
+        for share, most in zip(plan.split, plan.lengths.split_of(length, plan.split), strict=True):
+            assert most * length <= share * 64
+
+
+def test_a_model_that_takes_none_so_long_is_told_by_the_length():
+    with pytest.raises(UserCodeError, match="its samples had the longest of the lengths, 128: cut them where"):
+        tune(Positions(64), BATCH, loss_fn=loss, devices="cpu", lengths=[128, 64], profile="off")
+
+
+def test_where_the_width_is_taken_for_the_length_the_plan_of_the_longest_is_kept():
+    """What was tuned for is not lost: shorter samples are left out, and a note says why and what to do."""
+    batch = torch.randn(4, 16, 16), torch.randn(4, 1)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Flatten(), nn.LazyLinear(1))
+    model(batch[0])
+    found = tune(model, batch, loss_fn=nn.MSELoss(), devices="cpu", lengths=[16, 8], profile="off", max_batch_size=8)
+    assert found.lengths is not None
+    assert len(found.lengths.points) == 1
+    assert any("length 8 and below were not looked at" in note and "make_batch(n, l" in note for note in found.notes)
+
+
+def test_batchnorms_that_need_two_samples_leave_lengths_out():
+    class Pooled(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.mean(1))
+
+    model = Pooled(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    batch = torch.randn(4, 20, 16), torch.randn(4, 1)
+    found = tune(model, batch, loss_fn=nn.MSELoss(), devices="sim:T4", lengths=[20, 10], profile="off", n_trials=2)
+    assert found.lengths is None
+    assert any(note.startswith("lengths were not looked at: the model's BatchNorms") for note in found.notes)
+
+
+def test_the_progress_ends_once_and_names_the_lengths():
+    told: list[Any] = []
+    tuned(lengths=[128, 64], progress=told.append)
+    assert [part.fraction for part in told] == sorted(part.fraction for part in told)
+    assert [part.stage for part in told].index("done") == len(told) - 1
+    assert told[-1].fraction == 1
+    assert "samples of length 64, 2 of 2: building the model" in [part.message for part in told]
+    assert {part.stage for part in told if part.message.startswith("samples of length")} == {"lengths"}
 
 
 def test_a_plan_for_less_memory_has_lengths_of_its_own(plan):

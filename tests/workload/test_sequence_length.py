@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.errors import WorkloadError
+from autosplit.errors import UserCodeError, WorkloadError
 from autosplit.workload.batch import Whole
 from autosplit.workload.sequence_length import at_length
 from autosplit.workload.workload import Workload
@@ -39,6 +39,19 @@ def test_the_length_comes_first_where_the_batch_comes_second():
     assert resized((torch.zeros(6, 4, 8),), 3, batch_dim=1)[0].shape == (3, 4, 8)
 
 
+def test_labels_that_come_before_the_tokens_are_not_taken_for_them():
+    found = resized({"labels": torch.zeros(2, 12), "input_ids": torch.zeros(2, 16)}, 4)
+    assert [found["labels"].shape, found["input_ids"].shape] == [(2, 12), (2, 4)]
+
+
+def test_what_make_batch_raises_is_told_as_its_own():
+    def boo(n, length):
+        raise ValueError("boo")
+
+    with pytest.raises(UserCodeError, match="make_batch raised ValueError: boo"):
+        resized(torch.zeros(4, 5), 3, make_batch=boo)
+
+
 def test_make_batch_is_asked_for_the_length():
     workload = Workload(
         nn.Linear(1, 1), torch.zeros(2, 6), make_batch=lambda n, length=6: torch.full((n, length + 1), 7.0)
@@ -54,6 +67,12 @@ def test_make_batch_is_asked_for_the_length():
         (torch.zeros(4), {}, "the sample batch has no tensor of sequences: samples by length, 2 or more; expected one"),
         (torch.zeros(4, 1), {}, "no tensor of sequences"),
         (torch.zeros(4, 5), {"make_batch": lambda n: torch.zeros(n, 5)}, "make_batch takes none; expected make_batch"),
+        (torch.zeros(4, 5), {"make_batch": lambda n, length, /: torch.zeros(n, length)}, "make_batch takes none"),
+        (
+            torch.zeros(4, 5),
+            {"make_batch": lambda n, **_: torch.zeros(n, 5)},
+            r"make_batch\(4, length=6\) returned the shapes of length 3; expected samples of that length",
+        ),
     ],
 )
 def test_what_has_no_length_is_refused(batch, options, said):

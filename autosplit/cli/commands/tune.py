@@ -189,5 +189,5 @@ def _origin(
 def _arguments(keywords: Mapping[str, Any]) -> str:
     written = {keyword: quoted(value) for keyword, value in keywords.items()}
     if "lengths" in written:
-        written["lengths"] = f"[*map(int, open({written['lengths']}))]"
+        written["lengths"] = f"[*map(int, open({written['lengths']}).read().split())]"
     return "".join(f", {keyword}={value}" for keyword, value in written.items())
