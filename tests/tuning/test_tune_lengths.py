@@ -116,11 +116,13 @@ class Positions(nn.Module):
         return self.head(self.layers(x).tanh())
 
 
-@pytest.mark.parametrize("devices", ["sim:RTX3090@4MiB+RTX3090@3MiB", "sim:RTX3090@3MiB+RTX3090@2MiB"])
+@pytest.mark.parametrize("devices", ["sim:RTX3090@2560KiB+RTX3090@1228KiB", "sim:RTX3090@1228KiB+RTX3090@921KiB"])
 def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold(devices):
     """43 samples were run as (24, 18), of which (12, 9) made 2.05 times: at length 31 an epoch ran out of memory."""
     lengths = [*range(4, 65)]
-    plan = tune(Positions(), BATCH, loss_fn=loss, devices=devices, lengths=lengths, profile="off", n_trials=4)
+    options: Any = {"effective_batch_size": 256, "profile": "off", "n_trials": 4}
+    plan = tune(Positions(), BATCH, loss_fn=loss, devices=devices, lengths=lengths, **options)
+    assert min(plan.split) > 1
     assert plan.lengths is not None
     for length in lengths:
         for share, most in zip(plan.split, plan.lengths.split_of(length, plan.split), strict=True):
