@@ -35,7 +35,7 @@ MOST_POINTS = 6
 """Lengths that are looked at: halves of the longest."""
 
 WINDOW_BATCHES = 512
-"""Full batches whose samples are sorted together where no effective batch was asked for. With 128 an epoch takes 9 to
+"""Full batches whose samples are sorted together where no effective batch was asked for. With 128 an epoch takes 7 to
 11 % longer, with 2,048 up to 2 % less (benchmarks/lengths.py), but the order is mixed less."""
 
 SHORTER = 0.7
