@@ -102,7 +102,7 @@ def _points(
     points = [LengthPoint(tried[0], 1.0, plan.samples_per_s, plan.samples_per_s)]
     notes: list[str] = []
     full: tuple[tuple[int, ...], ...] = ()
-    longest_rate = 1.0
+    samples, longest_rate = plan.batch_size, 1.0
     for number, length in enumerate(tried):
         most = _most(plan, tried[0] / length)
         # What fits is looked for beyond the effective batch, too: `max_tokens` is of the devices.
@@ -120,7 +120,7 @@ def _points(
             try:
                 session = open_session(limited, built, closing, told, isolate=isolate)
                 steps = _Steps(plan, limited, session.prober)
-                found = _looked_at(steps, full, 1.0 if not number else points[-1].times, most, is_first=not number)
+                found = _looked_at(steps, full, samples, most, is_first=not number)
             except UserCodeError as error:
                 if job.several:
                     raise
@@ -130,10 +130,10 @@ def _points(
             if isinstance(found, str):
                 notes.append(f"samples of length {length} and below were not looked at: {found}")
                 break
-            times, rate, own_rate = found
+            samples, rate, own_rate = found
             if number:
                 scale = plan.samples_per_s / longest_rate
-                points.append(LengthPoint(length, times, scale * rate, scale * own_rate))
+                points.append(LengthPoint(length, steps.times_of(samples), scale * rate, scale * own_rate))
             else:
                 longest_rate, full = rate, steps.full()
             if not steps.has_traces:
@@ -142,16 +142,15 @@ def _points(
 
 
 def _looked_at(
-    steps: _Steps, full: Sequence[Sequence[int]], times: float, most: int, *, is_first: bool
-) -> tuple[float, float, float] | str:
-    """Return how many times the plan's samples fit, their samples/s and those of the plan's own, or why there are none.
+    steps: _Steps, full: Sequence[Sequence[int]], least: int, most: int, *, is_first: bool
+) -> tuple[int, float, float] | str:
+    """Return how many samples of a length fit, their samples/s and those of the plan's own, or why there are none.
 
     Args:
-        times: How many times the plan's samples are known to fit: those of the next longer length.
+        least: The samples that are known to fit: those of the next longer length.
         is_first: It is the longest length, of which the plan's own samples are run.
     """
     peers, own = steps.job.peers, steps.plan.batch_size
-    least = round(times * own)
     if not is_first and any(peers.all_run(lambda: steps.prober.out_of_time)):
         return "the time limit was over"
     samples = least if is_first else min(peers.all_run(lambda: steps.most_within(full, least, most)))
@@ -159,7 +158,7 @@ def _looked_at(
         if samples <= least:
             return f"a step of {least} of them ran out of memory"
         samples = max(least, min(samples - 1, int(samples * (1 - STEP_DOWN))))
-    return steps.times_of(samples), rate, rate if samples == own else _rate(steps, own) or rate
+    return samples, rate, rate if samples == own else _rate(steps, own) or rate
 
 
 def _rate(steps: _Steps, samples: int) -> float | None:
@@ -251,10 +250,7 @@ class _Steps:
                 splits = self._splits(n)
                 return self.prober.step(splits, budget_s=TRIAL_BUDGET_S).seconds / len(splits)
             shares = self._scaled(self._ranks, n)
-            return max(
-                self.prober.rank_seconds(index, share, budget_s=TRIAL_BUDGET_S)
-                for index, share in enumerate(shares)
-                if share
-            )
+            taking_part = [(index, share) for index, share in enumerate(shares) if share]
+            return max(self.prober.rank_seconds(*one, budget_s=TRIAL_BUDGET_S) for one in taking_part)
         except OutOfMemoryError:
             return None

@@ -129,6 +129,19 @@ def test_no_device_gets_more_of_any_length_than_it_was_seen_to_hold(devices):
             assert most * length <= share * 64
 
 
+def test_shorter_samples_that_take_as_much_are_as_many(monkeypatch):
+    """Told from the times of the next longer ones, rounded, they were fewer, and no plan was made of them."""
+    real = tuned_lengths._Steps.most_within
+
+    def stuck(steps: Any, full: Any, least: int, most: int) -> int:
+        return real(steps, full, least, most) if least == steps.plan.batch_size else least
+
+    monkeypatch.setattr(tuned_lengths._Steps, "most_within", stuck)
+    found = tuned("sim:RTX3090@2560KiB+RTX3090@1228KiB", lengths=[64, 8])
+    assert found.lengths is not None
+    assert len({point.times for point in found.lengths.points[1:]}) == 1
+
+
 def test_a_model_that_takes_none_so_long_is_told_by_the_length():
     with pytest.raises(UserCodeError, match="its samples had the longest of the lengths, 128: cut them where"):
         tune(Positions(64), BATCH, loss_fn=loss, devices="cpu", lengths=[128, 64], profile="off")
