@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import COUNT, KIND
 from marks import slow
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -41,7 +42,7 @@ class Encoder(nn.Module):
 
 
 def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(outputs[..., 0], targets)
+    return (outputs[..., 0] - targets).square().mean()
 
 
 TOKENS = torch.randint(50, (4, 20))
@@ -269,3 +270,25 @@ def test_a_process_of_its_own_measures_the_same_lengths():
     plan = tuned("cpu:24MiB", isolate=True, n_trials=2)
     assert plan.lengths is not None
     assert len(plan.lengths.points) == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+def test_an_epoch_of_any_lengths_fits_the_cards():
+    plan = tuned(f"{KIND}:{','.join(map(str, range(min(2, COUNT))))}", n_trials=2, max_batch_size=512)
+    assert plan.lengths is not None
+    assert [point.length for point in plan.lengths.points] == [128, 64, 32, 16, 8]
+    data = [torch.randint(50, (length,)) for length in LENGTHS[:1000]]
+
+    def pad(samples: list[torch.Tensor]) -> torch.Tensor:
+        return pad_sequence(samples, batch_first=True)
+
+    loader = DataLoader(data, batch_sampler=plan.token_sampler(LENGTHS[:1000], shuffle=True), collate_fn=pad)
+    model = plan.wrap(Encoder())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in plan.steps(loader):
+        for tokens in step:
+            step.backward(loss(model(tokens), tokens.float().to(model.output_device)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sum(len(step.micro_batch_sizes) for step in loader.batch_sampler.schedule) < 1000  # type: ignore[union-attr]
