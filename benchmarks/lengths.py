@@ -10,21 +10,16 @@ cutting bring is computed from the lengths that were measured.
 
 from __future__ import annotations
 
-import datetime as dt
-import json
-import os
-import platform
 import random
 import statistics
 import sys
 import time
 from itertools import islice
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from startup import processor
+from answer import of_this_run, put
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -174,9 +169,7 @@ def main() -> None:
     gains = [like / fixed for like, fixed in zip(rates["like"], rates["fixed"], strict=True)]
     budgets = [device.capacity_bytes for device in plan.devices]
     answer = {
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": {"processor": processor(), "cpus": os.cpu_count(), "system": platform.system()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **of_this_run(),
         "devices": DEVICES,
         "samples": SAMPLES,
         "lengths": [min(lengths), max(lengths)],
@@ -195,11 +188,7 @@ def main() -> None:
         "weights_apart": weights_apart(plan, data, lengths),
         "constants": {DEVICES: constants(plan, lengths), SIMULATED: constants(simulated, lengths)},
     }
-    text = json.dumps(answer, indent=2) + "\n"
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(text, encoding="utf-8")
-    else:
-        sys.stdout.write(text)
+    put(answer)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,15 @@ scored by the grid's own figures. Prints JSON, or writes it to FILE.
 
 from __future__ import annotations
 
-import datetime as dt
-import json
 import os
-import platform
 import runpy
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from answer import of_this_run, put
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import autosplit
@@ -85,16 +82,6 @@ def compared(name: str, dataset: Any, cores: int) -> dict[str, Any]:
     }
 
 
-def processor() -> str:
-    """Name the processor, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def main() -> None:
     """Compare on the three data sets."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -107,17 +94,12 @@ def main() -> None:
         }
         results = [compared(name, dataset, cores) for name, dataset in sets.items()]
     answer = {
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": {"processor": processor(), "cpus": cores, "system": platform.system(), "load": os.getloadavg()[0]},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **of_this_run(),
+        "load": os.getloadavg()[0],
         "seconds_per_setting": SECONDS,
         "results": results,
     }
-    text = json.dumps(answer, indent=2) + "\n"
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(text, encoding="utf-8")
-    else:
-        sys.stdout.write(text)
+    put(answer)
 
 
 if __name__ == "__main__":

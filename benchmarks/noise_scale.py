@@ -9,19 +9,13 @@ it on a quiet one. Wanted: the recommended batch takes at most 10 % longer than 
 
 from __future__ import annotations
 
-import datetime as dt
 import itertools
-import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-from startup import processor
+from answer import of_this_run, put
 from torch import nn
 
 import autosplit
@@ -150,9 +144,7 @@ def main() -> None:
     rows = measured(found, dict(sorted(factors.items())))
     reached = {size: row["seconds"] for size, row in rows.items() if row is not None}
     answer = {
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": {"processor": processor(), "cpus": os.cpu_count(), "system": platform.system()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **of_this_run(),
         "noise_scale": round(noise, 1),
         "recommended": found.effective_batch_size,
         "best": min(reached, key=reached.__getitem__),
@@ -162,11 +154,7 @@ def main() -> None:
         "predicted_gain": round(found.gain, 4),
         "batches": rows,
     }
-    text = json.dumps(answer, indent=2) + "\n"
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(text, encoding="utf-8")
-    else:
-        sys.stdout.write(text)
+    put(answer)
 
 
 if __name__ == "__main__":

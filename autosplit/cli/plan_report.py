@@ -378,13 +378,12 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     if plan.checkpointed:
         rows.append(("checkpointed", _layers_text(plan.checkpointed)))
     if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
-        taken = plan.samples_per_s if plan.lengths is None else plan.lengths.samples_per_s
         workers = plan.loader_settings.num_workers
         said = f"{rate_text(plan.loader_samples_per_s)} with {workers} worker{'s' * (workers != 1)}"
-        rows.append(("loader", f"{said}: {bound_text(plan.loader_samples_per_s, taken)}"))
+        rows.append(("loader", f"{said}: {bound_text(plan.loader_samples_per_s, plan.takes_samples_per_s)}"))
     if plan.lengths is not None:
         like, gain = plan.lengths.samples_per_s, plan.lengths.samples_per_s / plan.lengths.fixed_samples_per_s
-        rows.append(("by length", f"{rate_text(like)} in batches of like length, {gain:.2f} times (predicted)"))
+        rows.append(("by length", f"{rate_text(like)}, {gain:.2f} times batches of one size (predicted)"))
     if several:
         rows.append(("gain", _gain_text(plan)))
     return rows

@@ -211,7 +211,7 @@ class Context:
             InputError: As of `Plan.token_sampler`.
         """
         made = TokenBatchSampler(
-            self.plan.with_lengths(),
+            self.plan.required_lengths(),
             lengths,
             self._slice.batch_sizes,
             self.effective_batch_size,
@@ -226,7 +226,7 @@ class Context:
     @property
     def max_tokens(self) -> int:
         """The tokens, padding included, that this rank's device holds at any length; see `Plan.max_tokens`."""
-        return self.plan.with_lengths().tokens_of(self.settings.batch_size)
+        return self.plan.required_lengths().tokens_of(self.settings.batch_size)
 
     def steps(
         self,

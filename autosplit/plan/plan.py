@@ -291,7 +291,7 @@ class Plan(PlanRecord):
         from autosplit.parallel.token_sampler import TokenBatchSampler
 
         made = TokenBatchSampler(
-            self.with_lengths(),
+            self.required_lengths(),
             lengths,
             self.split,
             self.effective_batch_size,
@@ -311,7 +311,7 @@ class Plan(PlanRecord):
         Raises:
             PlanError: The plan was not tuned for lengths.
         """
-        plan = self.with_lengths()
+        plan = self.required_lengths()
         return tuple(map(plan.tokens_of, self.split))
 
     def loader(

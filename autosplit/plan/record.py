@@ -325,7 +325,12 @@ class PlanRecord:
         """The settings found for the loader, as keyword arguments of a DataLoader; empty where there are none."""
         return {} if self.loader_settings is None else self.loader_settings.to_dict()
 
-    def with_lengths(self) -> LengthPlan:
+    @property
+    def takes_samples_per_s(self) -> float:
+        """Samples per second that the devices take of a loader: of samples that differ in length, of those."""
+        return self.samples_per_s if self.lengths is None else self.lengths.samples_per_s
+
+    def required_lengths(self) -> LengthPlan:
         """Return what was found for samples that differ in length; raise PlanError where nothing was."""
         if self.lengths is None:
             raise PlanError(

@@ -122,14 +122,13 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
             `checkpointing` replace a Workload's own, and `length` is what samples are to have.
     """
     options = {name: value for name, value in described.items() if value is not None}
-    if sample_batch is not None:
-        if isinstance(given, Workload):
-            raise InputError("a Workload and a sample_batch are given; expected one of them; the Workload has its own")
-        length = options.pop("length", None)
-        return _with(Workload(given, sample_batch, **options), {} if length is None else {"length": length})
     changes: dict[str, Any] = {
         name: options.pop(name) for name in ("precision", "checkpointing", "length") if name in options
     }
+    if sample_batch is not None:
+        if isinstance(given, Workload):
+            raise InputError("a Workload and a sample_batch are given; expected one of them; the Workload has its own")
+        return _changed(Workload(given, sample_batch, **options), changes)
     if isinstance(given, nn.Module):
         raise WorkloadError(
             f"a {type(given).__name__} is given without sample_batch; expected one batch as training sees it; "
@@ -146,7 +145,7 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
             "returns one; pass one of these"
         )
     source: Source = given
-    return _changed(source, changes) if changes else source
+    return _changed(source, changes)
 
 
 @dataclass(frozen=True)
@@ -174,6 +173,8 @@ def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
         raise WorkloadError(
             f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}; choose one of them"
         )
+    if not changes:
+        return source
     return _with(source, changes) if isinstance(source, Workload) else _Changed(source, changes)
 
 

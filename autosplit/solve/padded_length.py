@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -131,7 +131,7 @@ class LengthPlan:
         """
         return min(scaled((share,), point.times)[0] * point.length for point in self.points)
 
-    def _at(self, length: int, value: Any) -> float:
+    def _at(self, length: int, value: Callable[[LengthPoint], float]) -> float:
         """Return a value on the lines between the points; below the shortest it is that of the shortest."""
         if length > self.points[0].length:
             raise InputError(
@@ -142,9 +142,9 @@ class LengthPlan:
         for point in self.points:
             if length >= point.length:
                 share = (length - point.length) / max(1, before.length - point.length)
-                return float(value(point) + share * (value(before) - value(point)))
+                return value(point) + share * (value(before) - value(point))
             before = point
-        return float(value(before))
+        return value(before)
 
 
 def scaled(shares: Sequence[int], times: float) -> tuple[int, ...]:

@@ -29,8 +29,7 @@ def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
     notes = [*slowest.notes]
     if plan.simulated:
         notes.append("the loader was measured on this machine, which is not that of the simulated cards")
-    takes = plan.samples_per_s if plan.lengths is None else plan.lengths.samples_per_s
-    smaller = _smaller(plan, rate) if rate < takes else None
+    smaller = _smaller(plan, rate) if rate < plan.takes_samples_per_s else None
     if smaller is not None:
         notes.append(
             f"the loader loads {rate_text(rate)}: {smaller.batch_size:,} samples per forward take as much, in place of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import logging
 import warnings
@@ -21,12 +21,12 @@ from autosplit.plan.plan import Plan
 from autosplit.probe.loader_speed import measure_loader
 from autosplit.probe.request import Request, checked_request
 from autosplit.profiles.key import machine_of, workload_of
-from autosplit.profiles.store import store
 from autosplit.profiles.tuning_lock import WaitingWarning
 from autosplit.rng import kept_rng
 from autosplit.runtime.prepare import Built, Source, build, follow, workload_source
 from autosplit.runtime.trainee import ran_a_step
-from autosplit.solve.padded_length import checked_lengths, lengths_to_tune
+from autosplit.solve.padded_length import checked_lengths
+from autosplit.tuning.amended import amended
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
 from autosplit.tuning.loader_bound import bounded_by_loader
@@ -53,6 +53,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 INTERRUPTED_NOTE = "tuning was interrupted before every way was tuned for: this is the best plan of those that were"
+
+LENGTHS_INTERRUPTED_NOTE = "tuning was interrupted before shorter samples were looked at: tune again to have them"
 
 NO_GPU_NOTE = (
     "no GPU is visible, so the plan is for the processor; devices='sim:2xRTX3090' (--devices) plans for other GPUs"
@@ -196,6 +198,7 @@ def tune(
         name=name,
         seed=seed,
     )
+    numbers = None if lengths is None else checked_lengths(lengths)
     described = {
         "loss_fn": loss_fn,
         "compute_loss": compute_loss,
@@ -209,18 +212,15 @@ def tune(
         precisions, notes = native_ones(wanted, lacking)
         ways = [Way(one, layers) for one in precisions for layers in checkpointing_list(checkpointing)]
 
-        numbers = [] if lengths is None else checked_lengths(lengths)
-        tried = lengths_to_tune(numbers) if numbers else (None,)
-
-        def make(way: Way, length: int | None = tried[0]) -> Source:
+        def make(way: Way, length: int | None = None if numbers is None else max(numbers)) -> Source:
             return workload_source(model_or_workload, sample_batch, {**described, **vars(way), "length": length})
 
         asked = _Asked(request, reserve, onward(heard or quiet), isolate, job, heard=heard is not None)
         loads = [] if loader is None else job.peers.all_run(lambda: measure_loader(loader))
-        if numbers:
-            plan = _tuned_by_length(numbers, ways, make, asked, notes)
-        else:
+        if numbers is None:
             plan = without_lengths(_fastest_of(ways, make, asked, notes)[0])
+        else:
+            plan = _tuned_by_length(numbers, ways, make, asked, notes)
         if loads:
             plan = bounded_by_loader(plan, loads)
     changed = sorted((check for check in plan.checks if check.depends), key=lambda check: not check.advice)
@@ -308,10 +308,9 @@ def _tuned_by_length(
     told = shorter if job.peers.rank == 0 else quiet
     try:
         with users_code_named():
-            tried = lengths_to_tune(lengths)
-            found = with_lengths(plan, lengths, tried, lambda one: make(way, one), job, told, isolate=asked.isolate)
+            found = with_lengths(plan, lengths, functools.partial(make, way), job, told, isolate=asked.isolate)
     except KeyboardInterrupt:
-        raise TuningInterrupted(plan) from None
+        raise TuningInterrupted(plan.with_notes(LENGTHS_INTERRUPTED_NOTE)) from None
     told(Progress("done", "done", 1.0))
     return found
 
@@ -368,10 +367,7 @@ def _chosen(plans: Mapping[str, Plan], job: Job) -> Plan:
         return replace(best, ways=()).kept_at(best.path)
     named = {name: best, **plans}
     ways = tuple(TunedWay(one, plan.batch_size, plan.samples_per_s) for one, plan in named.items())
-    if best.path is not None and job.is_first_of_machine:
-        with contextlib.suppress(AutosplitError, OSError):  # the profile is whole without it
-            store(best.path.stem, replace(Plan.load(best.path), ways=ways))
-    return replace(best, ways=ways).kept_at(best.path)
+    return amended(best, job, ways=ways)
 
 
 def quiet(progress: Progress) -> None:

@@ -6,23 +6,23 @@ on real devices a step of as many is run.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autosplit.errors import AutosplitError, UserCodeError
+from autosplit.errors import UserCodeError
 from autosplit.oom import OutOfMemoryError
 from autosplit.plan.plan import Plan
 from autosplit.probe.prober import Prober
-from autosplit.profiles.store import store
 from autosplit.rng import kept_rng
 from autosplit.runtime.prepare import Source, build
 from autosplit.runtime.protocol import StepShape
 from autosplit.solve.memory import largest_fitting
-from autosplit.solve.padded_length import LengthPoint, foretold, scaled
+from autosplit.solve.padded_length import LengthPoint, foretold, lengths_to_tune, scaled
+from autosplit.tuning.amended import amended
 from autosplit.tuning.job import Job, refuse_differing
 from autosplit.tuning.open_session import losses_of, open_session
 from autosplit.tuning.progress import Progress
@@ -50,7 +50,6 @@ UNTRACED_NOTE = (
 def with_lengths(
     plan: Plan,
     lengths: Sequence[int],
-    tried: Sequence[int],
     source_of: Callable[[int], Source],
     job: Job,
     tell: Callable[[Progress], None],
@@ -61,8 +60,7 @@ def with_lengths(
 
     Args:
         plan: Tuned with samples of the longest.
-        lengths: Of each sample.
-        tried: Lengths to look at, the longest first. A remembered plan that knows them is not measured again.
+        lengths: Of each sample. A remembered plan that knows those that are looked at is not measured again.
         source_of: Makes the workload with samples of a length.
     """
     digest = hashlib.sha256(repr(list(lengths)).encode()).hexdigest()[:16]
@@ -71,18 +69,14 @@ def with_lengths(
     least = max(plan.ddp.least_batch, 1 if plan.region is None else plan.region.least_share)
     if least > 1:
         return without_lengths(plan).with_notes(last=[BATCHNORM_NOTE])
+    tried = lengths_to_tune(lengths)
     known = () if plan.lengths is None else plan.lengths.points
     notes: tuple[str, ...] = ()
     if [point.length for point in known[: len(tried)]] != [*tried]:
         known, notes = _points(plan, tried, source_of, job, tell, isolate=isolate)
     effective = plan.effective_batch_size if plan.effective_batch_sizes is not None else None
     found = foretold(known, lengths, plan.split, effective)
-    if plan.path is not None and job.is_first_of_machine and found != plan.lengths:
-        with contextlib.suppress(AutosplitError, OSError):  # the profile is whole without it
-            kept = Plan.load(plan.path)
-            if kept.split == plan.split:  # or it was solved again for less memory, and is not what is remembered
-                store(plan.path.stem, replace(kept, lengths=found))
-    return replace(plan, lengths=found).kept_at(plan.path).with_notes(last=notes)
+    return (plan if found == plan.lengths else amended(plan, job, lengths=found)).with_notes(last=notes)
 
 
 def without_lengths(plan: Plan) -> Plan:
@@ -115,8 +109,7 @@ def _points(
 
         told(Progress("lengths", "building the model", 0.0))
         with kept_rng(), ExitStack() as closing:
-            source = source_of(length)
-            built = job.peers.each_run(lambda source=source: build(source, job.own.devices))  # type: ignore[misc]
+            built = job.peers.each_run(functools.partial(build, source_of(length), job.own.devices))
             try:
                 session = open_session(limited, built, closing, told, isolate=isolate)
                 steps = _Steps(plan, limited, session.prober)
@@ -153,12 +146,15 @@ def _looked_at(
     peers, own = steps.job.peers, steps.plan.batch_size
     if not is_first and any(peers.all_run(lambda: steps.prober.out_of_time)):
         return "the time limit was over"
-    samples = least if is_first else min(peers.all_run(lambda: steps.most_within(full, least, most)))
+    own_rate = _rate(steps, own)
+    if own_rate is None:
+        return f"a step of {own} of them ran out of memory"
+    samples = own if is_first else min(peers.all_run(lambda: steps.most_within(full, least, most)))
     while (rate := _rate(steps, samples)) is None:
         if samples <= least:
             return f"a step of {least} of them ran out of memory"
         samples = max(least, min(samples - 1, int(samples * (1 - STEP_DOWN))))
-    return samples, rate, rate if samples == own else _rate(steps, own) or rate
+    return samples, rate, own_rate
 
 
 def _rate(steps: _Steps, samples: int) -> float | None:

@@ -441,10 +441,7 @@ def test_the_code_of_a_simulated_plan_says_where_it_is_to_run(tmp_path, capsys):
 @pytest.mark.parametrize("details", [True, False])
 def test_what_batches_of_like_length_bring_is_beside_the_throughput(details):
     text = printed(made_plan(lengths=LENGTHS), details=details)
-    assert (
-        row_of(text, "by length").split(maxsplit=2)[2]
-        == "300 samples/s in batches of like length, 2.00 times (predicted)"
-    )
+    assert row_of(text, "by length").split(maxsplit=2)[2] == "300 samples/s, 2.00 times batches of one size (predicted)"
     if details:
         assert "bring 300 samples/s with 10 % of padding, against 150 samples/s with 50 %" in " ".join(text.split())
 

@@ -18,6 +18,7 @@ from autosplit.errors import InputError
 from autosplit.plan.plan import Plan
 from autosplit.probe.loader_result import LoaderSettings, MeasuredLoader
 from autosplit.solve.memory import MemoryFit, Region
+from autosplit.solve.padded_length import LengthPlan, LengthPoint
 from autosplit.solve.search_space import KNEE_SHARE, Space
 from autosplit.solve.solver import Solver
 from autosplit.solve.step_time import StepTime, TimeCurve
@@ -42,6 +43,15 @@ def tuned(devices: str = "sim:1xRTX3090+1xRTX2080Ti", **options: Any) -> Plan:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return tuned()
+
+
+def test_batches_of_like_length_stay_and_are_what_a_loader_is_held_against(plan):
+    point = LengthPoint(64, 1.0, plan.samples_per_s, plan.samples_per_s)
+    like = replace(plan, lengths=LengthPlan((point,), 4 * plan.samples_per_s, plan.samples_per_s, 0.1, 0.5))
+    found = bounded_by_loader(like, [loads(2 * plan.samples_per_s)])
+    assert (found.split, found.lengths) == (plan.split, like.lengths)
+    assert found.explain().reasons()[0].startswith("the loader bounds the run: it loads ")
+    assert not bounded_by_loader(plan, [loads(2 * plan.samples_per_s)]).explain().reasons()[0].startswith("the loader")
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.7])

@@ -233,6 +233,7 @@ def test_ctrl_c_among_the_lengths_gives_the_plan_of_the_longest(monkeypatch):
         tuned()
     assert caught.value.plan is not None
     assert caught.value.plan.complete
+    assert caught.value.plan.notes[0].startswith("tuning was interrupted before shorter samples were looked at")
 
 
 def test_no_time_leaves_the_longest_alone():
@@ -262,7 +263,10 @@ def test_no_batch_of_an_epoch_is_over_an_enforced_budget(devices):
                 step.backward(loss(model(tokens), tokens.float()))
             optimizer.step()
             optimizer.zero_grad()
-    assert tracker is not None
+    most = [device.capacity_bytes for device in plan.devices]
+    assert all(0 < peak <= limit for peak, limit in zip(tracker.peak_bytes, most, strict=True))
+    sizes = [n for step in loader.batch_sampler.schedule for n in step.micro_batch_sizes]  # type: ignore[union-attr]
+    assert max(sizes) > 5 * plan.batch_size
 
 
 @slow

@@ -44,6 +44,13 @@ def test_labels_that_come_before_the_tokens_are_not_taken_for_them():
     assert [found["labels"].shape, found["input_ids"].shape] == [(2, 12), (2, 4)]
 
 
+def test_make_batch_may_have_no_longer_samples_than_it_is_asked_for():
+    """It was asked for twice the length, to see whether it uses it, and data that end there were refused."""
+    data = torch.arange(40).view(4, 10)
+    assert resized(data, 10, make_batch=lambda n, length: data[:n, :length]).shape == (4, 10)
+    assert resized(data, 1, make_batch=lambda n, length: data[:n, :length]).shape == (4, 1)
+
+
 def test_what_make_batch_raises_is_told_as_its_own():
     def boo(n, length):
         raise ValueError("boo")
@@ -71,7 +78,7 @@ def test_make_batch_is_asked_for_the_length():
         (
             torch.zeros(4, 5),
             {"make_batch": lambda n, **_: torch.zeros(n, 5)},
-            r"make_batch\(4, length=6\) returned the shapes of length 3; expected samples of that length",
+            r"make_batch\(4, length=1\) returned the shapes of length 3; expected samples of that length",
         ),
     ],
 )
