@@ -136,9 +136,11 @@ class _Attempts:
                 raise RuntimeError("another rank does not come")
             yield
         except BaseException:
+            with self._lock:
+                self._cut = None  # what others say from now on is no cause of this: they may be cut off already
             if cut is not None and not self.was_cut and self._watch is not None:
                 self._watch.say_missing(str(self._number))
-                self._begin_cutting()  # of what was begun before it failed, which waits for the others
+                self._begin_cutting(cut)  # of what was begun before it failed, which waits for the others
             raise
         finally:
             with self._lock:
@@ -151,10 +153,10 @@ class _Attempts:
             self._missing.add(number)  # this rank may come to it only now
             if number in ("", str(self._number)) and self._cut is not None:
                 self.was_cut = True
-                self._begin_cutting()
+                self._begin_cutting(self._cut)
 
-    def _begin_cutting(self) -> None:
-        self._cutting = threading.Thread(target=self._cut, name="autosplit-cut", daemon=True)
+    def _begin_cutting(self, cut: Callable[[], None]) -> None:
+        self._cutting = threading.Thread(target=cut, name="autosplit-cut", daemon=True)
         self._cutting.start()
 
 
