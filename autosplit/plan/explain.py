@@ -74,6 +74,7 @@ def explanation_of(plan: Solved) -> Explanation:
         simulated=plan.simulated,
         loader_samples_per_s=plan.loader_samples_per_s,
         lengths=plan.lengths,
+        fits=plan.fits,
         ways=plan.ways,
     )
 

@@ -12,11 +12,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from autosplit.solve.memory import Ceiling, Region
+from autosplit.solve.memory import Ceiling, Fits, Region
 from autosplit.solve.padded_length import LengthPlan
 from autosplit.solve.search_space import Trial
 from autosplit.solve.step_time import Fit
-from autosplit.text import bound_text, rate_text
+from autosplit.text import bound_text, rate_text, size_text
 
 __all__ = [
     "BINDING_SHARE",
@@ -146,6 +146,7 @@ class Solved:
     loader_samples_per_s: float | None = None
     ways: tuple[TunedWay, ...] = ()
     lengths: LengthPlan | None = None
+    fits: Fits | None = None
 
     def digest(self) -> str:
         """Return 64 hexadecimal digits that are the same for equal numbers in every process."""
@@ -276,6 +277,7 @@ class Explanation:
         simulated: What counts as measured was simulated.
         ways: What each precision or choice of checkpointed layers gave, the plan's own first.
         lengths: What batches of like length bring; None where no lengths were given.
+        fits: What there is room for besides training steps; None where nothing was asked for.
     """
 
     samples_per_s: Annotated[float, Meta(gt=0)]
@@ -295,6 +297,7 @@ class Explanation:
     loader_samples_per_s: float | None = None
     ways: tuple[TunedWay, ...] = ()
     lengths: LengthPlan | None = None
+    fits: Fits | None = None
 
     @property
     def takes_samples_per_s(self) -> float:
@@ -315,7 +318,7 @@ class Explanation:
     def repeats(self, plan: Solved) -> bool:
         """Tell whether what it repeats of a plan's numbers is what they are: it was read from a file with them."""
         names = ["samples_per_s", "loader_samples_per_s", "ddp_samples_per_s", "ddp_measured", "fastest"]
-        names += ["simulated", "ways", "lengths"]
+        names += ["simulated", "ways", "lengths", "fits"]
         return all(getattr(self, name) == getattr(plan, name) for name in names)
 
     def reasons(self) -> tuple[str, ...]:
@@ -340,6 +343,7 @@ class Explanation:
         said = {
             "ways": _ways_text(self.ways),
             "lengths": "" if self.lengths is None else lengths_text(self.lengths),
+            "fits": "" if self.fits is None else fits_text(self.fits),
             "bounds": "; ".join(self.reasons()),
             "even": _even_text(self),
             "alone": "; ".join(map(_alone_text, self.alone)),
@@ -384,6 +388,22 @@ def _loader_text(explanation: Explanation) -> str:
 def _ways_text(ways: tuple[TunedWay, ...]) -> str:
     given = [f"{way.name} {rate_text(way.samples_per_s)} with {way.batch_size:,} per forward" for way in ways]
     return ", against ".join((given[0], ", ".join(given[1:]))) if len(given) > 1 else ""
+
+
+def fits_text(fits: Fits) -> str:
+    """Say what there is room for besides the training steps."""
+    copies = " and for ".join(_COPIES[role] for role in fits.roles if role in _COPIES)
+    said = [f"each step leaves {size_text(fits.copies_bytes)} for {copies}"] if copies else []
+    if fits.evaluation:
+        most = ", ".join(f"{ceiling.batch_size:,} on {ceiling.device}" for ceiling in fits.evaluation)
+        said.append(f"evaluation fits in batches of up to {most}, each device by itself as a DDP rank")
+    return "; ".join(said)
+
+
+_COPIES = {
+    "resume": "a checkpoint that was loaded onto the device",
+    "save": "a copy of model and optimizer that is being saved",
+}
 
 
 def lengths_text(lengths: LengthPlan) -> str:

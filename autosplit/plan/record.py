@@ -20,7 +20,7 @@ from autosplit.plan.explanation import Change, Explained, Solved, SolvedDevice, 
 from autosplit.plan.validation import unsound_part
 from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import LoaderSettings
-from autosplit.solve.memory import Ceiling, MemoryParts, Region
+from autosplit.solve.memory import Ceiling, Fits, MemoryParts, Region
 from autosplit.solve.padded_length import LengthPlan
 from autosplit.solve.search_space import Trial
 from autosplit.solve.split import accumulation_steps
@@ -195,6 +195,7 @@ class PlanRecord:
         loader_settings: With which the loader that `tune` was given loads the most; None where it was given none.
         loader_samples_per_s: Samples per second that it loads with them, for all processes; None as well.
         lengths: What was found for samples that differ in length; None where `tune` was given no lengths.
+        fits: What it leaves room for besides its training steps; None where nothing was asked for.
         checkpointed: The layers whose activations are computed again in the backward, by their names in the model;
             `Plan.wrap` and `autosplit.ddp` see to it.
         ways: Of several precisions or choices of checkpointed layers, what each gave, the plan's own first; empty
@@ -236,6 +237,7 @@ class PlanRecord:
     loader_settings: LoaderSettings | None = None
     loader_samples_per_s: Annotated[float, Meta(gt=0)] | None = None
     lengths: LengthPlan | None = None
+    fits: Fits | None = None
     checkpointed: tuple[str, ...] = ()
     ways: tuple[TunedWay, ...] = ()
     explained: Explained | None = field(default=None, compare=False, repr=False)
@@ -379,6 +381,7 @@ class PlanRecord:
             loader_samples_per_s=self.loader_samples_per_s,
             ways=self.ways,
             lengths=self.lengths,
+            fits=self.fits,
         )
 
     # JSON

@@ -32,6 +32,7 @@ def shareable(plan: AnyPlan) -> AnyPlan:
         devices=tuple(replace(one, uuid=None, ceiling=quiet(one.ceiling)) for one in plan.devices),
         ddp=replace(plan.ddp, ranks=tuple(replace(one, ceiling=quiet(one.ceiling)) for one in plan.ddp.ranks)),
         trials=tuple(replace(one, failure=_told(plan, one)) for one in plan.trials),
+        fits=plan.fits and replace(plan.fits, evaluation=tuple(map(quiet, plan.fits.evaluation))),
         notes=(LEFT_OUT,) if plan.notes else (),
     )
 

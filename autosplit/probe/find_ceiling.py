@@ -44,7 +44,9 @@ def find_ceiling(
         workload: A `Workload`, or a function that returns one.
         device: One device: ``"cuda:0"``, ``"cpu:2GiB"``, ``"sim:RTX3090"``.
         role: ``"rank"``, a DDP process; ``"primary"``, device 0 of BalancedDataParallel with a batch of its own;
-            ``"replica"``, another device of it; ``"eval"``, a forward without gradients.
+            ``"replica"``, another device of it; ``"eval"``, a forward without gradients of a model that is not trained;
+            ``"resume"`` and ``"save"``, a DDP process beside copies: of the parameters, as a checkpoint that was loaded
+            onto the device leaves them there, or of the optimizer's state, too, as it is saved in the background.
         max_batch_size: Look no further.
         exact: Also run one sample more, which must run out of memory.
         reserve: Kept free: bytes, or a share. Default: 5 % on GPUs.
@@ -61,8 +63,10 @@ def find_ceiling(
         raise InputError(f"role is {role!r}; expected one of {', '.join(get_args(Role))}; choose one of them")
     if len(request.devices) != 1:
         raise InputError(f"{len(request.devices)} devices are given; expected one; call find_ceiling for each")
-    source = workload_source(workload, None, {})
-    return _ceiling_of(source, request, role, exact=exact, isolate=isolate)
+    if role in ("resume", "save"):
+        source = workload_source(workload, None, {"fits": (role,)})
+        return replace(_ceiling_of(source, request, "rank", exact=exact, isolate=isolate), role=role)
+    return _ceiling_of(workload_source(workload, None, {}), request, role, exact=exact, isolate=isolate)
 
 
 def _ceiling_of(source: Source, request: Request, role: Role, *, exact: bool, isolate: bool) -> Ceiling:

@@ -32,9 +32,9 @@ _DIGESTS = {
     "model_factory": "the function that makes it",
 }
 _SETTINGS = ("precision", "loss_reduction", "loss_scope", "batch_dim")
-_LATER = ("checkpointing",)
+_LATER = ("checkpointing", "fits")
 """Settings that only workloads which have them tell of."""
-_FUNCTIONS = ("loss_fn", "compute_loss", "step", "make_batch")
+_FUNCTIONS = ("loss_fn", "compute_loss", "step", "make_batch", "evaluate")
 _ASKED = ("strategy", "effective_batch_size", "max_batch_size", "reserve", "name")
 
 
@@ -135,7 +135,7 @@ def _runs(devices: Any) -> list[tuple[int, str]] | None:
 
 
 def _of_workload(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    differing = [part for part in (*now, *_LATER) if before.get(part) != now.get(part)]
+    differing = [part for part in {**before, **now} if before.get(part) != now.get(part)]
     told = []
     changed = [said for part, said in _DIGESTS.items() if part in differing]
     if "parameters" in differing and None not in (before.get("parameters"), now["parameters"]):
@@ -149,7 +149,7 @@ def _of_workload(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         told.append("the sample batch was another: its structure, shapes or types differ")
     if "optimizer" in differing:
         told.append("the optimizer or its options were others")
-    told += [_other_function(part, before.get(part), now[part]) for part in _FUNCTIONS if part in differing]
+    told += [_other_function(part, before.get(part), now.get(part)) for part in _FUNCTIONS if part in differing]
     told += [_was(part, before.get(part), now.get(part)) for part in (*_SETTINGS, *_LATER) if part in differing]
     return told
 

@@ -340,6 +340,7 @@ class _Run:
 
     def __call__(self, mark: Callable[[str], None]) -> None:
         if self._shape.arrangement == "eval":
+            self._trainee.begin_state()
             self._trainee.evaluate(self._models, self._batches[0])
         else:
             views = self._buckets is not None and views_buckets(self._shape)

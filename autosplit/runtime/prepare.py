@@ -118,12 +118,12 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
     """Make a source of `tune`'s first arguments.
 
     Args:
-        described: The other keywords of a workload, with a model; None where one was not given. `precision` and
-            `checkpointing` replace a Workload's own, and `length` is what samples are to have.
+        described: The other keywords of a workload, with a model; None where one was not given. `precision`,
+            `checkpointing` and `fits` replace a Workload's own, and `length` is what samples are to have.
     """
     options = {name: value for name, value in described.items() if value is not None}
     changes: dict[str, Any] = {
-        name: options.pop(name) for name in ("precision", "checkpointing", "length") if name in options
+        name: options.pop(name) for name in ("precision", "checkpointing", "fits", "length") if name in options
     }
     if sample_batch is not None:
         if isinstance(given, Workload):

@@ -490,6 +490,8 @@ def _traced_once(
     tracer = Tracer(workload, fake=fake, like_gpu=like_gpu, device=device)
     try:
         tracer.trace(shape)
+        if "eval" in workload.fits:  # `generate` looks at numbers, mostly
+            tracer.trace(replace(shape, arrangement="eval"))
     except BaseException:
         tracer.trainee.restore()
         raise

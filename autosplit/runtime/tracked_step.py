@@ -112,6 +112,10 @@ def run_placed(
         held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
     """
     sizes = [sum(split) for split in shape.splits]
+    evaluates = shape.arrangement == "eval"
+    if evaluates:
+        trainee.begin_state()
+    with_state = shape.updates and not (evaluates and "eval" not in trainee.workload.fits)
     models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], trainee.device))
     try:
         with trainee.fake_mode or nullcontext():
@@ -120,13 +124,13 @@ def run_placed(
             for parameter in held:
                 parameter.grad = torch.zeros_like(parameter)
             with tracker, trainee.draws.in_step():
-                trainee.adopt_on(tracker, with_state=shape.updates)
+                trainee.adopt_on(tracker, with_state=with_state)
                 tracker.adopt_left(trainee.left, 0)
                 found_bytes = tracker.live_bytes[0]
                 if held and shape.arrangement == "balanced":
                     mark("broadcast")
                     _hold(models, shape.splits[0], held)
-                if shape.arrangement == "eval":
+                if evaluates:
                     outputs = trainee.evaluate(models, batches[0])
                     del outputs
                 else:
@@ -137,7 +141,7 @@ def run_placed(
                             models, batches, sizes, mark, updates=shape.updates, update=update, num_samples=total
                         )
                 peaks = tuple(tracker.peak_bytes)
-                if shape.updates and shape.arrangement != "eval":
+                if shape.updates and not evaluates:
                     trainee.left = _left_by(trainee, tracker)
             trainee.grown_bytes = _standing_bytes(trainee) - found_bytes if shape.updates else 0
             trainee.peak_bytes = peaks[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -53,6 +54,8 @@ class Trainee:
         left: What the last step left on the first device, whoever keeps it: the next begins with it.
         grown_bytes: By how much that was more than what the last step had found there.
         peak_bytes: The most that the first device held in the last step.
+        copies: What is there twice for the workload's `fits`, from the end of the first step on: parameters and
+            buffers, and the optimizers' state.
         draws: Numbers that its steps draw to decide by.
     """
 
@@ -67,6 +70,7 @@ class Trainee:
     peak_bytes: int = 0
     device: torch.device = CPU
     draws: ExtremeDraws = field(default_factory=ExtremeDraws)
+    copies: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = ((), ())
     _updated: bool = False
 
     def batch(self, n: int) -> Any:
@@ -97,22 +101,35 @@ class Trainee:
         return self.models
 
     def adopt_on(self, placement: Placement, *, with_state: bool = True) -> None:
-        """Charge parameters, buffers and, `with_state`, the optimizers' state to the first device of a step."""
+        """Charge parameters, buffers and, `with_state`, what an update leaves to the first device of a step."""
         for module in modules_of(self.models):
             adopt_module(placement, module, 0)
-        for optimizer in optimizers_of(self.optimizers) if with_state else ():
-            for value in state_tensors(optimizer):
+        if with_state:
+            for value in (*self._state(), *itertools.chain(*self.copies)):
                 if value.dim() > 0:
                     placement.adopt(value, 0)
+
+    def _state(self) -> list[Tensor]:
+        return [value for optimizer in optimizers_of(self.optimizers) for value in state_tensors(optimizer)]
+
+    def _copy_what_has_to_fit(self) -> None:
+        """Copy what lies twice on the device while a checkpoint is there that was loaded, or is being saved."""
+        wanted = self.workload.fits
+        if self.copies[0] or not {"resume", "save"} & {*wanted}:
+            return
+        held = self.held()
+        state = held["optimizer"] if "save" in wanted else []
+        with torch.no_grad(), self.fake_mode or nullcontext():
+            self.copies = tuple(t.detach().clone() for t in held["parameters"]), tuple(t.clone() for t in state)
 
     def held(self) -> dict[Literal["parameters", "gradients", "optimizer"], list[Tensor]]:
         """Return the tensors of the models and optimizers by kind; buffers go with the parameters."""
         parameters = self.parameters()
         buffers = [buffer for module in modules_of(self.models) for buffer in module.buffers()]
         return {
-            "parameters": [*parameters, *buffers],
+            "parameters": [*parameters, *buffers, *self.copies[0]],
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
-            "optimizer": [value for optimizer in optimizers_of(self.optimizers) for value in state_tensors(optimizer)],
+            "optimizer": [*self._state(), *self.copies[1]],
         }
 
     def step(
@@ -160,6 +177,8 @@ class Trainee:
                 (update or self.update)()
         for optimizer in optimizers_of(self.optimizers):
             optimizer.zero_grad(set_to_none=True)
+        if updates:
+            self._copy_what_has_to_fit()
 
     def _scaled(self, loss: Tensor) -> Tensor:
         if self.workload.precision != "fp16":
@@ -188,6 +207,19 @@ class Trainee:
         """Return what the model returns for the sample batch."""
         return call_model(self.models, self.batch(self.workload.sample_batch_size))
 
+    def begin_state(self) -> None:
+        """Let the optimizers' state appear without a step, where an evaluation has to fit beside it."""
+        optimizers = optimizers_of(self.optimizers)
+        if "eval" not in self.workload.fits or any(optimizer.state for optimizer in optimizers):
+            return
+        with self.fake_mode or nullcontext():
+            for parameter in self.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        self._copy_what_has_to_fit()
+
     def evaluate(self, models: Any, batch: Any) -> Any:
         """Run one forward in evaluation mode without gradients, and return its outputs.
 
@@ -205,6 +237,8 @@ class Trainee:
             module.training = False
         try:
             with torch.no_grad(), self.workload.autocast(device_type_of(self.models)):
+                if self.workload.evaluate is not None:  # it may call other methods than a wrapper has
+                    return self.workload.evaluate(self.models, on_first_device(batch, self.models))
                 if self.workload.compute_loss is not None:  # only it knows how the model is called
                     return self.workload.compute_loss(models, on_first_device(batch, models))
                 return call_model(models, inputs)

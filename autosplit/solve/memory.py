@@ -17,11 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-__all__ = ["Ceiling", "MemoryFit", "MemoryParts", "Region", "largest_fitting", "largest_size", "samples_within"]
+__all__ = ["Ceiling", "Fits", "MemoryFit", "MemoryParts", "Region", "largest_fitting", "largest_size", "samples_within"]
 
 
-Role = Literal["primary", "replica", "rank", "eval"]
-"""What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward without gradients."""
+Role = Literal["primary", "replica", "rank", "eval", "resume", "save"]
+"""What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward without gradients, or a
+DDP process beside copies on its device: of the parameters and buffers, as a loaded checkpoint leaves them there
+(torch's `load_state_dict` copies them, and takes the tensors of the optimizer's state as they are), or of these and
+the optimizer's state, as they are saved while training goes on."""
 
 Limit = Literal["memory", "max_batch_size", "kernel", "time"]
 """What a ceiling was limited by."""
@@ -90,6 +93,27 @@ class Ceiling:
             capacity_bytes=capacity_bytes,
             confirmed=False,
         )
+
+
+@dataclass(frozen=True)
+class Fits:
+    """The room that a plan leaves for other things than its training steps.
+
+    Attributes:
+        roles: ``"resume"``, ``"save"`` and ``"eval"``, those that were asked for.
+        copies_bytes: What copies for the first two take all through a step, on device 0 or on each rank.
+        evaluation: The largest forward without gradients of each device by itself, beside what a DDP rank keeps there
+            from step to step; empty where ``"eval"`` was not asked for.
+    """
+
+    roles: tuple[str, ...]
+    copies_bytes: int = 0
+    evaluation: tuple[Ceiling, ...] = ()
+
+    @property
+    def eval_batch_size(self) -> int | None:
+        """The largest batch that each device evaluates by itself; None where ``"eval"`` was not asked for."""
+        return min((ceiling.batch_size for ceiling in self.evaluation), default=None)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class Measured:
     unused: bool
     steps: int
     ooms: int
+    evaluation: Ceiling | None
 
 
 class JointSession(Session):
@@ -117,7 +118,8 @@ class JointSession(Session):
         timed = self.peers.each_run(
             lambda: known or tuple(self.prober.timed_sizes(0, size, role="rank", budget_s=POINT_BUDGET_S))
         )
-        everyones = self.peers.all_run(lambda: self._own_findings(ceiling, timed))
+        evaluation = self.peers.each_run(lambda: self._evaluation(0))
+        everyones = self.peers.all_run(lambda: self._own_findings(ceiling, timed, evaluation))
         said = self.peers.gathered(tuple(self.notes))
         for rank, notes in enumerate(said[1:], 1):
             self.notes += [f"rank {rank}: {note}" for note in notes if note not in said[0]]
@@ -136,7 +138,7 @@ class JointSession(Session):
             raise does_not_fit(self.prober, 0)
         return ceiling, ()
 
-    def _own_findings(self, ceiling: Ceiling, timed: tuple[TimedSize, ...]) -> Measured:
+    def _own_findings(self, ceiling: Ceiling, timed: tuple[TimedSize, ...], evaluation: Ceiling | None) -> Measured:
         return Measured(
             ceiling,
             timed,
@@ -144,6 +146,7 @@ class JointSession(Session):
             self.prober.least_batch(),  # runs the user's code
             self.prober.tracer.leaves_unused(),
             *super()._counted(),
+            evaluation,
         )
 
     def _refuse_small(self) -> None:
@@ -306,6 +309,7 @@ class JointSession(Session):
 
     def _assembled(self, answer: Answer, *notes: str) -> Plan:
         plan = super()._assembled(answer, *notes, TOGETHER_NOTE.format(self.peers.world_size))
+        plan = self._with_evaluation(plan, [rank.evaluation for rank in self.ranks])
         together = self._rank_steps_made
         return replace(
             plan,

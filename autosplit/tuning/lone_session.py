@@ -88,6 +88,7 @@ class LoneSession(Session):
         self.memory = MemoryBounds(self.subject, self.prober, self.store, on_plain_cpu=self._on_plain_cpu)
         try:
             plan = self._ddp_plan() if self.request.strategy == "ddp" else self._balanced_plan()
+            plan = self._with_evaluation(plan, [self._evaluation(i) for i in range(len(self.request.devices))])
             if any(map(has_compiled_parts, self.subject.workload.modules)):
                 plan = plan.with_notes(last=[self.compiled_note(max(plan.split))])
             self._say("done", "done", 1.0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -15,8 +16,11 @@ from autosplit.plan.plan import Plan
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_check import checks_for, not_checked
 from autosplit.probe.prober import Prober
+from autosplit.probe.request import LARGEST_LOOKED_AT
+from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.prepare import Followed, runtime_for
 from autosplit.runtime.protocol import Measurement
+from autosplit.solve.memory import Ceiling, Fits
 from autosplit.solve.optuna_search import CeilingStore, search
 from autosplit.solve.proposals import PATIENCE, Proposer, steadied
 from autosplit.solve.search_space import Configuration, Trial, best_trial, configuration_of
@@ -161,6 +165,20 @@ class Session(ABC):
             _log.info("check: %s", found)
         self.notes += notes
 
+    def _evaluation(self, index: int) -> Ceiling | None:
+        """Find the largest forward without gradients of a device of this process, where it has to be known."""
+        if "eval" not in self.subject.workload.fits:
+            return None
+        if self._on_plain_cpu:
+            return self.prober.until_it_stops_paying(role="eval")[1]
+        bound = self.prober.max_batch_size
+        if self.prober.tracer.fake:  # an effective batch does not bound it
+            self.prober.max_batch_size = self.request.max_batch_size or LARGEST_LOOKED_AT
+        try:
+            return self.prober.ceiling(index, "eval")
+        finally:
+            self.prober.max_batch_size = bound
+
     @property
     def _on_plain_cpu(self) -> bool:
         return self.request.kind == "cpu" and not self.job.own.devices[0].budgeted
@@ -287,7 +305,7 @@ class Session(ABC):
     # The plan
 
     def _assembled(self, answer: Answer, *notes: str) -> Plan:
-        return assembled(
+        plan = assembled(
             self.subject,
             answer,
             trials=tuple(self.trials),
@@ -296,6 +314,14 @@ class Session(ABC):
             real_steps=self.prober.counts.steps,
             real_ooms=self.prober.counts.ooms,
         )
+        roles, copies = self.subject.workload.fits, [*itertools.chain(*self.prober.tracer.trainee.copies)]
+        copies_bytes = sum(rounded(copy.nbytes) for copy in copies if copy.dim() > 0)
+        return replace(plan, fits=Fits(tuple(roles), copies_bytes)) if roles else plan
+
+    @staticmethod
+    def _with_evaluation(plan: Plan, found: Sequence[Ceiling | None]) -> Plan:
+        evaluation = tuple(ceiling for ceiling in found if ceiling is not None)
+        return plan if plan.fits is None else replace(plan, fits=replace(plan.fits, evaluation=evaluation))
 
     def _best_so_far(self) -> Plan | None:
         """Return the best plan that the trials so far make, without running anything more."""

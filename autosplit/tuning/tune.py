@@ -36,6 +36,7 @@ from autosplit.tuning.recall import Recalled, Wanted
 from autosplit.tuning.try_again import tried_again
 from autosplit.tuning.tuned_lengths import with_lengths, without_lengths
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
+from autosplit.workload.fits import checked_fits
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
 
 __all__ = [
@@ -110,6 +111,7 @@ def tune(
     loader: DataLoader[Any] | None = None,
     lengths: Any = None,
     checkpointing: Any = None,
+    fits: str | Sequence[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """Find how much of the batch goes on which device, how big it may be, and how many accumulation steps.
@@ -166,6 +168,10 @@ def tune(
         checkpointing: The class of the layers that a model repeats, or its name, or several; ``"auto"`` for a model of
             transformers. It is tuned for none of them checkpointed, every second and all: the fastest is the plan,
             whose `checkpointed` names the layers. Default: the model as it is.
+        fits: What else the plan leaves room for: ``"resume"``, a checkpoint that was loaded onto the device and is
+            still there (one that is loaded to the host takes nothing); ``"save"``, a copy of model and optimizer that
+            is saved while training goes on; ``"eval"``, evaluation: `Plan.fits` has the largest batch of each device
+            beside what a DDP rank keeps there. Several in a tuple or a text with commas. Default: nothing.
         progress: Called with a `Progress` now and then. Default: a bar in a notebook, a line on a terminal, and nothing
             elsewhere.
 
@@ -205,6 +211,7 @@ def tune(
         "optimizer": optimizer,
         "make_batch": make_batch,
         "batch_dim": batch_dim or None,
+        "fits": None if fits is None else checked_fits(fits),
     }
     with job_for(request) as job, heard_by(progress) as heard:
         wanted = precision_list(precision)

@@ -28,6 +28,7 @@ from autosplit.workload.batch import (
     unmarked,
 )
 from autosplit.workload.checkpointing import Checkpointing
+from autosplit.workload.fits import checked_fits
 from autosplit.workload.from_name import model_by_name
 from autosplit.workload.sample_batch import largest_batch
 
@@ -67,6 +68,10 @@ class Workload:
             whole batch (contrastive losses), which forbids accumulation.
         batch_dim: The batch dimension of every tensor that holds samples.
         make_batch: ``make_batch(n) -> batch`` where repeating samples is not enough.
+        evaluate: ``evaluate(model, batch) -> Any``, run in evaluation mode without gradients where ``"eval"`` is to
+            fit: a call of `generate`, or a metric. It gets the batch on the first device. Default: the model's
+            forward, or `compute_loss`.
+        fits: What else has to fit, as `tune` has it: ``"resume"``, ``"save"``, ``"eval"``. Default: nothing.
         checkpointing: Which of the model's layers are checkpointed, as `tune` tries it. Default: as the model is.
         assumed: Sentences for the plan's notes, on what was taken for granted in describing it.
 
@@ -86,6 +91,8 @@ class Workload:
     loss_scope: str = "sample"
     batch_dim: int = 0
     make_batch: MakeBatch | None = None
+    evaluate: Callable[[Any, Any], Any] | None = None
+    fits: str | Sequence[str] = ()
     checkpointing: Checkpointing | None = None
     assumed: tuple[str, ...] = ()
     modules: tuple[nn.Module, ...] = field(init=False, repr=False)
@@ -99,7 +106,7 @@ class Workload:
         given = [name for name in ("loss_fn", "compute_loss", "step") if getattr(self, name) is not None]
         if len(given) > 1:
             raise WorkloadError(f"{' and '.join(given)} are given; expected at most one of them; leave the others out")
-        for name in (*given, "make_batch"):
+        for name in (*given, "make_batch", "evaluate"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise WorkloadError(f"{name} is {value!r}; expected a function; pass one, or leave it out")
@@ -110,6 +117,9 @@ class Workload:
                 )
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
             raise WorkloadError(f"batch_dim is {self.batch_dim!r}; expected a dimension, 0 or more")
+        object.__setattr__(self, "fits", checked_fits(self.fits))
+        if self.evaluate is not None and self.step is not None:
+            raise WorkloadError("evaluate is given beside step=; expected one model to evaluate; leave one of them out")
         object.__setattr__(self, "modules", self._checked_modules())
         if self.checkpointing is not None and self.modules:
             self.checkpointing.check(self.modules)

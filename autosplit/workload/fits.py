@@ -1,0 +1,27 @@
+"""Name the things that have to fit besides a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autosplit.errors import WorkloadError
+
+__all__ = ["checked_fits"]
+
+FITS = ("resume", "save", "eval")
+
+
+def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Return what has to fit besides the training step, in the order of `FITS`.
+
+    Args:
+        given: Names, or a text of them with commas.
+
+    Raises:
+        WorkloadError: There is no such thing.
+    """
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else [*given]
+    for name in names:
+        if name not in FITS:
+            raise WorkloadError(f"fits names {name!r:.80}; expected some of {', '.join(FITS)}; leave the rest out")
+    return tuple(name for name in FITS if name in names)
