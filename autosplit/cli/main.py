@@ -10,10 +10,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import shlex
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,34 +20,24 @@ import typer.main
 
 from autosplit.cli.exit_code import reported
 from autosplit.cli.options import (
+    IMAGE_SIZE,
+    RESERVE,
+    SEQ_LEN,
+    TASK,
     Code,
-    Command,
     Details,
-    ImageSize,
     Isolate,
-    Json,
-    Layers,
-    LengthsFile,
-    LoaderFile,
-    Quiet,
-    Reserve,
     SameWorkload,
-    SeqLen,
     StoredPlan,
-    Task,
     Text,
-    Verbose,
-    example,
-    keywords_given,
-    price_given,
-    to_run,
+    command,
+    option,
 )
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed
+from autosplit.cli.output import EXIT_INTERRUPTED, failed
 from autosplit.cli.profiles_options import profiles_app
 from autosplit.cli.signals import leaves_at_the_second
-from autosplit.cli.step_options import check_command, measure_command, probe_command
 from autosplit.cli.terminal import bars_say_it_stops, restored_terminal, sent_nowhere, streams_made_fit
-from autosplit.errors import AutosplitError, InputError, UserCodeError, shown
+from autosplit.errors import AutosplitError, UserCodeError, shown
 
 __all__ = ["main", "run"]
 
@@ -165,9 +153,9 @@ def _parser() -> Any:
     """Make the parser of the command line."""
     made: Any = typer.main.get_command(app)
     waiting = [made]
-    for command in waiting:
-        waiting.extend(getattr(command, "commands", {}).values())
-        for parameter in command.get_params(typer.Context(command)):  # with that of --help
+    for one in waiting:
+        waiting.extend(getattr(one, "commands", {}).values())
+        for parameter in one.get_params(typer.Context(one)):  # with that of --help
             if hasattr(parameter, "get_runtime_param"):  # what has none of typer's own does without it anyway
                 parameter.get_runtime_param = _AsTyped
     return made
@@ -193,29 +181,24 @@ app.add_typer(profiles_app, name="profiles")
 # --------------------------------------------------------------------------------------------------------- commands
 
 
-@app.command("devices", epilog=example("autosplit devices --json"))
-def devices_command(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> Command:
+@command(app, "devices", "devices.devices", "autosplit devices --json")
+def devices_command() -> None:
     """List the GPUs with their load."""
-    return to_run("devices.devices", Manner(as_json, quiet, verbose))
 
 
-@app.command("doctor", epilog=example("autosplit doctor --json"))
+@command(app, "doctor", "doctor.doctor", "autosplit doctor --json")
 def doctor_command(
-    devices: Annotated[Text, typer.Option(metavar="SPEC", help="Default: every GPU; without any, cpu:256MiB.")] = None,
-    save: Annotated[
-        Text, typer.Option(metavar="FILE", help="Keep the rates of the cards, for AUTOSPLIT_GPUS and sim: devices.")
-    ] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
+    devices: Text = option("SPEC", "Default: every GPU; without any, cpu:256MiB."),
+    save: Text = option("FILE", "Keep the rates of the cards, for AUTOSPLIT_GPUS and sim: devices."),
+) -> None:
     """Examine this machine, and name what to mend."""
-    return to_run("doctor.doctor", Manner(as_json, quiet, verbose), devices, save)
 
 
-@app.command(
+@command(
+    app,
     "tune",
-    epilog=example("autosplit tune examples/char_gpt.py --devices sim:RTX3090 --effective-batch-size 256 --n-trials 2"),
+    "tune.tune",
+    "autosplit tune examples/char_gpt.py --devices sim:RTX3090 --effective-batch-size 256 --n-trials 2",
 )
 def tune_command(
     spec: Annotated[
@@ -226,165 +209,144 @@ def tune_command(
             "that returns one. Or a model without a file: hf:PATH of a config.json, timm:NAME, torchvision:NAME.",
         ),
     ],
-    devices: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SPEC",
-            help="auto, cuda, cuda:0,2 (or xpu, npu, mps), cpu, cpu:2GiB,cpu:1GiB or sim:2xA100-40GB+1xRTX3090. "
-            "Default: auto, every visible GPU; without any, cpu.",
-        ),
-    ] = None,
-    strategy: Annotated[
-        Text,
-        typer.Option(
-            metavar="auto|balanced|ddp",
-            help="What is searched; ddp starts a process for each real device, by torchrun. Default: auto.",
-        ),
-    ] = None,
-    precision: Annotated[
-        Text,
-        typer.Option(
-            metavar="none|bf16|fp16",
-            help="Several, as in none,bf16: the fastest is taken. Default: what the workload says.",
-        ),
-    ] = None,
-    effective_batch_size: Annotated[
-        Text,
-        typer.Option(
-            metavar="N|LEAST:MOST",
-            help="Samples per optimizer step, kept exactly; or the fastest of a range. Default: whatever is best.",
-        ),
-    ] = None,
-    max_batch_size: Annotated[Text, typer.Option(metavar="N", help="The most samples per forward.")] = None,
-    reserve: Reserve = None,
-    n_trials: Annotated[Text, typer.Option(metavar="N", help="Trials of the search, at most. Default: 24.")] = None,
-    time_limit_s: Annotated[Text, typer.Option(metavar="SECONDS", help="No trial begins after this long.")] = None,
-    storage: Annotated[Text, typer.Option(metavar="URL", help="An Optuna storage that keeps the study.")] = None,
-    isolate: Isolate = None,
-    profile: Annotated[
-        Text,
-        typer.Option(
-            metavar="auto|refresh|off",
-            help="Use and keep a plan for this machine and workload; tune anew; or neither. Default: auto.",
-        ),
-    ] = None,
-    name: Annotated[Text, typer.Option(metavar="NAME", help="Keeps plans for equal workloads apart.")] = None,
-    seed: Annotated[Text, typer.Option(metavar="N", help="Of the search. Default: 0.")] = None,
-    loader: LoaderFile = None,
-    lengths: LengthsFile = None,
-    checkpointing: Layers = None,
-    seq_len: SeqLen = None,
-    image_size: ImageSize = None,
-    task: Task = None,
-    output: Annotated[Text, typer.Option(metavar="PATH", help="Save the plan as JSON.")] = None,
-    details: Details = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
-    """Find the split, batch and steps of a workload."""
-    keywords = keywords_given(
-        devices=_one_machine(spec, devices),
-        strategy=strategy,
-        precision=precision,
-        effective_batch_size=effective_batch_size,
-        max_batch_size=max_batch_size,
-        reserve=reserve,
-        n_trials=n_trials,
-        time_limit_s=time_limit_s,
-        storage=storage,
-        isolate=isolate,
-        profile=profile,
-        name=name,
-        seed=seed,
-        loader=loader,
-        lengths=lengths,
-        checkpointing=checkpointing,
-    )
-    model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
-    manner = Manner(as_json, quiet, verbose, details)
-    return to_run("tune.tune", manner, spec, keywords, model_options=model_options, output=output)
-
-
-def _one_machine(spec: str, devices: Sequence[str] | None) -> str | None:
-    """Return the one device spec that a plan is for; several machines are another command's."""
-    if devices is not None and len(devices) > 1:
-        several = shlex.join(word for one in devices for word in ("--devices", one))
-        raise InputError(
-            f"--devices is given {len(devices)} times; expected it once, for one plan; to see several machines side by "
-            f"side run autosplit compare {shlex.quote(spec)} {several}"
-        )
-    return devices[0] if devices else None
-
-
-@app.command(
-    "compare",
-    epilog=example(
-        "autosplit compare examples/char_gpt.py --devices sim:2xL4 --devices sim:A100-40GB --price 2xL4=1.2"
+    devices: list[str] | None = option(
+        "SPEC",
+        "auto, cuda, cuda:0,2 (or xpu, npu, mps), cpu, cpu:2GiB,cpu:1GiB or sim:2xA100-40GB+1xRTX3090. "
+        "Default: auto, every visible GPU; without any, cpu.",
     ),
+    strategy: Text = option(
+        "auto|balanced|ddp", "What is searched; ddp starts a process for each real device, by torchrun. Default: auto."
+    ),
+    precision: Text = option(
+        "none|bf16|fp16", "Several, as in none,bf16: the fastest is taken. Default: what the workload says."
+    ),
+    effective_batch_size: Text = option(
+        "N|LEAST:MOST",
+        "Samples per optimizer step, kept exactly; or the fastest of a range. Default: whatever is best.",
+    ),
+    max_batch_size: Text = option("N", "The most samples per forward."),
+    reserve: Text = RESERVE,
+    n_trials: Text = option("N", "Trials of the search, at most. Default: 24."),
+    time_limit_s: Text = option("SECONDS", "No trial begins after this long."),
+    storage: Text = option("URL", "An Optuna storage that keeps the study."),
+    isolate: Isolate = None,
+    profile: Text = option(
+        "auto|refresh|off", "Use and keep a plan for this machine and workload; tune anew; or neither. Default: auto."
+    ),
+    name: Text = option("NAME", "Keeps plans for equal workloads apart."),
+    seed: Text = option("N", "Of the search. Default: 0."),
+    loader: Text = option(
+        "FILE[:NAME]", "The training's DataLoader (loader), or a function that makes it: says whether it keeps up."
+    ),
+    lengths: Text = option(
+        "FILE", "The length of each sample, a number a line, where they differ: plans batches of like length, too."
+    ),
+    checkpointing: Text = option(
+        "auto|CLASS",
+        "The model's layers, by their class: tries none, every second and all of them checkpointed; auto for those of "
+        "transformers. Default: the model as it is.",
+    ),
+    seq_len: Text = SEQ_LEN,
+    image_size: Text = IMAGE_SIZE,
+    task: Text = TASK,
+    output: Text = option("PATH", "Save the plan as JSON."),
+    details: Details = False,
+) -> None:
+    """Find the split, batch and steps of a workload."""
+
+
+@command(
+    app,
+    "compare",
+    "compare.compare",
+    "autosplit compare examples/char_gpt.py --devices sim:2xL4 --devices sim:A100-40GB --price 2xL4=1.2",
 )
 def compare_command(
     spec: SameWorkload,
-    devices: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SPEC", help="A machine: sim:2xL4 is predicted, cuda measured. Give it for each machine."),
-    ] = None,
-    price: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SPEC=MONEY", help="For an hour of a machine, as 2xL4=1.2. Give it for each machine."),
-    ] = None,
-    strategy: Annotated[Text, typer.Option(metavar="auto|balanced|ddp", help="As for tune.")] = None,
-    precision: Annotated[Text, typer.Option(metavar="none|bf16|fp16", help="As for tune.")] = None,
-    checkpointing: Annotated[Text, typer.Option(metavar="auto|CLASS", help="As for tune.")] = None,
-    effective_batch_size: Annotated[Text, typer.Option(metavar="N|LEAST:MOST", help="As for tune.")] = None,
-    max_batch_size: Annotated[Text, typer.Option(metavar="N", help="As for tune.")] = None,
-    reserve: Annotated[Text, typer.Option(metavar="SIZE|SHARE", help="As for tune.")] = None,
-    n_trials: Annotated[Text, typer.Option(metavar="N", help="For each machine. Default: 24.")] = None,
-    time_limit_s: Annotated[Text, typer.Option(metavar="SECONDS", help="For all machines together.")] = None,
-    storage: Annotated[Text, typer.Option(metavar="URL", help="As for tune.")] = None,
+    devices: list[str] | None = option(
+        "SPEC", "A machine: sim:2xL4 is predicted, cuda measured. Give it for each machine."
+    ),
+    price: list[str] | None = option("SPEC=MONEY", "For an hour of a machine, as 2xL4=1.2. Give it for each machine."),
+    strategy: Text = option("auto|balanced|ddp", "As for tune."),
+    precision: Text = option("none|bf16|fp16", "As for tune."),
+    checkpointing: Text = option("auto|CLASS", "As for tune."),
+    effective_batch_size: Text = option("N|LEAST:MOST", "As for tune."),
+    max_batch_size: Text = option("N", "As for tune."),
+    reserve: Text = option("SIZE|SHARE", "As for tune."),
+    n_trials: Text = option("N", "For each machine. Default: 24."),
+    time_limit_s: Text = option("SECONDS", "For all machines together."),
+    storage: Text = option("URL", "As for tune."),
     isolate: Isolate = None,
-    profile: Annotated[Text, typer.Option(metavar="auto|refresh|off", help="As for tune.")] = None,
-    name: Annotated[Text, typer.Option(metavar="NAME", help="As for tune.")] = None,
-    seed: Annotated[Text, typer.Option(metavar="N", help="As for tune.")] = None,
-    seq_len: SeqLen = None,
-    image_size: ImageSize = None,
-    task: Task = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
+    profile: Text = option("auto|refresh|off", "As for tune."),
+    name: Text = option("NAME", "As for tune."),
+    seed: Text = option("N", "As for tune."),
+    seq_len: Text = SEQ_LEN,
+    image_size: Text = IMAGE_SIZE,
+    task: Text = TASK,
+) -> None:
     """Tune for several machines, and show what each would cost."""
-    keywords = keywords_given(
-        strategy=strategy,
-        precision=precision,
-        checkpointing=checkpointing,
-        effective_batch_size=effective_batch_size,
-        max_batch_size=max_batch_size,
-        reserve=reserve,
-        n_trials=n_trials,
-        time_limit_s=time_limit_s,
-        storage=storage,
-        isolate=isolate,
-        profile=profile,
-        name=name,
-        seed=seed,
-    )
-    prices = [price_given(text) for text in price or ()]
-    model_options = keywords_given(seq_len=seq_len, image_size=image_size, task=task)
-    asked = (spec, devices or [], prices, keywords)
-    return to_run("compare.compare", Manner(as_json, quiet, verbose), *asked, model_options=model_options)
 
 
-app.command(
-    "measure", epilog=example("autosplit measure examples/char_gpt.py --devices sim:RTX3090+RTX2080Ti --split 96,32")
-)(measure_command)
-app.command("probe", epilog=example("autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval"))(
-    probe_command
+@command(
+    app,
+    "measure",
+    "measure.measure",
+    "autosplit measure examples/char_gpt.py --devices sim:RTX3090+RTX2080Ti --split 96,32",
 )
-app.command("check", epilog=example("autosplit check examples/char_gpt.py"))(check_command)
+def measure_command(
+    spec: SameWorkload,
+    devices: Text = option("SPEC", "As for tune. Default: every visible GPU; without any, cpu."),
+    split: Text = option("N,N,...", "Samples per device in one forward. Default: the sample batch, split evenly."),
+    accumulation_steps: Text = option("N", "Forwards per optimizer step. Default: 1."),
+    strategy: Text = option(
+        "auto|balanced|ddp",
+        "Whose step; ddp starts a process for each real device, by torchrun. Default: auto, balanced.",
+    ),
+    precision: Text = option("none|bf16|fp16", "Default: what the workload says."),
+    reserve: Text = RESERVE,
+    isolate: Isolate = None,
+    seq_len: Text = SEQ_LEN,
+    image_size: Text = IMAGE_SIZE,
+    task: Text = TASK,
+) -> None:
+    """Show what one setting does: its time, its memory, its bounds."""
 
 
-@app.command("loader", epilog=example("autosplit loader examples/loader.py"))
+@command(app, "probe", "probe.probe", "autosplit probe examples/char_gpt.py --devices sim:RTX3090 --role eval")
+def probe_command(
+    spec: SameWorkload,
+    devices: Text = option("SPEC", "As for tune. Default: every visible GPU; without any, cpu."),
+    role: list[str] | None = option(
+        "primary|replica|rank|eval",
+        "What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward "
+        "without gradients. May be given several times. Default: rank.",
+    ),
+    max_batch_size: Text = option("N", "Look no further."),
+    reserve: Text = RESERVE,
+    exact: Annotated[
+        bool | None, typer.Option("--exact", help="Also run one sample more, which must run out of memory.")
+    ] = None,
+    time_limit_s: Text = option("SECONDS", "For all ceilings; past it no further step confirms one."),
+    isolate: Isolate = None,
+    seq_len: Text = SEQ_LEN,
+    image_size: Text = IMAGE_SIZE,
+    task: Text = TASK,
+    plot: Text = option("PATH", "Draw bytes against batch (.png, .pdf, .svg). Needs matplotlib."),
+) -> None:
+    """Find how many samples each device holds."""
+
+
+@command(app, "check", "check.check", "autosplit check examples/char_gpt.py")
+def check_command(
+    spec: SameWorkload,
+    seq_len: Text = SEQ_LEN,
+    image_size: Text = IMAGE_SIZE,
+    task: Text = TASK,
+) -> None:
+    """Tell what of the training changes with the split."""
+
+
+@command(app, "loader", "loader.loader", "autosplit loader examples/loader.py")
 def loader_command(
     spec: Annotated[
         str,
@@ -393,22 +355,13 @@ def loader_command(
             help="A Python file, or package.module, whose NAME (loader) is a DataLoader, or a function that makes it.",
         ),
     ],
-    processes: Annotated[
-        Text, typer.Option(metavar="N", help="Processes of this machine that load at once, as DDP's ranks. Default: 1.")
-    ] = None,
-    time_limit_s: Annotated[
-        Text, typer.Option(metavar="SECONDS", help="No other setting is tried after this long. Default: 60.")
-    ] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
+    processes: Text = option("N", "Processes of this machine that load at once, as DDP's ranks. Default: 1."),
+    time_limit_s: Text = option("SECONDS", "No other setting is tried after this long. Default: 60."),
+) -> None:
     """Find the settings with which a DataLoader loads the fastest."""
-    keywords = keywords_given(processes=processes, time_limit_s=time_limit_s)
-    return to_run("loader.loader", Manner(as_json, quiet, verbose), spec, keywords)
 
 
-@app.command("show", epilog=example("autosplit show plan.json"))
+@command(app, "show", "show.show", "autosplit show plan.json")
 def show_command(
     which: Annotated[
         Text,
@@ -420,73 +373,53 @@ def show_command(
     ] = None,
     details: Details = False,
     code: Code = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
+) -> None:
     """Show a saved plan, or those remembered."""
-    return to_run("show.show", Manner(as_json, quiet, verbose, details, code), which)
 
 
-@app.command("report", epilog=example("autosplit report plan.json -o report.html"))
+@command(app, "report", "report.report", "autosplit report plan.json -o report.html")
 def report_command(
     which: StoredPlan = None,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="PATH", help="The page; - for stdout. Default: report.html.")
     ] = "report.html",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
+) -> None:
     """Make a page of a plan that works offline. It has charts, checks, every setting to copy; needs matplotlib."""
-    return to_run("report.report", Manner(as_json, quiet, verbose), which, output, force=force)
 
 
-@app.command("export", epilog=example("autosplit export plan.json --to transformers"))
+@command(app, "export", "export.export", "autosplit export plan.json --to transformers")
 def export_command(
     which: StoredPlan = None,
-    to: Annotated[
-        Text,
-        typer.Option(
-            metavar="transformers|accelerate|lightning|torchrun|env|json",
-            help="Whose settings. The first three give all ranks one batch size: the nearest even plan is computed.",
-        ),
-    ] = None,
-    output: Annotated[
-        Text, typer.Option("--output", "-o", metavar="PATH", help="Save what would be printed to a file.")
-    ] = None,
+    to: Text = option(
+        "transformers|accelerate|lightning|torchrun|env|json",
+        "Whose settings. The first three give all ranks one batch size: the nearest even plan is computed.",
+    ),
+    output: Text = option("PATH", "Save what would be printed to a file.", "--output", "-o"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
+) -> None:
     """Turn a plan into another tool's settings."""
-    return to_run("export.export", Manner(as_json, quiet, verbose), which, to, output=output, force=force)
 
 
-@app.command(
+@command(
+    app,
     "launch",
+    "launch.launch",
+    "autosplit launch --plan plan.json --print train.py --epochs 3",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog=example("autosplit launch --plan plan.json --print train.py --epochs 3"),
 )
 def launch_command(
     arguments: Annotated[
         list[str], typer.Argument(metavar="[TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]", help="What torchrun is to start.")
     ],
-    plan: Annotated[
-        Text,
-        typer.Option(
-            help="A file that a plan was saved to, or the beginning of a profile's key. Default: AUTOSPLIT_PROFILE, or "
-            "the only plan remembered for this machine."
-        ),
-    ] = None,
+    plan: Text = option(
+        None,
+        "A file that a plan was saved to, or the beginning of a profile's key. Default: AUTOSPLIT_PROFILE, or "
+        "the only plan remembered for this machine.",
+    ),
     print_only: Annotated[bool, typer.Option("--print", help="Print the line instead of running it.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it as JSON instead of running it. Its keys are in docs/json.md.")
     ] = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
+) -> None:
     """Start a training script by torchrun with a plan's processes. Each of them is given the plan."""
-    return to_run("launch.launch", Manner(as_json, quiet, verbose), arguments, plan, print_only=print_only)

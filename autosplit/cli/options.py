@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
@@ -13,36 +15,31 @@ from autosplit.cli.output import Manner
 from autosplit.errors import InputError, shown
 
 __all__ = [
+    "IMAGE_SIZE",
+    "RESERVE",
+    "SEQ_LEN",
+    "TASK",
     "Code",
-    "Command",
     "Details",
-    "ImageSize",
     "Isolate",
-    "Json",
-    "Layers",
-    "LengthsFile",
-    "LoaderFile",
-    "Quiet",
-    "Reserve",
     "SameWorkload",
-    "SeqLen",
     "StoredPlan",
-    "Task",
     "Text",
-    "Verbose",
+    "ToRun",
+    "command",
     "example",
-    "keywords_given",
+    "option",
+    "parsed_by",
     "price_given",
-    "to_run",
 ]
 
 Text = str | None
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, alone on stdout. Its keys are in docs/json.md.")]
 
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print the answer, and nothing but errors on stderr.")]
+def option(metavar: str | None, said: str, *names: str) -> Any:
+    """Return the default of a parameter that is an option, not given: with its help, and the names it has."""
+    return typer.Option(None, *names, metavar=metavar, help=said)
 
-Verbose = Annotated[bool, typer.Option("--verbose", help="Log on stderr every step that is tried, and why.")]
 
 Details = Annotated[bool, typer.Option("--details", help="Say all there is to say, not the short report.")]
 
@@ -60,52 +57,13 @@ Isolate = Annotated[
 
 SameWorkload = Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="The workload, as for tune.")]
 
-SeqLen = Annotated[
-    Text, typer.Option(metavar="N", help="Of hf:PATH: tokens of a sample. Default: 512, or as many as it takes.")
-]
-
-ImageSize = Annotated[
-    Text, typer.Option(metavar="N", help="Of a named model: height and width in pixels. Default: the model's own.")
-]
-
-Task = Annotated[
-    Text,
-    typer.Option(
-        metavar="TASK",
-        help="Of hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: its "
-        "architecture's.",
-    ),
-]
-
-Reserve = Annotated[
-    Text,
-    typer.Option(metavar="SIZE|SHARE", help="Kept free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs."),
-]
-
-LoaderFile = Annotated[
-    Text,
-    typer.Option(
-        metavar="FILE[:NAME]",
-        help="The training's DataLoader (loader), or a function that makes it: says whether it keeps up.",
-    ),
-]
-
-LengthsFile = Annotated[
-    Text,
-    typer.Option(
-        metavar="FILE",
-        help="The length of each sample, a number a line, where they differ: plans batches of like length, too.",
-    ),
-]
-
-Layers = Annotated[
-    Text,
-    typer.Option(
-        metavar="auto|CLASS",
-        help="The model's layers, by their class: tries none, every second and all of them checkpointed; auto for "
-        "those of transformers. Default: the model as it is.",
-    ),
-]
+SEQ_LEN = option("N", "Of hf:PATH: tokens of a sample. Default: 512, or as many as it takes.")
+IMAGE_SIZE = option("N", "Of a named model: height and width in pixels. Default: the model's own.")
+TASK = option(
+    "TASK",
+    "Of hf:PATH: causal-lm, masked-lm, seq2seq, classification or token-classification. Default: its architecture's.",
+)
+RESERVE = option("SIZE|SHARE", "Kept free on every device: 1GiB, 5%, 0.05. Default: 5% on GPUs.")
 
 StoredPlan = Annotated[
     Text,
@@ -115,8 +73,10 @@ StoredPlan = Annotated[
     ),
 ]
 
-Command = Callable[[], int]
+ToRun = Callable[[], int]
 """A command with its arguments, parsed and not yet run: typer is to parse only, its handling of errors is not ours."""
+
+_MODEL_OPTIONS = ("seq_len", "image_size", "task")
 
 
 def example(*lines: str) -> str:
@@ -124,19 +84,72 @@ def example(*lines: str) -> str:
     return "\b\n" + "\n".join([f"Example{'s' * (len(lines) > 1)}:", *(f"  {line}" for line in lines)])
 
 
-def to_run(body: str, manner: Manner, *arguments: Any, **keywords: Any) -> Command:
-    """Return a command: a function of a module of `commands`, which is imported when it runs."""
-    return functools.partial(_run, body, manner, arguments, keywords)
+Declared = Callable[..., None]
+"""A function whose parameters are a command's options, and whose docstring is its help."""
 
 
-def _run(body: str, manner: Manner, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int:
+def command(
+    app: typer.Typer, name: str, body: str, *examples: str, **settings: Any
+) -> Callable[[Declared], Callable[..., ToRun]]:
+    """Register a function as a command; `settings` are typer's. See `parsed_by`."""
+
+    def registered(declared: Declared) -> Callable[..., ToRun]:
+        parsed = parsed_by(body)(declared)
+        app.command(name, epilog=example(*examples), **settings)(parsed)
+        return parsed
+
+    return registered
+
+
+def parsed_by(body: str) -> Callable[[Declared], Callable[..., ToRun]]:
+    """Let a function return what is to run with what was typed; it gets the flags that every command has, too.
+
+    Args:
+        body: A function of a module of `commands`, called with a `Manner` and what was typed, less what was left out.
+            The options of a named model are one argument, `model_options`.
+    """
+
+    def declared_by(declared: Declared) -> Callable[..., ToRun]:
+        own = inspect.signature(declared, eval_str=True).parameters
+
+        def parsed(context: typer.Context, **typed: Any) -> ToRun:
+            flags = {one.name: typed.pop(one.name, False) for one in fields(Manner)}
+            if isinstance(context.obj, Manner):  # of those before a group's command
+                flags = {flag: given or getattr(context.obj, flag) for flag, given in flags.items()}
+            context.obj = Manner(**flags)
+            given = keywords_given(**typed)
+            if "seq_len" in own:
+                given["model_options"] = {one: given.pop(one) for one in _MODEL_OPTIONS if one in given}
+            return functools.partial(_run, body, context.obj, given)
+
+        parsed.__doc__ = declared.__doc__
+        of_all = inspect.signature(_of_all, eval_str=True).parameters
+        parsed.__signature__ = inspect.Signature([*own.values(), *(of_all[one] for one in of_all if one not in own)])  # type: ignore[attr-defined]
+        return parsed
+
+    return declared_by
+
+
+def _of_all(
+    *,
+    context: typer.Context,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, alone on stdout. Its keys are in docs/json.md.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the answer, and nothing but errors on stderr.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log on stderr every step that is tried, and why.")
+    ] = False,
+) -> None:
+    """Declare what every command has."""
+
+
+def _run(body: str, manner: Manner, given: dict[str, Any]) -> int:
     from autosplit.cli.log import logged
 
     place, name = body.split(".")
     with logged(manner):
-        exit_code: int = getattr(importlib.import_module(f"autosplit.cli.commands.{place}"), name)(
-            *arguments, manner, **keywords
-        )
+        exit_code: int = getattr(importlib.import_module(f"autosplit.cli.commands.{place}"), name)(manner, **given)
     return exit_code
 
 

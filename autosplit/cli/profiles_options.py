@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autosplit.cli.options import Code, Command, Details, Json, Quiet, Text, Verbose, example, to_run
-from autosplit.cli.output import Manner
+from autosplit.cli.options import Code, Details, Text, command, example, parsed_by
 
 __all__ = ["profiles_app"]
 
@@ -23,68 +22,38 @@ _Key = Annotated[Text, typer.Argument(metavar="KEY", help="The beginning of a pr
 
 
 @profiles_app.callback()
-def profiles_command(
-    context: typer.Context, as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False
-) -> Command | None:
+@parsed_by("profiles.list_profiles")
+def profiles_command() -> None:
     """List, show and remove remembered plans; without a command, list them."""
-    manner = Manner(as_json, quiet, verbose)
-    if context.invoked_subcommand is None:
-        return to_run("profiles.list_profiles", manner)
-    context.obj = manner
-    return None
 
 
-def _manner(context: typer.Context, as_json: bool, quiet: bool, verbose: bool, **forms: bool) -> Manner:
-    """Put flags before a command of `profiles` and those behind it together."""
-    before: Manner = context.obj
-    return Manner(as_json or before.as_json, quiet or before.quiet, verbose or before.verbose, **forms)
-
-
-@profiles_app.command("list", epilog=example("autosplit profiles list --json"))
-def profiles_list_command(
-    context: typer.Context, as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False
-) -> Command:
+@command(profiles_app, "list", "profiles.list_profiles", "autosplit profiles list --json")
+def profiles_list_command() -> None:
     """List what is remembered, the newest first."""
-    return to_run("profiles.list_profiles", _manner(context, as_json, quiet, verbose))
 
 
-@profiles_app.command("show", epilog=example("autosplit profiles show 3f2a"))
-def profiles_show_command(
-    context: typer.Context,
-    key: _Key = None,
-    details: Details = False,
-    code: Code = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
+@command(profiles_app, "show", "show.show_profile", "autosplit profiles show 3f2a")
+def profiles_show_command(key: _Key = None, details: Details = False, code: Code = False) -> None:
     """Show a remembered plan. Without a key, list them and show the newest."""
-    manner = _manner(context, as_json, quiet, verbose, details=details, code=code)
-    return to_run("show.show_profile", manner, key)
 
 
-@profiles_app.command("path", epilog=example("autosplit profiles path", "autosplit profiles path 3f2a"))
-def profiles_path_command(
-    context: typer.Context, key: _Key = None, as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False
-) -> Command:
+@command(profiles_app, "path", "profiles.show_path", "autosplit profiles path", "autosplit profiles path 3f2a")
+def profiles_path_command(key: _Key = None) -> None:
     """Print the folder of the profiles, or the file of one."""
-    return to_run("profiles.show_path", _manner(context, as_json, quiet, verbose), key)
 
 
-@profiles_app.command(
-    "remove", epilog=example("autosplit profiles remove 3f2a 91c0", "autosplit profiles remove --all --yes")
+@command(
+    profiles_app,
+    "remove",
+    "profiles.remove_profiles",
+    "autosplit profiles remove 3f2a 91c0",
+    "autosplit profiles remove --all --yes",
 )
 def profiles_remove_command(
-    context: typer.Context,
     keys: Annotated[
         list[str] | None, typer.Argument(metavar="KEY", help="Beginnings of profiles' keys.", show_default=False)
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All of them; on a terminal it asks first.")] = False,
     confirmed: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> Command:
+) -> None:
     """Forget remembered plans, and say which. Nothing outside the cache is ever removed."""
-    manner = _manner(context, as_json, quiet, verbose)
-    return to_run("profiles.remove_profiles", manner, keys or [], everything=everything, confirmed=confirmed)

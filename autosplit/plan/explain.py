@@ -21,9 +21,9 @@ from autosplit.plan.explanation import (
     FitQuality,
     LearningRate,
     MoreMemory,
-    Solved,
     What,
 )
+from autosplit.plan.record import PlanRecord
 from autosplit.solve.problem import MOST_WORK, NO_LIMIT_BYTES, Problem
 from autosplit.solve.split import even_split
 
@@ -53,33 +53,25 @@ MOST_KINDS = 8
 """Of so many kinds of devices each is looked at by itself."""
 
 
-def explanation_of(plan: Solved) -> Explanation:
+def explanation_of(plan: PlanRecord) -> Explanation:
     """Explain a plan, from its numbers alone."""
     several = len(plan.devices) > 1
     shares_processor = several and all(device.kind == "cpu" for device in plan.devices)
     problem = problem_of(plan)
     predicted = None if problem is None else problem.rate(plan.split, plan.effective_batch_size)
     return Explanation(
-        samples_per_s=plan.samples_per_s,
+        **plan.repeated(),
         predicted_samples_per_s=predicted,
         **_relaxed(plan, problem, predicted, alone=several and not shares_processor),
         even=_even(plan, problem, predicted) if several and not shares_processor else None,
         even_measured=_even_measured(plan),
         fit=_fit_quality(plan),
-        fastest=plan.fastest,
-        ddp_samples_per_s=plan.ddp_samples_per_s,
-        ddp_measured=plan.ddp_measured,
         learning_rate=_learning_rate(plan),
         shares_processor=shares_processor,
-        simulated=plan.simulated,
-        loader_samples_per_s=plan.loader_samples_per_s,
-        lengths=plan.lengths,
-        fits=plan.fits,
-        ways=plan.ways,
     )
 
 
-def _relaxed(plan: Solved, problem: Problem | None, predicted: float | None, *, alone: bool) -> dict[str, Any]:
+def _relaxed(plan: PlanRecord, problem: Problem | None, predicted: float | None, *, alone: bool) -> dict[str, Any]:
     """Return what other machines would do: as it was simulated, or by the model of real devices and of ranks."""
     if plan.changes is not None:
         return _as_simulated(plan, plan.changes)
@@ -93,7 +85,7 @@ def _relaxed(plan: Solved, problem: Problem | None, predicted: float | None, *, 
     }
 
 
-def problem_of(plan: Solved) -> Problem | None:
+def problem_of(plan: PlanRecord) -> Problem | None:
     """Return the problem a plan answers; None where it has no fit, or the time of a step takes too long to predict."""
     forwards = plan.effective_batch_size / sum(plan.split)
     if plan.fit is None or forwards > MOST_WORK or forwards * len(plan.devices) > MOST_CURVES:
@@ -108,12 +100,12 @@ def problem_of(plan: Solved) -> Problem | None:
     )
 
 
-def base_of(plan: Solved) -> float:
+def base_of(plan: PlanRecord) -> float:
     """Return the fastest that was simulated on the plan's own machine."""
     return max([plan.samples_per_s, *(trial.samples_per_s or 0.0 for trial in plan.trials)])
 
 
-def _as_simulated(plan: Solved, changes: tuple[Change, ...]) -> dict[str, Any]:
+def _as_simulated(plan: PlanRecord, changes: tuple[Change, ...]) -> dict[str, Any]:
     base = base_of(plan)
     bounds = []
     for change in changes:
@@ -143,7 +135,7 @@ def _in_order(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
     return tuple(sorted(bounds, key=lambda bound: (bound.what not in LIMITS, -bound.gain)))
 
 
-def _bounds(plan: Solved, problem: Problem, base: float) -> tuple[Bound, ...]:
+def _bounds(plan: PlanRecord, problem: Problem, base: float) -> tuple[Bound, ...]:
     memory = _binding(memory_relaxed(plan, problem), base)
     if not memory and len(plan.devices) > 1:
         memory = _binding([("memory", None, all_memory_relaxed(problem))], base)
@@ -152,7 +144,7 @@ def _bounds(plan: Solved, problem: Problem, base: float) -> tuple[Bound, ...]:
     return _in_order([bound for bound in (*memory, *times) if bound.gain * _error_share(plan) < 1])
 
 
-def _error_share(plan: Solved) -> float:
+def _error_share(plan: PlanRecord) -> float:
     """Return the error of a predicted time, as a share: of the fit or of what was measured, whichever is larger."""
     quality = _fit_quality(plan)
     return 0.0 if quality is None else max(quality.median_share, quality.noise_share)
@@ -170,7 +162,7 @@ def _binding(relaxed: Iterable[Relaxed], base: float) -> list[Bound]:
 Relaxed = tuple[What, "str | None", Problem]
 
 
-def memory_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
+def memory_relaxed(plan: PlanRecord, problem: Problem) -> Iterator[Relaxed]:
     """Yield the problem without the memory of a device of each kind."""
     for index in kinds_of(plan):
         yield "memory", plan.devices[index].label, problem.with_memory(index, NO_LIMIT_BYTES)
@@ -183,7 +175,7 @@ def all_memory_relaxed(problem: Problem) -> Problem:
     return problem
 
 
-def sizes_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
+def sizes_relaxed(plan: PlanRecord, problem: Problem) -> Iterator[Relaxed]:
     """Yield the problem of larger forwards, and of larger steps."""
     most = None if plan.effective_batch_sizes is None else plan.effective_batch_sizes[1]
     asked = plan.max_batch_size
@@ -194,7 +186,7 @@ def sizes_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
         yield "effective_batch_size", None, larger
 
 
-def _times_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
+def _times_relaxed(plan: PlanRecord, problem: Problem) -> Iterator[Relaxed]:
     if problem.step_time.adds_up or len(plan.devices) == 1:
         label = plan.devices[0].label if len(plan.devices) == 1 else None
         yield "device", label, problem.faster(range(len(plan.devices)), FASTER)
@@ -207,7 +199,7 @@ def _times_relaxed(plan: Solved, problem: Problem) -> Iterator[Relaxed]:
     yield "update", None, problem.without("update")
 
 
-def kinds_of(plan: Solved) -> list[int]:
+def kinds_of(plan: PlanRecord) -> list[int]:
     """Return a device of each kind: device 0, and of the others that are alike the first."""
     found: dict[tuple[bool, str, int, int], int] = {}
     for index, device in enumerate(plan.devices):
@@ -215,23 +207,24 @@ def kinds_of(plan: Solved) -> list[int]:
     return list(found.values())[:MOST_KINDS]
 
 
-def alone_of(plan: Solved) -> Iterator[tuple[int, int]]:
+def alone_of(plan: PlanRecord) -> Iterator[tuple[int, int]]:
     """Yield a device of each name, and the most samples that it runs by itself."""
     names = set()
+    ranks = [rank.ceiling.batch_size for rank in plan.ddp.ranks] or [0] * len(plan.devices)
     for index, device in enumerate(plan.devices):
-        ceiling = plan.region.primary_ceiling if index == 0 and plan.region is not None else device.rank_ceiling
-        if ceiling is not None and ceiling >= 1 and device.name not in names:
+        ceiling = plan.region.primary_ceiling if index == 0 and plan.region is not None else ranks[index]
+        if ceiling >= 1 and device.name not in names:
             names.add(device.name)
             yield index, ceiling
 
 
-def fullest_of(plan: Solved) -> int:
+def fullest_of(plan: PlanRecord) -> int:
     """Return the device with the least of its capacity free."""
     shares = [device.peak_bytes / max(1, device.capacity_bytes) for device in plan.devices]
     return max(range(len(shares)), key=lambda index: shares[index])
 
 
-def _even(plan: Solved, problem: Problem | None, predicted: float | None) -> Alternative | None:
+def _even(plan: PlanRecord, problem: Problem | None, predicted: float | None) -> Alternative | None:
     if plan.even_samples_per_s is not None or plan.split == even_split(sum(plan.split), len(plan.split)):
         return None  # one split has one rate, and that which was measured is it
     found = None if problem is None else problem.even(plan.effective_batch_size)
@@ -242,7 +235,7 @@ def _even(plan: Solved, problem: Problem | None, predicted: float | None) -> Alt
     return Alternative(labels, found.split, found.accumulation_steps, rate, predicted / rate)
 
 
-def _even_measured(plan: Solved) -> Alternative | None:
+def _even_measured(plan: PlanRecord) -> Alternative | None:
     if plan.even_samples_per_s is None or plan.even_samples_per_s <= 0:
         return None
     labels = tuple(device.label for device in plan.devices)
@@ -251,7 +244,7 @@ def _even_measured(plan: Solved) -> Alternative | None:
     )
 
 
-def _alone(plan: Solved, problem: Problem, predicted: float) -> tuple[Alternative, ...]:
+def _alone(plan: PlanRecord, problem: Problem, predicted: float) -> tuple[Alternative, ...]:
     found = []
     for index, ceiling in alone_of(plan):
         rate = problem.alone(index, ceiling).best()
@@ -260,7 +253,7 @@ def _alone(plan: Solved, problem: Problem, predicted: float) -> tuple[Alternativ
     return tuple(sorted(found, key=lambda one: -one.samples_per_s))
 
 
-def _more_memory(plan: Solved, problem: Problem, base: float) -> MoreMemory | None:
+def _more_memory(plan: PlanRecord, problem: Problem, base: float) -> MoreMemory | None:
     fullest = fullest_of(plan)
     more = problem.with_memory(fullest, GIB)
     if more is problem:  # a kernel or time limits it
@@ -269,7 +262,7 @@ def _more_memory(plan: Solved, problem: Problem, base: float) -> MoreMemory | No
     return MoreMemory(plan.devices[fullest].label, rate, rate / base)
 
 
-def _fit_quality(plan: Solved) -> FitQuality | None:
+def _fit_quality(plan: PlanRecord) -> FitQuality | None:
     residuals = [] if plan.fit is None else [r for r in plan.fit.residuals if r.measured_s > 0]
     if not residuals:
         return None
@@ -278,7 +271,7 @@ def _fit_quality(plan: Solved) -> FitQuality | None:
     return FitQuality(median(errors), max(errors), len(errors), median(noise) if noise else 0.0)
 
 
-def _learning_rate(plan: Solved) -> LearningRate | None:
+def _learning_rate(plan: PlanRecord) -> LearningRate | None:
     now = plan.sample_batch_size
     if not now or now == plan.effective_batch_size:
         return None

@@ -5,17 +5,13 @@ Only `Explanation.sentences` converts units. The numbers take seconds for many d
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
-from autosplit.solve.memory import Ceiling, Fits, Region
+from autosplit.solve.memory import Fits
 from autosplit.solve.padded_length import LengthPlan
-from autosplit.solve.search_space import Trial
-from autosplit.solve.step_time import Fit
 from autosplit.text import bound_text, rate_text, size_text
 
 __all__ = [
@@ -30,8 +26,6 @@ __all__ = [
     "FitQuality",
     "LearningRate",
     "MoreMemory",
-    "Solved",
-    "SolvedDevice",
     "TunedWay",
     "What",
     "lengths_text",
@@ -97,60 +91,6 @@ class TunedWay:
     name: str
     batch_size: Annotated[int, Meta(ge=1)]
     samples_per_s: Annotated[float, Meta(gt=0)]
-
-
-@dataclass(frozen=True)
-class SolvedDevice:
-    """A device of a plan.
-
-    Attributes:
-        label: ``"cuda:0"``.
-        kind: ``"cuda"``, ``"cpu"`` or ``"sim"``.
-        name: What the maker calls it.
-        capacity_bytes: What the plan may use.
-        peak_bytes: The most it holds in a step of the plan.
-        ceiling: The largest share it runs, with its memory's line.
-        rank_ceiling: The most samples it runs by itself, optimizer and all; None where it holds none, or nobody knows.
-    """
-
-    label: str
-    kind: str
-    name: str
-    capacity_bytes: int
-    peak_bytes: int
-    ceiling: Ceiling
-    rank_ceiling: int | None
-
-
-@dataclass(frozen=True)
-class Solved:
-    """A plan, as far as its explanation needs it; `record.PlanRecord` says what each number is."""
-
-    split: tuple[int, ...]
-    effective_batch_size: int
-    samples_per_s: float
-    even_samples_per_s: float | None
-    devices: tuple[SolvedDevice, ...]
-    region: Region | None
-    fit: Fit | None
-    trials: tuple[Trial, ...]
-    ddp_samples_per_s: float
-    ddp_measured: bool
-    fastest: Literal["balanced", "ddp"] | None
-    effective_batch_sizes: tuple[int, int] | None
-    max_batch_size: int | None
-    accumulates: bool
-    sample_batch_size: int | None
-    simulated: bool
-    changes: tuple[Change, ...] | None
-    loader_samples_per_s: float | None = None
-    ways: tuple[TunedWay, ...] = ()
-    lengths: LengthPlan | None = None
-    fits: Fits | None = None
-
-    def digest(self) -> str:
-        """Return 64 hexadecimal digits that are the same for equal numbers in every process."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -277,7 +217,7 @@ class Explanation:
         simulated: What counts as measured was simulated.
         ways: What each precision or choice of checkpointed layers gave, the plan's own first.
         lengths: What batches of like length bring; None where no lengths were given.
-        fits: What there is room for besides training steps; None where nothing was asked for.
+        fits: The room for other things than training steps; None where nothing was asked for.
     """
 
     samples_per_s: Annotated[float, Meta(gt=0)]
@@ -314,12 +254,6 @@ class Explanation:
         if self.fastest == "ddp":
             return f"DDP is {ddp / own:.2f} times as fast as BalancedDataParallel"
         return f"BalancedDataParallel is {own / ddp:.2f} times as fast as DDP"
-
-    def repeats(self, plan: Solved) -> bool:
-        """Tell whether what it repeats of a plan's numbers is what they are: it was read from a file with them."""
-        names = ["samples_per_s", "loader_samples_per_s", "ddp_samples_per_s", "ddp_measured", "fastest"]
-        names += ["simulated", "ways", "lengths", "fits"]
-        return all(getattr(self, name) == getattr(plan, name) for name in names)
 
     def reasons(self) -> tuple[str, ...]:
         """Return what limits the plan: a sentence for each limit of the batch, and one for what takes the most time.

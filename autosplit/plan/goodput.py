@@ -152,7 +152,7 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseScale | float) -> Goodput:
 
 def _rates(plan: PlanRecord, most: float) -> dict[int, float]:
     """Predict the samples/s of effective batches up to `most`: parts of a forward, and whole ones that add up."""
-    problem = problem_of(plan.solved())
+    problem = problem_of(plan)
     if problem is None:
         raise PlanError(
             "the plan holds no fit of a step's time, or one of too many forwards to predict by; expected one that tune "

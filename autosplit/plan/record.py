@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import stat
@@ -16,7 +17,7 @@ from msgspec import Meta
 
 from autosplit.errors import PlanError, PlanVersionError
 from autosplit.files import read_bounded, replace_file
-from autosplit.plan.explanation import Change, Explained, Solved, SolvedDevice, TunedWay
+from autosplit.plan.explanation import Change, Explained, TunedWay
 from autosplit.plan.validation import unsound_part
 from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import LoaderSettings
@@ -195,7 +196,7 @@ class PlanRecord:
         loader_settings: With which the loader that `tune` was given loads the most; None where it was given none.
         loader_samples_per_s: Samples per second that it loads with them, for all processes; None as well.
         lengths: What was found for samples that differ in length; None where `tune` was given no lengths.
-        fits: What it leaves room for besides its training steps; None where nothing was asked for.
+        fits: The room that it leaves for other things than its training steps; None where nothing was asked for.
         checkpointed: The layers whose activations are computed again in the backward, by their names in the model;
             `Plan.wrap` and `autosplit.ddp` see to it.
         ways: Of several precisions or choices of checkpointed layers, what each gave, the plan's own first; empty
@@ -345,44 +346,16 @@ class PlanRecord:
         """Return the plan without what tells how this process came by it, and why: what is left, ranks agree on."""
         return replace(self, notes=(), explained=None)
 
-    def solved(self) -> Solved:
-        """Return what an explanation is of."""
-        alone = {rank.rank: rank.ceiling.batch_size for rank in self.ddp.ranks}
-        devices = tuple(
-            SolvedDevice(
-                label=device.label,
-                kind=device.kind,
-                name=device.name,
-                capacity_bytes=device.capacity_bytes,
-                peak_bytes=device.peak_bytes,
-                ceiling=device.ceiling,
-                rank_ceiling=alone.get(index),
-            )
-            for index, device in enumerate(self.devices)
-        )
-        return Solved(
-            split=self.split,
-            effective_batch_size=self.effective_batch_size,
-            samples_per_s=self.samples_per_s,
-            even_samples_per_s=self.even_samples_per_s,
-            devices=devices,
-            region=self.region,
-            fit=self.fit,
-            trials=self.trials,
-            ddp_samples_per_s=self.ddp.samples_per_s,
-            ddp_measured=self.ddp.measured,
-            fastest=self.fastest,
-            effective_batch_sizes=self.effective_batch_sizes,
-            max_batch_size=self.max_batch_size,
-            accumulates=self.accumulates,
-            sample_batch_size=self.sample_batch_size,
-            simulated=self.simulated,
-            changes=self.changes,
-            loader_samples_per_s=self.loader_samples_per_s,
-            ways=self.ways,
-            lengths=self.lengths,
-            fits=self.fits,
-        )
+    def repeated(self) -> dict[str, Any]:
+        """Return the numbers that an explanation repeats, by its names."""
+        names = ("samples_per_s", "loader_samples_per_s", "fastest", "simulated", "ways", "lengths", "fits")
+        ddp = {"ddp_samples_per_s": self.ddp.samples_per_s, "ddp_measured": self.ddp.measured}
+        return {name: getattr(self, name) for name in names} | ddp
+
+    def digest(self) -> str:
+        """Return 64 hexadecimal digits, the same in every process for equal numbers that an explanation is of."""
+        cards = [replace(device, uuid=None, driver=None) for device in self.devices]
+        return hashlib.sha256(msgspec.json.encode([cards, *(getattr(self, name) for name in _EXPLAINED)])).hexdigest()
 
     # JSON
 
@@ -460,6 +433,14 @@ class PlanRecord:
         if unsound is not None:
             raise PlanError(f"{source} is not a sound plan: {unsound}; tune again")
         return plan
+
+
+_EXPLAINED = (
+    *("split", "effective_batch_size", "samples_per_s", "even_samples_per_s", "region", "fit", "trials", "ddp"),
+    *("effective_batch_sizes", "max_batch_size", "accumulates", "sample_batch_size", "simulated", "changes"),
+    *("loader_samples_per_s", "ways", "lengths", "fits"),
+)
+"""What an explanation is of, beside the devices."""
 
 
 @dataclass(frozen=True)

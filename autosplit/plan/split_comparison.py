@@ -67,7 +67,7 @@ def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_st
     """Compare; see `Plan.compare_with`."""
     shares = checked_split(split, len(plan.devices))
     steps = whole_number("accumulation_steps", accumulation_steps, minimum=1)
-    problem = problem_of(plan.solved())
+    problem = problem_of(plan)
     if problem is None:
         raise PlanError(
             "the plan holds no fit of a step's time, or one of too many forwards to predict by; expected one that tune "

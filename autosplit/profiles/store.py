@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,11 @@ __all__ = [
 KEY_DIGITS = 12
 """So many of a key's 32 are shown: enough to tell profiles apart."""
 
-LOCK_TIMEOUT_S = 10.0
-"""Writing takes milliseconds: whoever holds the lock for longer than this hangs."""
-
-LOCK_SUFFIX = ".lock"
-"""Of the file by whose lock those who write a profile take turns."""
+LEFT_OVER_S = 60.0
+"""Writing takes milliseconds: what a writer has left half written for longer than this, it was killed in."""
 
 TURN_SUFFIX = ".tuning.lock"
-"""Of the file by whose lock those who tune for it do."""
+"""Of the file by whose lock those who tune for a profile take turns."""
 
 BAD_SUFFIX = ".bad"
 """Of what stood in a profile's place and was none; the last one is kept, for whoever wonders."""
@@ -123,22 +121,16 @@ def find(
     except ProfileError as error:
         return Found(None, Path(f"{key}.json"), (f"no profile is looked for: {error}",), unreadable=True)
 
-    def judge() -> tuple[Plan | None, ProfileError | None]:
-        """Read the profile; if it can't be used here, say why."""
-        try:
-            plan = _read(path)
-            if plan is not None:
-                _refuse_foreign(plan, machine, workload, request)
-        except ProfileError as error:
-            return None, error
-        return plan, None
-
-    plan, problem = judge()
-    if isinstance(problem, _SpoiledError):
-        plan, problem = _moved_if_still_spoiled(path, judge, problem)
-    if problem is not None:
-        by_system = isinstance(problem.__cause__, OSError) and not isinstance(problem.__cause__, LargeFileError)
-        return Found(None, path, (f"the profile {path} is ignored: {problem}",), unreadable=by_system)
+    plan: Plan | None = None
+    try:
+        plan = _read(path)
+        if plan is not None:
+            _refuse_foreign(plan, machine, workload, request)
+    except _SpoiledError as error:
+        return Found(None, path, (f"the profile {path} is ignored: {error}; {_put_aside(path)}",))
+    except ProfileError as error:
+        by_system = isinstance(error.__cause__, OSError)
+        return Found(None, path, (f"the profile {path} is ignored: {error}",), unreadable=by_system)
     return Found(plan, path)
 
 
@@ -146,22 +138,12 @@ class _SpoiledError(ProfileError):
     """No plan is in a profile's place, so that nobody loses anything if it is moved out of the way."""
 
 
-def _moved_if_still_spoiled(
-    path: Path, judge: Callable[[], tuple[Plan | None, ProfileError | None]], error: ProfileError
-) -> tuple[Plan | None, ProfileError | None]:
-    """Move a spoiled profile aside, unless somebody has replaced it by now; where that fails, say so."""
+def _put_aside(path: Path) -> str:
+    """Move a spoiled profile aside, and say so; or why it can't be."""
     try:
-        with _locked(path):
-            plan, now = judge()
-            if not isinstance(now, _SpoiledError):
-                return plan, now
-            aside = moved_aside(path, BAD_SUFFIX)
-    except _LockError as failure:
-        return None, ProfileError(f"{error}; it can't be moved aside: {failure}")
-    except (OSError, NotImplementedError, ProfileError) as failure:
-        reason = getattr(failure, "strerror", None) or failure
-        return None, ProfileError(f"{error}; it can't be moved aside ({reason}): remove it")
-    return None, ProfileError(f"{now}; it is moved aside as {aside.name}")
+        return f"it is moved aside as {moved_aside(path, BAD_SUFFIX).name}"
+    except OSError as error:
+        return f"it can't be moved aside ({error.strerror or error}): remove it"
 
 
 def _read(path: Path) -> Plan | None:
@@ -186,37 +168,6 @@ def _read(path: Path) -> Plan | None:
         raise ProfileError(str(error)) from error
     except PlanError as error:
         raise _SpoiledError(str(error)) from error
-
-
-class _LockError(ProfileError):
-    """A file in the place of a lock can't be locked; where there is none, the folder is to blame."""
-
-
-@contextlib.contextmanager
-def _locked(path: Path, *, suffix: str = LOCK_SUFFIX, timeout_s: float | None = None) -> Iterator[Path]:
-    """Hold the lock of a profile's file, and yield the lock's.
-
-    Raises:
-        _LockError: Its file is there and can't be locked.
-        OSError: It can't be made; `filelock.Timeout` if another has held it for so long.
-        NotImplementedError: The file system has no locks.
-    """
-    import filelock  # not needed for reading, and slow to import
-
-    lock = path.with_suffix(suffix)
-    timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(filelock.FileLock(lock, timeout=timeout_s, mode=OWNER_ONLY, fallback_to_soft=False))
-        except filelock.Timeout:
-            raise
-        except OSError as error:
-            if not os.path.lexists(lock):
-                raise
-            raise _LockError(
-                f"{lock} can't be locked ({error.strerror or error}); expected a file to write to, or none; remove it"
-            ) from error
-        yield lock
 
 
 def _refuse_foreign(
@@ -256,37 +207,27 @@ def store(key: str, plan: Plan) -> Path:
     """Keep a plan, with its `machine` and `workload`, and return its file; a reader sees one plan or the other, whole.
 
     Raises:
-        ProfileError: The cache can't be written, or another process has held the lock for 10 s.
+        ProfileError: The cache can't be written.
     """
-    import filelock  # not needed for reading, and slow to import
-
     path = _path_of(key)
-    lock = path.with_suffix(LOCK_SUFFIX)
-    # No lock that is a file's mere presence: it would outlive a process that is killed.
-    advice = "set AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'"
     try:
         make_private_folder(path.parent)
-        with _locked(path):
-            _sweep(path)
-            _spare_newer(path)
-            replace_file(path, plan.to_json() + "\n", mode=OWNER_ONLY)
-    except filelock.Timeout:
-        raise ProfileError(
-            f"{lock} has been held for {LOCK_TIMEOUT_S:g} s; expected it to be free within that; "
-            "end the process that hangs, and tune again"
-        ) from None
+        _sweep(path)
+        _spare_newer(path)
+        replace_file(path, plan.to_json() + "\n", mode=OWNER_ONLY)
     except OSError as error:
-        reason = error.strerror or error
-        raise ProfileError(f"{path} can't be written ({reason}); expected a folder to write to; {advice}") from error
-    except NotImplementedError as error:  # the file system has no locks
-        raise ProfileError(f"{lock} can't be locked ({error}); expected a file system with locks; {advice}") from error
+        raise ProfileError(
+            f"{path} can't be written ({error.strerror or error}); expected a folder to write to; set "
+            "AUTOSPLIT_CACHE_DIR to a folder of yours, or profile='off'"
+        ) from error
     return path
 
 
-def _sweep(path: Path) -> None:
-    """Remove what writers of a profile that were killed have left behind: whoever has the lock is the only one."""
+def _sweep(path: Path, least_s: float = LEFT_OVER_S) -> None:
+    """Remove what writers of a profile that were killed have left behind, if it is so old."""
     for left_over in path.parent.glob(f".{path.name}.*"):
-        _discard(left_over)
+        if time.time_ns() - _written_ns(left_over) >= least_s * 1e9:
+            _discard(left_over)
 
 
 def _discard(path: Path) -> None:
@@ -323,7 +264,7 @@ def read_profile(path: Path) -> Plan:
 def remove_profile(path: Path) -> None:
     """Remove a file of the cache with what stands beside it, and never anything else.
 
-    Locks that somebody holds stay, and so does what a later version of autosplit wrote.
+    A lock that somebody holds stays, and so does what a later version of autosplit wrote.
     """
     own = path.parent == profiles_folder() and path.suffix == ".json" and _KEY_CHARACTERS.issuperset(path.stem)
     if not own:
@@ -343,7 +284,7 @@ def remove_profile(path: Path) -> None:
 def remove_left_over() -> None:
     """Remove what stands beside profiles that are gone."""
     folder = profiles_folder()
-    keys = {path.name.partition(".")[0] for path in folder.glob("[!.]*") if path.suffix in (LOCK_SUFFIX, BAD_SUFFIX)}
+    keys = {path.name.partition(".")[0] for path in folder.glob("[!.]*") if path.suffix in (".lock", BAD_SUFFIX)}
     keys |= {path.name.split(".")[1] for path in folder.glob(".*.json.*")}
     for key in filter(_KEY_CHARACTERS.issuperset, keys - {""}):
         if not os.path.lexists(folder / f"{key}.json"):
@@ -351,22 +292,22 @@ def remove_left_over() -> None:
 
 
 def _remove_beside(path: Path) -> None:
-    """Remove the locks of a profile that is gone, what was moved aside for it, and what killed writers have left.
+    """Remove the lock of a profile that is gone, what was moved aside for it, and what killed writers have left.
 
-    A lock is removed by who holds it, so that it is nobody else's: who has opened the file by then sees that it is
+    The lock is removed by who holds it, so that it is nobody else's: who has opened the file by then sees that it is
     gone, and makes another.
     """
     if not path.parent.is_dir():
         return
-    for suffix in (LOCK_SUFFIX, TURN_SUFFIX):
-        with (
-            contextlib.suppress(OSError, NotImplementedError, ProfileError),
-            _locked(path, suffix=suffix, timeout_s=0) as lock,
-        ):
-            if suffix == LOCK_SUFFIX:
-                _sweep(path)
-                _discard(path.with_suffix(BAD_SUFFIX))
-            _discard(lock)
+    import filelock  # not needed for reading, and slow to import
+
+    _sweep(path, 0.0)
+    for suffix in (BAD_SUFFIX, ".lock"):  # the latter is of older versions
+        _discard(path.with_suffix(suffix))
+    lock = path.with_suffix(TURN_SUFFIX)
+    held = filelock.FileLock(lock, timeout=0, mode=OWNER_ONLY, fallback_to_soft=False)
+    with contextlib.suppress(OSError, NotImplementedError), held:  # filelock's time-out is an OSError
+        _discard(lock)
 
 
 def newest(most: int) -> Iterator[tuple[Path, Plan | None]]:

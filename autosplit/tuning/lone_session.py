@@ -124,7 +124,7 @@ class LoneSession(Session):
         if not isinstance(self.runtime, SimulatedRuntime):
             return plan
         self._report("simulating other machines")
-        return replace(plan, changes=simulated_changes(plan.solved(), self.runtime, deadline_s=self.request.deadline_s))
+        return replace(plan, changes=simulated_changes(plan, self.runtime, deadline_s=self.request.deadline_s))
 
     def _ddp_plan(self) -> Plan:
         """Solve DDP's batch sizes from what each device does by itself; nothing is searched."""

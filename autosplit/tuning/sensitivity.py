@@ -24,8 +24,9 @@ from autosplit.plan.explain import (
     problem_of,
     sizes_relaxed,
 )
-from autosplit.plan.explanation import BINDING_SHARE, Change, Changed, Solved
+from autosplit.plan.explanation import BINDING_SHARE, Change, Changed
 from autosplit.plan.measured_step import Without, faster_devices
+from autosplit.plan.record import PlanRecord
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.solve.problem import NO_LIMIT_BYTES, Problem
@@ -60,7 +61,7 @@ class _Machine:
 
 
 def simulated_changes(
-    plan: Solved, runtime: SimulatedRuntime, *, deadline_s: float | None = None
+    plan: PlanRecord, runtime: SimulatedRuntime, *, deadline_s: float | None = None
 ) -> tuple[Change, ...] | None:
     """Simulate what bounds a plan away, one thing at a time, and other machines that the user might choose.
 
@@ -106,7 +107,7 @@ def simulated_without(runtime: SimulatedRuntime, shape: StepShape) -> Iterator[W
     yield "update", None, measured.seconds - measured.update_s
 
 
-def _machines(plan: Solved, problem: Problem, runtime: SimulatedRuntime) -> Iterator[_Machine]:
+def _machines(plan: PlanRecord, problem: Problem, runtime: SimulatedRuntime) -> Iterator[_Machine]:
     trials = tuple(trial for trial in plan.trials if trial.samples_per_s is not None)
     labels = [device.label for device in plan.devices]
     if runtime.tracer.fake:  # real tensors of larger forwards might fill this machine
@@ -130,7 +131,9 @@ def _machines(plan: Solved, problem: Problem, runtime: SimulatedRuntime) -> Iter
         yield _Machine("alone", labels[index], alone, problem.alone(index, ceiling))
 
 
-def _larger(plan: Solved, problem: Problem, runtime: SimulatedRuntime, trials: tuple[Trial, ...]) -> Iterator[_Machine]:
+def _larger(
+    plan: PlanRecord, problem: Problem, runtime: SimulatedRuntime, trials: tuple[Trial, ...]
+) -> Iterator[_Machine]:
     for index, (_, label, relaxed) in zip(kinds_of(plan), memory_relaxed(plan, problem), strict=True):
         if _is_full(plan, index):
             yield _Machine("memory", label, _with_memory(runtime, (index,), NO_LIMIT_BYTES), relaxed, trials)
@@ -143,7 +146,7 @@ def _larger(plan: Solved, problem: Problem, runtime: SimulatedRuntime, trials: t
         yield _Machine("one_gib_more", label, _with_memory(runtime, (index,), GIB), more, trials)
 
 
-def _is_full(plan: Solved, index: int) -> bool:
+def _is_full(plan: PlanRecord, index: int) -> bool:
     return plan.devices[index].ceiling.limited_by == "memory"
 
 

@@ -505,7 +505,7 @@ def test_ctrl_c_while_arguments_are_read(monkeypatch, capsys):
     def interrupted(**_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autosplit.cli.main.keywords_given", interrupted)
+    monkeypatch.setattr("autosplit.cli.options.keywords_given", interrupted)
     assert main(["tune", "x.py", "--seed", "1"]) == 4
     assert capsys.readouterr().err.startswith("error: interrupted before there was any plan")
 

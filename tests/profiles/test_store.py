@@ -425,17 +425,6 @@ class TestStoreAndFind:
         with pytest.raises(ProfileError, match="can't be written"):
             store(KEY, PLAN)
 
-    def test_a_lock_that_is_held_is_named(self, monkeypatch, cache_dir):
-        import filelock
-
-        monkeypatch.setattr(profiles, "LOCK_TIMEOUT_S", 0.05)
-        (cache_dir / "profiles").mkdir(parents=True)
-        with (
-            filelock.FileLock(cache_dir / "profiles" / f"{KEY}.lock"),
-            pytest.raises(ProfileError, match=r"held for 0\.05 s"),
-        ):
-            store(KEY, PLAN)
-
     def test_processes_that_store_at_once_leave_one_whole_file(self, cache_dir):
         code = (
             f"import sys; sys.path[:0] = {sys.path!r}\n"
@@ -447,7 +436,7 @@ class TestStoreAndFind:
         ((path, plan),) = profiles.profiles()
         assert plan is not None
         assert plan.notes[0] in {name * 20_000 for name in "abcd"}
-        assert {found.suffix for found in path.parent.iterdir()} <= {".json", ".lock"}
+        assert {found.suffix for found in path.parent.iterdir()} == {".json"}
 
     def test_lists_the_newest_first_and_what_can_not_be_read(self):
         paths = [store(key, PLAN) for key in ("aa", "bb")] + [put("{", "cc")]
@@ -497,36 +486,13 @@ class TestHostileFiles:
         assert search_for().plan == PLAN
         assert path.with_suffix(".newer").read_text() == content
 
-    def test_one_that_was_replaced_meanwhile_is_used(self, monkeypatch):
-        path = put("{")
-        locked = profiles._locked
-
-        def replacing(path):
-            PLAN.save(path)
-            return locked(path)
-
-        monkeypatch.setattr(profiles, "_locked", replacing)
-        assert search_for() == profiles.Found(PLAN, path, ())
-        assert not path.with_suffix(".bad").exists()
-
-    @pytest.mark.parametrize("reason", ["held", "denied"])
-    def test_what_can_not_be_moved_is_said(self, monkeypatch, reason):
-        import filelock
+    def test_what_can_not_be_moved_is_said(self, monkeypatch):
+        def denied(*_: object) -> None:
+            raise PermissionError(13, "Permission denied")
 
         path = put("{")
-        if reason == "held":
-            monkeypatch.setattr(profiles, "LOCK_TIMEOUT_S", 0.05)
-            with filelock.FileLock(path.with_suffix(".lock")):
-                note = ignored(path)
-        else:
-
-            def denied(*_: object) -> None:
-                raise PermissionError(13, "Permission denied")
-
-            monkeypatch.setattr(profiles, "moved_aside", denied)
-            note = ignored(path)
-            assert "(Permission denied)" in note
-        assert "can't be moved aside" in note
+        monkeypatch.setattr(profiles, "moved_aside", denied)
+        assert ignored(path).endswith("it can't be moved aside (Permission denied): remove it")
         assert path.read_text() == "{"
 
     def test_a_deep_machine_is_ignored(self):
@@ -540,15 +506,6 @@ class TestHostileFiles:
         assert profiles.profiles() == ((path, None),)
         assert "it can't be read (Is a directory); expected a file; remove it" in ignored(path)
         assert (path / "own.txt").read_text() == "mine"
-
-    def test_a_lock_that_can_not_be_locked_is_named(self):
-        """It was the profile that could not be written, which nothing was wrong with."""
-        path = put("{")
-        lock = path.with_suffix(".lock")
-        lock.mkdir()
-        with pytest.raises(ProfileError, match=rf"{KEY}\.lock can't be locked \(Is a directory\); .*; remove it"):
-            store(KEY, PLAN)
-        assert f"it can't be moved aside: {lock} can't be locked (Is a directory)" in ignored(path)
 
     def test_files_are_their_owners_alone(self, tmp_path, monkeypatch):
         monkeypatch.setenv("AUTOSPLIT_CACHE_DIR", str(tmp_path / "new" / "cache"))

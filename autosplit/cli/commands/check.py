@@ -13,7 +13,7 @@ from autosplit.cli.workload_arguments import users_errors
 __all__ = ["check"]
 
 
-def check(spec: str, manner: Manner, *, model_options: Mapping[str, Any]) -> int:
+def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> int:
     """Check a workload, and print what was found."""
     from autosplit.probe import gradient_check as checks
     from autosplit.tuning.progress import Progress, fraction_of

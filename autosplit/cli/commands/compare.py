@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.exit_code import end_with_parent
+from autosplit.cli.options import price_given
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_json, progress
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, users_errors
@@ -23,23 +24,24 @@ EXIT_MISFIT = 3
 
 
 def compare(
-    spec: str,
-    devices: Sequence[str],
-    prices: Sequence[tuple[str, float]],
-    keywords: Mapping[str, Any],
     manner: Manner,
     *,
+    spec: str,
+    devices: Sequence[str] = (),
+    price: Sequence[str] = (),
     model_options: Mapping[str, Any],
+    **keywords: Any,
 ) -> int:
     """Tune for one machine after the other, and print them in one table.
 
     Args:
-        prices: Of machines, for an hour.
+        price: Of a machine, for an hour, each as it was typed.
         keywords: For `tune`; the time limit is for all machines together.
         model_options: Those of a model that is named, as `load_workload` takes them.
     """
     from autosplit.tuning import compare as comparing
 
+    prices = [price_given(text) for text in price]
     end_with_parent()
     if one_of_several():
         raise InputError(

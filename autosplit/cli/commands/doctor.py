@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["doctor"]
 
 
-def doctor(devices: str | None, save: str | None, manner: Manner) -> int:
+def doctor(manner: Manner, *, devices: str | None = None, save: str | None = None) -> int:
     """Examine this machine, print what was found, and `save` the rates of its cards to a file where one is named."""
     from autosplit.devices.examination import cards_toml
     from autosplit.tuning.doctor import examine

@@ -16,7 +16,9 @@ from autosplit.files import what_stands_at
 __all__ = ["export"]
 
 
-def export(which: str | None, to: str | None, manner: Manner, *, output: str | None, force: bool) -> int:
+def export(
+    manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool
+) -> int:
     """Print a plan's settings, or save them.
 
     Args:

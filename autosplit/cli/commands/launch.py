@@ -13,7 +13,7 @@ from autosplit.cli.output import Manner, note, print_json
 __all__ = ["launch"]
 
 
-def launch(arguments: Sequence[str], plan: str | None, manner: Manner, *, print_only: bool) -> int:
+def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None, print_only: bool) -> int:
     """Become torchrun; or print its command, as a line for a shell or as JSON."""
     from autosplit.cli.torchrun_job import launch_of
 

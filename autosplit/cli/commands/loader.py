@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["loader"]
 
 
-def loader(spec: str, keywords: Mapping[str, Any], manner: Manner) -> int:
+def loader(manner: Manner, *, spec: str, **keywords: Any) -> int:
     """Measure the loader of a file, and print what was found."""
     from autosplit.probe.loader_speed import measure_loader
     from autosplit.workload.from_file import load_loader

@@ -23,7 +23,7 @@ from autosplit.cli.workload_arguments import (
 __all__ = ["measure"]
 
 
-def measure(spec: str, keywords: dict[str, Any], manner: Manner, *, model_options: Mapping[str, Any]) -> int:
+def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **keywords: Any) -> int:
     """Measure a configuration, and print what was found."""
     end_with_parent()
     check_before_running(keywords, None)

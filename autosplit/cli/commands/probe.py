@@ -28,9 +28,9 @@ class Probing:
 
     spec: str
     model_options: dict[str, Any]
+    keywords: dict[str, Any]
     devices_spec: str | None
     roles: tuple[str, ...]
-    keywords: dict[str, Any]
     time_limit_s: float | None
     isolate: bool | None
     ceilings: list[Ceiling] = field(default_factory=list)
@@ -39,14 +39,26 @@ class Probing:
     simulated: bool = False
 
 
-def probe(asked: tuple[Any, ...], manner: Manner, *, plot: str | None) -> int:
+def probe(
+    manner: Manner,
+    *,
+    spec: str,
+    model_options: dict[str, Any],
+    devices: str | None = None,
+    role: Sequence[str] = (),
+    time_limit_s: float | None = None,
+    isolate: bool | None = None,
+    plot: str | None = None,
+    **keywords: Any,
+) -> int:
     """Find ceilings, and print what was found, also where something kept it from all of them.
 
     Args:
-        asked: The first arguments of `Probing`.
         plot: The picture's file; None for none.
+        keywords: For `find_ceiling`.
     """
-    probing = Probing(*asked)
+    roles = tuple(dict.fromkeys(role or ["rank"]))
+    probing = Probing(spec, model_options, keywords, devices, roles, time_limit_s, isolate)
     _check_before_probing(probing, plot)
     interrupted = False
     with stdout_kept_clean():

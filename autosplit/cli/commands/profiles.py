@@ -82,7 +82,7 @@ def _time_text(written_s: float) -> str | None:
         return None
 
 
-def show_path(key: str | None, manner: Manner) -> int:
+def show_path(manner: Manner, *, key: str | None = None) -> int:
     """Print the cache's folder, which may not exist yet, or the file of a profile."""
     path = str(profiles_folder() if key is None else profile_path(key))
     if manner.as_json:
@@ -94,7 +94,7 @@ def show_path(key: str | None, manner: Manner) -> int:
     return 0
 
 
-def remove_profiles(keys: Sequence[str], manner: Manner, *, everything: bool, confirmed: bool) -> int:
+def remove_profiles(manner: Manner, *, keys: Sequence[str] = (), everything: bool, confirmed: bool) -> int:
     """Remove profiles by the beginnings of their keys, and say which; none is removed unless all are found.
 
     `everything` takes all of them instead, and `confirmed` asks no question.

@@ -12,7 +12,7 @@ from autosplit.errors import InputError
 __all__ = ["report"]
 
 
-def report(which: str | None, output: str, manner: Manner, *, force: bool) -> int:
+def report(manner: Manner, *, which: str | None = None, output: str, force: bool) -> int:
     """Write a plan's page.
 
     Args:

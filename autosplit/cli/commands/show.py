@@ -17,7 +17,7 @@ from autosplit.profiles.store import profile_paths, read_profile
 __all__ = ["show", "show_profile"]
 
 
-def show(which: str | None, manner: Manner) -> int:
+def show(manner: Manner, *, which: str | None = None) -> int:
     """Print the plan of a file or of a key's beginning; without either the newest profile, below a list of them."""
     found = _newest(manner) if which is None else stored_plan(which)
     if found is not None:
@@ -25,10 +25,10 @@ def show(which: str | None, manner: Manner) -> int:
     return 0
 
 
-def show_profile(key: str | None, manner: Manner) -> int:
+def show_profile(manner: Manner, *, key: str | None = None) -> int:
     """Print a remembered plan; None for the newest."""
     if key is None:
-        return show(None, manner)
+        return show(manner)
     path = profile_path(key)
     _print(path, read_profile(path), manner)
     return 0

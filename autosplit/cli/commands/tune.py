@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from autosplit.cli.workload_arguments import (
     sendable,
     users_errors,
 )
-from autosplit.errors import PlanError
+from autosplit.errors import InputError, PlanError
 from autosplit.text import without_passwords
 
 if TYPE_CHECKING:
@@ -38,7 +38,13 @@ __all__ = ["tune"]
 
 
 def tune(
-    spec: str, keywords: dict[str, Any], manner: Manner, *, model_options: Mapping[str, Any], output: str | None
+    manner: Manner,
+    *,
+    spec: str,
+    devices: Sequence[str] = (),
+    model_options: Mapping[str, Any],
+    output: str | None = None,
+    **keywords: Any,
 ) -> int:
     """Tune a workload, print its plan, and save it where that was asked for.
 
@@ -47,6 +53,7 @@ def tune(
         model_options: Those of a model that is named, as `load_workload` takes them.
     """
     end_with_parent()
+    keywords = {**_one_machine(spec, devices), **keywords}
     check_before_running(keywords, output)
     lengths = {"lengths": lengths_in(keywords["lengths"])} if "lengths" in keywords else {}
     folder = Path.cwd()
@@ -89,6 +96,17 @@ def tune(
     if unsaved is not None:
         raise unsaved  # only now: what took so long to find has been shown
     return 0 if interrupted is None else EXIT_INTERRUPTED
+
+
+def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
+    """Return the one device spec that a plan is for as a keyword; several machines are another command's."""
+    if len(devices) > 1:
+        several = shlex.join(word for one in devices for word in ("--devices", one))
+        raise InputError(
+            f"--devices is given {len(devices)} times; expected it once, for one plan; to see several machines side by "
+            f"side run autosplit compare {shlex.quote(spec)} {several}"
+        )
+    return {"devices": devices[0]} if devices else {}
 
 
 def _loaded(spec: str | None) -> dict[str, Any]:
