@@ -246,6 +246,11 @@ def tune_command(
         "The model's layers, by their class: tries none, every second and all of them checkpointed; auto for those of "
         "transformers. Default: the model as it is.",
     ),
+    fits: Text = option(
+        "resume|save|eval",
+        "What else has to fit: a checkpoint that was loaded onto the device, a copy that is being saved, evaluation. "
+        "Several, as in resume,eval. Default: nothing.",
+    ),
     seq_len: Text = SEQ_LEN,
     image_size: Text = IMAGE_SIZE,
     task: Text = TASK,
@@ -270,6 +275,7 @@ def compare_command(
     strategy: Text = option("auto|balanced|ddp", "As for tune."),
     precision: Text = option("none|bf16|fp16", "As for tune."),
     checkpointing: Text = option("auto|CLASS", "As for tune."),
+    fits: Text = option("resume|save|eval", "As for tune."),
     effective_batch_size: Text = option("N|LEAST:MOST", "As for tune."),
     max_batch_size: Text = option("N", "As for tune."),
     reserve: Text = option("SIZE|SHARE", "As for tune."),
@@ -317,9 +323,10 @@ def probe_command(
     spec: SameWorkload,
     devices: Text = option("SPEC", "As for tune. Default: every visible GPU; without any, cpu."),
     role: list[str] | None = option(
-        "primary|replica|rank|eval",
-        "What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward "
-        "without gradients. May be given several times. Default: rank.",
+        "primary|replica|rank|eval|resume|save",
+        "What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward without "
+        "gradients, a DDP process beside a loaded checkpoint or a copy that is being saved. May be given several "
+        "times. Default: rank.",
     ),
     max_batch_size: Text = option("N", "Look no further."),
     reserve: Text = RESERVE,

@@ -377,6 +377,10 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
     if plan.checkpointed:
         rows.append(("checkpointed", _layers_text(plan.checkpointed)))
+    if plan.fits is not None:
+        most = "/".join(f"{ceiling.batch_size:,}" for ceiling in plan.fits.evaluation)
+        roles = [f"{role} {most}".strip() if role == "eval" else role for role in plan.fits.roles]
+        rows.append(("also fits", ", ".join(roles)))
     if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
         workers = plan.loader_settings.num_workers
         said = f"{rate_text(plan.loader_samples_per_s)} with {workers} worker{'s' * (workers != 1)}"

@@ -33,10 +33,12 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     """Refuse bad flags before the user's file runs, which may take long."""
     from autosplit.devices.device import parse_reserve
     from autosplit.devices.spec import parse_devices
+    from autosplit.workload.fits import checked_fits
 
     if "devices" in keywords:
         parse_devices(keywords["devices"], ask_memory=False)
     parse_reserve(keywords.get("reserve"))
+    checked_fits(keywords.get("fits", ()))
     if output is not None and "\0" in output:
         raise InputError(
             f"--output {output!r} has a null character in it; expected a file's name; write it as plan.json"

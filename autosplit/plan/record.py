@@ -269,6 +269,8 @@ class PlanRecord:
         self._require(others in (0, len(self.split)), "region", f"ceilings for {len(self.split) - 1} other devices")
         self._require(_fits_devices(self.fit, len(self.split)), "fit", f"{len(self.split)} curves of measured times")
         self._require(self.lengths is None or self.lengths.is_sound, "lengths", "points of falling length")
+        evaluation = 0 if self.fits is None else len(self.fits.evaluation)
+        self._require(evaluation in (0, len(self.split)), "fits", f"an evaluation on each of {len(self.split)} devices")
         unfit = _unfit_number(self)
         if unfit is not None:
             raise PlanError(f"{unfit}; expected a number from 0 to less than 2^62; tune again")

@@ -287,7 +287,8 @@ class StepRunner:
         if self._has_state or shape.arrangement == "eval":
             return 1
         self._has_state = True
-        return 2  # in the first of all the optimizer's state appears
+        # In the first of all the optimizer's state appears, in the second copies of it.
+        return 3 if {"resume", "save"} & {*self.tracer.workload.fits} else 2
 
     def count(self, steps: int, ooms: int = 0) -> None:
         """Add steps that were run; simulated ones were not."""

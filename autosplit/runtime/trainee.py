@@ -54,8 +54,8 @@ class Trainee:
         left: What the last step left on the first device, whoever keeps it: the next begins with it.
         grown_bytes: By how much that was more than what the last step had found there.
         peak_bytes: The most that the first device held in the last step.
-        copies: What is there twice for the workload's `fits`, from the end of the first step on: parameters and
-            buffers, and the optimizers' state.
+        copies: What is there twice for the workload's `fits`, from the second step on: parameters and buffers, and the
+            optimizers' state.
         draws: Numbers that its steps draw to decide by.
     """
 
@@ -72,6 +72,7 @@ class Trainee:
     draws: ExtremeDraws = field(default_factory=ExtremeDraws)
     copies: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = ((), ())
     _updated: bool = False
+    _has_stepped: bool = False
 
     def batch(self, n: int) -> Any:
         """Make a batch of `n` samples, fake for a fake trainee; what the sample batch shares is marked as `Whole`."""
@@ -153,6 +154,8 @@ class Trainee:
         """
         workload = self.workload
         device_type = device_type_of(self.models)
+        if updates and self._has_stepped:
+            self._copy_what_has_to_fit()
         if workload.step is not None:
             assert len(batches) == 1, "a custom step can't be accumulated"
             mark("micro")
@@ -177,8 +180,7 @@ class Trainee:
                 (update or self.update)()
         for optimizer in optimizers_of(self.optimizers):
             optimizer.zero_grad(set_to_none=True)
-        if updates:
-            self._copy_what_has_to_fit()
+        self._has_stepped |= updates
 
     def _scaled(self, loss: Tensor) -> Tensor:
         if self.workload.precision != "fp16":

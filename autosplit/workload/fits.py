@@ -20,8 +20,8 @@ def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         WorkloadError: There is no such thing.
     """
-    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else [*given]
-    for name in names:
-        if name not in FITS:
-            raise WorkloadError(f"fits names {name!r:.80}; expected some of {', '.join(FITS)}; leave the rest out")
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+    wrong = [name for name in names if name not in FITS] if isinstance(names, (list, tuple)) else [given]
+    if wrong:
+        raise WorkloadError(f"fits has {wrong[0]!r:.80}; expected some of {', '.join(FITS)}; leave the rest out")
     return tuple(name for name in FITS if name in names)

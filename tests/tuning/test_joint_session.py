@@ -379,6 +379,7 @@ SLOW_SCENARIOS: dict[str, Callable[[], Any]] = {
     "waits": waiting_for_another,
     "less memory": with_less_memory,
     "unlike cards": with_unlike_cards,
+    "fits": lambda: tune(workload(), profile="off", n_trials=1, fits="save,eval").to_json(),
 }
 
 
@@ -484,6 +485,18 @@ class TestTwoRanks:
         assert plan_of(slow_ranks, "unused").ddp.options.find_unused_parameters
         tuned = Plan.from_json(found_by(ranks, "tuned")[0]["plan"], source="a scenario")
         assert not tuned.ddp.options.find_unused_parameters
+
+    @pytest.mark.slow
+    def test_leave_room_for_what_is_saved_and_evaluate_each_for_itself(self, ranks: Any, slow_ranks: Any) -> None:
+        plan = plan_of(slow_ranks, "fits")
+        tuned = Plan.from_json(found_by(ranks, "tuned")[0]["plan"], source="a scenario")
+        assert plan.fits is not None
+        large, small = (ceiling.batch_size for ceiling in plan.fits.evaluation)
+        assert large > small > 0
+        pairs = zip(plan.ddp.ranks, tuned.ddp.ranks, strict=True)
+        more_bytes = [kept.ceiling.fixed_bytes - free.ceiling.fixed_bytes for kept, free in pairs]
+        assert more_bytes == pytest.approx([plan.fits.copies_bytes] * 2, abs=1024)
+        assert plan.fits.copies_bytes > 4096
 
     def test_a_rank_that_lacks_memory_is_everyones_failed_step_and_no_more(self, ranks: Any) -> None:
         one, other = found_by(ranks, "without memory")
