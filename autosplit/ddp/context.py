@@ -175,7 +175,7 @@ class Context:
 
         Args:
             num_samples: Length of the data set, the same on every rank.
-            shuffle: Draw in a new order each epoch (`set_epoch`, on every rank).
+            shuffle: Draw in a new order each epoch: `steps` counts them, or `set_epoch` on every rank chooses one.
             seed: Of that order, the same on every rank.
             drop_last: Leave out the epoch's last step where it is short of samples.
 
@@ -203,7 +203,7 @@ class Context:
 
         Args:
             lengths: Of each sample of the data set, the same on every rank.
-            shuffle: Draw in a new order each epoch (`set_epoch`, on every rank).
+            shuffle: Draw in a new order each epoch: `steps` counts them, or `set_epoch` on every rank chooses one.
             seed: Of that order, the same on every rank.
 
         Raises:

@@ -9,6 +9,7 @@ from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.torchrun import PLAN_VARIABLE, refuse_unfit
 from autosplit.profiles.key import key_of
+from autosplit.profiles.store import KEY_DIGITS
 from autosplit.profiles.validity import usable_here
 from autosplit.text import listed, printable
 
@@ -31,28 +32,28 @@ def plan_for_job(
         plan = profile
     else:
         given = os.environ.get(PLAN_VARIABLE) if profile is None else profile
-        plan, path = (Plan.load(given), Path(given)) if given else _remembered_plan(profile, world_size)
+        plan, path = (Plan.load(given), Path(given)) if given else _remembered_plan(world_size)
     refuse_unfit(plan)
     return plan, path
 
 
-def _remembered_plan(profile: object, world_size: int | None) -> tuple[Plan, Path]:
+def _remembered_plan(world_size: int | None) -> tuple[Plan, Path]:
     """Return the only plan in the cache that this machine and this job can use."""
     ranked = [(plan, path) for path, plan in usable_here() if plan.ddp.ranks]
     usable = _fastest_ways([found for found in ranked if world_size in (None, len(found[0].ddp.ranks))])
     if len(usable) == 1:
         return usable[0]
     job = "" if world_size is None else f" and {world_size} process{'es' * (world_size > 1)}"
-    given = f"no plan is given: profile is {profile!r} and {PLAN_VARIABLE} is not set"
     if not usable:
         raise PlanError(
-            f"{given}, and none that is remembered is for this machine{job}; expected a plan, or the file of one; make "
-            f"one with autosplit tune FILE, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote"
+            f"no plan is named, and none that is remembered is for this machine{job}; expected a plan, or the file of "
+            f"one; make one with autosplit tune FILE, or set {PLAN_VARIABLE} to the file that plan.save(path) wrote"
         )
-    all_of_them = listed([f"{path} ({described(plan)})" for plan, path in usable], _SHOWN, separator="; ", last="; ")
+    keys = [f"{path.stem[:KEY_DIGITS]} ({described(plan)})" for plan, path in usable]
     raise PlanError(
-        f"{given}, and {len(usable)} that are remembered are for this machine{job}: {all_of_them}; "
-        f"expected one; pass the one that is meant (launch --plan), or set {PLAN_VARIABLE} to its file"
+        f"no plan is named, and {len(usable)} that are remembered are for this machine{job}: "
+        f"{listed(keys, _SHOWN, separator='; ', last='; ')}; expected one; name it by its key, as in autosplit launch "
+        f"--plan {usable[0][1].stem[:KEY_DIGITS]} train.py, or set {PLAN_VARIABLE} to its file"
     )
 
 
@@ -71,4 +72,6 @@ def described(plan: Plan) -> str:
     """Name a plan's model and sizes, in a few words."""
     sizes = ", ".join(str(settings.batch_size) for settings in plan.ddp.ranks)
     model = printable(plan.workload.get("model", "a model"), longest=300)
-    return f"{model}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"
+    count = plan.workload.get("parameters")
+    size = f" of {count:,} parameters" if isinstance(count, int) else ""
+    return f"{model}{size}, {sizes} samples x {plan.ddp.ranks[0].accumulation_steps}"

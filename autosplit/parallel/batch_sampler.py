@@ -100,7 +100,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         num_samples: Samples in the dataset, 1 or more.
         batch_size: Samples per forward over all devices, 1 or more.
         effective_batch_size: Samples per optimizer step, 1 or more.
-        shuffle: Whether to draw a new order for each epoch (see `set_epoch`); otherwise the dataset's own order.
+        shuffle: Whether to draw a new order for each epoch, which `steps` counts unless `set_epoch` chooses it;
+            otherwise the dataset's own order.
         seed: The order depends on `seed` plus the epoch only. The generator is this sampler's own, so that no global
             random state is read or changed.
         drop_last: Whether to leave out the last step of the epoch where it is short of samples.
@@ -142,6 +143,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 f"{self.rank_slice.batch_size}; expected the same; pass their sum"
             )
         self.epoch = 0
+        self._has_ended = False
         self.samples_consumed = 0
         self._start_step = 0
 
@@ -188,6 +190,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             InputError: `epoch` is negative or not a whole number.
         """
         before, self.epoch = self.epoch, whole_number("epoch", epoch)
+        self._has_ended = False
         if self.epoch != before:
             self.samples_consumed = self._start_step = 0
 
@@ -241,6 +244,15 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 "the sampler as it was, or begin the epoch anew"
             )
         self._step_after(state["samples_consumed"], whole_number("epoch", state["epoch"]))
+
+    def begin_epoch(self) -> None:
+        """Go on to the next epoch where the last one was walked to its end and none was chosen since."""
+        if self._has_ended:
+            self.set_epoch(self.epoch + 1)
+
+    def end_epoch(self) -> None:
+        """Note that the epoch was walked to its end; `steps` does it."""
+        self._has_ended = True
 
     def consume(self, num_samples: int) -> None:
         """Count what an optimizer step has consumed; `steps` does it."""

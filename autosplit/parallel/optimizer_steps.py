@@ -373,6 +373,7 @@ def _scheduled_steps(
     count: Callable[[Any], int] | None,
     over_ranks: Callable[[int], int],
 ) -> Iterator[OptimizerStep]:
+    sampler.begin_epoch()
     start_step = sampler.start_step  # before iter(): workers begin to draw there, which spends it
     schedule = sampler.schedule
     sampler.samples_consumed = sum(step.num_samples for step in schedule[:start_step])
@@ -410,6 +411,7 @@ def _scheduled_steps(
             "the loader gave more batches than its sampler's schedule; expected one per micro-batch; pass a loader "
             "that doesn't repeat or add batches"
         )
+    sampler.end_epoch()
 
 
 def _held_steps(

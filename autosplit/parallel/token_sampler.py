@@ -30,7 +30,7 @@ class TokenBatchSampler(ScheduledBatchSampler):
         split: Samples of the longest length that each device, or each rank, gets in a full forward.
         effective_batch_size: As of `ScheduledBatchSampler`.
         keeps_effective: Every step has exactly `effective_batch_size` samples; otherwise every batch is a step.
-        shuffle: Draw a new order for each epoch, see `set_epoch`.
+        shuffle: Draw a new order for each epoch, as `ScheduledBatchSampler`.
         seed: Of that order.
         rank: Whose part of every batch to hand out; None for all of it.
 

@@ -220,10 +220,10 @@ class Plan(PlanRecord):
         """
         from autosplit.parallel.balanced import BalancedDataParallel
         from autosplit.parallel.checkpointed import checkpoint_layers
-        from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
+        from autosplit.plan.other_model import refuse_no_model, warn_of_other_model
 
         self._refuse_simulated("wrap a model")
-        refuse_wrapped(model)
+        refuse_no_model(model)
         warn_of_other_model(self, model, stacklevel=2)
         devices = self.devices_here()
         model = moved(model, devices[0])
@@ -252,7 +252,7 @@ class Plan(PlanRecord):
 
         Args:
             num_samples: Length of the data set.
-            shuffle: Draw in a new order each epoch (`set_epoch`).
+            shuffle: Draw in a new order each epoch: `steps` counts them, or `set_epoch` chooses one.
             seed: Of that order.
             drop_last: Leave out the epoch's last step where it is short of samples.
 
@@ -281,7 +281,7 @@ class Plan(PlanRecord):
 
         Args:
             lengths: Of each sample, as `tune` was given them: a list, an array or a tensor.
-            shuffle: Draw in a new order each epoch (`set_epoch`).
+            shuffle: Draw in a new order each epoch: `steps` counts them, or `set_epoch` chooses one.
             seed: Of that order.
 
         Raises:
@@ -322,7 +322,7 @@ class Plan(PlanRecord):
 
         Args:
             dataset: With an index and a length.
-            shuffle: Draw in a new order each epoch (``loader.batch_sampler.set_epoch``).
+            shuffle: Draw in a new order each epoch: `steps` counts them, or ``loader.batch_sampler.set_epoch``.
             seed: Of that order.
             drop_last: Leave out the epoch's last step where it is short of samples.
             **options: Of ``torch.utils.data.DataLoader``, in place of what was found.

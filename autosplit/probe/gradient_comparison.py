@@ -292,7 +292,7 @@ class Comparison:
         looping = "; and in the loop step.backward(loss / step.weight)" if reduction == "sum" else ""
         return (
             f"it is a {reduction} over the samples, and loss_reduction={self.workload.loss_reduction!r} was given: "
-            f"pass loss_reduction={reduction!r} to the Workload{looping}"
+            f"pass loss_reduction={reduction!r}, as in tune(Workload(..., loss_reduction={reduction!r})){looping}"
         )
 
     def _split_advice(self, whole: Gradients, rule: Rule | None) -> str:

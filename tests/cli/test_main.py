@@ -786,7 +786,10 @@ def test_progress_is_told_unless_it_is_to_be_quiet(script, probed, monkeypatch, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--role", "boss"], "--role 'boss': expected one of primary, replica, rank, eval, resume, save; choose one of them"),
+        (
+            ["--role", "boss"],
+            "--role 'boss': expected one of primary, replica, rank, eval, resume, save; choose one of them",
+        ),
         (["--time-limit-s", "0"], "--time-limit-s 0: expected seconds, above 0"),
         (["--time-limit-s", "nan"], "--time-limit-s nan: expected"),
         (["--max-batch-size", "x"], "--max-batch-size 'x': expected a whole number"),

@@ -90,11 +90,17 @@ def test_the_line_is_a_shells(plan_file, capsys):
     ]
 
 
+def test_a_script_that_is_not_there_is_refused_before_torchrun_starts(plan_file, capsys):
+    """torchrun's own answer was a traceback."""
+    assert main(["launch", "--plan", plan_file, "none.py"]) == 2
+    assert "none.py does not exist; expected a training script" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["launch"], "Missing argument"),
-        (["launch", "train.py"], "no plan is given"),
+        (["launch", "train.py"], "no plan is named"),
         (["launch", "--plan", "none.json", "train.py"], "can't be read"),
     ],
 )

@@ -352,7 +352,7 @@ class TestOneProcess:
     def test_no_plan(self) -> None:
         with pytest.raises(
             PlanError,
-            match=r"profile is None and AUTOSPLIT_PROFILE is not set.* autosplit tune FILE, or set AUTOSPLIT_PROFILE",
+            match=r"no plan is named, and none .* autosplit tune FILE, or set AUTOSPLIT_PROFILE",
         ):
             ddp.setup().__enter__()
 

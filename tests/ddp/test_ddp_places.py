@@ -366,7 +366,7 @@ class TestRememberedPlans:
         remembered("a2", "cpu:2GiB")
         with pytest.raises(
             PlanError,
-            match=r"2 that are remembered are for this machine and 1 process: .*a[12]\.json \(Net, 4 samples x 1\)",
+            match=r"2 that are remembered are for this machine and 1 process: a[12] \(Net, 4 samples x 1\)",
         ) as caught:
             ddp.setup().__enter__()
         assert "or set AUTOSPLIT_PROFILE to its file" in str(caught.value)

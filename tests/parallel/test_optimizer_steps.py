@@ -180,6 +180,50 @@ class TestScheduledBatchSampler:
             ScheduledBatchSampler(23, 4, 10).set_epoch(-1)
 
 
+class TestEpochs:
+    """A loop without `set_epoch` had the same order in every epoch."""
+
+    @staticmethod
+    def walked(loader: DataLoader[Any], most: int | None = None) -> list[int]:
+        seen: list[int] = []
+        for step in steps(loader, batch_size=4, effective_batch_size=10):
+            for (batch,) in step:
+                seen += batch.tolist()
+                step.backward(torch.zeros(1, requires_grad=True))
+            if most is not None and len(seen) >= most:
+                break
+        return seen
+
+    @staticmethod
+    def loader(workers: int = 0) -> DataLoader[Any]:
+        sampler = ScheduledBatchSampler(NUM_SAMPLES, 4, 10, shuffle=True)
+        return DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_sampler=sampler, num_workers=workers)
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_each_walk_to_the_end_draws_anew(self, workers: int) -> None:
+        loader, chosen = self.loader(workers), self.loader()
+        for epoch in range(3):
+            chosen.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+            assert self.walked(loader) == self.walked(chosen)
+
+    def test_one_that_is_broken_off_begins_again(self) -> None:
+        loader = self.loader()
+        assert self.walked(loader, 10) == self.walked(loader)[:10]
+
+    def test_one_that_is_chosen_is_walked(self) -> None:
+        loader = self.loader()
+        first = self.walked(loader)
+        loader.batch_sampler.set_epoch(0)  # type: ignore[union-attr]
+        assert self.walked(loader) == first
+
+    def test_an_epoch_that_had_ended_when_it_was_saved_is_followed_by_the_next(self) -> None:
+        loader, resumed = self.loader(), self.loader()
+        self.walked(loader)
+        resumed.batch_sampler.load_state_dict(loader.batch_sampler.state_dict())  # type: ignore[union-attr]
+        assert self.walked(resumed) == []
+        assert self.walked(resumed) == self.walked(loader)
+
+
 class TestGradients:
     # 23 samples: short last micro-batches, short last steps, whole ones, one step only, a batch above the effective.
     SIZES = pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autosplit.cli.named_plan import plan_file
 from autosplit.cli.output import Manner, note, print_json
+from autosplit.errors import InputError
 
 __all__ = ["launch"]
 
@@ -26,8 +27,11 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
     if print_only:
         sys.stdout.write(found.line() + "\n")
         return 0
+    script = next((argument for argument in arguments if argument.endswith(".py")), None)
+    if script is not None and not Path(script).exists():
+        raise InputError(f"{script} does not exist; expected a training script; check the path")
     note(f"plan: {found.told}", manner)
-    if script := _script_without_setup(arguments):
+    if script is not None and _lacks_setup(script):
         note(
             f"{script} does not name autosplit: unless a module of it calls autosplit.ddp.setup(), each process trains "
             "a model of its own on every sample",
@@ -37,10 +41,8 @@ def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None,
     raise AssertionError("this process is torchrun now")
 
 
-def _script_without_setup(arguments: Sequence[str]) -> str | None:
-    """Return the script that torchrun is to run, if nothing in it is from here."""
-    script = next((argument for argument in arguments if argument.endswith(".py")), None)
+def _lacks_setup(script: str) -> bool:
+    """Tell whether nothing in a script is from here."""
     with suppress(OSError, UnicodeDecodeError):  # torchrun says what is wrong with it
-        if script is not None and "autosplit" not in Path(script).read_text(encoding="utf-8"):
-            return script
-    return None
+        return "autosplit" not in Path(script).read_text(encoding="utf-8")
+    return False
