@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from autosplit.errors import InputError, shown
+from autosplit.errors import InputError
 from autosplit.plan.record import PlanRecord
 from autosplit.text import printable
 
-__all__ = ["OtherModelWarning", "parameters_in", "refuse_no_model", "warn_of_other_model"]
+__all__ = ["OtherModelWarning", "parameters_in", "refuse_wrapped", "warn_of_other_model"]
 
 
 class OtherModelWarning(UserWarning):
@@ -20,20 +20,14 @@ def parameters_in(model: Any) -> int | None:
     """Count a model's parameters; None where there is no model, or they have no size yet."""
     try:
         return sum(int(parameter.numel()) for parameter in model.parameters())
-    except (AttributeError, RuntimeError, ValueError):  # a function that makes it; torch's lazy parameters
+    except (AttributeError, TypeError, RuntimeError, ValueError):  # what makes it; torch's lazy parameters
         return None
 
 
-def refuse_no_model(model: Any) -> None:
-    """Refuse what is no model, and one in a wrapper already, which would cut each share again; raise InputError."""
+def refuse_wrapped(model: Any) -> None:
+    """Refuse a model that is in a wrapper already, which would cut each share again; raise InputError."""
     from torch import nn
 
-    if not isinstance(model, nn.Module):
-        is_class = isinstance(model, type)
-        raise InputError(
-            f"model is {'the class ' if is_class else ''}{model.__name__ if is_class else shown(model)}; expected an "
-            "nn.Module; pass the model that is trained"
-        )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InputError(
             f"model is in a {type(model).__name__} already; expected the model within; pass model.module, or use the "

@@ -220,10 +220,10 @@ class Plan(PlanRecord):
         """
         from autosplit.parallel.balanced import BalancedDataParallel
         from autosplit.parallel.checkpointed import checkpoint_layers
-        from autosplit.plan.other_model import refuse_no_model, warn_of_other_model
+        from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
 
         self._refuse_simulated("wrap a model")
-        refuse_no_model(model)
+        refuse_wrapped(model)
         warn_of_other_model(self, model, stacklevel=2)
         devices = self.devices_here()
         model = moved(model, devices[0])
