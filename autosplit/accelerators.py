@@ -115,7 +115,7 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
         InputError: It is no module; or it has new parameters, and something holds the old ones, which an optimizer
             would train.
     """
-    if not hasattr(module, "named_parameters"):
+    if isinstance(module, type) or not hasattr(module, "named_parameters"):
         raise InputError(f"model is {shown(module)}; expected an nn.Module; pass the model that was tuned for")
     before = dict(module.named_parameters())
     module.to(device)

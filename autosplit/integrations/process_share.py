@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,13 @@ class Share:
         )
 
     def batch_sampler(
-        self, num_samples: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+        self,
+        num_samples: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        order: Callable[[int], Sequence[int]] | None = None,
     ) -> MarkingBatchSampler:
         """Return a batch sampler that hands out this process's part of every micro-batch."""
         made = MarkingBatchSampler(
@@ -118,6 +124,7 @@ class Share:
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
+            order=order,
             rank_slice=RankSlice(self.place.rank, self.batch_sizes),
         )
         if self.num_processes > 1:

@@ -7,9 +7,12 @@ mark travels with the samples: through the workers, and past what skips batches 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,8 +25,9 @@ from torch.utils.data.dataloader import default_collate
 
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share, Uncounted
+from autosplit.rng import kept_rng
 
-__all__ = ["is_shuffled", "loader_options", "taken_mark"]
+__all__ = ["loader_options", "order_of", "taken_mark"]
 
 MARK = "autosplit_uncounted"
 """A key of a batch, there where it counts for nothing."""
@@ -79,19 +83,58 @@ def taken_mark(batch: Any) -> bool:
     return bool(batch.pop(MARK, False)) if isinstance(batch, dict) else False
 
 
-def is_shuffled(loader: Any) -> bool | None:
-    """Tell whether a loader draws every sample once in a new order, or in the data set's own; None where neither."""
+class SampledOrder:
+    """The order of an epoch, drawn by a sampler of the user's own: one that groups by length, for instance.
+
+    Whatever the sampler draws by is seeded, so that every process has the same order, and put back afterwards.
+
+    Args:
+        sampler: Yields samples, or batches of them.
+        seed: The order depends on it and the epoch.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler, self._seed = sampler, seed
+
+    def __call__(self, epoch: int) -> list[int]:
+        """Draw the order of an epoch."""
+        own = [one for one in (getattr(self._sampler, "generator", None),) if isinstance(one, torch.Generator)]
+        with kept_rng(own):
+            for generator in (torch.default_generator, *own):
+                generator.manual_seed(self._seed + epoch)
+            random.seed(self._seed + epoch)
+            np.random.seed((self._seed + epoch) % 2**32)  # noqa: NPY002  # which is what a sampler draws by
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(epoch)
+            drawn = [*self._sampler]
+        return [int(one) for part in drawn for one in (part if isinstance(part, (list, tuple)) else [part])]
+
+    def is_of(self, num_samples: int) -> bool:
+        """Tell whether it is of every sample of a data set, once each."""
+        return sorted(self(0)) == [*range(num_samples)]
+
+
+def order_of(loader: Any, seed: int = 0) -> bool | SampledOrder | None:
+    """Tell whether a loader draws every sample once in a new order, or in the data set's own.
+
+    Returns:
+        True, False, or the order where a sampler of the user's own draws it; None where samples are left out or
+        repeated.
+    """
     drawn = getattr(loader, "batch_sampler", None)
     while (inner := getattr(drawn, "batch_sampler", None)) is not None:
         drawn = inner  # accelerate's own deal the batches of this one out
-    sampler = getattr(drawn, "sampler", None)
-    if type(drawn) is not BatchSampler:
-        return None
+    sampler = drawn.sampler if type(drawn) is BatchSampler else drawn
     if isinstance(sampler, DistributedSampler):  # it deals out, which the shares do in its place
         return bool(sampler.shuffle)
     if isinstance(sampler, RandomSampler):
         return None if sampler.replacement or sampler.num_samples != len(loader.dataset) else True
-    return False if isinstance(sampler, SequentialSampler) else None
+    if isinstance(sampler, SequentialSampler):
+        return False
+    if sampler is None or getattr(sampler, "replacement", False):
+        return None
+    order = SampledOrder(sampler, seed)
+    return order if order.is_of(len(loader.dataset)) else None
 
 
 def loader_options(
@@ -130,11 +173,11 @@ def loader_options(
             "the training loader's batch_size is None, by which the data set makes the batches; expected one that is "
             "made of samples, of which each process can take its share; give it a batch size, whatever it is"
         )
-    in_new_order = is_shuffled(loader)
-    if in_new_order is None:
+    order = order_of(loader, seed)
+    if order is None:
         raise InputError(
-            f"the training loader draws by a {_drawn_by(loader)}; expected every sample once an epoch, in order or "
-            "shuffled, because a plan's shares are parts of that; leave the sampler out, or train with autosplit.ddp, "
+            f"the training loader draws by a {_drawn_by(loader)}; expected every sample once an epoch, in any "
+            "order, because a plan's shares are parts of that; leave the sampler out, or train with autosplit.ddp, "
             "whose steps take any loader"
         )
     workers = loader.num_workers
@@ -143,8 +186,9 @@ def loader_options(
         "dataset": MarkingDataset(dataset) if marks else dataset,
         "batch_sampler": share.batch_sampler(
             len(dataset),
-            shuffle=in_new_order if shuffle is None else shuffle,
+            shuffle=bool(order) if shuffle is None else shuffle,
             seed=seed,
+            order=order if shuffle is None and isinstance(order, SampledOrder) else None,
             drop_last=getattr(loader.batch_sampler, "drop_last", False) if drop_last is None else drop_last,
         ),
         "collate_fn": MarkingCollate(collate) if marks else collate,

@@ -380,7 +380,7 @@ def _refuse_unfit(args: Any) -> None:
         "deepspeed": args.deepspeed,
         "fsdp": args.fsdp,
         "parallelism_config": args.parallelism_config,
-        "train_sampling_strategy": args.train_sampling_strategy not in {"random", "sequential"},
+        "train_sampling_strategy": args.train_sampling_strategy == "batch_rebalance",
     }
     for name, value in asked.items():
         if value:

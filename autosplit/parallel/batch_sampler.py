@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         seed: The order depends on `seed` plus the epoch only. The generator is this sampler's own, so that no global
             random state is read or changed.
         drop_last: Whether to leave out the last step of the epoch where it is short of samples.
+        order: Draws the order of an epoch in place of a permutation: every sample once, the same on every rank.
         rank_slice: Which part of every micro-batch to hand out, for a rank of a DDP job; None for all of it. All ranks
             draw the same order and hand out equally many micro-batches; see `RankSlice.part_of` for an empty part.
 
@@ -128,6 +129,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        order: Callable[[int], Sequence[int]] | None = None,
         rank_slice: RankSlice | None = None,
     ) -> None:
         self.num_samples = whole_number("num_samples", num_samples, minimum=1)
@@ -136,6 +138,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.seed = whole_number("seed", seed)
         self.drop_last = drop_last
+        self._draw = order
         self.rank_slice = RankSlice(0, (self.batch_size,)) if rank_slice is None else rank_slice
         if self.rank_slice.batch_size != self.batch_size:
             raise InputError(
@@ -300,6 +303,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     def _order(self, epoch: int) -> Sequence[int] | torch.Tensor:
         if not self.shuffle:
             return range(self.num_samples)
+        if self._draw is not None:
+            return self._draw(epoch)
         generator = torch.Generator().manual_seed(self.seed + epoch)
         return torch.randperm(self.num_samples, generator=generator)
 

@@ -467,7 +467,7 @@ class TestRefusals:
             make_trainer("bert", simulated_plan(), make_args(tmp_path))
 
     @pytest.mark.parametrize(
-        ("option", "value"), [("auto_find_batch_size", True), ("train_sampling_strategy", "group_by_length")]
+        ("option", "value"), [("auto_find_batch_size", True), ("train_sampling_strategy", "batch_rebalance")]
     )
     def test_arguments_that_draw_batches_of_their_own(self, tmp_path, option, value):
         with pytest.raises(InputError, match=f"{option} is {value!r}; expected it off"):
@@ -481,6 +481,21 @@ class TestRefusals:
         plan = replace(shared.shares_plan((8,), 16), precision=precision)
         with pytest.warns(UserWarning, match=f"precision '{precision}', and the arguments {said}"):
             make_trainer("bert", plan, make_args(tmp_path, **options))
+
+    def test_texts_grouped_by_length_are_trained_on(self, tmp_path):
+        """It was refused; neighbours in length stay neighbours, and the plan's cuts stay the plan's."""
+
+        def padding(strategy: str) -> tuple[int, list[int]]:
+            args = make_args(tmp_path, max_steps=-1, num_train_epochs=1, train_sampling_strategy=strategy)
+            trainer = make_trainer("bert", shared.shares_plan((8,), 16), args)
+            trainer.train()
+            lengths = [[len(TEXTS[one]["input_ids"]) for one in batch] for batch in trainer.seen]
+            assert sorted(one for batch in trainer.seen for one in batch) == [*range(len(TEXTS))]
+            return sum(max(batch) * len(batch) - sum(batch) for batch in lengths), [len(batch) for batch in lengths]
+
+        (grouped, grouped_sizes), (mixed, sizes) = padding("group_by_length"), padding("random")
+        assert grouped_sizes == sizes
+        assert grouped < 0.7 * mixed
 
     def test_no_arguments(self):
         with pytest.raises(InputError, match="args is not given"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import pickle
+import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import shared_training as shared
 import torch
@@ -22,6 +24,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -33,6 +36,7 @@ from autosplit.integrations.share_loader import MARK, MarkingDataset, loader_opt
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
 from autosplit.plan.other_model import OtherModelWarning
 from autosplit.probe.loss_mean import TOLERANCE, count_by, fitting_rule
+from autosplit.rng import RngState
 
 
 def as_job(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
@@ -369,6 +373,27 @@ class Twice:
         return 2
 
 
+class ByLength(Sampler[int]):
+    """A sampler that shuffles and then sorts within groups, by one of three generators."""
+
+    def __init__(self, draws_by: str) -> None:
+        self.generator = torch.Generator() if draws_by == "its own" else None
+        self.draws_by = draws_by
+
+    def __len__(self):
+        return 50
+
+    def __iter__(self):
+        drawn = [*range(50)]
+        if self.draws_by == "python":
+            random.shuffle(drawn)
+        elif self.draws_by == "numpy":
+            np.random.shuffle(drawn)  # noqa: NPY002
+        else:
+            drawn = torch.randperm(50, generator=self.generator).tolist()
+        return iter([one for begin in range(0, 50, 10) for one in sorted(drawn[begin : begin + 10])])
+
+
 class TestOrder:
     """A loader's own order was ignored: a weighted sampler's samples came as if there were none."""
 
@@ -394,12 +419,43 @@ class TestOrder:
             ({"sampler": SubsetRandomSampler([1, 2])}, "SubsetRandomSampler"),
             ({"sampler": RandomSampler(range(50), replacement=True)}, "RandomSampler"),
             ({"sampler": RandomSampler(range(50), num_samples=9)}, "RandomSampler"),
+            ({"sampler": [*range(49), 48]}, "list"),
             ({"batch_sampler": Twice()}, "Twice"),
         ],
     )
     def test_a_sampler_that_chooses_is_refused(self, options, named):
         with pytest.raises(InputError, match=rf"loader draws by a {named}; expected every sample once an epoch"):
             loader_options(DataLoader(Rows(), **options), made_share(0, (8,), 16), seed=0)
+
+    @pytest.mark.parametrize("draws_by", ["torch", "its own", "python", "numpy"])
+    def test_a_sampler_that_groups_is_taken(self, draws_by):
+        """It was refused: length-grouped training had no plan."""
+        ranks = []
+        for rank in range(2):
+            torch.manual_seed(rank)
+            random.seed(rank)
+            loader = DataLoader(Rows(), batch_size=4, sampler=ByLength(draws_by))
+            before = RngState([] if loader.sampler.generator is None else [loader.sampler.generator])
+            state = torch.get_rng_state(), random.getstate()
+            sampler = loader_options(loader, made_share(rank, (7, 1), 20), seed=3)["batch_sampler"]
+            epochs = []
+            for epoch in (0, 1, 0):
+                sampler.set_epoch(epoch)
+                epochs.append([[] if isinstance(batch, Uncounted) else [*batch] for batch in sampler])
+            assert torch.equal(state[0], torch.get_rng_state())
+            assert state[1] == random.getstate()
+            before.put_back()
+            assert epochs[0] == epochs[2] != epochs[1]
+            ranks.append(epochs[0])
+        together = [sample for pair in zip(*ranks, strict=True) for part in pair for sample in part]
+        assert sorted(together) == [*range(50)]
+        assert together[:10] == sorted(together[:10]), "they are cut in the sampler's order"
+
+    def test_batches_of_like_length_are_taken_in_their_order(self):
+        buckets = [[*range(begin, min(begin + 6, 50))] for begin in range(0, 50, 6)][::-1]
+        loader = DataLoader(Rows(), batch_sampler=buckets)
+        sampler = loader_options(loader, made_share(0, (8,), 16), seed=0)["batch_sampler"]
+        assert [one for batch in sampler for one in batch] == [one for bucket in buckets for one in bucket]
 
     def test_what_gives_no_samples_is_refused(self):
         share = made_share(0, (8,), 16)
