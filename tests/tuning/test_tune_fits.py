@@ -197,3 +197,24 @@ def test_the_batch_that_evaluates_is_exported():
     arguments = plan.export("transformers").settings["TrainingArguments"]
     assert arguments["per_device_eval_batch_size"] == plan.fits.eval_batch_size
     assert "per_device_eval_batch_size" not in tuned().export("transformers").settings["TrainingArguments"]
+
+
+@pytest.mark.slow
+def test_a_transformer_that_generates():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=64, bos_token_id=None, eos_token_id=None
+    )
+    ids = torch.randint(1, 64, (4, 8))
+    given = Workload(
+        transformers.GPT2LMHeadModel(config),
+        {"input_ids": ids, "labels": ids},
+        optimizer=torch.optim.AdamW,
+        evaluate=lambda model, batch: model.generate(batch["input_ids"], max_new_tokens=24, do_sample=False),
+    )
+    found = [tuned(given, devices, max_batch_size=256, fits="eval").fits for devices in ("cpu:3MiB", "sim:T4@3MiB")]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].evaluation[0].confirmed
+    assert found[0].eval_batch_size == found[1].eval_batch_size
+    assert 1 < (found[0].eval_batch_size or 0) < 256
