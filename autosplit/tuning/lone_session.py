@@ -31,10 +31,13 @@ from autosplit.tuning.sensitivity import simulated_changes
 from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session
 from autosplit.workload.compiled import has_compiled_parts
 
-__all__ = ["LoneSession"]
+__all__ = ["CONTRADICTION", "LoneSession"]
 
 DOUBTFUL_ERROR = 0.3
 """Times that miss the model, fitted to themselves, by so much are not to be trusted."""
+
+CONTRADICTION = "the measured times contradict each other"
+"""How the note begins that says so."""
 
 EXACT_PATIENCE = 1
 """As `proposals.PATIENCE`, where times are exact: the solver's answer and its neighbours tell it all."""
@@ -248,7 +251,7 @@ class LoneSession(Session):
         off = error_of(self.solver.refitted(self.trials), self.trials)
         if not self.runtime.simulated and off > DOUBTFUL_ERROR:
             self.notes.append(
-                f"the measured times contradict each other (by {100 * off:.0f} %), probably by a busy machine: "
+                f"{CONTRADICTION} (by {100 * off:.0f} %), probably by a busy machine: "
                 "tune again later with profile='refresh' (--profile refresh)"
             )
 

@@ -30,6 +30,7 @@ from autosplit.tuning.amended import amended
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
 from autosplit.tuning.loader_bound import bounded_by_loader
+from autosplit.tuning.lone_session import CONTRADICTION
 from autosplit.tuning.open_session import isolated_for, losses_of, session_of
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
 from autosplit.tuning.recall import Recalled, Wanted
@@ -42,6 +43,7 @@ from autosplit.workload.precision import native_ones, precision_list, without_bf
 __all__ = [
     "NO_GPU_NOTE",
     "ChangedTrainingWarning",
+    "DoubtfulTimesWarning",
     "Progress",
     "TuningInterrupted",
     "job_for",
@@ -65,6 +67,10 @@ NO_GPU_NOTE = (
 
 class ChangedTrainingWarning(UserWarning):
     """Splitting the batch changes the training: something in the model looks at the whole batch."""
+
+
+class DoubtfulTimesWarning(UserWarning):
+    """The times of a plan contradict each other: the machine was busy while it was tuned."""
 
 
 class TuningInterrupted(KeyboardInterrupt):
@@ -184,6 +190,7 @@ def tune(
 
     Warns:
         ChangedTrainingWarning: The check found that splitting the batch changes the training; `Plan.checks` has more.
+        DoubtfulTimesWarning: The plan's times contradict each other, also where it is remembered.
         WaitingWarning: Another process tunes the same thing, and no `progress` was given to hear of it.
     """
     if strategy == "ddp":
@@ -230,6 +237,9 @@ def tune(
             plan = _tuned_by_length(numbers, ways, make, asked, notes)
         if loads:
             plan = bounded_by_loader(plan, loads)
+    for note in plan.notes:
+        if note.startswith(CONTRADICTION):
+            warnings.warn(note, DoubtfulTimesWarning, stacklevel=2)
     changed = sorted((check for check in plan.checks if check.depends), key=lambda check: not check.advice)
     if changed:
         others = f"; {len(changed) - 1} more in plan.checks" if len(changed) > 1 else ""

@@ -37,7 +37,7 @@ from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.tuning import lone_session, memory_bounds, session
 from autosplit.tuning.measure import measure
 from autosplit.tuning.memory_bounds import MemoryBounds
-from autosplit.tuning.tune import ChangedTrainingWarning, TuningInterrupted, tune
+from autosplit.tuning.tune import ChangedTrainingWarning, DoubtfulTimesWarning, TuningInterrupted, tune
 from autosplit.workload.workload import Workload
 
 KIB, MIB = 2**10, 2**20
@@ -278,6 +278,15 @@ class TestBatchNorms:
         for _time in range(2):
             with pytest.warns(ChangedTrainingWarning, match=r"BatchNorm1d at 1 changes .*; \d more in plan.checks"):
                 quick(small(), "sim:1xRTX3090", effective_batch_size=8, profile="auto")
+
+    def test_a_tuning_warns_of_times_that_contradict_each_other(self, monkeypatch):
+        """On a busy machine plans of a twentieth of the rate came back without a word from Python."""
+        monkeypatch.setattr(lone_session, "DOUBTFUL_ERROR", -1.0)
+        for _time in range(2):
+            with pytest.warns(
+                DoubtfulTimesWarning, match=r"contradict each other \(by \d+ %\), probably by a busy mach"
+            ):
+                quick(small(), "cpu:1MiB", effective_batch_size=8, profile="auto")
 
     def test_no_last_forward_of_one_is_the_answer(self):
         plan = quick(small(), "sim:1xRTX3090", effective_batch_size=5, max_batch_size=4)

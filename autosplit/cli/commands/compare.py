@@ -83,7 +83,8 @@ def _tuner(
         isolated = isolates(keywords.get("isolate"), devices)
         called: dict[str, Any] = {**keywords, **timed, "isolate": isolated}
         with users_errors(spec), warnings.catch_warnings():
-            warnings.simplefilter("ignore", tuning.ChangedTrainingWarning)
+            for said in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):  # by the report
+                warnings.simplefilter("ignore", said)
             return tuning.tune(sendable(spec, workload) if isolated else workload, devices=devices, **called)
 
     return tune_one

@@ -140,7 +140,8 @@ def _tuned(
 
     try:
         with users_errors(spec), warnings.catch_warnings():
-            warnings.simplefilter("ignore", tuning.ChangedTrainingWarning)  # the report says it
+            for said in (tuning.ChangedTrainingWarning, tuning.DoubtfulTimesWarning):  # by the report
+                warnings.simplefilter("ignore", said)
             return tuning.tune(workload, **keywords, progress=tell), None
     except KeyboardInterrupt as error:
         # TuningInterrupted carries the best so far; Ctrl-C before that carries nothing.
