@@ -120,7 +120,8 @@ class Comparison:
 
     def _compared(self, begun: Begun) -> tuple[Check, ...]:
         differences = self._differences(begun.whole)
-        norms = tuple(_norm_check(seen, accumulates=self._accumulates) for seen in begun.norms)
+        samples = self.workload.sample_batch_size
+        norms = tuple(_norm_check(seen, samples, accumulates=self._accumulates) for seen in begun.norms)
         if not differences.over(self.tolerance):
             return (*self._gradients(differences), *norms)
         drawn = self._drawn(begun.whole)
@@ -349,14 +350,16 @@ def _accumulation_advice(rule: Rule | None) -> str:
     )
 
 
-def _norm_check(seen: NormSeen, *, accumulates: bool) -> Check:
+def _norm_check(seen: NormSeen, samples: int, *, accumulates: bool) -> Check:
     return Check(
         _called(seen.path, seen.norm),
         _finite(seen.split_error),
         _finite(seen.accumulation_error) if accumulates else None,
         depends=True,
         advice="it computes its statistics from each device's share: use larger shares, freeze it with .eval(), or use "
-        "GroupNorm; under DDP use torch.nn.SyncBatchNorm, which sees the samples of all ranks",
+        "GroupNorm; under DDP on GPUs ctx.wrap(model, sync_batchnorm=True) sees the samples of all ranks",
+        remark=f"the figures are of the {samples} samples that the workload came with, cut in two: larger shares differ "
+        "less",
     )
 
 
