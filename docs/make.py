@@ -1,4 +1,4 @@
-"""Writes docs/json.md, docs/json-schema.json and docs/command-line.md from the code: python docs/make.py.
+"""Writes docs/json.md, docs/json-schema.json, docs/command-line.md and the pages' scripts: python docs/make.py.
 
 A key's meaning is what its class says of it under "Attributes", a command's what its `--help` says; tests assert that
 the files are as this makes them.
@@ -153,9 +153,24 @@ def _help(*command: str) -> str:
     return "\n".join(line.rstrip() for line in said.strip().splitlines())
 
 
+def with_scripts(text: str) -> str:
+    """Return a page with each example that it shows as it stands: behind `<!-- examples/NAME.py -->`."""
+
+    def shown(found: re.Match[str]) -> str:
+        return f"{found[1]}{(FOLDER.parent / found[2]).read_text(encoding='utf-8')}```"
+
+    return re.sub(
+        r"(<!-- (examples/[\w.]+) -->\n``` \{ \.python \}\n).*?^```$", shown, text, flags=re.DOTALL | re.MULTILINE
+    )
+
+
 def main() -> None:
     """Write the files."""
     assert Plan in ANSWERS.values(), "what tune prints"
+    for shows in FOLDER.glob("*.md"):
+        text = shows.read_text(encoding="utf-8")
+        if with_scripts(text) != text:
+            shows.write_text(with_scripts(text), encoding="utf-8")
     (FOLDER / "json.md").write_text(page(), encoding="utf-8")
     (FOLDER / "command-line.md").write_text(command_line(), encoding="utf-8")
     (FOLDER / "json-schema.json").write_text(json.dumps(schema(), indent=2) + "\n", encoding="utf-8")
