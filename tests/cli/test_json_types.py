@@ -50,6 +50,14 @@ def test_the_documents_are_those_that_the_code_makes(made):
     assert json.loads((DOCS / "json-schema.json").read_text()) == made.schema(), "run python docs/make.py"
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_a_page_shows_the_examples_as_they_stand(made, page):
+    """A code host does not know the site's includes: a reader there saw the line that names the file."""
+    text = page.read_text(encoding="utf-8")
+    assert made.with_scripts(text) == text, "run python docs/make.py"
+    assert "--8<--" not in text
+
+
 @pytest.mark.slow
 def test_the_page_of_the_commands_is_made_from_their_helps(made):
     assert (DOCS / "command-line.md").read_text() == made.command_line(), "run python docs/make.py"
