@@ -9,11 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autosplit.cli.terminal import progress_bar, sent_nowhere, width_of
+from autosplit.cli.terminal import console_for, progress_bar, sent_nowhere, width_of
 from autosplit.errors import InputError
 from autosplit.text import ascii_json, printable, printable_json, without_passwords
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from autosplit.cli.plan_report import Origin
     from autosplit.plan.plan import Plan
     from autosplit.tuning.progress import Progress
@@ -24,6 +26,7 @@ __all__ = [
     "failed",
     "json_text",
     "note",
+    "print_answer",
     "print_json",
     "print_plan",
     "progress",
@@ -132,7 +135,6 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
         write_json(printable_json(plan.to_json()))
         return
     from autosplit.cli import plan_report
-    from autosplit.cli.terminal import console_for
 
     if manner.code:
         lines = plan_report.paste_lines(plan, origin)
@@ -141,6 +143,14 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
         sys.stdout.write("".join(f"{printable(line, longest=None)}\n" for line in lines))
     else:
         plan_report.print_plan(plan, console_for(sys.stdout), origin=origin, details=manner.details)
+
+
+def print_answer(answer: Any, manner: Manner, show: Callable[[Console], object]) -> None:
+    """Print an answer: as JSON, or as `show` prints it for reading."""
+    if manner.as_json:
+        print_json(answer)
+    else:
+        show(console_for(sys.stdout))
 
 
 def print_json(answer: Any) -> None:

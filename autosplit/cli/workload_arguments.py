@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ __all__ = [
     "flags_of",
     "isolates",
     "lengths_in",
+    "loaded",
     "one_of_several",
     "quoted",
     "ranks_to_start",
@@ -34,7 +36,7 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     from autosplit.devices.device import parse_reserve
     from autosplit.devices.spec import parse_devices
 
-    if "devices" in keywords:
+    if keywords.get("devices") is not None:
         parse_devices(keywords["devices"], ask_memory=False)
     parse_reserve(keywords.get("reserve"))
     if output is not None and "\0" in output:
@@ -102,11 +104,13 @@ def as_rank(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
     return True, {**keywords, "strategy": "ddp"}
 
 
-def ranks_to_start(devices: str | None) -> int:
+def ranks_to_start(keywords: Mapping[str, Any], *, together: bool) -> int:
     """Return how many processes DDP's ranks need: one for each device that is there; simulated ones need none."""
     from autosplit.devices.spec import parse_devices
 
-    found = parse_devices(devices, ask_memory=False)  # the processes will, each of its own
+    if together or keywords.get("strategy") != "ddp":
+        return 1
+    found = parse_devices(keywords.get("devices"), ask_memory=False)  # the processes will, each of its own
     return 1 if found[0].kind == "sim" else len(found)
 
 
@@ -122,6 +126,22 @@ def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, toge
 
     first = parse_devices(devices, ask_memory=False)[0]
     return is_accelerator(first.kind) or (first.kind == "cpu" and first.budgeted and not together)
+
+
+def loaded(
+    spec: str, model_options: Mapping[str, Any], *, together: bool, isolate: bool
+) -> tuple[Workload | Callable[[], Workload], Workload | Callable[[], Workload]]:
+    """Load a workload, and return it with what is measured: a function that loads it where another process does.
+
+    In a job it is loaded where all ranks hear of it if one can't.
+    """
+    from autosplit.workload.from_file import load_workload, loaded_workload
+
+    if together:
+        later = functools.partial(loaded_workload, spec, **model_options)
+        return later, later
+    workload = load_workload(spec, **model_options)
+    return workload, sendable(spec, workload) if isolate else workload
 
 
 def sendable(spec: str, workload: Workload | Callable[[], Workload]) -> Callable[[], Workload]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from autosplit.cli.comparison_table import print_comparison
 from autosplit.cli.exit_code import end_with_parent
+from autosplit.cli.json_types import Compared
 from autosplit.cli.options import price_given
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_json, progress
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, users_errors
 from autosplit.errors import InputError
 
 if TYPE_CHECKING:
     from autosplit.plan.plan import Plan
-    from autosplit.tuning.compare import Comparison
 
 __all__ = ["compare"]
 
@@ -62,7 +64,8 @@ def compare(
             comparison, interrupted = interrupt.comparison, True
     if interrupted:
         failed("interrupted: the machines that are done are shown; run it again for all of them", EXIT_INTERRUPTED)
-    _print(comparison, manner)
+    answer = msgspec.convert(comparison.to_dict(), Compared)
+    print_answer(answer, manner, lambda console: print_comparison(comparison, console))
     if interrupted:
         return EXIT_INTERRUPTED
     if comparison.best is None:
@@ -87,17 +90,3 @@ def _tuner(
             return tuning.tune(sendable(spec, workload) if isolated else workload, devices=devices, **called)
 
     return tune_one
-
-
-def _print(comparison: Comparison, manner: Manner) -> None:
-    if manner.as_json:
-        import msgspec
-
-        from autosplit.cli.json_types import Compared
-
-        print_json(msgspec.convert(comparison.to_dict(), Compared))
-        return
-    from autosplit.cli.comparison_table import print_comparison
-    from autosplit.cli.terminal import console_for
-
-    print_comparison(comparison, console_for(sys.stdout))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
-from autosplit.cli.output import Manner, print_json
+from autosplit.cli.device_tables import print_devices
+from autosplit.cli.json_types import Devices
+from autosplit.cli.output import Manner, print_answer
 from autosplit.cli.terminal import stdout_kept_clean
 
 __all__ = ["devices"]
@@ -20,13 +20,5 @@ def devices(manner: Manner) -> int:
         found, notes = survey_devices()
     measured = [card for card in gpu_catalog().values() if card.rates != "published"]
     notes = (*notes, *(f"sim:{card.name} has rates {card.rates} ({GPUS_VARIABLE})" for card in measured))
-    if manner.as_json:
-        from autosplit.cli.json_types import Devices
-
-        print_json(Devices(found, notes))
-    else:
-        from autosplit.cli.device_tables import print_devices
-        from autosplit.cli.terminal import console_for
-
-        print_devices(found, notes, console_for(sys.stdout))
+    print_answer(Devices(found, notes), manner, lambda console: print_devices(found, notes, console))
     return 0

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_json
+from autosplit.cli.device_tables import print_examination
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_answer
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.devices.catalog import GPUS_VARIABLE
 from autosplit.errors import InputError, shown
 from autosplit.files import replace_file
-
-if TYPE_CHECKING:
-    from autosplit.devices.examination import Examination
 
 __all__ = ["doctor"]
 
@@ -28,7 +24,7 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
             found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))
         except KeyboardInterrupt:
             return failed("interrupted before the examination was over; run it again", EXIT_INTERRUPTED)
-    _print(found, manner)
+    print_answer(found, manner, lambda console: print_examination(found, console))
     if save is not None:
         _keep(cards_toml(found), Path(save))
         note(f"kept the rates of its cards: {GPUS_VARIABLE}={save} makes `sim:` predict with them", manner)
@@ -43,13 +39,3 @@ def _keep(text: str, path: Path) -> None:
             f"--save {shown(str(path))} can't be written ({error.strerror}); expected a file in a folder that is "
             "there; name another"
         ) from None
-
-
-def _print(found: Examination, manner: Manner) -> None:
-    if manner.as_json:
-        print_json(found)
-    else:
-        from autosplit.cli.device_tables import print_examination
-        from autosplit.cli.terminal import console_for
-
-        print_examination(found, console_for(sys.stdout))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from autosplit.cli.exit_code import end_with_parent
-from autosplit.cli.output import Manner, print_json, progress, speaks
+from autosplit.cli.measured_table import print_measured
+from autosplit.cli.output import Manner, print_answer, progress, speaks
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import (
     as_rank,
     check_before_running,
     flags_of,
     isolates,
+    loaded,
     ranks_to_start,
-    sendable,
     users_errors,
 )
 
@@ -28,31 +27,18 @@ def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **ke
     end_with_parent()
     check_before_running(keywords, None)
     together, keywords = as_rank(keywords)
-    if not together and keywords.get("strategy") == "ddp":
-        count = ranks_to_start(keywords.get("devices"))
-        if count > 1:
-            from autosplit.cli.torchrun_job import run_together
+    if (count := ranks_to_start(keywords, together=together)) > 1:
+        from autosplit.cli.torchrun_job import run_together
 
-            return run_together(["measure", spec, *flags_of({**keywords, **model_options}), *manner.flags()], count)
+        return run_together(["measure", spec, *flags_of({**keywords, **model_options}), *manner.flags()], count)
     from autosplit.tuning import measure as measuring
-    from autosplit.workload.from_file import load_workload, loaded_workload
 
     with stdout_kept_clean(), progress(manner) as tell:
-        # In a job it is loaded where all ranks hear of it if one can't.
-        load = loaded_workload if together else load_workload
-        workload: Any = functools.partial(load, spec, **model_options)
-        workload = workload if together else workload()
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
-        source = sendable(spec, workload) if isolate and not together else workload
+        _, source = loaded(spec, model_options, together=together, isolate=isolate)
         with users_errors(spec):
             found = measuring.measure(source, **{**keywords, "isolate": isolate}, progress=tell)
     if together and not speaks():
         return 0
-    if manner.as_json:
-        print_json(found)
-    else:
-        from autosplit.cli.measured_table import print_measured
-        from autosplit.cli.terminal import console_for
-
-        print_measured(found, console_for(sys.stdout))
+    print_answer(found, manner, lambda console: print_measured(found, console))
     return 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_json, progress
+from autosplit.cli.ceiling_table import check_plot, plot_ceilings, print_ceilings
+from autosplit.cli.json_types import Ceilings, ProbedCeiling
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
 from autosplit.errors import InputError
@@ -83,7 +84,7 @@ def _check_before_probing(probing: Probing, plot: str | None) -> None:
     """Refuse bad flags before the user's file runs, which may take long."""
     from autosplit.solve.memory import Role
 
-    check_before_running({**probing.keywords, **_given(devices=probing.devices_spec)}, None)
+    check_before_running({**probing.keywords, "devices": probing.devices_spec}, None)
     for role in probing.roles:
         if role not in get_args(Role):
             raise InputError(f"--role {role!r}: expected one of {', '.join(get_args(Role))}; choose one of them")
@@ -92,13 +93,7 @@ def _check_before_probing(probing: Probing, plot: str | None) -> None:
             f"--time-limit-s {probing.time_limit_s:g}: expected seconds, above 0; leave it out for no limit"
         )
     if plot is not None:
-        from autosplit.cli.ceiling_table import check_plot
-
         check_plot(plot)
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _find_ceilings(probing: Probing, tell: Callable[[Progress], None] | None) -> None:
@@ -154,16 +149,9 @@ def _ceiling_of(probing: Probing, source: Any, device: Device, role: Any, **keyw
 
 
 def _print_ceilings(probing: Probing, manner: Manner, *, plot: str | None) -> None:
-    from autosplit.cli.ceiling_table import plot_ceilings, print_ceilings
-
-    notes = tuple(dict.fromkeys([*probing.notes, *(note for ceiling in probing.ceilings for note in ceiling.notes)]))
-    if manner.as_json:
-        from autosplit.cli.json_types import Ceilings, ProbedCeiling
-
-        print_json(Ceilings(probing.simulated, tuple(map(ProbedCeiling.of, probing.ceilings)), notes))
-    else:
-        from autosplit.cli.terminal import console_for
-
-        print_ceilings(probing.ceilings, notes, console_for(sys.stdout), simulated=probing.simulated)
+    found, simulated = probing.ceilings, probing.simulated
+    notes = tuple(dict.fromkeys([*probing.notes, *(note for ceiling in found for note in ceiling.notes)]))
+    answer = Ceilings(simulated, tuple(map(ProbedCeiling.of, found)), notes)
+    print_answer(answer, manner, lambda console: print_ceilings(found, notes, console, simulated=simulated))
     if plot is not None:  # last: where it can't be drawn, what took long to find is printed already
-        plot_ceilings(probing.ceilings, plot)
+        plot_ceilings(found, plot)

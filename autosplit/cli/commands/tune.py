@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +20,9 @@ from autosplit.cli.workload_arguments import (
     flags_of,
     isolates,
     lengths_in,
+    loaded,
     quoted,
     ranks_to_start,
-    sendable,
     users_errors,
 )
 from autosplit.errors import InputError, PlanError
@@ -58,24 +57,13 @@ def tune(
     lengths = {"lengths": lengths_in(keywords["lengths"])} if "lengths" in keywords else {}
     folder = Path.cwd()
     together, keywords = as_rank(keywords)
-    if not together and keywords.get("strategy") == "ddp":
-        count = ranks_to_start(keywords.get("devices"))
-        if count > 1:
-            return _tune_by_torchrun(spec, {**keywords, **model_options}, count, manner, output=output)
-    from autosplit.workload.from_file import load_workload, loaded_workload
-
+    if (count := ranks_to_start(keywords, together=together)) > 1:
+        return _tune_by_torchrun(spec, {**keywords, **model_options}, count, manner, output=output)
     with stdout_kept_clean(), drawn(manner) as tell:
-        # In a job it is loaded where all ranks hear of it if one can't.
-        workload: Any = (
-            functools.partial(loaded_workload, spec, **model_options)
-            if together
-            else load_workload(spec, **model_options)
-        )
+        isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
+        workload, source = loaded(spec, model_options, together=together, isolate=isolate)
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
-        called |= {**_loaded(keywords.pop("loader", None)), **lengths}
-        source: object = workload
-        if isolates(keywords.get("isolate"), keywords.get("devices"), together=together):
-            source, called = workload if together else sendable(spec, workload), {**called, "isolate": True}
+        called |= {**_loader(keywords.pop("loader", None)), **lengths, **({"isolate": True} if isolate else {})}
         plan, interrupted = _tuned(source, spec, called, tell or partial(_say_if_waiting, manner))
     if together and not speaks():
         return 0 if interrupted is None else EXIT_INTERRUPTED
@@ -109,7 +97,7 @@ def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
     return {"devices": devices[0]} if devices else {}
 
 
-def _loaded(spec: str | None) -> dict[str, Any]:
+def _loader(spec: str | None) -> dict[str, Any]:
     """Return the loader of a file as a keyword of `autosplit.tune`; none where there is no file."""
     if spec is None:
         return {}
