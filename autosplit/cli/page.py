@@ -13,7 +13,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from autosplit.cli.plan_report import Told, paste_lines, request_text, told_of
+from autosplit.cli import plan_report as told
+from autosplit.cli.plan_report import paste_lines, request_text
 from autosplit.cli.tables import tuple_text
 from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
@@ -32,6 +33,9 @@ _MARK = '<meta name="generator" content="autosplit report">'
 """By which a page of ours is known, near its beginning."""
 
 _MARKED_WITHIN = 512
+
+HEADLINE = ("split", "batch_size", "accumulation_steps", "throughput", "gpu0_bsz")
+"""The numbers that the user sets, and what they bring."""
 
 
 def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False) -> None:
@@ -117,34 +121,32 @@ def _shown(value: object) -> object:
 def _values(plan: Plan) -> dict[str, object]:
     """Return the values that the template is filled with, by its names for them."""
     explanation = plan.explain()
-    told, charts = told_of(plan, explanation), charts_of(plan, explanation)
+    charts = charts_of(plan, explanation)
     model = plan.workload.get("model")
-    headline = dict(_headline(plan, told))
+    numbers = dict(told.all_numbers(plan))
+    shown = {name: numbers.pop(name) for name in HEADLINE if name in numbers}
+    shown["throughput"] = shown["throughput"].removesuffix(" (simulated)")
     ranks = list(_rank_rows(plan))
     return {
         "plan": plan,
-        "told": told,
+        "columns": told.device_columns(plan),
+        "devices": list(told.device_cells(plan)),
+        "explained": told.explained_lines(explanation),
+        "ddp_heading": told.ddp_heading(explanation),
         "title": f"autosplit: {model}" if isinstance(model, str) and model else "autosplit",
-        "headline": headline,
-        "other_numbers": [*((name, text) for name, text in told.numbers if name not in headline), *_made(plan)],
+        "headline": shown,
+        "other_numbers": [*numbers.items(), *_made(plan)],
         "charts": {chart.name: chart for chart in charts},
         "lines": [chart.name for chart in charts if chart.name.startswith("line")],
         "part_names": [label for _, label, _ in MEMORY_PARTS],
         "parts": list(_part_rows(plan)) if any(known_parts(device) for device in plan.devices) else [],
         "checks": list(_check_rows(plan)),
         "ranks": ranks,
-        "ddp": told.ddp[-1:] if ranks else told.ddp,  # the rest is in the table
+        "ddp": told.ddp_lines(plan)[-1:] if ranks else told.ddp_lines(plan),  # the rest is in the table
         "trials": list(_trial_rows(plan)),
         "settings": list(_settings(plan)),
         "code": "\n".join(paste_lines(plan)),
     }
-
-
-def _headline(plan: Plan, told: Told) -> Iterator[tuple[str, str]]:
-    """Yield the numbers that the user sets, and what they bring."""
-    for name, text in told.numbers:
-        if name in ("split", "gpu0_bsz", "batch_size", "accumulation_steps", "throughput"):
-            yield name, text.removesuffix(" (simulated)") if plan.simulated else text
 
 
 def _made(plan: Plan) -> Iterator[tuple[str, str]]:

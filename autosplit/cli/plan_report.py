@@ -37,7 +37,20 @@ if TYPE_CHECKING:
 
     from autosplit.plan.explanation import Explanation
 
-__all__ = ["Origin", "Told", "full_report", "paste_lines", "print_plan", "request_text", "short_report", "told_of"]
+__all__ = [
+    "Origin",
+    "all_numbers",
+    "ddp_heading",
+    "ddp_lines",
+    "device_cells",
+    "device_columns",
+    "explained_lines",
+    "full_report",
+    "paste_lines",
+    "print_plan",
+    "request_text",
+    "short_report",
+]
 
 MOST_REASONS = 2
 """Reasons in the short report: a limit takes a line of 80 columns, the times take two."""
@@ -84,41 +97,6 @@ def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None, de
     print_plain(report(plan, origin), console)
 
 
-@dataclass(frozen=True)
-class Told:
-    """The texts of a plan's report, for whoever sets them otherwise than a terminal.
-
-    Attributes:
-        numbers: The numbers to set and what they make, by name.
-        columns: Headings of the table of devices.
-        devices: Its rows.
-        ddp_heading: What DDP's numbers are, and which is faster.
-        ddp: A line for each run of ranks with the same numbers.
-        explained: Why the plan is what it is, a sentence each.
-    """
-
-    numbers: tuple[tuple[str, str], ...]
-    columns: tuple[str, ...]
-    devices: tuple[tuple[str, ...], ...]
-    ddp_heading: str
-    ddp: tuple[str, ...]
-    explained: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
-def told_of(plan: Plan, explanation: Explanation) -> Told:
-    """Return what the report says of a plan."""
-    return Told(
-        numbers=(*_numbers(plan), *_particulars(plan)),
-        columns=_device_columns(plan),
-        devices=tuple(_device_cells(plan)),
-        ddp_heading=_ddp_heading(explanation),
-        ddp=tuple(_ddp_lines(plan)),
-        explained=tuple(_explained_lines(explanation)),
-        notes=plan.notes,
-    )
-
-
 def short_report(plan: Plan, origin: Origin | None = None) -> Group:
     """Build the short report: devices, numbers, gain, why it is so, what asks for an action, and the next command."""
     from rich.console import Group
@@ -144,9 +122,9 @@ def full_report(plan: Plan, origin: Origin | None = None) -> Group:
     return Group(
         *_status(plan),
         _device_table(plan),
-        pairs_table([*_numbers(plan), *_particulars(plan)]),
-        *_section(_ddp_heading(explanation), _ddp_lines(plan)),
-        *_section("explained", [*_unused_lines(plan), *_explained_lines(explanation)]),
+        pairs_table(all_numbers(plan)),
+        *_section(ddp_heading(explanation), ddp_lines(plan)),
+        *_section("explained", [*_unused_lines(plan), *explained_lines(explanation)]),
         *_section("notes", notes),
         *_pasted("on the machine that has the cards" if plan.simulated else "to use it", paste_lines(plan, origin)),
     )
@@ -324,34 +302,31 @@ def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
 
 
 def _device_table(plan: Plan) -> Table:
-    """Return a table with a row for each device; a single one has no shares to speak of."""
-    headings = _device_columns(plan)
+    headings = device_columns(plan)
     table = plain_table(*headings, figures={*headings} - {"device", "ceiling"})
-    for cells in _device_cells(plan):
+    for cells in device_cells(plan):
         add_row(table, *cells)
     return table
 
 
-def _device_columns(plan: Plan) -> tuple[str, ...]:
+def device_columns(plan: Plan) -> tuple[str, ...]:
+    """Return the headings of the table of devices; a single one has no shares to speak of."""
     several = len(plan.devices) > 1
     share = ("share",) if several else ()
     return ("device", *share, f"memory at this {'split' if several else 'batch'}", "ceiling", "busy time")
 
 
-def _device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
+def device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Yield its row for each device."""
     several = len(plan.devices) > 1
     for device, ceiling in zip(plan.devices, plan.ceilings, strict=True):
         yield (
-            _device_text(device),
+            device.label if device.kind == "cpu" else f"{device.label} {short_name(device.name)}",
             *([f"{device.share:,}"] if several else []),
             memory_text(device.peak_bytes, device.capacity_bytes),
             f"{ceiling:,}{_limit_text(device, simulated=plan.simulated)}",
             ms_text(device.busy_s),
         )
-
-
-def _device_text(device: PlanDevice) -> str:
-    return device.label if device.kind == "cpu" else f"{device.label} {short_name(device.name)}"
 
 
 def _limit_text(device: PlanDevice, *, simulated: bool) -> str:
@@ -397,15 +372,17 @@ def _short_numbers(plan: Plan) -> Iterable[tuple[str, str]]:
     return numbers.items()
 
 
-def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what else there is to say of the numbers: the split in the words of the old class, and how it was found."""
+def all_numbers(plan: Plan) -> list[tuple[str, str]]:
+    """Return the numbers with what else there is to say of them: `gpu0_bsz`, and how they were found."""
+    rows = _numbers(plan)
     if len(plan.devices) > 1:
-        yield "gpu0_bsz", f"{plan.gpu0_bsz}"
+        rows.append(("gpu0_bsz", f"{plan.gpu0_bsz}"))
     known = [(device.label, device.rates) for device in plan.devices if device.rates]
     if known:
-        yield "rates", rates_text(*zip(*known, strict=True))
+        rows.append(("rates", rates_text(*zip(*known, strict=True))))
     if plan.trials:
-        yield "found with", _effort_text(plan)
+        rows.append(("found with", _effort_text(plan)))
+    return rows
 
 
 def _short_step_text(plan: Plan) -> str:
@@ -438,7 +415,7 @@ def _effort_text(plan: Plan) -> str:
     return f"{text}, {counted_text(plan.real_steps, 'real step')}, {plan.real_ooms} out of memory"
 
 
-def _ddp_lines(plan: Plan) -> list[str]:
+def ddp_lines(plan: Plan) -> list[str]:
     """Return a line for each run of ranks with the same numbers; on a single device DDP has nothing to divide."""
     if len(plan.devices) == 1:
         return []
@@ -455,7 +432,7 @@ def _ddp_lines(plan: Plan) -> list[str]:
     return [*lines, f"together {rate_text(plan.ddp.samples_per_s)}{other}"]
 
 
-def _ddp_heading(explanation: Explanation) -> str:
+def ddp_heading(explanation: Explanation) -> str:
     """Say what DDP's numbers are, and which is faster where there are two answers."""
     heading = f"DDP, {'measured' if explanation.ddp_measured else 'predicted'}"
     compared = explanation.comparison().removeprefix("DDP is ")
@@ -468,7 +445,7 @@ def _why(explanation: Explanation) -> list[str]:
     return [*([] if ways is None else [ways]), *explanation.reasons()][:MOST_REASONS]
 
 
-def _explained_lines(explanation: Explanation) -> list[str]:
+def explained_lines(explanation: Explanation) -> list[str]:
     """Leave out what stands elsewhere in the report, and what would bring nothing."""
     left_out = {"bounds", "ddp"}
     if explanation.shares_processor or explanation.even_measured is not None:

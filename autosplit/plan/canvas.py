@@ -75,7 +75,7 @@ class Chart:
 def check_drawing(what: str) -> None:
     """Refuse what needs matplotlib where that is not installed."""
     try:
-        importlib.import_module("matplotlib.backends.backend_svg")
+        importlib.import_module("matplotlib.figure")
     except ImportError:
         raise InputError(
             f"{what} needs matplotlib, which is not installed; expected it, for it draws; pip install matplotlib"

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.exit_code import end_with_parent
-from autosplit.cli.measured_table import print_measured
 from autosplit.cli.output import Manner, print_answer, progress, speaks
+from autosplit.cli.tables import (
+    add_row,
+    bullet_table,
+    memory_text,
+    pairs_table,
+    plain_table,
+    print_plain,
+    rates_text,
+    short_bytes_text,
+    short_name,
+    tuple_text,
+)
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import (
     as_rank,
@@ -18,8 +29,18 @@ from autosplit.cli.workload_arguments import (
     ranks_to_start,
     users_errors,
 )
+from autosplit.text import ms_text, rate_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from autosplit.plan.measured_step import MeasuredStep
+    from autosplit.solve.memory import MemoryParts
 
 __all__ = ["measure"]
+
+_PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "untraced")
 
 
 def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **keywords: Any) -> int:
@@ -40,5 +61,51 @@ def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **ke
             found = measuring.measure(source, **{**keywords, "isolate": isolate}, progress=tell)
     if together and not speaks():
         return 0
-    print_answer(found, manner, lambda console: print_measured(found, console))
+    print_answer(found, manner, lambda console: _print(found, console))
     return 0
+
+
+def _print(found: MeasuredStep, console: Console) -> None:
+    """Print a step: each device's memory and what it is of, the time, what bounds it, and the notes."""
+    from rich.text import Text
+
+    if found.simulated:
+        print_plain(Text("simulated: predicted for cards that are not here", "yellow"), console)
+    print_plain(_memory_table(found), console)
+    several = len(found.split) > 1
+    spread = "" if found.spread_s == 0 else f", give or take {ms_text(found.spread_s)}"
+    rows = [
+        *([("split", tuple_text(found.split)), ("strategy", found.strategy)] if several else []),
+        ("batch_size", f"{sum(found.split)}"),
+        ("accumulation_steps", f"{found.accumulation_steps}"),
+        ("throughput", f"{rate_text(found.samples_per_s)} ({found.how})"),
+        ("optimizer step", f"{ms_text(found.step_s)}{spread}; {ms_text(found.update_s)} of it the update"),
+        *([("card rates", rates_text(found.devices, found.rates))] if found.rates else []),
+        *([("faster with", found.faster_with)] if found.bound_by else []),
+    ]
+    print_plain(pairs_table(rows), console)
+    if found.notes:
+        print_plain(bullet_table(found.notes), console)
+
+
+def _memory_table(found: MeasuredStep) -> Table:
+    """Return a row for each device, with the parts of its memory, the largest first."""
+    share = ("share",) if len(found.split) > 1 else ()
+    table = plain_table("device", *share, "memory", "made of", figures=(*share, "memory"))
+    table.columns[-2].no_wrap = True  # what it is made of gives way
+    for index, label in enumerate(found.devices):
+        parts, name = found.memory[index], short_name(found.device_names[index])
+        add_row(
+            table,
+            label if name == "cpu" else f"{label} {name}",
+            *([f"{found.split[index]:,}"] if share else []),
+            memory_text(found.peak_bytes[index], found.capacity_bytes[index]),
+            "-" if parts is None else _parts_text(parts),
+        )
+    return table
+
+
+def _parts_text(parts: MemoryParts) -> str:
+    """Write ``activations 218 MiB, optimizer 6 MiB``."""
+    sizes = sorted(((getattr(parts, f"{part}_bytes"), part) for part in _PARTS), reverse=True)
+    return ", ".join(f"{part} {short_bytes_text(nbytes)}" for nbytes, part in sizes if nbytes)
