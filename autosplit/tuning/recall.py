@@ -161,7 +161,10 @@ class Wanted:
         """Say which remembered plan is the nearest, and why it does not hold; nothing where there is none."""
         if self.request.profile != "auto":
             return ()
-        remembered = profiles.newest(MOST_LOOKED_AT)
+        try:
+            remembered = profiles.profiles(MOST_LOOKED_AT)
+        except (OSError, ProfileError):  # there is no cache
+            return ()
         parts = {"machine": self.machine, "workload": self.described, "request": self.asked}
         told = nearest_told(remembered, **parts, ignoring=ignoring)
         return () if told is None else (told,)
