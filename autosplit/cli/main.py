@@ -7,6 +7,7 @@ the command that needs them: ``--help`` waits for none of them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -103,18 +104,10 @@ def _users_to_mend(error: OSError) -> str | None:
     if error.filename is None and error.errno in UNWRITABLE:  # errors of files that are ours to write name them
         sent_nowhere(sys.stdout)
         return f"stdout can't be written: {error.strerror}; expected one that takes the answer; send it elsewhere"
-    if error.errno == errno.ENOENT and _is_nowhere():
-        return "the working directory is gone; expected one that exists; change to another one with cd"
-    return None
-
-
-def _is_nowhere() -> bool:
-    """Tell whether the working directory was removed."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        return True
-    return False
+    with contextlib.suppress(FileNotFoundError):
+        if error.errno != errno.ENOENT or Path.cwd():
+            return None
+    return "the working directory is gone; expected one that exists; change to another one with cd"
 
 
 def run() -> NoReturn:
@@ -166,11 +159,7 @@ def _help_for(arguments: list[str]) -> str:
     known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     if arguments[0] not in known:
         return "--help"
-    if (
-        arguments[0] == "profiles"
-        and arguments[1:2]
-        and arguments[1] in {c.name for c in profiles_app.registered_commands}
-    ):
+    if arguments[0] == "profiles" and {*arguments[1:2]} & {one.name for one in profiles_app.registered_commands}:
         return f"profiles {arguments[1]} --help"
     return f"{arguments[0]} --help"
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.terminal import console_for, progress_bar, sent_nowhere, width_of
@@ -39,14 +39,7 @@ EXIT_INTERRUPTED = 4
 
 @dataclass(frozen=True)
 class Manner:
-    """How a command says what it has to say; every command has these flags.
-
-    Attributes:
-        quiet: Nothing but the answer and errors.
-        verbose: The log of every step tried, and why.
-        details: All that there is to say of a plan.
-        code: The lines to paste that use a plan, and nothing else.
-    """
+    """How a command says what it has to say, by its flags: `main` has what each of them does."""
 
     as_json: bool = False
     quiet: bool = False
@@ -55,8 +48,7 @@ class Manner:
     code: bool = False
 
     def __post_init__(self) -> None:
-        forms = {"--json": self.as_json, "--details": self.details, "--code": self.code}
-        given = [flag for flag, is_given in forms.items() if is_given]
+        given = [flag for flag in self.flags() if flag not in ("--quiet", "--verbose")]
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} are given together; expected one of them at most; choose one")
         if self.quiet and self.verbose:
@@ -64,14 +56,7 @@ class Manner:
 
     def flags(self) -> list[str]:
         """Return it as it was given on the command line."""
-        given = {
-            "--json": self.as_json,
-            "--quiet": self.quiet,
-            "--verbose": self.verbose,
-            "--details": self.details,
-            "--code": self.code,
-        }
-        return [flag for flag, is_given in given.items() if is_given]
+        return [f"--{one.name.removeprefix('as_')}" for one in fields(self) if getattr(self, one.name)]
 
 
 def speaks() -> bool:

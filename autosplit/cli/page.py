@@ -101,7 +101,8 @@ def page_of(plan: Plan) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
-        finalize=_shown,
+        # What can't be seen does not pass; what the template calls safe was made here, and is another type.
+        finalize=lambda value: visible(value) if type(value) is str else value,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -111,11 +112,6 @@ def page_of(plan: Plan) -> str:
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
     template = environment.get_template("report.html.j2")
     return template.render(_values(shown), policy=policy, mark=_MARK, css=css)
-
-
-def _shown(value: object) -> object:
-    """Let nothing through that can't be seen; what the template calls safe was made here, and is another type."""
-    return visible(value) if type(value) is str else value
 
 
 def _values(plan: Plan) -> dict[str, object]:

@@ -25,7 +25,7 @@ from autosplit.cli.tables import (
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import PlanDevice, RankSettings
+from autosplit.plan.record import RankSettings
 from autosplit.profiles.differences import NOT_JUST_THIS
 from autosplit.solve.split import even_split
 from autosplit.text import bound_text, listed, ms_text, printable, rate_text
@@ -103,11 +103,12 @@ def short_report(plan: Plan, origin: Origin | None = None) -> Group:
 
     explanation, origin = plan.explain(), origin or _SAVED
     ddp = _faster_with_ddp(explanation)
+    ways = [text for subject, text in explanation.sentences().items() if subject == "ways"]
     return Group(
         *_status(plan),
         _device_table(plan),
         pairs_table([*_short_numbers(plan), *([("with DDP", ddp)] if ddp else [])]),
-        *_section("why", [*_unused_lines(plan), *_why(explanation)]),
+        *_section("why", [*_unused_lines(plan), *[*ways, *explanation.reasons()][:MOST_REASONS]]),
         *_section("notes", _notes_to_act_on(plan)),
         *_pasted("", _next_lines(plan, origin)),
     )
@@ -320,26 +321,14 @@ def device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield its row for each device."""
     several = len(plan.devices) > 1
     for device, ceiling in zip(plan.devices, plan.ceilings, strict=True):
+        not_run = "" if plan.simulated or device.ceiling.confirmed else ", not run"
         yield (
             device.label if device.kind == "cpu" else f"{device.label} {short_name(device.name)}",
             *([f"{device.share:,}"] if several else []),
             memory_text(device.peak_bytes, device.capacity_bytes),
-            f"{ceiling:,}{_limit_text(device, simulated=plan.simulated)}",
+            f"{ceiling:,}{_LIMITS[device.ceiling.limited_by]}{not_run}",
             ms_text(device.busy_s),
         )
-
-
-def _limit_text(device: PlanDevice, *, simulated: bool) -> str:
-    """Say by what a ceiling was limited, and whether it is only a prediction where it could have been run."""
-    return _LIMITS[device.ceiling.limited_by] + ("" if simulated or device.ceiling.confirmed else ", not run")
-
-
-def _samples_text(count: int) -> str:
-    return "1 sample" if count == 1 else f"{count} samples"
-
-
-def _layers_text(names: Sequence[str]) -> str:
-    return f"{len(names)} layer{'s' * (len(names) > 1)}: {names[0]}" + f" to {names[-1]}" * (len(names) > 1)
 
 
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
@@ -348,10 +337,12 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     rows = [("split", tuple_text(plan.split))] if several else []
     rows.append(("batch_size", f"{plan.batch_size}"))
     rows.append(("accumulation_steps", f"{plan.accumulation_steps}{_short_step_text(plan)}"))
-    rows.append(("effective batch", f"{_samples_text(plan.effective_batch_size)} per optimizer step"))
+    rows.append(("effective batch", f"{counted_text(plan.effective_batch_size, 'sample')} per optimizer step"))
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
     if plan.checkpointed:
-        rows.append(("checkpointed", _layers_text(plan.checkpointed)))
+        names = plan.checkpointed
+        to = f" to {names[-1]}" if len(names) > 1 else ""
+        rows.append(("checkpointed", f"{counted_text(len(names), 'layer')}: {names[0]}{to}"))
     if plan.loader_settings is not None and plan.loader_samples_per_s is not None:
         workers = plan.loader_settings.num_workers
         said = f"{rate_text(plan.loader_samples_per_s)} with {workers} worker{'s' * (workers != 1)}"
@@ -388,7 +379,7 @@ def all_numbers(plan: Plan) -> list[tuple[str, str]]:
 def _short_step_text(plan: Plan) -> str:
     """Say so where the last micro-step is smaller."""
     last = plan.effective_batch_size - (plan.accumulation_steps - 1) * plan.batch_size
-    return "" if last == plan.batch_size else f" (the last of {_samples_text(last)})"
+    return "" if last == plan.batch_size else f" (the last of {counted_text(last, 'sample')})"
 
 
 def _gain_text(plan: Plan) -> str:
@@ -427,7 +418,9 @@ def ddp_lines(plan: Plan) -> list[str]:
     ]
     effective = plan.ddp.effective_batch_size
     other = (
-        f", {_samples_text(effective)} per optimizer step" if effective not in (0, plan.effective_batch_size) else ""
+        f", {counted_text(effective, 'sample')} per optimizer step"
+        if effective not in (0, plan.effective_batch_size)
+        else ""
     )
     return [*lines, f"together {rate_text(plan.ddp.samples_per_s)}{other}"]
 
@@ -437,12 +430,6 @@ def ddp_heading(explanation: Explanation) -> str:
     heading = f"DDP, {'measured' if explanation.ddp_measured else 'predicted'}"
     compared = explanation.comparison().removeprefix("DDP is ")
     return f"{heading}: {compared}" if compared else heading
-
-
-def _why(explanation: Explanation) -> list[str]:
-    """Return the first reasons; of several ways that were tuned for, what each gave comes first."""
-    ways = explanation.sentences().get("ways")
-    return [*([] if ways is None else [ways]), *explanation.reasons()][:MOST_REASONS]
 
 
 def explained_lines(explanation: Explanation) -> list[str]:

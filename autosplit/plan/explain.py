@@ -140,14 +140,10 @@ def _bounds(plan: PlanRecord, problem: Problem, base: float) -> tuple[Bound, ...
     if not memory and len(plan.devices) > 1:
         memory = _binding([("memory", None, all_memory_relaxed(problem))], base)
     times = _binding((*sizes_relaxed(plan, problem), *_times_relaxed(plan, problem)), base)
-    # What such a gain leaves of a step's time would be less than the error of that time.
-    return _in_order([bound for bound in (*memory, *times) if bound.gain * _error_share(plan) < 1])
-
-
-def _error_share(plan: PlanRecord) -> float:
-    """Return the error of a predicted time, as a share: of the fit or of what was measured, whichever is larger."""
+    # What such a gain leaves of a step's time would be less than the error of that time, fitted or measured.
     quality = _fit_quality(plan)
-    return 0.0 if quality is None else max(quality.median_share, quality.noise_share)
+    error_share = 0.0 if quality is None else max(quality.median_share, quality.noise_share)
+    return _in_order([bound for bound in (*memory, *times) if bound.gain * error_share < 1])
 
 
 def _binding(relaxed: Iterable[Relaxed], base: float) -> list[Bound]:

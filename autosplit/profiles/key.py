@@ -79,7 +79,9 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     parts = workload.modules or (models,)
     modules = [part for part in parts if hasattr(part, "named_modules") and not isinstance(part, type)]
     described = {
-        "model": ", ".join(qualified_name(_kind(part) if part in modules else part) for part in parts),
+        "model": ", ".join(
+            qualified_name(type(getattr(part, "named_by", part)) if part in modules else part) for part in parts
+        ),
         "parameters": _count(modules) if modules else None,
         "model_tree": digest_of([Describer().tree(module) for module in modules]),
         "model_tensors": digest_of([tensors_in(module) for module in modules]),
@@ -96,11 +98,6 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     if workload.checkpointing is not None:
         described["checkpointing"] = str(workload.checkpointing)
     return {**described, **{name: getattr(workload, name) for name in plain}}
-
-
-def _kind(module: Any) -> type:
-    """Return the class that a model goes by: that of the user's own, where one of ours is around it."""
-    return type(getattr(module, "named_by", module))
 
 
 def _count(modules: Sequence[Any]) -> int | None:

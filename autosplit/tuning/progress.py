@@ -107,7 +107,8 @@ def part_of(progress: Callable[[Progress], None], number: int, count: int, name:
 def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[Progress], None] | None]:
     """Yield who hears of a tuning: who was given, else a bar in a notebook, else a line on a terminal, else None."""
     heard = progress or notebook_bar()
-    if heard is None and _can_draw():
+    is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    if heard is None and is_terminal and os.environ.get("RANK", "0") == "0":  # one that can clear a line
         line = _Line()
         try:
             yield line
@@ -115,12 +116,6 @@ def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[
             line.clear()
     else:
         yield heard
-
-
-def _can_draw() -> bool:
-    """Tell whether stderr is a terminal that can clear a line, and this is the rank that draws."""
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    return is_terminal and os.environ.get("TERM") not in ("dumb", "unknown") and os.environ.get("RANK", "0") == "0"
 
 
 class _Line:
@@ -172,18 +167,13 @@ class _Bar:
         if self._handle is not None and progress.fraction < 1.0 and now_s - self._drawn_s < SHORTEST_S:
             return
         self._drawn_s = now_s
-        shown = self._display.HTML(_line(progress, now_s - self._begun_s))
+        counts = f"{progress.found}, {now_s - self._begun_s:.0f} s".removeprefix(", ")
+        share = min(1.0, max(0.0, progress.fraction))
+        shown = self._display.HTML(
+            f'<div><progress value="{share:.3f}" max="1" aria-label="tuning"></progress> '
+            f"{escaped(progress.message)} <small>({escaped(counts)})</small></div>"
+        )
         if self._handle is None:
             self._handle = self._display.display(shown, display_id=True)
         else:
             self._handle.update(shown)
-
-
-def _line(progress: Progress, seconds: float) -> str:
-    """Write a state as HTML."""
-    counts = f"{progress.found}, {seconds:.0f} s".removeprefix(", ")
-    share = min(1.0, max(0.0, progress.fraction))
-    return (
-        f'<div><progress value="{share:.3f}" max="1" aria-label="tuning"></progress> '
-        f"{escaped(progress.message)} <small>({escaped(counts)})</small></div>"
-    )

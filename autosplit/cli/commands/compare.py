@@ -136,7 +136,9 @@ def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
         plan = _machine_plan_texts(machine, with_precision=several)
         costs = [_money_text(machine.cost_per_million_samples)] if priced else []
         prices = [_money_text(machine.price_per_hour)] if priced else []
-        numbers = [_machine_rate_text(machine), _headroom_text(machine)]
+        rate, headroom = machine.samples_per_s, machine.headroom_bytes
+        numbers = ["-" if rate is None else rate_text(rate).removesuffix(" samples/s")]
+        numbers.append("-" if headroom is None else size_text(headroom))
         if narrow:
             lines = [machine.devices, *plan[:-1], f"{plan[-1]} ({how})"]
             add_row(table, Text("\n  ".join(map(printable, lines))), *numbers, *costs)
@@ -165,14 +167,6 @@ def _runs_text(split: Sequence[int]) -> str:
     """Write a split with its runs counted: ``12, 7x35``."""
     runs = [(share, len(list(alike))) for share, alike in itertools.groupby(split)]
     return ", ".join(f"{count}x{share}" if count > 2 else ", ".join([f"{share}"] * count) for share, count in runs)
-
-
-def _machine_rate_text(machine: ComparedMachine) -> str:
-    return "-" if machine.samples_per_s is None else rate_text(machine.samples_per_s).removesuffix(" samples/s")
-
-
-def _headroom_text(machine: ComparedMachine) -> str:
-    return "-" if machine.headroom_bytes is None else size_text(machine.headroom_bytes)
 
 
 def _money_text(amount: float | None) -> str:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from autosplit.plan.measured_step import MeasuredStep
-    from autosplit.solve.memory import MemoryParts
 
 __all__ = ["measure"]
 
@@ -95,17 +94,13 @@ def _memory_table(found: MeasuredStep) -> Table:
     table.columns[-2].no_wrap = True  # what it is made of gives way
     for index, label in enumerate(found.devices):
         parts, name = found.memory[index], short_name(found.device_names[index])
+        sizes = [] if parts is None else [(getattr(parts, f"{part}_bytes"), part) for part in _PARTS]
+        sizes.sort(reverse=True)
         add_row(
             table,
             label if name == "cpu" else f"{label} {name}",
             *([f"{found.split[index]:,}"] if share else []),
             memory_text(found.peak_bytes[index], found.capacity_bytes[index]),
-            "-" if parts is None else _parts_text(parts),
+            ", ".join(f"{part} {short_bytes_text(nbytes)}" for nbytes, part in sizes if nbytes) or "-",
         )
     return table
-
-
-def _parts_text(parts: MemoryParts) -> str:
-    """Write ``activations 218 MiB, optimizer 6 MiB``."""
-    sizes = sorted(((getattr(parts, f"{part}_bytes"), part) for part in _PARTS), reverse=True)
-    return ", ".join(f"{part} {short_bytes_text(nbytes)}" for nbytes, part in sizes if nbytes)

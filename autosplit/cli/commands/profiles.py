@@ -121,13 +121,10 @@ def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> 
         table.add_column(name, overflow="fold", no_wrap=name != "notes")
     for row in rows:
         add_row(table, *(row[name] for name in shown))
-    needed = sum(3 + max(len(name), *(_least_width(name, row[name]) for row in rows)) for name in shown)
+    least = {name: max(len(name), *(len(row[name]) for row in rows)) for name in shown}
+    least["notes"] = min(least.get("notes", 0), LEAST_FOR_NOTES)  # only notes may be broken
+    needed = sum(3 + least[name] for name in shown)
     print_plain(table if needed <= console.width else _blocks(rows), console)
-
-
-def _least_width(name: str, text: str) -> int:
-    """Return how many columns a cell needs: only notes may be broken."""
-    return min(len(text), LEAST_FOR_NOTES) if name == "notes" else len(text)
 
 
 def _blocks(rows: Sequence[dict[str, str]]) -> RenderableType:

@@ -79,7 +79,9 @@ def tune(
         except PlanError as error:
             unsaved = error
     if interrupted is not None:
-        failed(_interrupted_text(saved), EXIT_INTERRUPTED)
+        kept = f"saved as {saved}" if saved else "not saved (--output PATH saves it)"
+        said = f"interrupted: the best plan so far is shown and {kept}; run it again to tune to the end"
+        failed(said, EXIT_INTERRUPTED)
     print_plan(plan, _origin(spec, plan, workload, keywords, model_options, saved), manner)
     if unsaved is not None:
         raise unsaved  # only now: what took so long to find has been shown
@@ -113,11 +115,6 @@ def _tune_by_torchrun(spec: str, keywords: dict[str, Any], count: int, manner: M
 
     arguments = ["tune", spec, *flags_of(keywords), *manner.flags()]
     return run_together([*arguments, *([] if output is None else ["--output", output])], count)
-
-
-def _interrupted_text(saved: str | None) -> str:
-    kept = f"saved as {saved}" if saved else "not saved (--output PATH saves it)"
-    return f"interrupted: the best plan so far is shown and {kept}; run it again to tune to the end"
 
 
 def _tuned(
