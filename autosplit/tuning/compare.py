@@ -234,10 +234,10 @@ def asked_machines(
         )
     for name, value in prices.items() if isinstance(prices, Mapping) else prices or ():
         place, price = _place_of(name, machines), _price(name, value)
-        known = machines[place].price_per_hour
-        if known is not None:
+        other = machines[place].price_per_hour
+        if other is not None:
             raise InputError(
-                f"prices {known:g} and {price:g} are both for {machines[place].name}; expected one; leave the other out"
+                f"prices {other:g} and {price:g} are both for {machines[place].name}; expected one; leave the other out"
             )
         machines[place] = replace(machines[place], price_per_hour=price)
     return tuple(machines)
@@ -264,9 +264,10 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
     )
 
 
-def _price(name: str, value: Any) -> float:
-    if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value <= LARGEST_PRICE:
-        return float(value)
+def _price(name: str, value: object) -> float:
+    price: Any = value  # of Real, mypy knows no order
+    if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= price <= LARGEST_PRICE:
+        return float(price)
     raise InputError(
         f"price {shown(value)} for {shown(name)}: expected money for an hour, a number from 0 to {LARGEST_PRICE:g} "
         "without a currency; correct it, or leave it out"
