@@ -78,7 +78,6 @@ WITHOUT_TORCH = (
     "cli.commands.report",
     "cli.commands.export",
     "cli.options",
-    "cli.profiles_options",
     "cli.main",
 )
 TOOLS = ("accelerate", "lightning", "transformers")

@@ -32,10 +32,11 @@ from autosplit.cli.options import (
     StoredPlan,
     Text,
     command,
+    example,
     option,
+    parsed_by,
 )
 from autosplit.cli.output import EXIT_INTERRUPTED, failed
-from autosplit.cli.profiles_options import profiles_app
 from autosplit.cli.signals import leaves_at_the_second
 from autosplit.cli.terminal import bars_say_it_stops, restored_terminal, sent_nowhere, streams_made_fit
 from autosplit.errors import AutosplitError, UserCodeError, shown
@@ -64,6 +65,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+profiles_app = typer.Typer(
+    help="List, show and remove remembered plans.",
+    invoke_without_command=True,
+    epilog=example("autosplit profiles", "autosplit profiles remove 3f2a"),
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(profiles_app, name="profiles")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,9 +173,6 @@ def _help_for(arguments: list[str]) -> str:
     if arguments[0] == "profiles" and {*arguments[1:2]} & {one.name for one in profiles_app.registered_commands}:
         return f"profiles {arguments[1]} --help"
     return f"{arguments[0]} --help"
-
-
-app.add_typer(profiles_app, name="profiles")
 
 
 # --------------------------------------------------------------------------------------------------------- commands
@@ -412,3 +420,44 @@ def launch_command(
     ] = False,
 ) -> None:
     """Start a training script by torchrun with a plan's processes. Each of them is given the plan."""
+
+
+_Key = Annotated[Text, typer.Argument(metavar="KEY", help="The beginning of a profile's key.", show_default=False)]
+
+
+@profiles_app.callback()
+@parsed_by("profiles.list_profiles")
+def profiles_command() -> None:
+    """List, show and remove remembered plans; without a command, list them."""
+
+
+@command(profiles_app, "list", "profiles.list_profiles", "autosplit profiles list --json")
+def profiles_list_command() -> None:
+    """List what is remembered, the newest first."""
+
+
+@command(profiles_app, "show", "show.show_profile", "autosplit profiles show 3f2a")
+def profiles_show_command(key: _Key = None, details: Details = False, code: Code = False) -> None:
+    """Show a remembered plan. Without a key, list them and show the newest."""
+
+
+@command(profiles_app, "path", "profiles.show_path", "autosplit profiles path", "autosplit profiles path 3f2a")
+def profiles_path_command(key: _Key = None) -> None:
+    """Print the folder of the profiles, or the file of one."""
+
+
+@command(
+    profiles_app,
+    "remove",
+    "profiles.remove_profiles",
+    "autosplit profiles remove 3f2a 91c0",
+    "autosplit profiles remove --all --yes",
+)
+def profiles_remove_command(
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY", help="Beginnings of profiles' keys.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of them; on a terminal it asks first.")] = False,
+    confirmed: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Forget remembered plans, and say which. Nothing outside the cache is ever removed."""

@@ -291,7 +291,6 @@ class JointSession(Session):
 
     def _fit(self, best: Trial) -> Fit:
         """Return the model as it was fitted to the trials, in the words in which `Problem` solves ranks again."""
-        assert self.solver is not None
         fitted = self.solver.refitted(self.trials).step_time
         slower = max(LEAST_CONTENTION, fitted.contention)
         curves = tuple(TimeCurve(tuple((n, slower * s) for n, s in curve.points)) for curve in fitted.curves)

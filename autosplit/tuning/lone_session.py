@@ -235,7 +235,6 @@ class LoneSession(Session):
     # The search
 
     def _measured(self, splits: tuple[tuple[int, ...], ...]) -> Measurement:
-        assert self.solver is not None
         return self.prober.step(splits, budget_s=TRIAL_BUDGET_S, copies_s=self.solver.step_time.copying_s(splits))
 
     def _can_train(self, splits: tuple[tuple[int, ...], ...]) -> bool:
@@ -243,7 +242,6 @@ class LoneSession(Session):
 
     def _doubt_the_times(self) -> None:
         """Say so where the times that were measured do not go together."""
-        assert self.solver is not None
         off = error_of(self.solver.refitted(self.trials), self.trials)
         if not self.runtime.simulated and off > DOUBTFUL_ERROR:
             self.notes.append(
@@ -326,12 +324,10 @@ class LoneSession(Session):
     # The answer
 
     def _answer(self, best: Trial, even_samples_per_s: float | None) -> Answer:
-        assert self.solver is not None
         ceilings = self.memory.of_plan(best)
         return replace(self._quick_answer(best), ceilings=ceilings, even_samples_per_s=even_samples_per_s)
 
     def _quick_answer(self, best: Trial) -> Answer:
-        assert self.solver is not None
         assert best.samples_per_s is not None
         step_time = self.solver.refitted(self.trials).step_time
         residuals = residuals_of(self.solver, step_time, self.trials)
@@ -352,6 +348,5 @@ class LoneSession(Session):
         """Tell what each device's memory is full of."""
         if not best.peak_bytes:
             return ()
-        assert self.solver is not None
         splits = self.solver.splits_of(configuration_of(best), best.split)
         return self.prober.parts(StepShape(splits[:2]), best.peak_bytes)

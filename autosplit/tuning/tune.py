@@ -26,14 +26,12 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.prepare import Built, Source, build, follow, workload_source
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.padded_length import checked_lengths
-from autosplit.tuning.amended import amended
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
 from autosplit.tuning.loader_bound import bounded_by_loader
 from autosplit.tuning.open_session import isolated_for, losses_of, session_of
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
-from autosplit.tuning.recall import Recalled, Wanted
-from autosplit.tuning.try_again import tried_again
+from autosplit.tuning.recall import Recalled, Wanted, amended, tried_again
 from autosplit.tuning.tuned_lengths import with_lengths, without_lengths
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
 from autosplit.workload.precision import native_ones, precision_list, without_bf16

@@ -22,10 +22,10 @@ from autosplit.runtime.prepare import Source, build
 from autosplit.runtime.protocol import StepShape
 from autosplit.solve.memory import largest_fitting
 from autosplit.solve.padded_length import LengthPoint, foretold, lengths_to_tune, scaled
-from autosplit.tuning.amended import amended
 from autosplit.tuning.job import Job, refuse_differing
 from autosplit.tuning.open_session import losses_of, open_session
 from autosplit.tuning.progress import Progress
+from autosplit.tuning.recall import amended
 from autosplit.tuning.session import TRIAL_BUDGET_S
 
 __all__ = ["with_lengths", "without_lengths"]
