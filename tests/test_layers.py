@@ -62,7 +62,6 @@ WITHOUT_TORCH = (
     "plan.canvas",
     "plan.charts",
     "cli.output",
-    "cli.log",
     "cli.named_plan",
     "cli.workload_arguments",
     "cli.json_types",

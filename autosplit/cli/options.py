@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autosplit.cli.output import Manner
+from autosplit.cli.output import Manner, logged
 from autosplit.errors import InputError, shown
 
 __all__ = [
@@ -145,8 +145,6 @@ def _of_all(
 
 
 def _run(body: str, manner: Manner, given: dict[str, Any]) -> int:
-    from autosplit.cli.log import logged
-
     place, name = body.split(".")
     with logged(manner):
         exit_code: int = getattr(importlib.import_module(f"autosplit.cli.commands.{place}"), name)(manner, **given)

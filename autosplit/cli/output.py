@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ __all__ = [
     "Manner",
     "failed",
     "json_text",
+    "logged",
     "note",
     "print_answer",
     "print_json",
@@ -109,6 +112,43 @@ def _fitted(line: str) -> list[str]:
 def progress(manner: Manner) -> AbstractContextManager[Callable[[Progress], None] | None]:
     """Draw a bar while something runs, where there is a terminal and it is not to be quiet."""
     return progress_bar() if speaks() and not manner.quiet else nullcontext(lambda _progress: None)
+
+
+class _Lines(logging.Handler):
+    """Writes a line for each record, with the seconds since it was made where it is no warning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = os.environ.get("RANK")
+        self._whose = "" if rank in (None, "0") else f"rank {rank}: "
+        self._began_s = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = self._whose + printable(without_passwords(" ".join(record.getMessage().split())))
+        if record.levelno < logging.WARNING:
+            said = f"{time.monotonic() - self._began_s:7.2f} s  {said}"
+        # To what stderr is now: a bar that is being drawn has put something there that keeps out of its way.
+        sys.stderr.write(f"{said}\n")
+
+
+@contextmanager
+def logged(manner: Manner) -> Iterator[None]:
+    """Write what is logged under ``autosplit`` to stderr: warnings; each step with ``--verbose``, nothing with ``--quiet``.
+
+    Whatever handlers the user's code gives to other loggers, these lines come once.
+    """
+    log = logging.getLogger("autosplit")
+    level, propagate = log.level, log.propagate
+    handler = _Lines()
+    log.addHandler(handler)
+    log.setLevel(logging.ERROR if manner.quiet else logging.DEBUG if manner.verbose else logging.WARNING)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
 
 
 # ----------------------------------------------------------------------------------------------------------- stdout

@@ -87,12 +87,7 @@ _SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("pla
 
 
 def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None, details: bool = False) -> None:
-    """Print a plan's report.
-
-    Args:
-        origin: How to have the plan again. Default: from a file that it would be saved to.
-        details: All there is to say, instead of the short report.
-    """
+    """Print a plan's report."""
     report = full_report if details else short_report
     print_plain(report(plan, origin), console)
 

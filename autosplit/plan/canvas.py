@@ -61,7 +61,6 @@ class Chart:
     """A chart for a page.
 
     Attributes:
-        name: Of its place in the page: ``"memory"``.
         said: Its content in a sentence or two: the text for who can't see it.
         svg: An ``<svg>`` element; empty where nothing could be drawn, which `said` explains.
     """
@@ -83,11 +82,7 @@ def check_drawing(what: str) -> None:
 
 
 class Canvas:
-    """A picture that is being drawn, and what its marks say when they are pointed at.
-
-    Attributes:
-        colors: By the page's names.
-    """
+    """A picture that is being drawn, and what its marks say when they are pointed at."""
 
     def __init__(self, figure: Figure | SubFigure, colors: dict[str, str]) -> None:
         self.figure = figure
@@ -199,11 +194,7 @@ def _set_style(colors: dict[str, str], salt: str) -> None:
 
 
 def _inlined(svg: str, said: str, titles: dict[str, str]) -> str:
-    """Turn a file of matplotlib into an element of a page, whose strict policy takes attributes in place of styles.
-
-    Args:
-        titles: What marks say, by their ids.
-    """
+    """Turn a file of matplotlib into an element of a page, whose strict policy takes attributes in place of styles."""
     root = ET.fromstring(svg)  # noqa: S314  # what matplotlib just wrote
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
     for element in list(root.iter()):

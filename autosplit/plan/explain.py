@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any, Literal
 
+from autosplit.errors import PlanError
 from autosplit.plan.explanation import (
     BINDING_SHARE,
     LIMITS,
@@ -38,6 +39,7 @@ __all__ = [
     "kinds_of",
     "memory_relaxed",
     "problem_of",
+    "required_problem",
     "sizes_relaxed",
 ]
 
@@ -98,6 +100,17 @@ def problem_of(plan: PlanRecord) -> Problem | None:
         max_batch_size=plan.max_batch_size,
         accumulates=plan.accumulates,
     )
+
+
+def required_problem(plan: PlanRecord) -> Problem:
+    """Return the same; raise PlanError where there is none to predict by."""
+    problem = problem_of(plan)
+    if problem is None:
+        raise PlanError(
+            "the plan holds no fit of a step's time, or one of too many forwards to predict by; expected one that tune "
+            "made; tune again, or autosplit.measure(workload, split=...) runs the split itself"
+        )
+    return problem
 
 
 def base_of(plan: PlanRecord) -> float:

@@ -6,7 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file
 from autosplit.solve.even_ranks import EvenRanks
 
-__all__ = ["Code", "Export", "assignment_lines", "call_text", "comment_lines"]
+__all__ = ["Code", "Export", "assignment_lines", "call_text", "comment_lines", "filled"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ class Export:
 
         Args:
             path: The file, in a folder that is there.
-            text: What to write in its place.
 
         Raises:
             InputError: It is a folder, or can't be written.
@@ -70,6 +69,11 @@ class Export:
             raise InputError(
                 f"{target} can't be written ({reason}); expected a file in a folder that is there; choose another path"
             ) from error
+
+
+def filled(found: Export, settings: Mapping[str, Any], code: Sequence[str]) -> Export:
+    """Return an export with its settings, and the notes above the lines of code that make them."""
+    return replace(found, settings=settings, text="\n".join((*comment_lines(found.notes), *code)))
 
 
 def comment_lines(notes: Sequence[str]) -> list[str]:

@@ -43,7 +43,6 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
     """Make torchrun's command for a plan.
 
     Args:
-        path: The plan's file.
         arguments: torchrun's options, the script (or ``-m module``), and its arguments.
     """
     options = _options_of(arguments)

@@ -56,8 +56,6 @@ def nearest_told(
 
     Args:
         remembered: The profiles, the newest first; those that can't be read are passed over.
-        machine: What a plan is wanted for, by `key.machine_of`.
-        workload: The same, by `key.workload_of`.
         request: What was asked for, as a plan keeps it.
         ignoring: A plan that differs in this part alone is no answer.
     """

@@ -126,12 +126,7 @@ def _optimizer(optimizer: Any) -> Any:
 def key_of(
     machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any], name: str | None
 ) -> str:
-    """Return the key of a plan, 32 hexadecimal digits; `name` keeps plans apart that are equal in all else.
-
-    Args:
-        machine: By `machine_of`.
-        workload: By `workload_of`.
-    """
+    """Return the key of a plan, 32 hexadecimal digits; `name` keeps plans apart that are equal in all else."""
     return digest_of(
         {"schema": SCHEMA_VERSION, "machine": machine, "workload": workload, "request": request, "name": name}
     )

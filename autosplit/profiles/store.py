@@ -55,9 +55,7 @@ class Found:
     """The plan that the cache holds under a key.
 
     Attributes:
-        plan: None where there is none that can be used.
         path: Where it is, or would be.
-        notes: Why a file that is there was ignored, a sentence each.
         unreadable: The system did not let it be read.
     """
 
@@ -108,8 +106,6 @@ def find(
     """Look for the plan of a key, or say why a file that is there can't be used; raise nothing for what it holds.
 
     Args:
-        machine: What the plan must be for.
-        workload: What the plan must be for.
         request: What must have been asked for, with the name; older files do not tell.
     """
     try:
@@ -192,7 +188,7 @@ def _same(stored: Any, given: Any) -> bool:
 
 
 def store(key: str, plan: Plan) -> Path:
-    """Keep a plan, with its `machine` and `workload`, and return its file; a reader sees one plan or the other, whole.
+    """Keep a plan, with its `machine` and `workload`, and return its file; a reader sees one or the other, whole.
 
     Raises:
         ProfileError: The cache can't be written.

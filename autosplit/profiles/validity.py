@@ -96,9 +96,6 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
     """Return a clause for each difference of the GPUs here, in the plan's order, from those that it was made on.
 
     No clause holds what names a card; there is none where the machine is the very one.
-
-    Args:
-        capacities_bytes: What each may hold now, the reserve taken off.
     """
     assert len(plan.devices) == len(devices) == len(capacities_bytes), (plan.devices, devices, capacities_bytes)
     pairs = list(zip(plan.devices, devices, strict=True))

@@ -36,12 +36,7 @@ DDP_NOTE = (
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a plan.
-
-    Attributes:
-        wanted: What was asked for, by which the plan is remembered.
-        workload: The one that was described, or a copy.
-    """
+    """The subject of a plan."""
 
     wanted: Wanted
     workload: Workload
@@ -76,9 +71,6 @@ class Answer:
     """The solution that a plan is made of.
 
     Attributes:
-        samples_per_s: Of whole optimizer steps.
-        ceilings: Of each device, all at once.
-        even_samples_per_s: Of the even split; None where it is not known.
         region: None where nothing was split.
         memory: Parts of each device's peak; empty where no device's are known.
     """

@@ -326,11 +326,7 @@ def compared(
     time_limit_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Comparison:
-    """Tune for one machine after the other: `tune_one(spec, timed)` does, `timed` being keywords of `tune`'s.
-
-    Raises:
-        ComparisonInterrupted: Ctrl-C; it carries the machines that were done.
-    """
+    """Tune for one machine after the other: `tune_one(spec, timed)` does, `timed` being keywords of `tune`'s."""
     from autosplit.oom import DoesNotFitError
     from autosplit.runtime.prepare import followed_once
 

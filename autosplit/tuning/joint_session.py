@@ -51,11 +51,7 @@ class Measured:
 
     Attributes:
         timed: Seconds of a micro-step by its samples.
-        update_s: The optimizer's time.
-        least_batch: The fewest samples that it trains on.
         unused: A trainable parameter got no gradient.
-        steps: Real steps so far.
-        ooms: How many of them ran out of memory.
     """
 
     ceiling: Ceiling

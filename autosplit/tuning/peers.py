@@ -46,8 +46,6 @@ class Failure:
 
     Attributes:
         message: What it raised, on one line.
-        exit_code: What the command line exits with for it.
-        frames: The user's own frames, where it was the user's code.
         lacks_memory: A smaller part may do.
         waited: It waited in vain for another rank, whose failure is the cause.
     """

@@ -45,15 +45,6 @@ STEP_BUDGET_S = 1.0
 
 
 @dataclass(frozen=True)
-class Wait:
-    """The outcome of waiting for another process; `trouble` says why nobody could be waited for, if so."""
-
-    seconds: float = 0.0
-    notes: tuple[str, ...] = ()
-    trouble: str | None = None
-
-
-@dataclass(frozen=True)
 class Recalled:
     """A remembered plan, or why there is none.
 
@@ -61,6 +52,8 @@ class Recalled:
         notes: Why there is none, or what is to be said of it.
         short: Which devices have too little memory free for it; None where all have enough.
         differing: Facts that are others than the plan's and do not make another plan of it.
+        waited_s: Spent waiting for another process, which `wait_notes` tell of.
+        trouble: Why nobody could be waited for, if so.
     """
 
     plan: Plan | None = None
@@ -69,7 +62,9 @@ class Recalled:
     short: str | None = None
     differing: tuple[str, ...] = ()
     unreadable: bool = False
-    wait: Wait = Wait()
+    waited_s: float = 0.0
+    wait_notes: tuple[str, ...] = ()
+    trouble: str | None = None
 
     @property
     def holds(self) -> bool:
@@ -93,9 +88,6 @@ class Wanted:
     """The request, machine and workload that a plan is wanted for.
 
     Attributes:
-        machine: By `key.machine_of`.
-        described: By `key.workload_of`.
-        facts: By `Request.facts`.
         measured: A plan whose DDP answer is predicted does not do.
     """
 
@@ -144,10 +136,11 @@ class Wanted:
         if found.holds or self.request.profile == "off":
             return found
 
-        def wait() -> Wait | None:
+        def wait() -> dict[str, Any] | None:
             assert turn is not None, "it is rank 0's"
             ended = turn.wait(JOB_SLICE_S if job.several else float("inf"))
-            return Wait(turn.waited_s, turn.notes, turn.trouble) if ended else None
+            waited = {"waited_s": turn.waited_s, "wait_notes": turn.notes, "trouble": turn.trouble}
+            return waited if ended else None
 
         while (waited := job.told(wait)) is None:
             pass
@@ -155,7 +148,7 @@ class Wanted:
         again = job.told(self.recalled)
         if again.plan is None and not again.notes:  # what the first look has moved out of the way is to be told of
             again = replace(again, notes=found.notes, unreadable=found.unreadable)
-        return replace(again, wait=waited)
+        return replace(again, **waited)
 
     def nothing_run(self, found: Recalled) -> str:
         """Say that a remembered plan is the answer."""
@@ -194,8 +187,8 @@ class Wanted:
         path, failed = self.stored(plan) if stores else (None, ())
         if failed and found.unreadable:
             said = ()
-        if path is not None and found.wait.trouble is not None:
-            said = (*said, f"waiting for other processes that tune the same failed: {found.wait.trouble}")
+        if path is not None and found.trouble is not None:
+            said = (*said, f"waiting for other processes that tune the same failed: {found.trouble}")
         return plan.with_notes(*said, *always, last=failed).kept_at(path)
 
     def stored(self, plan: Plan) -> tuple[Path | None, tuple[str, ...]]:

@@ -52,10 +52,8 @@ class Session(ABC):
 
     Args:
         job: The processes that tune together; every one of them has a session, and calls the same of it.
-        subject: With the devices of all processes.
         followed: The workload with its tracer, in this process.
         probing: Gets what has to be undone once this process's own devices are measured.
-        closing: Gets what has to be undone at the end.
     """
 
     solver: Solver

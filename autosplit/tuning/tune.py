@@ -233,9 +233,6 @@ class _Asked:
     """The arguments of `tune`, less the workload.
 
     Attributes:
-        reserve: As it was asked for.
-        isolate: Real steps run in a process of their own.
-        heard: Somebody hears of the progress.
         ignoring: What the nearest remembered plan must not differ in alone: several of it are tuned for.
         waits: Seconds spent waiting for other processes so far, which the time limit does not count.
     """
@@ -271,12 +268,7 @@ def job_for(request: Request) -> Iterator[Job]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train that is tuned for.
-
-    Attributes:
-        precision: None for what the workload says itself.
-        checkpointing: None for the model as it is.
-    """
+    """A way to train that is tuned for."""
 
     precision: str | None
     checkpointing: Checkpointing | None
@@ -412,9 +404,9 @@ def _tuned(asked: _Asked, job: Job, source: Source) -> Plan:
         # Of this run and not of the plan, which is remembered for whoever names the processor, too.
         defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
         if found.holds:
-            return found.told(wanted.nothing_run(found), *found.wait.notes, *defaulted)
-        asked.waits.append(found.wait.seconds)
-        job = job.with_more_time(found.wait.seconds)
+            return found.told(wanted.nothing_run(found), *found.wait_notes, *defaulted)
+        asked.waits.append(found.waited_s)
+        job = job.with_more_time(found.waited_s)
         told(Progress("tracing", "tracing the model", fraction_of("tracing")))
         return _tuned_anew(asked, job, source, built, replace(wanted, request=job.whole), found, defaulted)
 
@@ -447,7 +439,7 @@ def _tuned_anew(
         told = asked.progress if job.peers.rank == 0 else quiet
         session = session_of(job)(job, Subject(wanted, followed.workload), followed, told, probing, closing)
         plan = replace(session.plan(), checkpointed=followed.checkpointed).with_notes(last=losses_of(job, isolated))
-        said = (*found.wait.notes, *found.notes, *nearest)
+        said = (*found.wait_notes, *found.notes, *nearest)
         plan = wanted.kept(plan, found, said, defaulted, stores=job.is_first_of_machine)
         if not plan.complete:
             job.peers.part()

@@ -59,9 +59,7 @@ def with_lengths(
     """Return a plan with what it is for samples that differ in length; its profile holds that, too.
 
     Args:
-        plan: Tuned with samples of the longest.
         lengths: Of each sample. A remembered plan that knows those that are looked at is not measured again.
-        source_of: Makes the workload with samples of a length.
     """
     digest = hashlib.sha256(repr(list(lengths)).encode()).hexdigest()[:16]
     digests = job.peers.gathered(digest)

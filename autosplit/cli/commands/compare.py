@@ -7,10 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from autosplit.cli.exit_code import end_with_parent
-from autosplit.cli.json_types import Compared
 from autosplit.cli.options import price_given
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
 from autosplit.cli.tables import add_row, bullet_table, counted_text, plain_table, print_plain
@@ -48,7 +45,6 @@ def compare(
     Args:
         price: Of a machine, for an hour, each as it was typed.
         keywords: For `tune`; the time limit is for all machines together.
-        model_options: Those of a model that is named, as `load_workload` takes them.
     """
     from autosplit.tuning import compare as comparing
 
@@ -73,8 +69,7 @@ def compare(
             comparison, interrupted = interrupt.comparison, True
     if interrupted:
         failed("interrupted: the machines that are done are shown; run it again for all of them", EXIT_INTERRUPTED)
-    answer = msgspec.convert(comparison.to_dict(), Compared)
-    print_answer(answer, manner, lambda console: print_comparison(comparison, console))
+    print_answer(comparison.to_dict(), manner, lambda console: print_comparison(comparison, console))
     if interrupted:
         return EXIT_INTERRUPTED
     if comparison.best is None:

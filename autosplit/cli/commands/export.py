@@ -19,14 +19,7 @@ __all__ = ["export"]
 def export(
     manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool
 ) -> int:
-    """Print a plan's settings, or save them.
-
-    Args:
-        which: The plan's file or the beginning of its key; None for the newest profile.
-        manner: As JSON it is all there is to know of the settings, in place of the text to paste.
-        output: The file for what would be printed; None for stdout.
-        force: Replace a file that is there.
-    """
+    """Print a plan's settings, or save them."""
     to = _checked(to, output, force=force)
     path, plan = named_or_newest(which)
     if which is None:

@@ -61,12 +61,7 @@ def probe(
     plot: str | None = None,
     **keywords: Any,
 ) -> int:
-    """Find ceilings, and print what was found, also where something kept it from all of them.
-
-    Args:
-        plot: The picture's file; None for none.
-        keywords: For `find_ceiling`.
-    """
+    """Find ceilings, and print what was found, also where something kept it from all of them."""
     roles = tuple(dict.fromkeys(role or ["rank"]))
     probing = Probing(spec, model_options, keywords, devices, roles, time_limit_s, isolate)
     _check_before_probing(probing, plot)

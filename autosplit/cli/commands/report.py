@@ -13,14 +13,7 @@ __all__ = ["report"]
 
 
 def report(manner: Manner, *, which: str | None = None, output: str, force: bool) -> int:
-    """Write a plan's page.
-
-    Args:
-        which: The plan's file or the beginning of its key; None for the newest profile.
-        output: The page's file; ``-`` for stdout.
-        manner: As JSON the answer is the file's path.
-        force: Replace a file that is no report.
-    """
+    """Write a plan's page."""
     from autosplit.cli.page import check_page, page_of, write_page
 
     to_stdout = output == "-"

@@ -45,12 +45,7 @@ def tune(
     output: str | None = None,
     **keywords: Any,
 ) -> int:
-    """Tune a workload, print its plan, and save it where that was asked for.
-
-    Args:
-        keywords: For `autosplit.tune`.
-        model_options: Those of a model that is named, as `load_workload` takes them.
-    """
+    """Tune a workload, print its plan, and save it where that was asked for."""
     end_with_parent()
     keywords = {**_one_machine(spec, devices), **keywords}
     check_before_running(keywords, output)
