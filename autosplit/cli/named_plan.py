@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -148,14 +149,20 @@ def told(path: Path, plan: Plan) -> str:
     return f"{path.stem[:KEY_DIGITS]} ({'; '.join(said)})"
 
 
+_NUMBERS = (
+    *("split", "batch_size", "accumulation_steps", "effective_batch_size"),
+    *("samples_per_s", "simulated", "complete"),
+)
+
+
 def profile_at(path: Path) -> Profile:
     """Tell what there is to tell of a file of the cache, whatever is in it."""
-    try:
-        written_s: float | None = path.lstat().st_mtime
-    except OSError:
-        written_s = None
-    saved_at = None if written_s is None else _time_text(written_s)
-    age_s = None if written_s is None or saved_at is None else max(0.0, time.time() - written_s)
+    saved_at: str | None = None
+    age_s: float | None = None
+    with contextlib.suppress(OSError, ValueError, OverflowError):  # it is gone, or bears a time that no calendar has
+        written_s = path.lstat().st_mtime
+        saved_at = datetime.fromtimestamp(written_s).astimezone().isoformat("T", "seconds")
+        age_s = max(0.0, time.time() - written_s)
     try:
         plan = read_profile(path)
     except PlanError as error:
@@ -173,19 +180,5 @@ def profile_at(path: Path) -> Profile:
         devices=tuple(device.label for device in plan.devices),
         device_names=tuple(device.name for device in plan.devices),
         request={key: value for key, value in plan.request.items() if value is not None and key != "name"},
-        split=plan.split,
-        batch_size=plan.batch_size,
-        accumulation_steps=plan.accumulation_steps,
-        effective_batch_size=plan.effective_batch_size,
-        samples_per_s=plan.samples_per_s,
-        simulated=plan.simulated,
-        complete=plan.complete,
+        **{name: getattr(plan, name) for name in _NUMBERS},
     )
-
-
-def _time_text(written_s: float) -> str | None:
-    """Write a time as ISO 8601; None for one that no calendar has: a file may bear any."""
-    try:
-        return datetime.fromtimestamp(written_s).astimezone().isoformat("T", "seconds")
-    except (ValueError, OverflowError, OSError):
-        return None

@@ -133,7 +133,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def logged(manner: Manner) -> Iterator[None]:
-    """Write what is logged under ``autosplit`` to stderr: warnings; each step with ``--verbose``, nothing with ``--quiet``.
+    """Write what is logged under ``autosplit`` to stderr: warnings; all with ``--verbose``, nothing with ``--quiet``.
 
     Whatever handlers the user's code gives to other loggers, these lines come once.
     """
