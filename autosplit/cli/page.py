@@ -17,9 +17,10 @@ from autosplit.cli import plan_report as told
 from autosplit.cli.plan_report import paste_lines, request_text
 from autosplit.cli.tables import tuple_text
 from autosplit.errors import InputError
-from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
+from autosplit.files import what_stands_at
 from autosplit.plan.canvas import check_drawing
 from autosplit.plan.charts import MEMORY_PARTS, charts_of, known_parts
+from autosplit.plan.exported import write
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
 from autosplit.probe.check_result import error_text
@@ -41,16 +42,7 @@ HEADLINE = ("split", "batch_size", "accumulation_steps", "throughput", "gpu0_bsz
 def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Write a plan's page, by atomic replacement, in place of an earlier report, or of any file by `force`."""
     check_page(path, force=force)
-    text = page_of(plan)
-    target = Path(path)
-    try:
-        replace_file(target, text, mode=READ_BY_ALL)
-    except (OSError, ValueError) as error:  # a name with a null character is no OSError
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"the report can't be written to {target} ({reason}); expected a file that may be "
-            "written; choose another by -o PATH"
-        ) from error
+    write(Path(path), page_of(plan), f"the report {path}")
 
 
 def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "memory_text",
     "pairs_table",
     "plain_table",
+    "print_bullets",
     "print_plain",
     "rates_text",
     "short_bytes_text",
@@ -81,6 +82,12 @@ def bullet_table(lines: Iterable[str]) -> Table:
     for line in lines:
         add_row(grid, "-", line)
     return grid
+
+
+def print_bullets(lines: Iterable[str], console: Console) -> None:
+    """Print lines with a hanging indent, if there are any."""
+    if given := list(lines):
+        print_plain(bullet_table(given), console)
 
 
 def short_name(name: str) -> str:

@@ -5,18 +5,18 @@ Where the plan's ranks differ, the nearest even plan is solved from the plan's o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.errors import PlanError, shown
+from autosplit.plan.explain import problem_of, problem_with
 from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.exported import Export
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.torchrun import refuse_without_ranks
 from autosplit.solve.even_ranks import EvenProblem, EvenRanks
 from autosplit.solve.memory import Ceiling
-from autosplit.solve.problem import MOST_WORK, Problem
+from autosplit.solve.problem import MOST_WORK
 from autosplit.text import printable, rate_text
 
 __all__ = ["ACCELERATE", "LIGHTNING", "TRANSFORMERS", "even_plan", "first_notes", "tuple_text"]
@@ -133,22 +133,11 @@ def _lost(plan: PlanRecord, ranks: _Ranks, even: EvenRanks) -> tuple[float | Non
     too_long = ranks.effective_batch_size > MOST_WORK * sum(ranks.sizes)
     if plan.fit is None or even.samples_per_s is None or _share_processor(plan) or too_long:
         return None, ""
-    problem = functools.partial(
-        Problem.of,
-        plan.fit,
-        effective_batch_sizes=plan.effective_batch_sizes,
-        max_batch_size=plan.max_batch_size,
-        accumulates=plan.accumulates,
-    )
     several, sizes = len(plan.devices) > 1, tuple_text(ranks.sizes)
-    rates = [
-        (
-            problem(ranks.ceilings, None).rate(ranks.sizes, ranks.effective_batch_size),
-            f"autosplit.ddp with {sizes}" if several else "the plan",
-        )
-    ]
-    if several and plan.region is not None and plan.effective_batch_size <= MOST_WORK * plan.batch_size:
-        own = problem(tuple(device.ceiling for device in plan.devices), plan.region)
+    rate = problem_with(plan, plan.fit, ranks.ceilings, None).rate(ranks.sizes, ranks.effective_batch_size)
+    rates = [(rate, f"autosplit.ddp with {sizes}" if several else "the plan")]
+    own = problem_of(plan) if several and plan.region is not None else None
+    if own is not None:
         name = f"plan.wrap(model), BalancedDataParallel with {tuple_text(plan.split)}"
         rates.append((own.rate(plan.split, plan.effective_batch_size), name))
     rate, name = max(rates, key=lambda pair: float(f"{pair[0]:.6g}"))  # of equal ones DDP, which the tools run

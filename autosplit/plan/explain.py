@@ -25,8 +25,10 @@ from autosplit.plan.explanation import (
     What,
 )
 from autosplit.plan.record import PlanRecord
+from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.problem import MOST_WORK, NO_LIMIT_BYTES, Problem
 from autosplit.solve.split import even_split
+from autosplit.solve.step_time import Fit
 
 __all__ = [
     "FASTER",
@@ -39,6 +41,7 @@ __all__ = [
     "kinds_of",
     "memory_relaxed",
     "problem_of",
+    "problem_with",
     "required_problem",
     "sizes_relaxed",
 ]
@@ -92,10 +95,15 @@ def problem_of(plan: PlanRecord) -> Problem | None:
     forwards = plan.effective_batch_size / sum(plan.split)
     if plan.fit is None or forwards > MOST_WORK or forwards * len(plan.devices) > MOST_CURVES:
         return None
+    return problem_with(plan, plan.fit, tuple(device.ceiling for device in plan.devices), plan.region)
+
+
+def problem_with(plan: PlanRecord, fit: Fit, ceilings: tuple[Ceiling, ...], region: Region | None) -> Problem:
+    """Return the problem of what a plan was asked for, within such ceilings."""
     return Problem.of(
-        plan.fit,
-        tuple(device.ceiling for device in plan.devices),
-        plan.region,
+        fit,
+        ceilings,
+        region,
         effective_batch_sizes=plan.effective_batch_sizes,
         max_batch_size=plan.max_batch_size,
         accumulates=plan.accumulates,

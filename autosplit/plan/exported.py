@@ -14,7 +14,7 @@ from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file
 from autosplit.solve.even_ranks import EvenRanks
 
-__all__ = ["Code", "Export", "assignment_lines", "call_text", "comment_lines", "filled"]
+__all__ = ["Code", "Export", "assignment_lines", "call_text", "comment_lines", "filled", "write"]
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,18 @@ class Export:
         target = Path(path)
         if target.is_dir():
             raise InputError(f"{target} is a folder; expected a file; write it as {target / 'settings'}")
-        try:
-            replace_file(target, (self.text if text is None else text) + "\n", mode=READ_BY_ALL)
-        except (OSError, ValueError) as error:  # a name with a null character is no OSError
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(
-                f"{target} can't be written ({reason}); expected a file in a folder that is there; choose another path"
-            ) from error
+        write(target, (self.text if text is None else text) + "\n")
+
+
+def write(path: Path, text: str, called: str = "") -> None:
+    """Write a file that is made to be handed on; raise InputError where it can't be, with what it is `called`."""
+    try:
+        replace_file(path, text, mode=READ_BY_ALL)
+    except (OSError, ValueError) as error:  # a name with a null character is no OSError
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"{called or path} can't be written ({reason}); expected a file in a folder that is there; name another"
+        ) from error
 
 
 def filled(found: Export, settings: Mapping[str, Any], code: Sequence[str]) -> Export:

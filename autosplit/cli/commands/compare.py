@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.options import price_given
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
-from autosplit.cli.tables import add_row, bullet_table, counted_text, plain_table, print_plain
+from autosplit.cli.tables import add_row, counted_text, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, users_errors
 from autosplit.errors import InputError
@@ -111,8 +111,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         )
     print_plain(_comparison_table(comparison, narrow=console.width < NARROW), console)
     left = [f"not compared: {', '.join(comparison.not_compared)}"] if comparison.not_compared else []
-    if lines := [*left, *comparison.notes]:
-        print_plain(bullet_table(lines), console)
+    print_bullets([*left, *comparison.notes], console)
 
 
 def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:

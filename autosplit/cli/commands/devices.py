@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autosplit.cli.json_types import Devices
 from autosplit.cli.output import Manner, print_answer
-from autosplit.cli.tables import add_row, bullet_table, plain_table, print_plain, short_bytes_text, short_name
+from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain, short_bytes_text, short_name
 from autosplit.cli.terminal import stdout_kept_clean
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console
         text = "no GPU here: tune with --devices cpu, or for GPUs elsewhere with --devices sim:2xRTX3090"
         print_plain(Text(text), console)
     own = [f"{_label(device)}: {note}" for device in devices for note in device.notes]
-    if lines := [*notes, *own]:
-        print_plain(bullet_table(lines), console)
+    print_bullets([*notes, *own], console)
 
 
 def _table(devices: Sequence[DeviceReport]) -> Table:

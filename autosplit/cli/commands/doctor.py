@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_answer
 from autosplit.cli.tables import (
     add_row,
-    bullet_table,
     pairs_table,
     plain_table,
+    print_bullets,
     print_plain,
     short_bytes_text,
     short_name,
 )
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.devices.catalog import GPUS_VARIABLE
-from autosplit.errors import InputError, shown
-from autosplit.files import replace_file
+from autosplit.errors import shown
+from autosplit.plan.exported import write
 from autosplit.text import rate_text, size_text
 
 if TYPE_CHECKING:
@@ -43,19 +43,9 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
             return failed("interrupted before the examination was over; run it again", EXIT_INTERRUPTED)
     print_answer(found, manner, lambda console: _print(found, console))
     if save is not None:
-        _keep(cards_toml(found), Path(save))
+        write(Path(save), cards_toml(found), f"--save {shown(save)}")
         note(f"kept the rates of its cards: {GPUS_VARIABLE}={save} makes `sim:` predict with them", manner)
     return 0
-
-
-def _keep(text: str, path: Path) -> None:
-    try:
-        replace_file(path, text, mode=0o666)
-    except OSError as error:
-        raise InputError(
-            f"--save {shown(str(path))} can't be written ({error.strerror}); expected a file in a folder that is "
-            "there; name another"
-        ) from None
 
 
 def _print(found: Examination, console: Console) -> None:
@@ -82,10 +72,9 @@ def _print(found: Examination, console: Console) -> None:
             ),
         ]
     print_plain(pairs_table(rows), console)
-    if found.notes:
-        print_plain(bullet_table(found.notes), console)
+    print_bullets(found.notes, console)
     if not found.problems:
-        print_plain(bullet_table([f"nothing is wrong; this took {found.took_s:.0f} s"]), console)
+        print_bullets([f"nothing is wrong; this took {found.took_s:.0f} s"], console)
     for one in found.problems:
         print_plain(pairs_table([("wrong", one.problem), ("cure", one.cure or "-")]), console)
 

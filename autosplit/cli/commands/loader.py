@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer
-from autosplit.cli.tables import add_row, bullet_table, pairs_table, plain_table, print_plain
+from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import users_errors
 from autosplit.text import ms_text, rate_text
@@ -53,5 +53,4 @@ def _print(found: MeasuredLoader, console: Console) -> None:
         times = found.samples_per_s / found.present_samples_per_s
         rows.append(("at present", f"{rate_text(found.present_samples_per_s)}; the fastest has {times:.2f} times that"))
     print_plain(pairs_table(rows), console)
-    if found.notes:
-        print_plain(bullet_table(found.notes), console)
+    print_bullets(found.notes, console)

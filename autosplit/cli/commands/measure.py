@@ -9,10 +9,10 @@ from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.output import Manner, print_answer, progress, speaks
 from autosplit.cli.tables import (
     add_row,
-    bullet_table,
     memory_text,
     pairs_table,
     plain_table,
+    print_bullets,
     print_plain,
     rates_text,
     short_bytes_text,
@@ -83,8 +83,7 @@ def _print(found: MeasuredStep, console: Console) -> None:
         *([("faster with", found.faster_with)] if found.bound_by else []),
     ]
     print_plain(pairs_table(rows), console)
-    if found.notes:
-        print_plain(bullet_table(found.notes), console)
+    print_bullets(found.notes, console)
 
 
 def _memory_table(found: MeasuredStep) -> Table:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from autosplit.cli.json_types import Ceilings, ProbedCeiling
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
-from autosplit.cli.tables import add_row, bullet_table, counted_text, plain_table, print_plain
+from autosplit.cli.tables import add_row, counted_text, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
 from autosplit.errors import InputError
@@ -168,8 +168,7 @@ def _print(ceilings: Sequence[Ceiling], notes: Iterable[str], console: Console, 
     if simulated:
         print_plain(Text("simulated: predicted for cards that are not here", "yellow"), console)
     print_plain(_ceiling_table(ceilings, simulated=simulated), console)
-    if lines := list(notes):
-        print_plain(bullet_table(lines), console)
+    print_bullets(notes, console)
 
 
 def _ceiling_table(ceilings: Sequence[Ceiling], *, simulated: bool) -> Table:
