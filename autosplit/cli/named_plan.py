@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from autosplit.cli.output import Manner, note
 from autosplit.errors import InputError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.profiles.store import KEY_DIGITS, profile_paths, profiles_folder, read_profile
@@ -25,7 +26,6 @@ __all__ = [
     "profile_path",
     "shown_by",
     "stored_plan",
-    "told",
 ]
 
 
@@ -113,11 +113,13 @@ def profile_path(key: str) -> Path:
     )
 
 
-def named_or_newest(which: str | None) -> tuple[Path, Plan]:
-    """Read the plan that somebody named as for `stored_plan`, or the newest profile; return its file, too."""
+def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
+    """Read the plan that somebody named as for `stored_plan`, or the newest profile, and say which; return its file."""
     found = newest_profile() if which is None else stored_plan(which)
     if found is None:
         raise InputError("no plan is remembered; expected one; make one with autosplit tune FILE, or name its file")
+    if which is None:
+        note(f"plan: {_told(*found)}", manner)
     return found
 
 
@@ -138,7 +140,7 @@ def newest_profile() -> tuple[Path, Plan] | None:
     return interrupted
 
 
-def told(path: Path, plan: Plan) -> str:
+def _told(path: Path, plan: Plan) -> str:
     """Say in a few words which plan it is, where nobody named it."""
     devices = ", ".join(dict.fromkeys(device.name for device in plan.devices))
     name = plan.request.get("name")

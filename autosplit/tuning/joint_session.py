@@ -209,7 +209,7 @@ class JointSession(Session):
             try:
                 best = self._searched()
                 self._confirm()
-                plan = self._assembled(self._answer(best, self._even_rate(best)))
+                plan = self._assembled(replace(self._quick_answer(best), even_samples_per_s=self._even_rate(best)))
             except KeyboardInterrupt:
                 if not self._stopped:
                     raise  # a second one, at once: the others are not at the same place
@@ -273,9 +273,6 @@ class JointSession(Session):
         return min(splits[0]) >= least and (least == 1 or min(map(min, splits)) >= least)
 
     # The plan
-
-    def _answer(self, best: Trial, even_samples_per_s: float | None) -> Answer:
-        return replace(self._quick_answer(best), even_samples_per_s=even_samples_per_s)
 
     def _quick_answer(self, best: Trial) -> Answer:
         ceilings = tuple(

@@ -113,7 +113,8 @@ class LoneSession(Session):
         self.memory.store = None
         self._doubt_the_times()
         matters = self.memory.replicas and not self.runtime.shares_processor and not self.prober.out_of_time
-        answer = self._answer(best, self._even_rate(best) if matters else None)
+        even_rate = self._even_rate(best) if matters else None
+        answer = replace(self._quick_answer(best), ceilings=self.memory.of_plan(best), even_samples_per_s=even_rate)
         if len(ranks) > 1:
             ddp, _ = self._solved_ranks(ranks, step_time)
         else:  # a plain model on the one device is what the search measured
@@ -322,10 +323,6 @@ class LoneSession(Session):
         return (count - 1) / count * max(step_time.copies_s)
 
     # The answer
-
-    def _answer(self, best: Trial, even_samples_per_s: float | None) -> Answer:
-        ceilings = self.memory.of_plan(best)
-        return replace(self._quick_answer(best), ceilings=ceilings, even_samples_per_s=even_samples_per_s)
 
     def _quick_answer(self, best: Trial) -> Answer:
         assert best.samples_per_s is not None

@@ -124,12 +124,8 @@ class Session(ABC):
         """Tell whether no share of these micro-steps is too small."""
 
     @abstractmethod
-    def _answer(self, best: Trial, even_samples_per_s: float | None) -> Answer:
-        """Return the solution that the best trial is."""
-
-    @abstractmethod
     def _quick_answer(self, best: Trial) -> Answer:
-        """Return the same without running anything more."""
+        """Return the solution that the best trial is, without running anything more."""
 
     @property
     def _patience(self) -> int:

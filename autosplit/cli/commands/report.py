@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from autosplit.cli.json_types import Place
-from autosplit.cli.named_plan import named_or_newest, told
+from autosplit.cli.named_plan import named_or_newest
 from autosplit.cli.output import Manner, note, print_json
 from autosplit.errors import InputError
 
@@ -21,9 +21,7 @@ def report(manner: Manner, *, which: str | None = None, output: str, force: bool
         raise InputError("-o - and --json both print to stdout; expected one of them; leave one out")
     if not to_stdout:
         check_page(output, force=force)
-    path, plan = named_or_newest(which)
-    if which is None:
-        note(f"plan: {told(path, plan)}", manner)
+    _, plan = named_or_newest(which, manner)
     if to_stdout:
         sys.stdout.buffer.write(page_of(plan).encode())
         sys.stdout.buffer.flush()
