@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.main
 
-from autosplit.cli.exit_code import reported
+from autosplit.cli.exit_code import leaves_at_the_second, reported
 from autosplit.cli.options import (
     IMAGE_SIZE,
     RESERVE,
@@ -37,7 +37,6 @@ from autosplit.cli.options import (
     parsed_by,
 )
 from autosplit.cli.output import EXIT_INTERRUPTED, failed
-from autosplit.cli.signals import leaves_at_the_second
 from autosplit.cli.terminal import bars_say_it_stops, restored_terminal, sent_nowhere, streams_made_fit
 from autosplit.errors import AutosplitError, UserCodeError, shown
 

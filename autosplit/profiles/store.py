@@ -72,17 +72,14 @@ def profiles_folder() -> Path:
         ProfileError: Nobody knows where: the home directory is unknown.
     """
     given = os.environ.get("AUTOSPLIT_CACHE_DIR")
-    if given:
-        folder = os.path.expanduser(given)  # noqa: PTH111  # pathlib's raises where a home is unknown
-        if not folder.startswith("~"):
-            return Path(folder).absolute() / "profiles"
-    else:
+    with contextlib.suppress(RuntimeError):  # without a home
+        if given:
+            return Path(given).expanduser().absolute() / "profiles"
         import platformdirs
 
-        with contextlib.suppress(RuntimeError):  # newer ones raise it without a home; of older ones "~/.cache" is left
-            found = Path(platformdirs.user_cache_dir("autosplit", appauthor=False))
-            if found.is_absolute():
-                return found / "profiles"
+        found = platformdirs.user_cache_path("autosplit", appauthor=False)
+        if found.is_absolute():  # of older ones "~/.cache" is left
+            return found / "profiles"
     raise ProfileError(
         f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown; expected a folder for profiles; set "
         "AUTOSPLIT_CACHE_DIR to one, or HOME"
