@@ -18,7 +18,6 @@ from autosplit.profiles.store import KEY_DIGITS, profile_paths, profiles_folder,
 __all__ = [
     "KEY_DIGITS",
     "Profile",
-    "is_key",
     "named_or_newest",
     "newest_profile",
     "plan_file",
@@ -74,11 +73,6 @@ class Profile:
     complete: bool | None = None
 
 
-def is_key(which: str) -> bool:
-    """Tell whether a text may be the beginning of a profile's key."""
-    return bool(which) and all(character in "0123456789abcdef" for character in which)
-
-
 def stored_plan(which: str) -> tuple[Path, Plan]:
     """Read a plan by its file or by the beginning of a profile's key, and return its file, too."""
     path = plan_file(which)
@@ -103,7 +97,7 @@ def _is_file(which: str) -> bool:
 def profile_path(key: str) -> Path:
     """Find the one profile whose key begins so; raise InputError where none does, or several do."""
     paths = profile_paths()
-    matches = [path for path in paths if is_key(key) and path.stem.startswith(key)]
+    matches = [path for path in paths if key and path.stem.startswith(key)]
     if len(matches) == 1:
         return matches[0]
     found = ", ".join(path.stem[:KEY_DIGITS] for path in matches or paths[:5]) or "none"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib
 import os
 import shlex
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from autosplit.cli.plan_report import paste_lines, request_text
 from autosplit.cli.tables import tuple_text
 from autosplit.errors import InputError
 from autosplit.files import what_stands_at
-from autosplit.plan.canvas import check_drawing
+from autosplit.plan.canvas import check_drawing, check_installed
 from autosplit.plan.charts import MEMORY_PARTS, charts_of, known_parts
 from autosplit.plan.exported import write
 from autosplit.plan.plan import Plan
@@ -47,7 +46,7 @@ def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False)
 
 def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Refuse a page that `write_page` could not make or write, before what takes long."""
-    _check_template()
+    check_installed("jinja2", "the report", "it fills the page")
     check_drawing("the report")
     target = Path(path)
     if target.is_dir():
@@ -73,18 +72,9 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
         )
 
 
-def _check_template() -> None:
-    try:
-        importlib.import_module("jinja2")
-    except ImportError:
-        raise InputError(
-            "the report needs jinja2, which is not installed; expected it, for it fills the page; pip install jinja2"
-        ) from None
-
-
 def page_of(plan: Plan) -> str:
     """Return a plan's page."""
-    _check_template()
+    check_installed("jinja2", "the report", "it fills the page")
     import jinja2
 
     shown = shareable(plan)  # what the page is made of passes here, and nowhere else

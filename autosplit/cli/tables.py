@@ -62,25 +62,22 @@ def add_row(table: Table, *cells: str | Text) -> None:
 
 def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
     """Return names with what is said of each beside them."""
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for row in rows:
-        add_row(grid, *row)
-    return grid
+    return _grid(rows, 2)
 
 
 def bullet_table(lines: Iterable[str]) -> Table:
     """Return lines with a hanging indent."""
+    return _grid((("-", line) for line in lines), 1)
+
+
+def _grid(rows: Iterable[tuple[str, str]], blanks: int) -> Table:
     from rich.table import Table
 
-    grid = Table.grid(padding=(0, 1))
+    grid = Table.grid(padding=(0, blanks))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    for line in lines:
-        add_row(grid, "-", line)
+    for row in rows:
+        add_row(grid, *row)
     return grid
 
 

@@ -39,27 +39,30 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     if keywords.get("devices") is not None:
         parse_devices(keywords["devices"], ask_memory=False)
     parse_reserve(keywords.get("reserve"))
-    if output is not None and "\0" in output:
+    if output is None:
+        return
+    if "\0" in output:
         raise InputError(
             f"--output {output!r} has a null character in it; expected a file's name; write it as plan.json"
         )
-    if output is not None and Path(output).is_dir():
+    if Path(output).is_dir():
         raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}")
-    if output is not None and Path(output).exists():
-        if not Path(output).is_file():
-            raise InputError(
-                f"--output {output} is neither a new file nor a plan to replace; expected one of them; leave it out to "
-                "have the plan on stdout (--json)"
-            )
-        from autosplit.plan.plan import Plan
+    if not Path(output).exists():
+        return
+    if not Path(output).is_file():
+        raise InputError(
+            f"--output {output} is neither a new file nor a plan to replace; expected one of them; leave it out to "
+            "have the plan on stdout (--json)"
+        )
+    from autosplit.plan.plan import Plan
 
-        try:
-            Plan.load(output)
-        except PlanError:
-            raise InputError(
-                f"--output {output} exists and is not a plan; expected a new file, or a plan to replace; "
-                "choose another name"
-            ) from None
+    try:
+        Plan.load(output)
+    except PlanError:
+        raise InputError(
+            f"--output {output} exists and is not a plan; expected a new file, or a plan to replace; choose another "
+            "name"
+        ) from None
 
 
 def lengths_in(path: str) -> list[int]:

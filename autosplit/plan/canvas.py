@@ -17,7 +17,18 @@ from autosplit.text import visible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
-__all__ = ["LEVELS", "LIGHT", "Canvas", "Chart", "check_drawing", "compact", "drawn", "side_by_side", "whole_ticks"]
+__all__ = [
+    "LEVELS",
+    "LIGHT",
+    "Canvas",
+    "Chart",
+    "check_drawing",
+    "check_installed",
+    "compact",
+    "drawn",
+    "side_by_side",
+    "whole_ticks",
+]
 
 WIDTH = 330
 """Width of the drawings in pixels, about what a phone of 360 leaves within its margins: wider pages scale them up."""
@@ -73,11 +84,17 @@ class Chart:
 
 def check_drawing(what: str) -> None:
     """Refuse what needs matplotlib where that is not installed."""
+    check_installed("matplotlib.figure", what, "it draws")
+
+
+def check_installed(module: str, what: str, why: str) -> None:
+    """Refuse what needs a module that is not installed; raise InputError."""
     try:
-        importlib.import_module("matplotlib.figure")
+        importlib.import_module(module)
     except ImportError:
+        name = module.partition(".")[0]
         raise InputError(
-            f"{what} needs matplotlib, which is not installed; expected it, for it draws; pip install matplotlib"
+            f"{what} needs {name}, which is not installed; expected it, for {why}; pip install {name}"
         ) from None
 
 

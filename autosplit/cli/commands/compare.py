@@ -5,7 +5,11 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.options import price_given
@@ -14,14 +18,9 @@ from autosplit.cli.tables import add_row, counted_text, plain_table, print_bulle
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, users_errors
 from autosplit.errors import InputError
+from autosplit.plan.plan import Plan
 from autosplit.text import printable, rate_text, size_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from autosplit.plan.plan import Plan
-    from autosplit.tuning.compare import ComparedMachine, Comparison
+from autosplit.tuning.compare import ComparedMachine, Comparison
 
 __all__ = ["compare", "print_comparison"]
 
@@ -98,8 +97,6 @@ def _tuner(
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print a table of machines with their plans and what they cost, and below it how far to trust it."""
-    from rich.text import Text
-
     if any(machine.predicted for machine in comparison.machines):
         all_are = all(machine.predicted for machine in comparison.machines)
         which = "predicted" if all_are else "predicted where it says so"
@@ -115,8 +112,6 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
-    from rich.text import Text
-
     priced = comparison.sorted_by == "cost_per_million_samples"
     several = len({one.plan.precision for one in comparison.machines if one.plan is not None}) > 1
     figures = ["samples/s", "headroom", *(["cost of 1M"] if priced else [])]

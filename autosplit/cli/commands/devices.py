@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from autosplit.cli.json_types import Devices
 from autosplit.cli.output import Manner, print_answer
 from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain, short_bytes_text, short_name
 from autosplit.cli.terminal import stdout_kept_clean
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from autosplit.devices.inventory import DeviceReport
+from autosplit.devices.inventory import DeviceReport
 
 __all__ = ["devices", "print_devices"]
 
@@ -35,8 +33,6 @@ def devices(manner: Manner) -> int:
 
 def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console: Console) -> None:
     """Print a table of GPUs with their load, and the notes; without any GPU, a line that names ``cpu`` and ``sim:``."""
-    from rich.text import Text
-
     if devices:
         print_plain(_table(devices), console)
     else:

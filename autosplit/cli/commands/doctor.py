@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_answer
 from autosplit.cli.tables import (
@@ -18,15 +20,10 @@ from autosplit.cli.tables import (
 )
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.devices.catalog import GPUS_VARIABLE
+from autosplit.devices.examination import Examination
 from autosplit.errors import shown
 from autosplit.plan.exported import write
 from autosplit.text import rate_text, size_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from autosplit.devices.examination import Examination
 
 __all__ = ["doctor"]
 

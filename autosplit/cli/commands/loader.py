@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer
 from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import users_errors
+from autosplit.probe.loader_result import MeasuredLoader
 from autosplit.text import ms_text, rate_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from autosplit.probe.loader_result import MeasuredLoader
 
 __all__ = ["loader"]
 

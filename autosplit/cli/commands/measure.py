@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.output import Manner, print_answer, progress, speaks
@@ -29,13 +33,8 @@ from autosplit.cli.workload_arguments import (
     ranks_to_start,
     users_errors,
 )
+from autosplit.plan.measured_step import MeasuredStep
 from autosplit.text import ms_text, rate_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from autosplit.plan.measured_step import MeasuredStep
 
 __all__ = ["measure"]
 
@@ -66,8 +65,6 @@ def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **ke
 
 def _print(found: MeasuredStep, console: Console) -> None:
     """Print a step: each device's memory and what it is of, the time, what bounds it, and the notes."""
-    from rich.text import Text
-
     if found.simulated:
         print_plain(Text("simulated: predicted for cards that are not here", "yellow"), console)
     print_plain(_memory_table(found), console)

@@ -9,23 +9,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from autosplit.cli.json_types import Ceilings, ProbedCeiling
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
 from autosplit.cli.tables import add_row, counted_text, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
+from autosplit.devices.device import Device
 from autosplit.errors import InputError
 from autosplit.plan.canvas import check_drawing
 from autosplit.solve.memory import Ceiling, Role
 from autosplit.text import size_text
+from autosplit.tuning.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from autosplit.devices.device import Device
     from autosplit.oom import DoesNotFitError
-    from autosplit.tuning.progress import Progress
 
 __all__ = ["Probing", "probe"]
 
@@ -130,8 +131,6 @@ def _tell_ceiling(
     tell: Callable[[Progress], None] | None, found: Sequence[Ceiling], message: str, fraction: float
 ) -> None:
     if tell is not None:
-        from autosplit.tuning.progress import Progress
-
         steps, ooms = sum(ceiling.steps for ceiling in found), sum(ceiling.ooms for ceiling in found)
         tell(Progress("ceilings", message, fraction, steps, ooms))
 
@@ -163,8 +162,6 @@ def _print(ceilings: Sequence[Ceiling], notes: Iterable[str], console: Console, 
 
     A `batch_size` of 0 is what does not fit.
     """
-    from rich.text import Text
-
     if simulated:
         print_plain(Text("simulated: predicted for cards that are not here", "yellow"), console)
     print_plain(_ceiling_table(ceilings, simulated=simulated), console)

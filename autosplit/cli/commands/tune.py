@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.named_plan import shown_by
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, speaks
 from autosplit.cli.output import progress as drawn
+from autosplit.cli.plan_report import Origin
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import (
     as_rank,
@@ -26,12 +27,9 @@ from autosplit.cli.workload_arguments import (
     users_errors,
 )
 from autosplit.errors import InputError, PlanError
+from autosplit.plan.plan import Plan
 from autosplit.text import without_passwords
-
-if TYPE_CHECKING:
-    from autosplit.cli.plan_report import Origin
-    from autosplit.plan.plan import Plan
-    from autosplit.tuning.progress import Progress
+from autosplit.tuning.progress import Progress
 
 __all__ = ["tune"]
 
@@ -154,7 +152,6 @@ def _origin(
     saved: str | None,
 ) -> Origin:
     """Say how this plan is had again: from its file, or by the same call, which its profile answers."""
-    from autosplit.cli.plan_report import Origin
     from autosplit.workload.from_file import is_model_name, split_spec
 
     if "storage" in keywords:  # these lines are shown, and copied
