@@ -127,28 +127,22 @@ def base_of(plan: PlanRecord) -> float:
 
 
 def _as_simulated(plan: PlanRecord, changes: tuple[Change, ...]) -> dict[str, Any]:
-    base = base_of(plan)
-    bounds = []
+    base, bounds, alone, memory = base_of(plan), [], [], None
     for change in changes:
-        if change.what == "one_gib_more" or change.what == "alone":  # noqa: PLR1714  # mypy knows the rest, so
-            continue
-        if change.samples_per_s > base * (1 + BINDING_SHARE):
-            bounds.append(Bound(change.what, change.device, change.samples_per_s, change.samples_per_s / base))
-    alone = [
-        Alternative((c.device,), (), 0, c.samples_per_s, plan.samples_per_s / c.samples_per_s, measured=True)
-        for c in changes
-        if c.what == "alone" and c.device is not None
-    ]
-    more = next((change for change in changes if change.what == "one_gib_more"), None)
-    memory = None
-    if more is not None and more.device is not None:
-        rate = max(base, more.samples_per_s)
-        memory = MoreMemory(more.device, rate, rate / base, simulated=True)
-    return {
-        "bounds": _in_order(bounds),
-        "alone": tuple(sorted(alone, key=lambda one: -one.samples_per_s)),
-        "more_memory": memory,
-    }
+        rate = change.samples_per_s
+        if change.what == "alone":
+            if change.device is not None:
+                alone.append(Alternative((change.device,), (), 0, rate, plan.samples_per_s / rate, measured=True))
+        elif change.what == "one_gib_more":
+            if change.device is not None and memory is None:
+                memory = MoreMemory(change.device, max(base, rate), max(base, rate) / base, simulated=True)
+        elif rate > base * (1 + BINDING_SHARE):
+            bounds.append(Bound(change.what, change.device, rate, rate / base))
+    return {"bounds": _in_order(bounds), "alone": _fastest_first(alone), "more_memory": memory}
+
+
+def _fastest_first(alone: Iterable[Alternative]) -> tuple[Alternative, ...]:
+    return tuple(sorted(alone, key=lambda one: -one.samples_per_s))
 
 
 def _in_order(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
@@ -247,27 +241,18 @@ def _even(plan: PlanRecord, problem: Problem | None, predicted: float | None) ->
     found = None if problem is None else problem.even(plan.effective_batch_size)
     if found is None or predicted is None:
         return None
-    labels = tuple(device.label for device in plan.devices)
-    rate = found.samples_per_s
+    labels, rate = tuple(device.label for device in plan.devices), found.samples_per_s
     return Alternative(labels, found.split, found.accumulation_steps, rate, predicted / rate)
 
 
 def _even_measured(plan: PlanRecord) -> Alternative | None:
-    if plan.even_samples_per_s is None or plan.even_samples_per_s <= 0:
-        return None
-    labels = tuple(device.label for device in plan.devices)
-    return Alternative(
-        labels, (), 0, plan.even_samples_per_s, plan.samples_per_s / plan.even_samples_per_s, measured=True
-    )
+    rate, labels = plan.even_samples_per_s, tuple(device.label for device in plan.devices)
+    return Alternative(labels, (), 0, rate, plan.samples_per_s / rate, measured=True) if rate else None
 
 
 def _alone(plan: PlanRecord, problem: Problem, predicted: float) -> tuple[Alternative, ...]:
-    found = []
-    for index, ceiling in alone_of(plan):
-        rate = problem.alone(index, ceiling).best()
-        if rate > 0:
-            found.append(Alternative((plan.devices[index].label,), (), 0, rate, predicted / rate))
-    return tuple(sorted(found, key=lambda one: -one.samples_per_s))
+    rates = [(plan.devices[index].label, problem.alone(index, ceiling).best()) for index, ceiling in alone_of(plan)]
+    return _fastest_first(Alternative((label,), (), 0, rate, predicted / rate) for label, rate in rates if rate > 0)
 
 
 def _more_memory(plan: PlanRecord, problem: Problem, base: float) -> MoreMemory | None:

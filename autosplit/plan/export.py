@@ -16,7 +16,7 @@ from typing import Any
 
 from autosplit.errors import InputError, PlanError, shown
 from autosplit.plan.even_plan import ACCELERATE, LIGHTNING, TRANSFORMERS, even_plan, first_notes, tuple_text
-from autosplit.plan.exported import Code, Export, assignment_lines, call_text, comment_lines, filled
+from autosplit.plan.exported import Code, Export, assignment_lines, comment_lines, filled
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.redact import shareable
 from autosplit.plan.torchrun import PLAN_VARIABLE, command_for
@@ -172,8 +172,8 @@ def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
     command = start.by_torchrun() if by_torchrun else _accelerate_launch(plan, start, precision)
     settings["command"] = command
     imported = [name for name in ("DataLoaderConfiguration", "DistributedDataParallelKwargs") if name in settings]
-    config = Code(call_text("DataLoaderConfiguration", settings["DataLoaderConfiguration"]))
-    arguments = {**settings["Accelerator"], "dataloader_config": config}
+    config = "DataLoaderConfiguration(split_batches=False)"
+    arguments = {**settings["Accelerator"], "dataloader_config": Code(config)}
     before = []
     if several:
         before.append(assignment_lines("ddp", imported[-1], settings[imported[-1]]))

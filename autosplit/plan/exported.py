@@ -14,7 +14,7 @@ from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file
 from autosplit.solve.even_ranks import EvenRanks
 
-__all__ = ["Code", "Export", "assignment_lines", "call_text", "comment_lines", "filled", "write"]
+__all__ = ["Code", "Export", "assignment_lines", "comment_lines", "filled", "write"]
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,6 @@ def assignment_lines(name: str, function: str, arguments: Mapping[str, Any]) -> 
     """Write a call that is assigned, an argument on each line."""
     lines = "".join(f"    {keyword}={_literal(value)},\n" for keyword, value in arguments.items())
     return f"{name} = {function}(\n{lines})"
-
-
-def call_text(function: str, arguments: Mapping[str, Any]) -> str:
-    """Write a call on one line."""
-    return f"{function}({', '.join(f'{keyword}={_literal(value)}' for keyword, value in arguments.items())})"
 
 
 def _literal(value: object) -> str:
