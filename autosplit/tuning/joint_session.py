@@ -89,7 +89,7 @@ class JointSession(Session):
             plan = self._lead(reduce_s)
         else:
             self._follow_orders()
-        plan = self.peers.told(plan)
+        plan = self.peers.gathered(plan)[0]
         if plan is None:
             self.peers.part()
             raise KeyboardInterrupt
@@ -101,7 +101,7 @@ class JointSession(Session):
         """Let every rank measure its own device, all at the same time, as they will train."""
         ranks = range(self.peers.world_size)
         store, largest = self.store, self.request.largest_batch
-        left = self.peers.told([None if store is None else store.get(f"{rank} rank", largest) for rank in ranks])
+        left = self.peers.gathered([None if store is None else store.get(f"{rank} rank", largest) for rank in ranks])[0]
         found = self.peers.all_run(lambda: self._ceiling(left[self.peers.rank]))
         self.recalled = sum(ceiling == known for (ceiling, _), known in zip(found, left, strict=True))
         if self.store is not None and not self.prober.out_of_time:

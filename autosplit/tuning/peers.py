@@ -184,10 +184,6 @@ class Peers:
         dist.all_gather_object(found, value, group=self._group)
         return found
 
-    def told(self, value: T) -> T:
-        """Return rank 0's value."""
-        return self.gathered(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
-
     def all_run(self, run: Callable[[], T]) -> list[T]:
         """Run something on every rank, and return what each of them made of it.
 
