@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from autosplit.cli.check_report import print_checks
-from autosplit.cli.device_tables import print_devices
+from autosplit.cli.commands.devices import print_devices
 from autosplit.cli.main import main
 from autosplit.cli.plan_report import Origin, print_plan
 from autosplit.cli.terminal import progress_bar

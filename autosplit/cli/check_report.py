@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autosplit.cli.tables import add_row, bullet_table, counted_text, plain_table, print_plain
+from autosplit.cli.tables import add_row, counted_text, plain_table, print_bullets, print_plain
 from autosplit.probe.check_result import Check, error_text
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def print_checks(checks: Sequence[Check], console: Console) -> None:
             subjects.setdefault(check.advice, []).append(check.subject)
     advice = [f"{' and '.join([of[0], *_others(of)])}: {said}" for said, of in subjects.items()]
     remarks = dict.fromkeys(check.remark for check in checks if check.remark)
-    if advice or remarks:
-        print_plain(bullet_table([*advice, *remarks]), console)
+    print_bullets([*advice, *remarks], console)
 
 
 def _others(subjects: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ the command that needs them: ``--help`` waits for none of them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -18,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.main
 
-from autosplit.cli.exit_code import reported
+from autosplit.cli.exit_code import leaves_at_the_second, reported
 from autosplit.cli.options import (
     IMAGE_SIZE,
     RESERVE,
@@ -31,11 +32,11 @@ from autosplit.cli.options import (
     StoredPlan,
     Text,
     command,
+    example,
     option,
+    parsed_by,
 )
 from autosplit.cli.output import EXIT_INTERRUPTED, failed
-from autosplit.cli.profiles_options import profiles_app
-from autosplit.cli.signals import leaves_at_the_second
 from autosplit.cli.terminal import bars_say_it_stops, restored_terminal, sent_nowhere, streams_made_fit
 from autosplit.errors import AutosplitError, UserCodeError, shown
 
@@ -63,6 +64,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+profiles_app = typer.Typer(
+    help="List, show and remove remembered plans.",
+    invoke_without_command=True,
+    epilog=example("autosplit profiles", "autosplit profiles remove 3f2a"),
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(profiles_app, name="profiles")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,18 +114,10 @@ def _users_to_mend(error: OSError) -> str | None:
     if error.filename is None and error.errno in UNWRITABLE:  # errors of files that are ours to write name them
         sent_nowhere(sys.stdout)
         return f"stdout can't be written: {error.strerror}; expected one that takes the answer; send it elsewhere"
-    if error.errno == errno.ENOENT and _is_nowhere():
-        return "the working directory is gone; expected one that exists; change to another one with cd"
-    return None
-
-
-def _is_nowhere() -> bool:
-    """Tell whether the working directory was removed."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        return True
-    return False
+    with contextlib.suppress(FileNotFoundError):
+        if error.errno != errno.ENOENT or Path.cwd():
+            return None
+    return "the working directory is gone; expected one that exists; change to another one with cd"
 
 
 def run() -> NoReturn:
@@ -166,16 +169,9 @@ def _help_for(arguments: list[str]) -> str:
     known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     if arguments[0] not in known:
         return "--help"
-    if (
-        arguments[0] == "profiles"
-        and arguments[1:2]
-        and arguments[1] in {c.name for c in profiles_app.registered_commands}
-    ):
+    if arguments[0] == "profiles" and {*arguments[1:2]} & {one.name for one in profiles_app.registered_commands}:
         return f"profiles {arguments[1]} --help"
     return f"{arguments[0]} --help"
-
-
-app.add_typer(profiles_app, name="profiles")
 
 
 # --------------------------------------------------------------------------------------------------------- commands
@@ -430,3 +426,44 @@ def launch_command(
     ] = False,
 ) -> None:
     """Start a training script by torchrun with a plan's processes. Each of them is given the plan."""
+
+
+_Key = Annotated[Text, typer.Argument(metavar="KEY", help="The beginning of a profile's key.", show_default=False)]
+
+
+@profiles_app.callback()
+@parsed_by("profiles.list_profiles")
+def profiles_command() -> None:
+    """List, show and remove remembered plans; without a command, list them."""
+
+
+@command(profiles_app, "list", "profiles.list_profiles", "autosplit profiles list --json")
+def profiles_list_command() -> None:
+    """List what is remembered, the newest first."""
+
+
+@command(profiles_app, "show", "show.show_profile", "autosplit profiles show 3f2a")
+def profiles_show_command(key: _Key = None, details: Details = False, code: Code = False) -> None:
+    """Show a remembered plan. Without a key, list them and show the newest."""
+
+
+@command(profiles_app, "path", "profiles.show_path", "autosplit profiles path", "autosplit profiles path 3f2a")
+def profiles_path_command(key: _Key = None) -> None:
+    """Print the folder of the profiles, or the file of one."""
+
+
+@command(
+    profiles_app,
+    "remove",
+    "profiles.remove_profiles",
+    "autosplit profiles remove 3f2a 91c0",
+    "autosplit profiles remove --all --yes",
+)
+def profiles_remove_command(
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY", help="Beginnings of profiles' keys.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of them; on a terminal it asks first.")] = False,
+    confirmed: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Forget remembered plans, and say which. Nothing outside the cache is ever removed."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
 
-from autosplit.cli.output import Manner
+from autosplit.cli.output import Manner, logged
 from autosplit.errors import InputError, shown
 
 __all__ = [
@@ -145,8 +147,6 @@ def _of_all(
 
 
 def _run(body: str, manner: Manner, given: dict[str, Any]) -> int:
-    from autosplit.cli.log import logged
-
     place, name = body.split(".")
     with logged(manner):
         exit_code: int = getattr(importlib.import_module(f"autosplit.cli.commands.{place}"), name)(manner, **given)
@@ -156,8 +156,7 @@ def _run(body: str, manner: Manner, given: dict[str, Any]) -> int:
 def _whole(flag: str, text: str) -> int:
     """Read a whole number; its range is `tune`'s to check, which has the same words for Python."""
     # Bounded: int() refuses thousands of digits with an error of its own.
-    digits = text.strip().lstrip("+-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18 and len(text.strip()) - len(digits) <= 1):
+    if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
         raise InputError(f"{flag} {text!r}: expected a whole number; write it as {flag} 64")
     return int(text)
 
@@ -215,13 +214,10 @@ def keywords_given(**options: Any) -> dict[str, Any]:
 def price_given(text: str) -> tuple[str, float]:
     """Read a machine and its price for an hour."""
     machine, equals, money = text.rpartition("=")
-    try:
-        amount = float(money)
-    except ValueError:
-        amount = None
-    if not equals or not machine.strip() or amount is None:
-        raise InputError(
-            f"--price {shown(text)}: expected a machine and money for an hour, a number without a currency; write it "
-            "as --price 2xL4=1.2"
-        )
-    return machine, amount
+    with suppress(ValueError):
+        if equals and machine.strip():
+            return machine, float(money)
+    raise InputError(
+        f"--price {shown(text)}: expected a machine and money for an hour, a number without a currency; write it as "
+        "--price 2xL4=1.2"
+    )

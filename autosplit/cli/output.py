@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from autosplit.cli.terminal import progress_bar, sent_nowhere, width_of
+from autosplit.cli.terminal import console_for, progress_bar, sent_nowhere, width_of
 from autosplit.errors import InputError
 from autosplit.text import ascii_json, printable, printable_json, without_passwords
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from autosplit.cli.plan_report import Origin
     from autosplit.plan.plan import Plan
     from autosplit.tuning.progress import Progress
@@ -23,7 +27,9 @@ __all__ = [
     "Manner",
     "failed",
     "json_text",
+    "logged",
     "note",
+    "print_answer",
     "print_json",
     "print_plan",
     "progress",
@@ -36,14 +42,7 @@ EXIT_INTERRUPTED = 4
 
 @dataclass(frozen=True)
 class Manner:
-    """How a command says what it has to say; every command has these flags.
-
-    Attributes:
-        quiet: Nothing but the answer and errors.
-        verbose: The log of every step tried, and why.
-        details: All that there is to say of a plan.
-        code: The lines to paste that use a plan, and nothing else.
-    """
+    """How a command says what it has to say, by its flags: `main` has what each of them does."""
 
     as_json: bool = False
     quiet: bool = False
@@ -52,8 +51,7 @@ class Manner:
     code: bool = False
 
     def __post_init__(self) -> None:
-        forms = {"--json": self.as_json, "--details": self.details, "--code": self.code}
-        given = [flag for flag, is_given in forms.items() if is_given]
+        given = [flag for flag in self.flags() if flag not in ("--quiet", "--verbose")]
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} are given together; expected one of them at most; choose one")
         if self.quiet and self.verbose:
@@ -61,14 +59,7 @@ class Manner:
 
     def flags(self) -> list[str]:
         """Return it as it was given on the command line."""
-        given = {
-            "--json": self.as_json,
-            "--quiet": self.quiet,
-            "--verbose": self.verbose,
-            "--details": self.details,
-            "--code": self.code,
-        }
-        return [flag for flag, is_given in given.items() if is_given]
+        return [f"--{one.name.removeprefix('as_')}" for one in fields(self) if getattr(self, one.name)]
 
 
 def speaks() -> bool:
@@ -123,6 +114,43 @@ def progress(manner: Manner) -> AbstractContextManager[Callable[[Progress], None
     return progress_bar() if speaks() and not manner.quiet else nullcontext(lambda _progress: None)
 
 
+class _Lines(logging.Handler):
+    """Writes a line for each record, with the seconds since it was made where it is no warning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = os.environ.get("RANK")
+        self._whose = "" if rank in (None, "0") else f"rank {rank}: "
+        self._began_s = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = self._whose + printable(without_passwords(" ".join(record.getMessage().split())))
+        if record.levelno < logging.WARNING:
+            said = f"{time.monotonic() - self._began_s:7.2f} s  {said}"
+        # To what stderr is now: a bar that is being drawn has put something there that keeps out of its way.
+        sys.stderr.write(f"{said}\n")
+
+
+@contextmanager
+def logged(manner: Manner) -> Iterator[None]:
+    """Write what is logged under ``autosplit`` to stderr: warnings; all with ``--verbose``, nothing with ``--quiet``.
+
+    Whatever handlers the user's code gives to other loggers, these lines come once.
+    """
+    log = logging.getLogger("autosplit")
+    level, propagate = log.level, log.propagate
+    handler = _Lines()
+    log.addHandler(handler)
+    log.setLevel(logging.ERROR if manner.quiet else logging.DEBUG if manner.verbose else logging.WARNING)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
+
+
 # ----------------------------------------------------------------------------------------------------------- stdout
 
 
@@ -132,7 +160,6 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
         write_json(printable_json(plan.to_json()))
         return
     from autosplit.cli import plan_report
-    from autosplit.cli.terminal import console_for
 
     if manner.code:
         lines = plan_report.paste_lines(plan, origin)
@@ -141,6 +168,14 @@ def print_plan(plan: Plan, origin: Origin, manner: Manner) -> None:
         sys.stdout.write("".join(f"{printable(line, longest=None)}\n" for line in lines))
     else:
         plan_report.print_plan(plan, console_for(sys.stdout), origin=origin, details=manner.details)
+
+
+def print_answer(answer: Any, manner: Manner, show: Callable[[Console], object]) -> None:
+    """Print an answer: as JSON, or as `show` prints it for reading."""
+    if manner.as_json:
+        print_json(answer)
+    else:
+        show(console_for(sys.stdout))
 
 
 def print_json(answer: Any) -> None:

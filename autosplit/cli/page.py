@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib
 import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from autosplit.cli.plan_report import Told, paste_lines, request_text, told_of
+from autosplit.cli import plan_report as told
+from autosplit.cli.plan_report import paste_lines, request_text
 from autosplit.cli.tables import tuple_text
 from autosplit.errors import InputError
-from autosplit.files import READ_BY_ALL, replace_file, what_stands_at
-from autosplit.plan.canvas import check_drawing
+from autosplit.files import what_stands_at
+from autosplit.plan.canvas import check_drawing, check_installed
 from autosplit.plan.charts import MEMORY_PARTS, charts_of, known_parts
+from autosplit.plan.exported import write
 from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
 from autosplit.probe.check_result import error_text
@@ -33,25 +34,19 @@ _MARK = '<meta name="generator" content="autosplit report">'
 
 _MARKED_WITHIN = 512
 
+HEADLINE = ("split", "batch_size", "accumulation_steps", "throughput", "gpu0_bsz")
+"""The numbers that the user sets, and what they bring."""
+
 
 def write_page(plan: Plan, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Write a plan's page, by atomic replacement, in place of an earlier report, or of any file by `force`."""
     check_page(path, force=force)
-    text = page_of(plan)
-    target = Path(path)
-    try:
-        replace_file(target, text, mode=READ_BY_ALL)
-    except (OSError, ValueError) as error:  # a name with a null character is no OSError
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"the report can't be written to {target} ({reason}); expected a file that may be "
-            "written; choose another by -o PATH"
-        ) from error
+    write(Path(path), page_of(plan), f"the report {path}")
 
 
 def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Refuse a page that `write_page` could not make or write, before what takes long."""
-    _check_template()
+    check_installed("jinja2", "the report", "it fills the page")
     check_drawing("the report")
     target = Path(path)
     if target.is_dir():
@@ -77,18 +72,9 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
         )
 
 
-def _check_template() -> None:
-    try:
-        importlib.import_module("jinja2")
-    except ImportError:
-        raise InputError(
-            "the report needs jinja2, which is not installed; expected it, for it fills the page; pip install jinja2"
-        ) from None
-
-
 def page_of(plan: Plan) -> str:
     """Return a plan's page."""
-    _check_template()
+    check_installed("jinja2", "the report", "it fills the page")
     import jinja2
 
     shown = shareable(plan)  # what the page is made of passes here, and nowhere else
@@ -97,7 +83,8 @@ def page_of(plan: Plan) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
-        finalize=_shown,
+        # What can't be seen does not pass; what the template calls safe was made here, and is another type.
+        finalize=lambda value: visible(value) if type(value) is str else value,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -109,42 +96,35 @@ def page_of(plan: Plan) -> str:
     return template.render(_values(shown), policy=policy, mark=_MARK, css=css)
 
 
-def _shown(value: object) -> object:
-    """Let nothing through that can't be seen; what the template calls safe was made here, and is another type."""
-    return visible(value) if type(value) is str else value
-
-
 def _values(plan: Plan) -> dict[str, object]:
     """Return the values that the template is filled with, by its names for them."""
     explanation = plan.explain()
-    told, charts = told_of(plan, explanation), charts_of(plan, explanation)
+    charts = charts_of(plan, explanation)
     model = plan.workload.get("model")
-    headline = dict(_headline(plan, told))
+    numbers = dict(told.all_numbers(plan))
+    shown = {name: numbers.pop(name) for name in HEADLINE if name in numbers}
+    shown["throughput"] = shown["throughput"].removesuffix(" (simulated)")
     ranks = list(_rank_rows(plan))
     return {
         "plan": plan,
-        "told": told,
+        "columns": told.device_columns(plan),
+        "devices": list(told.device_cells(plan)),
+        "explained": told.explained_lines(explanation),
+        "ddp_heading": told.ddp_heading(explanation),
         "title": f"autosplit: {model}" if isinstance(model, str) and model else "autosplit",
-        "headline": headline,
-        "other_numbers": [*((name, text) for name, text in told.numbers if name not in headline), *_made(plan)],
+        "headline": shown,
+        "other_numbers": [*numbers.items(), *_made(plan)],
         "charts": {chart.name: chart for chart in charts},
         "lines": [chart.name for chart in charts if chart.name.startswith("line")],
         "part_names": [label for _, label, _ in MEMORY_PARTS],
         "parts": list(_part_rows(plan)) if any(known_parts(device) for device in plan.devices) else [],
         "checks": list(_check_rows(plan)),
         "ranks": ranks,
-        "ddp": told.ddp[-1:] if ranks else told.ddp,  # the rest is in the table
+        "ddp": told.ddp_lines(plan)[-1:] if ranks else told.ddp_lines(plan),  # the rest is in the table
         "trials": list(_trial_rows(plan)),
         "settings": list(_settings(plan)),
         "code": "\n".join(paste_lines(plan)),
     }
-
-
-def _headline(plan: Plan, told: Told) -> Iterator[tuple[str, str]]:
-    """Yield the numbers that the user sets, and what they bring."""
-    for name, text in told.numbers:
-        if name in ("split", "gpu0_bsz", "batch_size", "accumulation_steps", "throughput"):
-            yield name, text.removesuffix(" (simulated)") if plan.simulated else text
 
 
 def _made(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ from autosplit.cli.tables import (
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.plan.explanation import BINDING_SHARE
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import PlanDevice, RankSettings
+from autosplit.plan.record import RankSettings
 from autosplit.profiles.differences import NOT_JUST_THIS
 from autosplit.solve.split import even_split
 from autosplit.text import bound_text, listed, ms_text, printable, rate_text
@@ -37,7 +37,20 @@ if TYPE_CHECKING:
 
     from autosplit.plan.explanation import Explanation
 
-__all__ = ["Origin", "Told", "full_report", "paste_lines", "print_plan", "request_text", "short_report", "told_of"]
+__all__ = [
+    "Origin",
+    "all_numbers",
+    "ddp_heading",
+    "ddp_lines",
+    "device_cells",
+    "device_columns",
+    "explained_lines",
+    "full_report",
+    "paste_lines",
+    "print_plan",
+    "request_text",
+    "short_report",
+]
 
 MOST_REASONS = 2
 """Reasons in the short report: a limit takes a line of 80 columns, the times take two."""
@@ -74,49 +87,9 @@ _SAVED = Origin('autosplit.Plan.load("plan.json")', remark='after plan.save("pla
 
 
 def print_plan(plan: Plan, console: Console, *, origin: Origin | None = None, details: bool = False) -> None:
-    """Print a plan's report.
-
-    Args:
-        origin: How to have the plan again. Default: from a file that it would be saved to.
-        details: All there is to say, instead of the short report.
-    """
+    """Print a plan's report."""
     report = full_report if details else short_report
     print_plain(report(plan, origin), console)
-
-
-@dataclass(frozen=True)
-class Told:
-    """The texts of a plan's report, for whoever sets them otherwise than a terminal.
-
-    Attributes:
-        numbers: The numbers to set and what they make, by name.
-        columns: Headings of the table of devices.
-        devices: Its rows.
-        ddp_heading: What DDP's numbers are, and which is faster.
-        ddp: A line for each run of ranks with the same numbers.
-        explained: Why the plan is what it is, a sentence each.
-    """
-
-    numbers: tuple[tuple[str, str], ...]
-    columns: tuple[str, ...]
-    devices: tuple[tuple[str, ...], ...]
-    ddp_heading: str
-    ddp: tuple[str, ...]
-    explained: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
-def told_of(plan: Plan, explanation: Explanation) -> Told:
-    """Return what the report says of a plan."""
-    return Told(
-        numbers=(*_numbers(plan), *_particulars(plan)),
-        columns=_device_columns(plan),
-        devices=tuple(_device_cells(plan)),
-        ddp_heading=_ddp_heading(explanation),
-        ddp=tuple(_ddp_lines(plan)),
-        explained=tuple(_explained_lines(explanation)),
-        notes=plan.notes,
-    )
 
 
 def short_report(plan: Plan, origin: Origin | None = None) -> Group:
@@ -125,11 +98,12 @@ def short_report(plan: Plan, origin: Origin | None = None) -> Group:
 
     explanation, origin = plan.explain(), origin or _SAVED
     ddp = _faster_with_ddp(explanation)
+    ways = [text for subject, text in explanation.sentences().items() if subject == "ways"]
     return Group(
         *_status(plan),
         _device_table(plan),
         pairs_table([*_short_numbers(plan), *([("with DDP", ddp)] if ddp else [])]),
-        *_section("why", [*_unused_lines(plan), *_why(explanation)]),
+        *_section("why", [*_unused_lines(plan), *[*ways, *explanation.reasons()][:MOST_REASONS]]),
         *_section("notes", _notes_to_act_on(plan)),
         *_pasted("", _next_lines(plan, origin)),
     )
@@ -144,9 +118,9 @@ def full_report(plan: Plan, origin: Origin | None = None) -> Group:
     return Group(
         *_status(plan),
         _device_table(plan),
-        pairs_table([*_numbers(plan), *_particulars(plan)]),
-        *_section(_ddp_heading(explanation), _ddp_lines(plan)),
-        *_section("explained", [*_unused_lines(plan), *_explained_lines(explanation)]),
+        pairs_table(all_numbers(plan)),
+        *_section(ddp_heading(explanation), ddp_lines(plan)),
+        *_section("explained", [*_unused_lines(plan), *explained_lines(explanation)]),
         *_section("notes", notes),
         *_pasted("on the machine that has the cards" if plan.simulated else "to use it", paste_lines(plan, origin)),
     )
@@ -324,47 +298,32 @@ def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
 
 
 def _device_table(plan: Plan) -> Table:
-    """Return a table with a row for each device; a single one has no shares to speak of."""
-    headings = _device_columns(plan)
+    headings = device_columns(plan)
     table = plain_table(*headings, figures={*headings} - {"device", "ceiling"})
-    for cells in _device_cells(plan):
+    for cells in device_cells(plan):
         add_row(table, *cells)
     return table
 
 
-def _device_columns(plan: Plan) -> tuple[str, ...]:
+def device_columns(plan: Plan) -> tuple[str, ...]:
+    """Return the headings of the table of devices; a single one has no shares to speak of."""
     several = len(plan.devices) > 1
     share = ("share",) if several else ()
     return ("device", *share, f"memory at this {'split' if several else 'batch'}", "ceiling", "busy time")
 
 
-def _device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
+def device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Yield its row for each device."""
     several = len(plan.devices) > 1
     for device, ceiling in zip(plan.devices, plan.ceilings, strict=True):
+        not_run = "" if plan.simulated or device.ceiling.confirmed else ", not run"
         yield (
-            _device_text(device),
+            device.label if device.kind == "cpu" else f"{device.label} {short_name(device.name)}",
             *([f"{device.share:,}"] if several else []),
             memory_text(device.peak_bytes, device.capacity_bytes),
-            f"{ceiling:,}{_limit_text(device, simulated=plan.simulated)}",
+            f"{ceiling:,}{_LIMITS[device.ceiling.limited_by]}{not_run}",
             ms_text(device.busy_s),
         )
-
-
-def _device_text(device: PlanDevice) -> str:
-    return device.label if device.kind == "cpu" else f"{device.label} {short_name(device.name)}"
-
-
-def _limit_text(device: PlanDevice, *, simulated: bool) -> str:
-    """Say by what a ceiling was limited, and whether it is only a prediction where it could have been run."""
-    return _LIMITS[device.ceiling.limited_by] + ("" if simulated or device.ceiling.confirmed else ", not run")
-
-
-def _samples_text(count: int) -> str:
-    return "1 sample" if count == 1 else f"{count} samples"
-
-
-def _layers_text(names: Sequence[str]) -> str:
-    return f"{len(names)} layer{'s' * (len(names) > 1)}: {names[0]}" + f" to {names[-1]}" * (len(names) > 1)
 
 
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
@@ -373,10 +332,12 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     rows = [("split", tuple_text(plan.split))] if several else []
     rows.append(("batch_size", f"{plan.batch_size}"))
     rows.append(("accumulation_steps", f"{plan.accumulation_steps}{_short_step_text(plan)}"))
-    rows.append(("effective batch", f"{_samples_text(plan.effective_batch_size)} per optimizer step"))
+    rows.append(("effective batch", f"{counted_text(plan.effective_batch_size, 'sample')} per optimizer step"))
     rows.append(("throughput", f"{rate_text(plan.samples_per_s)}{' (simulated)' if plan.simulated else ''}"))
     if plan.checkpointed:
-        rows.append(("checkpointed", _layers_text(plan.checkpointed)))
+        names = plan.checkpointed
+        to = f" to {names[-1]}" if len(names) > 1 else ""
+        rows.append(("checkpointed", f"{counted_text(len(names), 'layer')}: {names[0]}{to}"))
     if plan.fits is not None:
         most = "/".join(f"{ceiling.batch_size:,}" for ceiling in plan.fits.evaluation)
         roles = [f"{role} {most}".strip() if role == "eval" else role for role in plan.fits.roles]
@@ -401,21 +362,23 @@ def _short_numbers(plan: Plan) -> Iterable[tuple[str, str]]:
     return numbers.items()
 
 
-def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what else there is to say of the numbers: the split in the words of the old class, and how it was found."""
+def all_numbers(plan: Plan) -> list[tuple[str, str]]:
+    """Return the numbers with what else there is to say of them: `gpu0_bsz`, and how they were found."""
+    rows = _numbers(plan)
     if len(plan.devices) > 1:
-        yield "gpu0_bsz", f"{plan.gpu0_bsz}"
+        rows.append(("gpu0_bsz", f"{plan.gpu0_bsz}"))
     known = [(device.label, device.rates) for device in plan.devices if device.rates]
     if known:
-        yield "rates", rates_text(*zip(*known, strict=True))
+        rows.append(("rates", rates_text(*zip(*known, strict=True))))
     if plan.trials:
-        yield "found with", _effort_text(plan)
+        rows.append(("found with", _effort_text(plan)))
+    return rows
 
 
 def _short_step_text(plan: Plan) -> str:
     """Say so where the last micro-step is smaller."""
     last = plan.effective_batch_size - (plan.accumulation_steps - 1) * plan.batch_size
-    return "" if last == plan.batch_size else f" (the last of {_samples_text(last)})"
+    return "" if last == plan.batch_size else f" (the last of {counted_text(last, 'sample')})"
 
 
 def _gain_text(plan: Plan) -> str:
@@ -442,7 +405,7 @@ def _effort_text(plan: Plan) -> str:
     return f"{text}, {counted_text(plan.real_steps, 'real step')}, {plan.real_ooms} out of memory"
 
 
-def _ddp_lines(plan: Plan) -> list[str]:
+def ddp_lines(plan: Plan) -> list[str]:
     """Return a line for each run of ranks with the same numbers; on a single device DDP has nothing to divide."""
     if len(plan.devices) == 1:
         return []
@@ -454,25 +417,21 @@ def _ddp_lines(plan: Plan) -> list[str]:
     ]
     effective = plan.ddp.effective_batch_size
     other = (
-        f", {_samples_text(effective)} per optimizer step" if effective not in (0, plan.effective_batch_size) else ""
+        f", {counted_text(effective, 'sample')} per optimizer step"
+        if effective not in (0, plan.effective_batch_size)
+        else ""
     )
     return [*lines, f"together {rate_text(plan.ddp.samples_per_s)}{other}"]
 
 
-def _ddp_heading(explanation: Explanation) -> str:
+def ddp_heading(explanation: Explanation) -> str:
     """Say what DDP's numbers are, and which is faster where there are two answers."""
     heading = f"DDP, {'measured' if explanation.ddp_measured else 'predicted'}"
     compared = explanation.comparison().removeprefix("DDP is ")
     return f"{heading}: {compared}" if compared else heading
 
 
-def _why(explanation: Explanation) -> list[str]:
-    """Return the first reasons; of several ways that were tuned for, what each gave comes first."""
-    ways = explanation.sentences().get("ways")
-    return [*([] if ways is None else [ways]), *explanation.reasons()][:MOST_REASONS]
-
-
-def _explained_lines(explanation: Explanation) -> list[str]:
+def explained_lines(explanation: Explanation) -> list[str]:
     """Leave out what stands elsewhere in the report, and what would bring nothing."""
     left_out = {"bounds", "ddp"}
     if explanation.shares_processor or explanation.even_measured is not None:

@@ -23,6 +23,7 @@ __all__ = [
     "memory_text",
     "pairs_table",
     "plain_table",
+    "print_bullets",
     "print_plain",
     "rates_text",
     "short_bytes_text",
@@ -61,9 +62,18 @@ def add_row(table: Table, *cells: str | Text) -> None:
 
 def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
     """Return names with what is said of each beside them."""
+    return _grid(rows, 2)
+
+
+def bullet_table(lines: Iterable[str]) -> Table:
+    """Return lines with a hanging indent."""
+    return _grid((("-", line) for line in lines), 1)
+
+
+def _grid(rows: Iterable[tuple[str, str]], blanks: int) -> Table:
     from rich.table import Table
 
-    grid = Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, blanks))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for row in rows:
@@ -71,16 +81,10 @@ def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
     return grid
 
 
-def bullet_table(lines: Iterable[str]) -> Table:
-    """Return lines with a hanging indent."""
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for line in lines:
-        add_row(grid, "-", line)
-    return grid
+def print_bullets(lines: Iterable[str], console: Console) -> None:
+    """Print lines with a hanging indent, if there are any."""
+    if given := list(lines):
+        print_plain(bullet_table(given), console)
 
 
 def short_name(name: str) -> str:

@@ -6,18 +6,16 @@ rich is imported by what draws with it, not with this module.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from autosplit.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as Bar
     from rich.progress import Task
 
     from autosplit.tuning.tune import Progress
@@ -61,22 +59,14 @@ def console_for(stream: TextIO) -> Console:
     """
     from rich.console import Console
 
+    is_dumb = os.environ.get("TERM") in _DUMB
     if stream.isatty():
-        if os.environ.get("TERM") in _DUMB:
-            # rich takes it for one of 80 columns, unless it is told both.
-            return Console(file=stream, width=width_of(stream), height=25, highlight=False)
-        return Console(file=stream, highlight=False)
-    if _colour_is_forced():
-        return Console(
-            file=stream, width=width_of(stream), force_terminal=True, color_system="standard", highlight=False
-        )
-    return Console(file=stream, width=width_of(stream), force_terminal=False, color_system=None, highlight=False)
-
-
-def _colour_is_forced() -> bool:
-    """Tell whether ``FORCE_COLOR`` (force-color.org) asks for colour in a pipe, and nothing speaks against it."""
-    forced = os.environ.get("FORCE_COLOR", "") not in {"", "0"}
-    return forced and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in _DUMB
+        # Of a dumb one rich takes 80 columns, unless it is told both.
+        size: Any = {"width": width_of(stream), "height": 25} if is_dumb else {}
+        return Console(file=stream, highlight=False, **size)
+    coloured = os.environ.get("FORCE_COLOR", "") not in {"", "0"} and not os.environ.get("NO_COLOR") and not is_dumb
+    colours: Literal["standard"] | None = "standard" if coloured else None
+    return Console(file=stream, width=width_of(stream), force_terminal=coloured, color_system=colours, highlight=False)
 
 
 def width_of(stream: TextIO) -> int:
@@ -181,18 +171,18 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
         refresh_per_second=1 / SHORTEST_S,
     )
     task = bar.add_task("building the model", total=1.0, counts="")
+
+    def advance(progress: Progress) -> None:
+        counts = progress.found.replace(" samples/s", "/s").replace("best ", "" if narrow else "best ")
+        bar.update(task, completed=progress.fraction, description=printable(progress.message), counts=counts)
+
     with bar:
-        yield functools.partial(_advance, bar, task, narrow=narrow)
+        yield advance
 
 
 def bars_say_it_stops() -> None:
     """Let a bar say that Ctrl-C was heard, from when it is drawn next: from any thread, waiting for nothing."""
     _stopping.set()
-
-
-def _advance(bar: Bar, task: Any, progress: Progress, *, narrow: bool) -> None:
-    counts = progress.found.replace(" samples/s", "/s").replace("best ", "" if narrow else "best ")
-    bar.update(task, completed=progress.fraction, description=printable(progress.message), counts=counts)
 
 
 def restored_terminal() -> None:

@@ -43,7 +43,6 @@ def launch_of(profile: str | None, arguments: Sequence[str]) -> Launch:
     Args:
         profile: The plan's file; None for the one that the environment names, or the only one that is remembered for
             this machine.
-        arguments: torchrun's options, the script (or ``-m module``), and its arguments.
     """
     plan, path = plan_for_job(profile)
     assert path is not None, "a plan that is not given as one has a file"

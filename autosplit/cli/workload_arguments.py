@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ __all__ = [
     "flags_of",
     "isolates",
     "lengths_in",
+    "loaded",
     "one_of_several",
     "quoted",
     "ranks_to_start",
@@ -35,31 +37,34 @@ def check_before_running(keywords: Mapping[str, Any], output: str | None) -> Non
     from autosplit.devices.spec import parse_devices
     from autosplit.workload.fits import checked_fits
 
-    if "devices" in keywords:
+    if keywords.get("devices") is not None:
         parse_devices(keywords["devices"], ask_memory=False)
     parse_reserve(keywords.get("reserve"))
-    checked_fits(keywords.get("fits", ()))
-    if output is not None and "\0" in output:
+    checked_fits(keywords.get("fits") or ())
+    if output is None:
+        return
+    if "\0" in output:
         raise InputError(
             f"--output {output!r} has a null character in it; expected a file's name; write it as plan.json"
         )
-    if output is not None and Path(output).is_dir():
+    if Path(output).is_dir():
         raise InputError(f"--output {output} is a folder; expected a file; write it as {Path(output) / 'plan.json'}")
-    if output is not None and Path(output).exists():
-        if not Path(output).is_file():
-            raise InputError(
-                f"--output {output} is neither a new file nor a plan to replace; expected one of them; leave it out to "
-                "have the plan on stdout (--json)"
-            )
-        from autosplit.plan.plan import Plan
+    if not Path(output).exists():
+        return
+    if not Path(output).is_file():
+        raise InputError(
+            f"--output {output} is neither a new file nor a plan to replace; expected one of them; leave it out to "
+            "have the plan on stdout (--json)"
+        )
+    from autosplit.plan.plan import Plan
 
-        try:
-            Plan.load(output)
-        except PlanError:
-            raise InputError(
-                f"--output {output} exists and is not a plan; expected a new file, or a plan to replace; "
-                "choose another name"
-            ) from None
+    try:
+        Plan.load(output)
+    except PlanError:
+        raise InputError(
+            f"--output {output} exists and is not a plan; expected a new file, or a plan to replace; choose another "
+            "name"
+        ) from None
 
 
 def lengths_in(path: str) -> list[int]:
@@ -104,11 +109,13 @@ def as_rank(keywords: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
     return True, {**keywords, "strategy": "ddp"}
 
 
-def ranks_to_start(devices: str | None) -> int:
+def ranks_to_start(keywords: Mapping[str, Any], *, together: bool) -> int:
     """Return how many processes DDP's ranks need: one for each device that is there; simulated ones need none."""
     from autosplit.devices.spec import parse_devices
 
-    found = parse_devices(devices, ask_memory=False)  # the processes will, each of its own
+    if together or keywords.get("strategy") != "ddp":
+        return 1
+    found = parse_devices(keywords.get("devices"), ask_memory=False)  # the processes will, each of its own
     return 1 if found[0].kind == "sim" else len(found)
 
 
@@ -124,6 +131,22 @@ def isolates(asked: bool | None, devices: str | Sequence[Device] | None, *, toge
 
     first = parse_devices(devices, ask_memory=False)[0]
     return is_accelerator(first.kind) or (first.kind == "cpu" and first.budgeted and not together)
+
+
+def loaded(
+    spec: str, model_options: Mapping[str, Any], *, together: bool, isolate: bool
+) -> tuple[Workload | Callable[[], Workload], Workload | Callable[[], Workload]]:
+    """Load a workload, and return it with what is measured: a function that loads it where another process does.
+
+    In a job it is loaded where all ranks hear of it if one can't.
+    """
+    from autosplit.workload.from_file import load_workload, loaded_workload
+
+    if together:
+        later = functools.partial(loaded_workload, spec, **model_options)
+        return later, later
+    workload = load_workload(spec, **model_options)
+    return workload, sendable(spec, workload) if isolate else workload
 
 
 def sendable(spec: str, workload: Workload | Callable[[], Workload]) -> Callable[[], Workload]:

@@ -17,7 +17,18 @@ from autosplit.text import visible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
-__all__ = ["LEVELS", "LIGHT", "Canvas", "Chart", "check_drawing", "compact", "drawn", "side_by_side", "whole_ticks"]
+__all__ = [
+    "LEVELS",
+    "LIGHT",
+    "Canvas",
+    "Chart",
+    "check_drawing",
+    "check_installed",
+    "compact",
+    "drawn",
+    "side_by_side",
+    "whole_ticks",
+]
 
 WIDTH = 330
 """Width of the drawings in pixels, about what a phone of 360 leaves within its margins: wider pages scale them up."""
@@ -61,7 +72,6 @@ class Chart:
     """A chart for a page.
 
     Attributes:
-        name: Of its place in the page: ``"memory"``.
         said: Its content in a sentence or two: the text for who can't see it.
         svg: An ``<svg>`` element; empty where nothing could be drawn, which `said` explains.
     """
@@ -74,20 +84,22 @@ class Chart:
 
 def check_drawing(what: str) -> None:
     """Refuse what needs matplotlib where that is not installed."""
+    check_installed("matplotlib.figure", what, "it draws")
+
+
+def check_installed(module: str, what: str, why: str) -> None:
+    """Refuse what needs a module that is not installed; raise InputError."""
     try:
-        importlib.import_module("matplotlib.backends.backend_svg")
+        importlib.import_module(module)
     except ImportError:
+        name = module.partition(".")[0]
         raise InputError(
-            f"{what} needs matplotlib, which is not installed; expected it, for it draws; pip install matplotlib"
+            f"{what} needs {name}, which is not installed; expected it, for {why}; pip install {name}"
         ) from None
 
 
 class Canvas:
-    """A picture that is being drawn, and what its marks say when they are pointed at.
-
-    Attributes:
-        colors: By the page's names.
-    """
+    """A picture that is being drawn, and what its marks say when they are pointed at."""
 
     def __init__(self, figure: Figure | SubFigure, colors: dict[str, str]) -> None:
         self.figure = figure
@@ -199,11 +211,7 @@ def _set_style(colors: dict[str, str], salt: str) -> None:
 
 
 def _inlined(svg: str, said: str, titles: dict[str, str]) -> str:
-    """Turn a file of matplotlib into an element of a page, whose strict policy takes attributes in place of styles.
-
-    Args:
-        titles: What marks say, by their ids.
-    """
+    """Turn a file of matplotlib into an element of a page, whose strict policy takes attributes in place of styles."""
     root = ET.fromstring(svg)  # noqa: S314  # what matplotlib just wrote
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
     for element in list(root.iter()):

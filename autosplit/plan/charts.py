@@ -400,14 +400,13 @@ def _curve(plan: PlanRecord) -> dict[int, float]:
     sizes = plan.effective_batch_sizes
     most = max(1, plan.region.largest_batch if sizes is None else min(plan.region.largest_batch, sizes[1]))
     solver = Solver(Space(plan.region, sizes, 1 if sizes is None else sizes[1]), plan.fit.step_time)
-    rates = {batch: _fastest_rate(plan, solver, batch) for batch in _spread(1, most)}
-    return {batch: rate for batch, rate in rates.items() if rate is not None}
-
-
-def _fastest_rate(plan: PlanRecord, solver: Solver, batch: int) -> float | None:
-    steps = 1 if plan.effective_batch_sizes is None else accumulation_steps(plan.effective_batch_size, batch)
-    fastest = solver.fastest_of(batch, steps) if plan.accumulates or steps == 1 else None
-    return None if fastest is None else solver.samples_per_s(fastest)
+    rates = {}
+    for batch in _spread(1, most):
+        steps = 1 if sizes is None else accumulation_steps(plan.effective_batch_size, batch)
+        fastest = solver.fastest_of(batch, steps) if plan.accumulates or steps == 1 else None
+        if fastest is not None:
+            rates[batch] = solver.samples_per_s(fastest)
+    return rates
 
 
 def _draw_curve(canvas: Canvas, plan: PlanRecord) -> None:

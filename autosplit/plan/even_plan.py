@@ -5,22 +5,21 @@ Where the plan's ranks differ, the nearest even plan is solved from the plan's o
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autosplit.errors import PlanError, shown
+from autosplit.plan.explain import problem_of, problem_with
 from autosplit.plan.explanation import BINDING_SHARE
-from autosplit.plan.exported import Export, comment_lines
+from autosplit.plan.exported import Export
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.torchrun import refuse_without_ranks
 from autosplit.solve.even_ranks import EvenProblem, EvenRanks
 from autosplit.solve.memory import Ceiling
-from autosplit.solve.problem import MOST_WORK, Problem
+from autosplit.solve.problem import MOST_WORK
 from autosplit.text import printable, rate_text
 
-__all__ = ["ACCELERATE", "LIGHTNING", "TRANSFORMERS", "EvenPlan", "even_plan", "first_notes", "tuple_text"]
+__all__ = ["ACCELERATE", "LIGHTNING", "TRANSFORMERS", "even_plan", "first_notes", "tuple_text"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ class Tool:
     """A tool that gives every rank the same.
 
     Attributes:
-        to: Its format.
-        called: Its name in a sentence.
         loss_rule: How it weighs micro-batches, where they count unequally.
     """
 
@@ -70,24 +67,8 @@ class _Ranks:
         return even if even.effective_batch_size == self.effective_batch_size else None
 
 
-@dataclass(frozen=True)
-class EvenPlan:
-    """A plan for a tool that gives every rank the same."""
-
-    tool: Tool
-    even: EvenRanks
-    exact: bool
-    lost_share: float | None
-    notes: tuple[str, ...]
-
-    def export(self, settings: Mapping[str, Any], code: str) -> Export:
-        """Put the settings together; the code gets the notes above it."""
-        text = "\n".join((*comment_lines(self.notes), code))
-        return Export(self.tool.to, settings, text, self.exact, self.notes, self.even, self.lost_share)
-
-
-def even_plan(plan: PlanRecord, tool: Tool) -> EvenPlan:
-    """Find the plan's numbers for such a tool, and what there is to say of them."""
+def even_plan(plan: PlanRecord, tool: Tool) -> tuple[EvenRanks, Export]:
+    """Find the plan's numbers for such a tool, and what there is to say of them; the settings are still to be made."""
     ranks = _ranks_of(plan)
     problem = _even_problem(plan, ranks)
     even, exact = ranks.even or problem.best(), ranks.even is not None
@@ -105,7 +86,7 @@ def even_plan(plan: PlanRecord, tool: Tool) -> EvenPlan:
     elif lost_share is not None and lost_share > BINDING_SHARE:
         notes.append(f"{tool.called} runs DDP: {_predicted(even, known=even)}, {_lost_text(lost_share, best)}")
     notes += [*_fewer_notes(plan, problem, even, tool), *_training_notes(plan, even, tool)]
-    return EvenPlan(tool, even, exact, lost_share, tuple(map(printable, notes)))
+    return even, Export(tool.to, {}, "", exact, tuple(map(printable, notes)), even, lost_share)
 
 
 def _ranks_of(plan: PlanRecord) -> _Ranks:
@@ -152,22 +133,11 @@ def _lost(plan: PlanRecord, ranks: _Ranks, even: EvenRanks) -> tuple[float | Non
     too_long = ranks.effective_batch_size > MOST_WORK * sum(ranks.sizes)
     if plan.fit is None or even.samples_per_s is None or _share_processor(plan) or too_long:
         return None, ""
-    problem = functools.partial(
-        Problem.of,
-        plan.fit,
-        effective_batch_sizes=plan.effective_batch_sizes,
-        max_batch_size=plan.max_batch_size,
-        accumulates=plan.accumulates,
-    )
     several, sizes = len(plan.devices) > 1, tuple_text(ranks.sizes)
-    rates = [
-        (
-            problem(ranks.ceilings, None).rate(ranks.sizes, ranks.effective_batch_size),
-            f"autosplit.ddp with {sizes}" if several else "the plan",
-        )
-    ]
-    if several and plan.region is not None and plan.effective_batch_size <= MOST_WORK * plan.batch_size:
-        own = problem(tuple(device.ceiling for device in plan.devices), plan.region)
+    rate = problem_with(plan, plan.fit, ranks.ceilings, None).rate(ranks.sizes, ranks.effective_batch_size)
+    rates = [(rate, f"autosplit.ddp with {sizes}" if several else "the plan")]
+    own = problem_of(plan) if several and plan.region is not None else None
+    if own is not None:
         name = f"plan.wrap(model), BalancedDataParallel with {tuple_text(plan.split)}"
         rates.append((own.rate(plan.split, plan.effective_batch_size), name))
     rate, name = max(rates, key=lambda pair: float(f"{pair[0]:.6g}"))  # of equal ones DDP, which the tools run

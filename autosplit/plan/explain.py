@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any, Literal
 
+from autosplit.errors import PlanError
 from autosplit.plan.explanation import (
     BINDING_SHARE,
     LIMITS,
@@ -24,8 +25,10 @@ from autosplit.plan.explanation import (
     What,
 )
 from autosplit.plan.record import PlanRecord
+from autosplit.solve.memory import Ceiling, Region
 from autosplit.solve.problem import MOST_WORK, NO_LIMIT_BYTES, Problem
 from autosplit.solve.split import even_split
+from autosplit.solve.step_time import Fit
 
 __all__ = [
     "FASTER",
@@ -38,6 +41,8 @@ __all__ = [
     "kinds_of",
     "memory_relaxed",
     "problem_of",
+    "problem_with",
+    "required_problem",
     "sizes_relaxed",
 ]
 
@@ -90,14 +95,30 @@ def problem_of(plan: PlanRecord) -> Problem | None:
     forwards = plan.effective_batch_size / sum(plan.split)
     if plan.fit is None or forwards > MOST_WORK or forwards * len(plan.devices) > MOST_CURVES:
         return None
+    return problem_with(plan, plan.fit, tuple(device.ceiling for device in plan.devices), plan.region)
+
+
+def problem_with(plan: PlanRecord, fit: Fit, ceilings: tuple[Ceiling, ...], region: Region | None) -> Problem:
+    """Return the problem of what a plan was asked for, within such ceilings."""
     return Problem.of(
-        plan.fit,
-        tuple(device.ceiling for device in plan.devices),
-        plan.region,
+        fit,
+        ceilings,
+        region,
         effective_batch_sizes=plan.effective_batch_sizes,
         max_batch_size=plan.max_batch_size,
         accumulates=plan.accumulates,
     )
+
+
+def required_problem(plan: PlanRecord) -> Problem:
+    """Return the same; raise PlanError where there is none to predict by."""
+    problem = problem_of(plan)
+    if problem is None:
+        raise PlanError(
+            "the plan holds no fit of a step's time, or one of too many forwards to predict by; expected one that tune "
+            "made; tune again, or autosplit.measure(workload, split=...) runs the split itself"
+        )
+    return problem
 
 
 def base_of(plan: PlanRecord) -> float:
@@ -106,28 +127,22 @@ def base_of(plan: PlanRecord) -> float:
 
 
 def _as_simulated(plan: PlanRecord, changes: tuple[Change, ...]) -> dict[str, Any]:
-    base = base_of(plan)
-    bounds = []
+    base, bounds, alone, memory = base_of(plan), [], [], None
     for change in changes:
-        if change.what == "one_gib_more" or change.what == "alone":  # noqa: PLR1714  # mypy knows the rest, so
-            continue
-        if change.samples_per_s > base * (1 + BINDING_SHARE):
-            bounds.append(Bound(change.what, change.device, change.samples_per_s, change.samples_per_s / base))
-    alone = [
-        Alternative((c.device,), (), 0, c.samples_per_s, plan.samples_per_s / c.samples_per_s, measured=True)
-        for c in changes
-        if c.what == "alone" and c.device is not None
-    ]
-    more = next((change for change in changes if change.what == "one_gib_more"), None)
-    memory = None
-    if more is not None and more.device is not None:
-        rate = max(base, more.samples_per_s)
-        memory = MoreMemory(more.device, rate, rate / base, simulated=True)
-    return {
-        "bounds": _in_order(bounds),
-        "alone": tuple(sorted(alone, key=lambda one: -one.samples_per_s)),
-        "more_memory": memory,
-    }
+        rate = change.samples_per_s
+        if change.what == "alone":
+            if change.device is not None:
+                alone.append(Alternative((change.device,), (), 0, rate, plan.samples_per_s / rate, measured=True))
+        elif change.what == "one_gib_more":
+            if change.device is not None and memory is None:
+                memory = MoreMemory(change.device, max(base, rate), max(base, rate) / base, simulated=True)
+        elif rate > base * (1 + BINDING_SHARE):
+            bounds.append(Bound(change.what, change.device, rate, rate / base))
+    return {"bounds": _in_order(bounds), "alone": _fastest_first(alone), "more_memory": memory}
+
+
+def _fastest_first(alone: Iterable[Alternative]) -> tuple[Alternative, ...]:
+    return tuple(sorted(alone, key=lambda one: -one.samples_per_s))
 
 
 def _in_order(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
@@ -140,14 +155,10 @@ def _bounds(plan: PlanRecord, problem: Problem, base: float) -> tuple[Bound, ...
     if not memory and len(plan.devices) > 1:
         memory = _binding([("memory", None, all_memory_relaxed(problem))], base)
     times = _binding((*sizes_relaxed(plan, problem), *_times_relaxed(plan, problem)), base)
-    # What such a gain leaves of a step's time would be less than the error of that time.
-    return _in_order([bound for bound in (*memory, *times) if bound.gain * _error_share(plan) < 1])
-
-
-def _error_share(plan: PlanRecord) -> float:
-    """Return the error of a predicted time, as a share: of the fit or of what was measured, whichever is larger."""
+    # What such a gain leaves of a step's time would be less than the error of that time, fitted or measured.
     quality = _fit_quality(plan)
-    return 0.0 if quality is None else max(quality.median_share, quality.noise_share)
+    error_share = 0.0 if quality is None else max(quality.median_share, quality.noise_share)
+    return _in_order([bound for bound in (*memory, *times) if bound.gain * error_share < 1])
 
 
 def _binding(relaxed: Iterable[Relaxed], base: float) -> list[Bound]:
@@ -230,27 +241,18 @@ def _even(plan: PlanRecord, problem: Problem | None, predicted: float | None) ->
     found = None if problem is None else problem.even(plan.effective_batch_size)
     if found is None or predicted is None:
         return None
-    labels = tuple(device.label for device in plan.devices)
-    rate = found.samples_per_s
+    labels, rate = tuple(device.label for device in plan.devices), found.samples_per_s
     return Alternative(labels, found.split, found.accumulation_steps, rate, predicted / rate)
 
 
 def _even_measured(plan: PlanRecord) -> Alternative | None:
-    if plan.even_samples_per_s is None or plan.even_samples_per_s <= 0:
-        return None
-    labels = tuple(device.label for device in plan.devices)
-    return Alternative(
-        labels, (), 0, plan.even_samples_per_s, plan.samples_per_s / plan.even_samples_per_s, measured=True
-    )
+    rate, labels = plan.even_samples_per_s, tuple(device.label for device in plan.devices)
+    return Alternative(labels, (), 0, rate, plan.samples_per_s / rate, measured=True) if rate else None
 
 
 def _alone(plan: PlanRecord, problem: Problem, predicted: float) -> tuple[Alternative, ...]:
-    found = []
-    for index, ceiling in alone_of(plan):
-        rate = problem.alone(index, ceiling).best()
-        if rate > 0:
-            found.append(Alternative((plan.devices[index].label,), (), 0, rate, predicted / rate))
-    return tuple(sorted(found, key=lambda one: -one.samples_per_s))
+    rates = [(plan.devices[index].label, problem.alone(index, ceiling).best()) for index, ceiling in alone_of(plan)]
+    return _fastest_first(Alternative((label,), (), 0, rate, predicted / rate) for label, rate in rates if rate > 0)
 
 
 def _more_memory(plan: PlanRecord, problem: Problem, base: float) -> MoreMemory | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from autosplit.errors import InputError, PlanError, shown
 from autosplit.plan.even_plan import ACCELERATE, LIGHTNING, TRANSFORMERS, even_plan, first_notes, tuple_text
-from autosplit.plan.exported import Code, Export, assignment_lines, call_text, comment_lines
+from autosplit.plan.exported import Code, Export, assignment_lines, comment_lines, filled
 from autosplit.plan.record import PlanRecord
 from autosplit.plan.redact import shareable
 from autosplit.plan.torchrun import PLAN_VARIABLE, command_for
@@ -37,13 +37,7 @@ UNSAVED = "plan.json"
 
 
 def export(plan: PlanRecord, to: str, *, path: str | os.PathLike[str] | None = None) -> Export:
-    """Turn a plan into the settings of another tool.
-
-    Args:
-        plan: Also one for simulated cards, but for `torchrun`.
-        to: One of `FORMATS`.
-        path: The plan's file, which `torchrun` and `env` name. Default: `PlanRecord.path`.
-    """
+    """Turn a plan into the settings of another tool."""
     make = _MAKERS.get(to) if isinstance(to, str) else None
     if make is None:
         raise InputError(f"to is {shown(to)}; expected one of {', '.join(FORMATS)}; choose one of them")
@@ -67,7 +61,6 @@ class _Start:
     Attributes:
         machines: How many ranks each machine has.
         visible: The GPUs of them, by their numbers, where they have to be named; None where they are all the first.
-        variable: By which a process is shown some of them alone.
     """
 
     machines: tuple[int, ...]
@@ -128,10 +121,10 @@ def _precision(plan: PlanRecord) -> tuple[str, str]:
 def _to_transformers(plan: PlanRecord, _path: object) -> Export:
     """Return `TrainingArguments`; what is left out has the right default, or nothing to do with it."""
     _precision(plan)
-    found, start = even_plan(plan, TRANSFORMERS), _Start.of(plan)
+    (even, found), start = even_plan(plan, TRANSFORMERS), _Start.of(plan)
     arguments: dict[str, Any] = {
-        "per_device_train_batch_size": found.even.batch_size,
-        "gradient_accumulation_steps": found.even.accumulation_steps,
+        "per_device_train_batch_size": even.batch_size,
+        "gradient_accumulation_steps": even.accumulation_steps,
         "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16",
     }
@@ -139,7 +132,7 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
         arguments["per_device_eval_batch_size"] = plan.fits.eval_batch_size
     if plan.devices[0].kind == "cpu":
         arguments["use_cpu"] = True
-    if found.even.num_ranks > 1:
+    if even.num_ranks > 1:
         arguments["ddp_find_unused_parameters"] = plan.ddp.options.find_unused_parameters
         if plan.ddp.options.static_graph:
             arguments["ddp_static_graph"] = True
@@ -157,32 +150,32 @@ def _to_transformers(plan: PlanRecord, _path: object) -> Export:
         assignment_lines("arguments", "TrainingArguments", arguments),
         *_started_by(command, start),
     ]
-    return found.export({"TrainingArguments": arguments, "command": command}, "\n".join(code))
+    return filled(found, {"TrainingArguments": arguments, "command": command}, code)
 
 
 def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
     """Return `Accelerator`, and the batch size of each process's DataLoader, which its `prepare` is given."""
     precision, _ = _precision(plan)
-    found, start = even_plan(plan, ACCELERATE), _Start.of(plan)
-    on_cpu, several = plan.devices[0].kind == "cpu", found.even.num_ranks > 1
+    (even, found), start = even_plan(plan, ACCELERATE), _Start.of(plan)
+    on_cpu, several = plan.devices[0].kind == "cpu", even.num_ranks > 1
     settings: dict[str, Any] = {
         "Accelerator": {
-            "gradient_accumulation_steps": found.even.accumulation_steps,
+            "gradient_accumulation_steps": even.accumulation_steps,
             "mixed_precision": precision,
             **({"cpu": True} if on_cpu else {}),
         },
         # The batch size below is each process's.
         "DataLoaderConfiguration": {"split_batches": False},
         **({"DistributedDataParallelKwargs": plan.ddp.options.keywords()} if several else {}),
-        "DataLoader": {"batch_size": found.even.batch_size},
+        "DataLoader": {"batch_size": even.batch_size},
     }
     # accelerate's own launcher starts several processes on processors by MPI only, and as many on each machine.
     by_torchrun = start.several or (on_cpu and several)
     command = start.by_torchrun() if by_torchrun else _accelerate_launch(plan, start, precision)
     settings["command"] = command
     imported = [name for name in ("DataLoaderConfiguration", "DistributedDataParallelKwargs") if name in settings]
-    config = Code(call_text("DataLoaderConfiguration", settings["DataLoaderConfiguration"]))
-    arguments = {**settings["Accelerator"], "dataloader_config": config}
+    config = "DataLoaderConfiguration(split_batches=False)"
+    arguments = {**settings["Accelerator"], "dataloader_config": Code(config)}
     before = []
     if several:
         before.append(assignment_lines("ddp", imported[-1], settings[imported[-1]]))
@@ -194,10 +187,10 @@ def _to_accelerate(plan: PlanRecord, _path: object) -> Export:
         "",
         *before,
         assignment_lines("accelerator", "Accelerator", arguments),
-        *_loader_lines(found.even),
+        *_loader_lines(even),
         *_started_by(command, start if by_torchrun else None),
     ]
-    return found.export(settings, "\n".join(code))
+    return filled(found, settings, code)
 
 
 def _accelerate_launch(plan: PlanRecord, start: _Start, precision: str) -> str:
@@ -213,13 +206,13 @@ def _accelerate_launch(plan: PlanRecord, start: _Start, precision: str) -> str:
 def _to_lightning(plan: PlanRecord, _path: object) -> Export:
     """Return `Trainer`, which starts the other processes itself, and the batch size of each one's DataLoader."""
     _, precision = _precision(plan)
-    found, start = even_plan(plan, LIGHTNING), _Start.of(plan)
+    (even, found), start = even_plan(plan, LIGHTNING), _Start.of(plan)
     if len(set(start.machines)) > 1:
         raise PlanError(
             f"the plan's machines have {tuple_text(start.machines)} ranks; expected as many on each, as Lightning's "
             "Trainer does; train with autosplit.ddp, or export to torchrun"
         )
-    kind, several = plan.devices[0].kind, found.even.num_ranks > 1
+    kind, several = plan.devices[0].kind, even.num_ranks > 1
     # Several GPUs of one machine by their numbers, so that it is these and no others.
     named = kind != "cpu" and not start.several
     devices: Any = [device.index for device in plan.devices] if named else start.machines[0]
@@ -228,12 +221,12 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
         "devices": devices,
         **({"num_nodes": len(start.machines)} if start.several else {}),
         "precision": precision,
-        "accumulate_grad_batches": found.even.accumulation_steps,
+        "accumulate_grad_batches": even.accumulation_steps,
     }
     settings: dict[str, Any] = {
         "Trainer": trainer,
         **({"DDPStrategy": plan.ddp.options.keywords()} if several else {}),
-        "DataLoader": {"batch_size": found.even.batch_size},
+        "DataLoader": {"batch_size": even.batch_size},
     }
     # On several machines it finds the others by torchrun's variables.
     command = start.by_torchrun() if start.several else f"python {SCRIPT}"
@@ -249,10 +242,10 @@ def _to_lightning(plan: PlanRecord, _path: object) -> Export:
         "",
         *before,
         assignment_lines("trainer", "Trainer", arguments),
-        *_loader_lines(found.even),
+        *_loader_lines(even),
         *_started_by(command, start if start.several else None),
     ]
-    return found.export(settings, "\n".join(code))
+    return filled(found, settings, code)
 
 
 def _to_torchrun(plan: PlanRecord, path: str | os.PathLike[str] | None) -> Export:

@@ -6,7 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file
 from autosplit.solve.even_ranks import EvenRanks
 
-__all__ = ["Code", "Export", "assignment_lines", "call_text", "comment_lines"]
+__all__ = ["Code", "Export", "assignment_lines", "comment_lines", "filled", "write"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ class Export:
 
         Args:
             path: The file, in a folder that is there.
-            text: What to write in its place.
 
         Raises:
             InputError: It is a folder, or can't be written.
@@ -63,13 +62,23 @@ class Export:
         target = Path(path)
         if target.is_dir():
             raise InputError(f"{target} is a folder; expected a file; write it as {target / 'settings'}")
-        try:
-            replace_file(target, (self.text if text is None else text) + "\n", mode=READ_BY_ALL)
-        except (OSError, ValueError) as error:  # a name with a null character is no OSError
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(
-                f"{target} can't be written ({reason}); expected a file in a folder that is there; choose another path"
-            ) from error
+        write(target, (self.text if text is None else text) + "\n")
+
+
+def write(path: Path, text: str, called: str = "") -> None:
+    """Write a file that is made to be handed on; raise InputError where it can't be, with what it is `called`."""
+    try:
+        replace_file(path, text, mode=READ_BY_ALL)
+    except (OSError, ValueError) as error:  # a name with a null character is no OSError
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"{called or path} can't be written ({reason}); expected a file in a folder that is there; name another"
+        ) from error
+
+
+def filled(found: Export, settings: Mapping[str, Any], code: Sequence[str]) -> Export:
+    """Return an export with its settings, and the notes above the lines of code that make them."""
+    return replace(found, settings=settings, text="\n".join((*comment_lines(found.notes), *code)))
 
 
 def comment_lines(notes: Sequence[str]) -> list[str]:
@@ -87,11 +96,6 @@ def assignment_lines(name: str, function: str, arguments: Mapping[str, Any]) -> 
     """Write a call that is assigned, an argument on each line."""
     lines = "".join(f"    {keyword}={_literal(value)},\n" for keyword, value in arguments.items())
     return f"{name} = {function}(\n{lines})"
-
-
-def call_text(function: str, arguments: Mapping[str, Any]) -> str:
-    """Write a call on one line."""
-    return f"{function}({', '.join(f'{keyword}={_literal(value)}' for keyword, value in arguments.items())})"
 
 
 def _literal(value: object) -> str:

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autosplit.errors import InputError, PlanError, shown
+from autosplit.errors import InputError, shown
 from autosplit.plan.canvas import Canvas, check_drawing, compact, side_by_side
-from autosplit.plan.explain import problem_of
+from autosplit.plan.explain import required_problem
 from autosplit.plan.split_comparison import compared_split
 from autosplit.solve.solver import geometric
 from autosplit.solve.split import accumulation_steps
@@ -152,12 +152,7 @@ def goodput_of(plan: PlanRecord, noise_scale: NoiseScale | float) -> Goodput:
 
 def _rates(plan: PlanRecord, most: float) -> dict[int, float]:
     """Predict the samples/s of effective batches up to `most`: parts of a forward, and whole ones that add up."""
-    problem = problem_of(plan)
-    if problem is None:
-        raise PlanError(
-            "the plan holds no fit of a step's time, or one of too many forwards to predict by; expected one that tune "
-            "made; tune again"
-        )
+    problem = required_problem(plan)
     sizes = {*geometric(plan.batch_size), plan.effective_batch_size}
     if plan.accumulates and compared_split(plan, plan.split, 2).fits:
         sizes |= {plan.batch_size * forwards for forwards in geometric(max(1, int(most / plan.batch_size)))}

@@ -101,12 +101,7 @@ def checked_split(split: int | Sequence[int], num_devices: int) -> tuple[int, ..
 
 
 def bounds_of(step_s: float, samples: int, without: Iterable[Without]) -> tuple[Bound, ...]:
-    """Return what binds a step, the largest gain first.
-
-    Args:
-        samples: Of the step.
-        without: What else the step was held against.
-    """
+    """Return what binds a step, the largest gain first."""
     gains = [Bound(what, device, samples / seconds, step_s / seconds) for what, device, seconds in without if seconds]
     return tuple(sorted((bound for bound in gains if bound.gain > 1 + BINDING_SHARE), key=lambda bound: -bound.gain))
 

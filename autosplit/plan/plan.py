@@ -12,7 +12,6 @@ from autosplit.accelerators import is_accelerator, moved
 from autosplit.errors import DeviceError
 from autosplit.plan.explanation import Explained, Explanation
 from autosplit.plan.record import PlanRecord
-from autosplit.text import printable
 
 if TYPE_CHECKING:
     import torch
@@ -221,8 +220,9 @@ class Plan(PlanRecord):
         from autosplit.parallel.balanced import BalancedDataParallel
         from autosplit.parallel.checkpointed import checkpoint_layers
         from autosplit.plan.other_model import refuse_wrapped, warn_of_other_model
+        from autosplit.plan.torchrun import refuse_simulated
 
-        self._refuse_simulated("wrap a model")
+        refuse_simulated(self, "wrap a model")
         refuse_wrapped(model)
         warn_of_other_model(self, model, stacklevel=2)
         devices = self.devices_here()
@@ -406,11 +406,3 @@ class Plan(PlanRecord):
         tracker = Tracker([device.label for device in self.devices], [device.capacity_bytes for device in self.devices])
         with tracker, adopting_optimizers(tracker):
             yield tracker
-
-    def _refuse_simulated(self, what: str) -> None:
-        if self.simulated:
-            names = printable(", ".join(sorted({device.name for device in self.devices})), longest=300)
-            raise DeviceError(
-                f"the plan is for simulated cards ({names}); expected real devices to {what}; "
-                "tune on the machine that has them"
-            )

@@ -27,17 +27,16 @@ def shareable(plan: AnyPlan) -> AnyPlan:
     def quiet(ceiling: Ceiling) -> Ceiling:
         return replace(ceiling, notes=())
 
+    def told(trial: Trial) -> str | None:
+        if trial.failure is None or trial.failed_device is None:
+            return trial.failure and FAILED
+        return f"{plan.devices[trial.failed_device].label} ran out of memory"
+
     return replace(
         plan,
         devices=tuple(replace(one, uuid=None, ceiling=quiet(one.ceiling)) for one in plan.devices),
         ddp=replace(plan.ddp, ranks=tuple(replace(one, ceiling=quiet(one.ceiling)) for one in plan.ddp.ranks)),
-        trials=tuple(replace(one, failure=_told(plan, one)) for one in plan.trials),
+        trials=tuple(replace(one, failure=told(one)) for one in plan.trials),
         fits=plan.fits and replace(plan.fits, evaluation=tuple(map(quiet, plan.fits.evaluation))),
         notes=(LEFT_OUT,) if plan.notes else (),
     )
-
-
-def _told(plan: PlanRecord, trial: Trial) -> str | None:
-    if trial.failure is None or trial.failed_device is None:
-        return trial.failure and FAILED
-    return f"{plan.devices[trial.failed_device].label} ran out of memory"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, SupportsIndex
 
-from autosplit.errors import InputError, PlanError
-from autosplit.plan.explain import problem_of
+from autosplit.errors import InputError
+from autosplit.plan.explain import required_problem
 from autosplit.plan.measured_step import checked_split
 from autosplit.solve.split import whole_number
 from autosplit.text import rate_text
@@ -67,12 +67,7 @@ def compared_split(plan: PlanRecord, split: int | Sequence[int], accumulation_st
     """Compare; see `Plan.compare_with`."""
     shares = checked_split(split, len(plan.devices))
     steps = whole_number("accumulation_steps", accumulation_steps, minimum=1)
-    problem = problem_of(plan)
-    if problem is None:
-        raise PlanError(
-            "the plan holds no fit of a step's time, or one of too many forwards to predict by; expected one that tune "
-            "made; autosplit.measure(workload, split=...) runs the split itself"
-        )
+    problem = required_problem(plan)
     least = plan.ddp.least_batch if problem.ranks else problem.region.least_share
     if any(0 < share < least for share in shares) or (problem.ranks and 0 in shares):
         raise InputError(

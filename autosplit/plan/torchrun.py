@@ -12,7 +12,7 @@ from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan.record import PlanRecord
 from autosplit.text import printable
 
-__all__ = ["PLAN_VARIABLE", "Command", "command_for", "refuse_unfit", "refuse_without_ranks"]
+__all__ = ["PLAN_VARIABLE", "Command", "command_for", "refuse_simulated", "refuse_unfit", "refuse_without_ranks"]
 
 PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
 """Names the file of the plan that a job trains with."""
@@ -43,7 +43,6 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
     """Make torchrun's command for a plan.
 
     Args:
-        path: The plan's file.
         arguments: torchrun's options, the script (or ``-m module``), and its arguments.
     """
     options = _options_of(arguments)
@@ -60,13 +59,18 @@ def command_for(plan: PlanRecord, path: Path, arguments: Sequence[str]) -> Comma
 
 def refuse_unfit(plan: PlanRecord) -> None:
     """Refuse a plan that no job can be started with: without ranks, or for simulated cards."""
+    refuse_simulated(plan, "train on")
+    refuse_without_ranks(plan)
+
+
+def refuse_simulated(plan: PlanRecord, what: str) -> None:
+    """Refuse a plan for simulated cards where real devices are needed, to do `what`."""
     if plan.simulated:
         names = printable(", ".join(sorted({device.name for device in plan.devices})), longest=300)
         raise DeviceError(
-            f"the plan is for simulated cards ({names}); expected real devices to train on; tune on the machine that "
-            "has them"
+            f"the plan is for simulated cards ({names}); expected real devices to {what}; tune on the machine that has "
+            "them"
         )
-    refuse_without_ranks(plan)
 
 
 def refuse_without_ranks(plan: PlanRecord) -> None:

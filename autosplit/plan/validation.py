@@ -113,12 +113,6 @@ def _unsound_explanation(plan: Any, count: int) -> Iterator[str]:
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Tell whether dicts and lists are nested deeper; without recursion, which is what too deep ones are to break."""
-    waiting = [(value, 0)]
-    while waiting:
-        node, depth = waiting.pop()
-        if isinstance(node, (dict, list)):
-            if depth >= levels:
-                return True
-            waiting.extend((item, depth + 1) for item in (node.values() if isinstance(node, dict) else node))
-    return False
+    """Tell whether dicts and lists are nested deeper than so many levels, and look no further."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return items is not None and (levels <= 0 or any(_is_deeper(item, levels - 1) for item in items))

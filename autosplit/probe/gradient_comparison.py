@@ -358,8 +358,8 @@ def _norm_check(seen: NormSeen, samples: int, *, accumulates: bool) -> Check:
         depends=True,
         advice="it computes its statistics from each device's share: use larger shares, freeze it with .eval(), or use "
         "GroupNorm; under DDP on GPUs ctx.wrap(model, sync_batchnorm=True) sees the samples of all ranks",
-        remark=f"the figures are of the {samples} samples that the workload came with, cut in two: larger shares differ "
-        "less",
+        remark=f"the figures are of the {samples} samples that the workload came with, cut in two: larger shares "
+        "differ less",
     )
 
 

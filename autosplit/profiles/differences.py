@@ -24,18 +24,24 @@ MOST_TOLD = 3
 
 _log = logging.getLogger(__name__)
 
-_VERSIONS = {"torch": "torch", "cuda": "CUDA", "autosplit": "autosplit"}
 _DIGESTS = {
     "model_tree": "the classes, code or settings of its modules",
     "model_tensors": "its parameters' names, shapes, types or which of them are trained",
     "model_text": "its repr",
     "model_factory": "the function that makes it",
 }
-_SETTINGS = ("precision", "loss_reduction", "loss_scope", "batch_dim")
-_LATER = ("checkpointing", "fits")
-"""Settings that only workloads which have them tell of."""
-_FUNCTIONS = ("loss_fn", "compute_loss", "step", "make_batch", "evaluate")
 _ASKED = ("strategy", "effective_batch_size", "max_batch_size", "reserve", "name")
+_FUNCTIONS = ("loss_fn", "compute_loss", "step", "make_batch", "evaluate")
+_SAID = {
+    "torch": "tuned with torch {}, now {}",
+    "cuda": "tuned with CUDA {}, now {}",
+    "autosplit": "tuned with autosplit {}, now {}",
+    "sample_batch_size": "the sample batch had {} samples, now {}",
+    "sample_batch": "the sample batch was another: its structure, shapes or types differ",
+    "optimizer": "the optimizer or its options were others",
+    **dict.fromkeys(_FUNCTIONS, "{part} was another"),
+}
+"""What is said of a part that was one thing and is another now; otherwise just that."""
 
 
 def nearest_told(
@@ -50,8 +56,6 @@ def nearest_told(
 
     Args:
         remembered: The profiles, the newest first; those that can't be read are passed over.
-        machine: What a plan is wanted for, by `key.machine_of`.
-        workload: The same, by `key.workload_of`.
         request: What was asked for, as a plan keeps it.
         ignoring: A plan that differs in this part alone is no answer.
     """
@@ -78,25 +82,32 @@ def differences(
     plan: Plan, *, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any]
 ) -> list[str]:
     """Say in which parts of the key a plan differs from what is wanted now: a clause for each, the machine's first."""
-    return [
-        *_of_machine(plan.machine, machine),
-        *_of_workload(plan.workload, workload),
-        *_of_request(plan, machine, request),
-    ]
+    told = [*_of_machine(plan.machine, machine), *_of_workload(plan.workload, workload)]
+    return [*told, *_of_request(plan, machine, request)]
 
 
 def _of_machine(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     told = []
     if before.get("devices") != now.get("devices"):
         told.append(_devices_told(before.get("devices"), now.get("devices")))
-    told += [
-        f"tuned with {name} {_text(before.get(part))}, now {_text(now.get(part))}"
-        for part, name in _VERSIONS.items()
-        if before.get(part) != now.get(part)
-    ]
+    told += _differing(("torch", "cuda", "autosplit"), before, now)
     if before.get("ranks_per_machine") != now.get("ranks_per_machine"):
         ranks = [_text(one.get("ranks_per_machine") or "those of one") for one in (before, now)]
         told.append(f"the ranks per machine were {ranks[0]}, now {ranks[1]}")
+    return told
+
+
+def _differing(parts: Iterable[str], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Say of each part that differs what it was."""
+    told = []
+    for part in parts:
+        was, is_now = before.get(part), now.get(part)
+        if was == is_now:
+            continue
+        said = _SAID.get(part, "{part} was {}, now {}")
+        if part in _FUNCTIONS and None in (was, is_now):
+            said = "there was no {part}" if was is None else "there was a {part}, now there is none"
+        told.append(said.format(_text(was), _text(is_now), part=part))
     return told
 
 
@@ -135,29 +146,18 @@ def _runs(devices: Any) -> list[tuple[int, str]] | None:
 
 
 def _of_workload(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    differing = [part for part in {**before, **now} if before.get(part) != now.get(part)]
     told = []
-    changed = [said for part, said in _DIGESTS.items() if part in differing]
-    if "parameters" in differing and None not in (before.get("parameters"), now["parameters"]):
-        told.append(f"the model had {_text(before['parameters'])} parameters, now {_text(now['parameters'])}")
+    changed = [said for part, said in _DIGESTS.items() if before.get(part) != now.get(part)]
+    sizes = before.get("parameters"), now["parameters"]
+    if sizes[0] != sizes[1] and None not in sizes:
+        told.append(f"the model had {_text(sizes[0])} parameters, now {_text(sizes[1])}")
     elif changed:
         told.append(f"the model was another: {' and '.join(changed[:2])} differ")
-    if "sample_batch_size" in differing:
-        sizes = [_text(one.get("sample_batch_size")) for one in (before, now)]
-        told.append(f"the sample batch had {sizes[0]} samples, now {sizes[1]}")
-    elif "sample_batch" in differing:
-        told.append("the sample batch was another: its structure, shapes or types differ")
-    if "optimizer" in differing:
-        told.append("the optimizer or its options were others")
-    told += [_other_function(part, before.get(part), now.get(part)) for part in _FUNCTIONS if part in differing]
-    told += [_was(part, before.get(part), now.get(part)) for part in (*_SETTINGS, *_LATER) if part in differing]
-    return told
-
-
-def _other_function(part: str, before: Any, now: Any) -> str:
-    if before is None:
-        return f"there was no {part}"
-    return f"there was a {part}, now there is none" if now is None else f"{part} was another"
+    same_size = before.get("sample_batch_size") == now.get("sample_batch_size")
+    batch = "sample_batch" if same_size else "sample_batch_size"
+    # Only workloads that have them tell of the last two.
+    others = ("precision", "loss_reduction", "loss_scope", "batch_dim", "checkpointing", "fits")
+    return told + _differing((batch, "optimizer", *_FUNCTIONS, *others), before, now)
 
 
 def _of_request(plan: Plan, machine: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -167,14 +167,8 @@ def _of_request(plan: Plan, machine: Mapping[str, Any], now: Mapping[str, Any]) 
         sizes = plan.effective_batch_sizes
         asked = None if sizes is None else sizes[0] if sizes[0] == sizes[1] else list(sizes)
         before = {**now, "effective_batch_size": asked, "max_batch_size": plan.max_batch_size}
-    told = [_was(part, before.get(part), now.get(part)) for part in _ASKED if before.get(part) != now.get(part)]
-    if before.get("devices") != now.get("devices") and plan.machine.get("devices") == machine.get("devices"):
-        told.append(_was("devices", before.get("devices"), now.get("devices")))
-    return told
-
-
-def _was(part: str, before: Any, now: Any) -> str:
-    return f"{part} was {_text(before)}, now {_text(now)}"
+    same_machine = plan.machine.get("devices") == machine.get("devices")
+    return _differing((*_ASKED, *(("devices",) if same_machine else ())), before, now)
 
 
 def _text(value: Any) -> str:

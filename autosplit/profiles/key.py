@@ -79,7 +79,9 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     parts = workload.modules or (models,)
     modules = [part for part in parts if hasattr(part, "named_modules") and not isinstance(part, type)]
     described = {
-        "model": ", ".join(qualified_name(_kind(part) if part in modules else part) for part in parts),
+        "model": ", ".join(
+            qualified_name(type(getattr(part, "named_by", part)) if part in modules else part) for part in parts
+        ),
         "parameters": _count(modules) if modules else None,
         "model_tree": digest_of([Describer().tree(module) for module in modules]),
         "model_tensors": digest_of([tensors_in(module) for module in modules]),
@@ -100,11 +102,6 @@ def workload_of(workload: Workload) -> dict[str, Any]:
     if "eval" in workload.fits and workload.evaluate is not None:
         described["evaluate"] = digest_of(Describer().of(workload.evaluate))
     return {**described, **{name: getattr(workload, name) for name in plain}}
-
-
-def _kind(module: Any) -> type:
-    """Return the class that a model goes by: that of the user's own, where one of ours is around it."""
-    return type(getattr(module, "named_by", module))
 
 
 def _count(modules: Sequence[Any]) -> int | None:
@@ -133,12 +130,7 @@ def _optimizer(optimizer: Any) -> Any:
 def key_of(
     machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any], name: str | None
 ) -> str:
-    """Return the key of a plan, 32 hexadecimal digits; `name` keeps plans apart that are equal in all else.
-
-    Args:
-        machine: By `machine_of`.
-        workload: By `workload_of`.
-    """
+    """Return the key of a plan, 32 hexadecimal digits; `name` keeps plans apart that are equal in all else."""
     return digest_of(
         {"schema": SCHEMA_VERSION, "machine": machine, "workload": workload, "request": request, "name": name}
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from autosplit.plan.explain import problem_with
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpPlan
 from autosplit.solve.memory import Ceiling, Region, samples_within
@@ -66,17 +67,9 @@ def solved_again(plan: Plan, lack: Lack) -> Plan | None:
 
 
 def _problem(plan: Plan, fit: Fit, ceilings: tuple[Ceiling, ...], region: Region | None, lack: Lack) -> Problem:
-    problem = Problem.of(
-        fit,
-        ceilings,
-        region,
-        effective_batch_sizes=plan.effective_batch_sizes,
-        max_batch_size=plan.max_batch_size,
-        accumulates=plan.accumulates,
-    )
+    problem = replace(problem_with(plan, fit, ceilings, region), most_samples_per_s=lack.most_samples_per_s)
     # The region of a plan of several forwards counts what waits.
     waiting_bytes = lack.waiting_bytes if plan.accumulation_steps == 1 else 0
-    problem = replace(problem, most_samples_per_s=lack.most_samples_per_s)
     capacities_bytes = [int((1 - LINE_ERROR) * nbytes) for nbytes in lack.capacities_bytes]
     return problem.with_capacities(capacities_bytes, waiting_bytes=waiting_bytes, least_batch=lack.least_batch)
 

@@ -2,7 +2,7 @@
 
 A key is a digest of the kind of machine, the workload, and what was asked for; the first two stand in the plan as well,
 so that a file is taken only for what it was made for. A file is read as hostile input: what is wrong with it is named
-in a note, it is moved aside, and the plan is made anew. What is of another machine or version stays where it is.
+in a note, it is moved aside, and the plan is made anew. What is of another machine stays where it is.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autosplit.errors import PlanError, PlanVersionError, ProfileError
+from autosplit.errors import PlanError, ProfileError
 from autosplit.files import OWNER_ONLY, LargeFileError, make_private_folder, moved_aside, read_bounded, replace_file
 from autosplit.plan.plan import Plan
-from autosplit.plan.record import MAX_FILE_BYTES, SCHEMA_VERSION
+from autosplit.plan.record import MAX_FILE_BYTES
 
 __all__ = [
     "KEY_DIGITS",
     "Found",
     "find",
-    "newest",
     "profile_paths",
     "profiles",
     "profiles_folder",
@@ -48,9 +47,6 @@ TURN_SUFFIX = ".tuning.lock"
 BAD_SUFFIX = ".bad"
 """Of what stood in a profile's place and was none; the last one is kept, for whoever wonders."""
 
-NEWER_SUFFIX = ".newer"
-"""Of a profile that a later version of autosplit wrote, once this one needs its place."""
-
 _KEY_CHARACTERS = frozenset("0123456789abcdef")
 
 
@@ -59,9 +55,7 @@ class Found:
     """The plan that the cache holds under a key.
 
     Attributes:
-        plan: None where there is none that can be used.
         path: Where it is, or would be.
-        notes: Why a file that is there was ignored, a sentence each.
         unreadable: The system did not let it be read.
     """
 
@@ -78,17 +72,14 @@ def profiles_folder() -> Path:
         ProfileError: Nobody knows where: the home directory is unknown.
     """
     given = os.environ.get("AUTOSPLIT_CACHE_DIR")
-    if given:
-        folder = os.path.expanduser(given)  # noqa: PTH111  # pathlib's raises where a home is unknown
-        if not folder.startswith("~"):
-            return Path(folder).absolute() / "profiles"
-    else:
+    with contextlib.suppress(RuntimeError):  # without a home
+        if given:
+            return Path(given).expanduser().absolute() / "profiles"
         import platformdirs
 
-        with contextlib.suppress(RuntimeError):  # newer ones raise it without a home; of older ones "~/.cache" is left
-            found = Path(platformdirs.user_cache_dir("autosplit", appauthor=False))
-            if found.is_absolute():
-                return found / "profiles"
+        found = platformdirs.user_cache_path("autosplit", appauthor=False)
+        if found.is_absolute():  # of older ones "~/.cache" is left
+            return found / "profiles"
     raise ProfileError(
         f"AUTOSPLIT_CACHE_DIR is {given!r} and the home directory is unknown; expected a folder for profiles; set "
         "AUTOSPLIT_CACHE_DIR to one, or HOME"
@@ -112,8 +103,6 @@ def find(
     """Look for the plan of a key, or say why a file that is there can't be used; raise nothing for what it holds.
 
     Args:
-        machine: What the plan must be for.
-        workload: What the plan must be for.
         request: What must have been asked for, with the name; older files do not tell.
     """
     try:
@@ -162,10 +151,6 @@ def _read(path: Path) -> Plan | None:
         raise ProfileError(f"it can't be read ({error.strerror or error}); expected a file; remove it") from error
     try:
         return Plan.from_json(content, source="it").kept_at(path)
-    except PlanVersionError as error:
-        if error.version < 1:
-            raise _SpoiledError(str(error)) from error
-        raise ProfileError(str(error)) from error
     except PlanError as error:
         raise _SpoiledError(str(error)) from error
 
@@ -173,10 +158,6 @@ def _read(path: Path) -> Plan | None:
 def _refuse_foreign(
     plan: Plan, machine: Mapping[str, Any], workload: Mapping[str, Any], request: Mapping[str, Any] | None
 ) -> None:
-    simulated = any(run["kind"] == "sim" for run in machine["devices"])
-    if plan.simulated != simulated:
-        which = ("real", "simulated")
-        raise ProfileError(f"it is for {which[plan.simulated]} devices; expected {which[simulated]} ones; remove it")
     pairs = [("machine", plan.machine, machine), ("workload", plan.workload, workload)]
     if plan.request and request is not None:
         pairs.append(("request", plan.request, dict(request)))
@@ -204,7 +185,7 @@ def _same(stored: Any, given: Any) -> bool:
 
 
 def store(key: str, plan: Plan) -> Path:
-    """Keep a plan, with its `machine` and `workload`, and return its file; a reader sees one plan or the other, whole.
+    """Keep a plan, with its `machine` and `workload`, and return its file; a reader sees one or the other, whole.
 
     Raises:
         ProfileError: The cache can't be written.
@@ -213,7 +194,6 @@ def store(key: str, plan: Plan) -> Path:
     try:
         make_private_folder(path.parent)
         _sweep(path)
-        _spare_newer(path)
         replace_file(path, plan.to_json() + "\n", mode=OWNER_ONLY)
     except OSError as error:
         raise ProfileError(
@@ -236,16 +216,6 @@ def _discard(path: Path) -> None:
         path.unlink()
 
 
-def _spare_newer(path: Path) -> None:
-    """Move a profile of a later version out of the way, which that version may want back."""
-    try:
-        _read(path)
-    except ProfileError as error:
-        cause = error.__cause__
-        if isinstance(cause, PlanVersionError) and cause.version > SCHEMA_VERSION:
-            moved_aside(path, NEWER_SUFFIX)
-
-
 def profile_paths() -> tuple[Path, ...]:
     """Return the files of the cache that are profiles, or are called so, the newest first."""
     named = (path for path in profiles_folder().glob("[!.]*.json") if _KEY_CHARACTERS.issuperset(path.stem))
@@ -264,7 +234,7 @@ def read_profile(path: Path) -> Plan:
 def remove_profile(path: Path) -> None:
     """Remove a file of the cache with what stands beside it, and never anything else.
 
-    A lock that somebody holds stays, and so does what a later version of autosplit wrote.
+    A lock that somebody holds stays.
     """
     own = path.parent == profiles_folder() and path.suffix == ".json" and _KEY_CHARACTERS.issuperset(path.stem)
     if not own:
@@ -310,19 +280,9 @@ def _remove_beside(path: Path) -> None:
         _discard(lock)
 
 
-def newest(most: int) -> Iterator[tuple[Path, Plan | None]]:
-    """Yield so many profiles of the cache, the newest first, and none where there is no cache."""
-    try:
-        paths = profile_paths()
-    except (OSError, ProfileError):
-        return
-    for path in paths[:most]:
-        yield path, _read_or_none(path)
-
-
-def profiles() -> tuple[tuple[Path, Plan | None], ...]:
-    """Return all profiles of the cache, the newest first; None in place of a plan that can't be read."""
-    return tuple((path, _read_or_none(path)) for path in profile_paths())
+def profiles(most: int | None = None) -> tuple[tuple[Path, Plan | None], ...]:
+    """Return profiles of the cache, the newest first, or so many; None for a plan that can't be read."""
+    return tuple((path, _read_or_none(path)) for path in profile_paths()[:most])
 
 
 def _written_ns(path: Path) -> int:

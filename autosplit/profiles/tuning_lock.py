@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from autosplit.errors import ProfileError
@@ -58,7 +57,7 @@ _held: set[tuple[int, Path]] = set()
 """Which thread of this process holds what: a thread that waited for itself would wait in vain."""
 
 
-class Turn:
+class Turn(contextlib.AbstractContextManager["Turn"]):
     """A turn at something that one process at a time is to do; a context that gives it back at its end.
 
     Args:
@@ -86,13 +85,7 @@ class Turn:
         self._begun_s: float | None = None
         self._lock: filelock.BaseFileLock | None = None
 
-    def __enter__(self) -> Turn:
-        """Return itself; `wait` is what waits."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give the turn back, if it is here."""
         if self.held:
             self.held = False

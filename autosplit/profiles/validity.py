@@ -17,7 +17,6 @@ from autosplit.text import size_text
 
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
-    from autosplit.plan.record import PlanDevice
 
 __all__ = ["SLACK", "differing_facts", "memory_shortfall", "usable_here"]
 
@@ -97,9 +96,6 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
     """Return a clause for each difference of the GPUs here, in the plan's order, from those that it was made on.
 
     No clause holds what names a card; there is none where the machine is the very one.
-
-    Args:
-        capacities_bytes: What each may hold now, the reserve taken off.
     """
     assert len(plan.devices) == len(devices) == len(capacities_bytes), (plan.devices, devices, capacities_bytes)
     pairs = list(zip(plan.devices, devices, strict=True))
@@ -107,25 +103,16 @@ def differing_facts(plan: Plan, devices: Sequence[Device], capacities_bytes: Seq
     said = [f"tuned on other cards of this kind ({', '.join(others)})"] if others else []
     drivers = {(planned.driver, device.driver) for planned, device in pairs if planned.driver != device.driver}
     said += [f"tuned with driver {_driver_text(one)}, now {_driver_text(two)}" for one, two in drivers][:1]
-    tight = [
-        device.label
-        for (planned, device), capacity in zip(pairs, capacities_bytes, strict=True)
-        if is_accelerator(device.kind)
-        and (1 - SLACK) * planned.peak_bytes > capacity - _context_bytes(planned)
-        and not _is_in_use(device)
-    ]
+    tight = []
+    for (planned, device), capacity in zip(pairs, capacities_bytes, strict=True):
+        # What is free is told without what the process that tuned took for itself; a ceiling is found in it. Once this
+        # process has had memory there, what it takes for itself is no longer free.
+        context = max(0, planned.capacity_bytes - planned.ceiling.capacity_bytes)
+        if is_accelerator(device.kind) and (1 - SLACK) * planned.peak_bytes > capacity - context:
+            in_use = backend(device.kind).memory_stats(device.index).get("allocation.all.allocated", 0)
+            tight += [] if in_use else [device.label]
     said += [f"tuned with more memory free ({', '.join(tight)})"] if tight else []
     return tuple(said)
-
-
-def _context_bytes(planned: PlanDevice) -> int:
-    """Return what the process that tuned took for itself: what is free is told without it, a ceiling is found in it."""
-    return max(0, planned.capacity_bytes - planned.ceiling.capacity_bytes)
-
-
-def _is_in_use(device: Device) -> bool:
-    """Tell whether this process has had memory on a device: then what it takes for itself is no longer free."""
-    return bool(backend(device.kind).memory_stats(device.index).get("allocation.all.allocated", 0))
 
 
 def _driver_text(driver: str | None) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import DdpOptions, DdpPlan, PlanDevice, RankSettings
-from autosplit.probe.check_result import Check
 from autosplit.probe.request import Request
 from autosplit.solve.memory import Ceiling, MemoryParts, Region
 from autosplit.solve.problem import Problem
@@ -36,12 +36,7 @@ DDP_NOTE = (
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a plan.
-
-    Attributes:
-        wanted: What was asked for, by which the plan is remembered.
-        workload: The one that was described, or a copy.
-    """
+    """The subject of a plan."""
 
     wanted: Wanted
     workload: Workload
@@ -76,9 +71,6 @@ class Answer:
     """The solution that a plan is made of.
 
     Attributes:
-        samples_per_s: Of whole optimizer steps.
-        ceilings: Of each device, all at once.
-        even_samples_per_s: Of the even split; None where it is not known.
         region: None where nothing was split.
         memory: Parts of each device's peak; empty where no device's are known.
     """
@@ -97,17 +89,8 @@ class Answer:
     memory: tuple[MemoryParts | None, ...] = ()
 
 
-def assembled(
-    subject: Subject,
-    answer: Answer,
-    *,
-    trials: tuple[Trial, ...] = (),
-    checks: tuple[Check, ...] = (),
-    notes: tuple[str, ...] = (),
-    real_steps: int = 0,
-    real_ooms: int = 0,
-) -> Plan:
-    """Make the plan."""
+def assembled(subject: Subject, answer: Answer, **more: Any) -> Plan:
+    """Make the plan, with what `more` there is to say of how it was found, by the plan's names."""
     request, workload = subject.request, subject.workload
     batch_size = sum(answer.split)
     return Plan(
@@ -120,8 +103,6 @@ def assembled(
         even_samples_per_s=answer.even_samples_per_s,
         ceilings=tuple(ceiling.batch_size for ceiling in answer.ceilings),
         devices=tuple(_device(request, answer, position) for position in range(len(request.devices))),
-        trials=trials,
-        checks=checks,
         region=answer.region,
         fit=answer.fit,
         effective_batch_sizes=request.effective_batch_sizes,
@@ -136,9 +117,7 @@ def assembled(
         machine=subject.wanted.machine,
         workload=subject.wanted.described,
         request=subject.wanted.asked,
-        notes=notes,
-        real_steps=real_steps,
-        real_ooms=real_ooms,
+        **more,
     )
 
 

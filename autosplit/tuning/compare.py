@@ -89,18 +89,12 @@ class ComparedMachine:
     @property
     def headroom_bytes(self) -> int | None:
         """The bytes that the plan leaves free on the device where it leaves the least; None where there is no plan."""
-        tightest = self._tightest
-        return None if tightest is None else _headroom(tightest)
+        return None if self.plan is None else min(map(_headroom, self.plan.devices))
 
     @property
     def headroom_device(self) -> str | None:
         """That device, as ``"sim:0"``."""
-        tightest = self._tightest
-        return None if tightest is None else tightest.label
-
-    @property
-    def _tightest(self) -> PlanDevice | None:
-        return None if self.plan is None else min(self.plan.devices, key=_headroom)
+        return None if self.plan is None else min(self.plan.devices, key=_headroom).label
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -207,11 +201,6 @@ class AskedMachine:
     devices: tuple[Device, ...]
     price_per_hour: float | None = None
 
-    @property
-    def simulated(self) -> bool:
-        """Whether its cards are not here."""
-        return self.devices[0].kind == "sim"
-
 
 def asked_machines(
     devices: Iterable[Any],
@@ -243,27 +232,20 @@ def asked_machines(
             "no devices to compare; expected a spec for each machine; name them as in --devices sim:2xL4 "
             "--devices sim:A100-40GB"
         )
-    return _with_prices(machines, prices)
+    for name, value in prices.items() if isinstance(prices, Mapping) else prices or ():
+        place, price = _place_of(name, machines), _price(name, value)
+        other = machines[place].price_per_hour
+        if other is not None:
+            raise InputError(
+                f"prices {other:g} and {price:g} are both for {machines[place].name}; expected one; leave the other out"
+            )
+        machines[place] = replace(machines[place], price_per_hour=price)
+    return tuple(machines)
 
 
 def _identity(devices: Sequence[Device]) -> tuple[Any, ...]:
     """Return what makes two specs the same machine: ``sim:L4+L4`` is ``sim:2xL4``; free memory counts for nothing."""
     return tuple((d.kind, d.index, d.name, d.capacity_bytes if d.budgeted else None) for d in devices)
-
-
-def _with_prices(
-    machines: Sequence[AskedMachine], prices: Mapping[str, float] | Iterable[tuple[str, float]] | None
-) -> tuple[AskedMachine, ...]:
-    found = list(machines)
-    for name, value in prices.items() if isinstance(prices, Mapping) else prices or ():
-        place, price = _place_of(name, machines), _price(name, value)
-        known = found[place].price_per_hour
-        if known is not None:
-            raise InputError(
-                f"prices {known:g} and {price:g} are both for {found[place].name}; expected one; leave the other out"
-            )
-        found[place] = replace(found[place], price_per_hour=price)
-    return tuple(found)
 
 
 def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
@@ -283,10 +265,9 @@ def _place_of(name: object, machines: Sequence[AskedMachine]) -> int:
 
 
 def _price(name: str, value: object) -> float:
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        price: Any = value  # of Real, mypy knows no order
-        if 0 <= price <= LARGEST_PRICE:
-            return float(price)
+    price: Any = value  # of Real, mypy knows no order
+    if isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= price <= LARGEST_PRICE:
+        return float(price)
     raise InputError(
         f"price {shown(value)} for {shown(name)}: expected money for an hour, a number from 0 to {LARGEST_PRICE:g} "
         "without a currency; correct it, or leave it out"
@@ -345,45 +326,35 @@ def compared(
     time_limit_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Comparison:
-    """Tune for one machine after the other: `tune_one(spec, timed)` does, `timed` being keywords of `tune`'s.
-
-    Raises:
-        ComparisonInterrupted: Ctrl-C; it carries the machines that were done.
-    """
-    from autosplit.runtime.prepare import followed_once
-
-    with followed_once():
-        return _compared(machines, tune_one, time_limit_s, progress)
-
-
-def _compared(
-    machines: Sequence[AskedMachine],
-    tune_one: Callable[[Any, Mapping[str, Any]], Plan],
-    time_limit_s: float | None,
-    progress: Callable[[Progress], None] | None,
-) -> Comparison:
+    """Tune for one machine after the other: `tune_one(spec, timed)` does, `timed` being keywords of `tune`'s."""
     from autosplit.oom import DoesNotFitError
+    from autosplit.runtime.prepare import followed_once
 
     ends_s = None if time_limit_s is None else time.monotonic() + time_limit_s
     done: list[ComparedMachine] = []
-    for number, machine in enumerate(machines):
-        told = None if progress is None else part_of(progress, number, len(machines), machine.name)
-        timed: dict[str, Any] = {"progress": told}
-        if ends_s is not None:
-            timed["time_limit_s"] = max(1e-3, (ends_s - time.monotonic()) / (len(machines) - number))
-        try:
-            done.append(_planned(machine, tune_one(machine.spec, timed)))
-        except DoesNotFitError as error:
-            reason = " ".join(str(error).split()) or one_line(error)
-            misfit = Misfit(reason, error.device, error.requested_bytes, error.capacity_bytes)
-            done.append(ComparedMachine(machine.name, None, misfit, machine.simulated, machine.price_per_hour))
-        except KeyboardInterrupt as interrupt:
-            best: Plan | None = getattr(interrupt, "plan", None)
-            if best is not None:
-                # Whole for the precisions that were tuned for before, as it may be, it is not what was asked for.
-                done.append(_planned(machine, replace(best, complete=False)))
-            left = [one.name for one in machines[len(done) :]]
-            raise ComparisonInterrupted(_comparison(done, machines, left) if done else None) from None
+    with followed_once():
+        for number, machine in enumerate(machines):
+            told = None if progress is None else part_of(progress, number, len(machines), machine.name)
+            timed: dict[str, Any] = {"progress": told}
+            if ends_s is not None:
+                timed["time_limit_s"] = max(1e-3, (ends_s - time.monotonic()) / (len(machines) - number))
+            try:
+                done.append(_planned(machine, tune_one(machine.spec, timed)))
+            except DoesNotFitError as error:
+                reason = " ".join(str(error).split()) or one_line(error)
+                misfit = Misfit(reason, error.device, error.requested_bytes, error.capacity_bytes)
+                done.append(
+                    ComparedMachine(
+                        machine.name, None, misfit, machine.devices[0].kind == "sim", machine.price_per_hour
+                    )
+                )
+            except KeyboardInterrupt as interrupt:
+                best: Plan | None = getattr(interrupt, "plan", None)
+                if best is not None:
+                    # Whole for the precisions that were tuned for before, as it may be, it is not what was asked for.
+                    done.append(_planned(machine, replace(best, complete=False)))
+                left = [one.name for one in machines[len(done) :]]
+                raise ComparisonInterrupted(_comparison(done, machines, left) if done else None) from None
     return _comparison(done, machines, [])
 
 
@@ -393,15 +364,14 @@ def _planned(machine: AskedMachine, plan: Plan) -> ComparedMachine:
 
 
 def _comparison(done: Sequence[ComparedMachine], asked: Sequence[AskedMachine], left: Sequence[str]) -> Comparison:
-    simulated = any(one.simulated and one.name not in left for one in asked)
+    simulated = any(one.devices[0].kind == "sim" and one.name not in left for one in asked)
     notes = (*(SIMULATED_ERRORS if simulated else ()), *_remarks(done))
-    return Comparison(tuple(sorted(done, key=_rank)), notes, tuple(left))
 
+    def order(machine: ComparedMachine) -> tuple[bool, bool, float, float]:
+        cost = machine.cost_per_million_samples
+        return machine.plan is None, cost is None, cost or 0.0, -(machine.samples_per_s or 0.0)
 
-def _rank(machine: ComparedMachine) -> tuple[bool, bool, float, float]:
-    """Return what machines are sorted by: those that fit, of these those with a cost by it, then by samples/s."""
-    cost = machine.cost_per_million_samples
-    return machine.plan is None, cost is None, cost or 0.0, -(machine.samples_per_s or 0.0)
+    return Comparison(tuple(sorted(done, key=order)), notes, tuple(left))
 
 
 def _remarks(machines: Sequence[ComparedMachine]) -> Iterator[str]:

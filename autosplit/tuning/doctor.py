@@ -59,7 +59,6 @@ def examine(devices: str | None = None, *, tell: Callable[[str], None] = lambda 
 
     Args:
         devices: A device spec. Default: every accelerator; without any, the processor with a budget of 256 MiB.
-        tell: Called with what is looked at next.
 
     Raises:
         DeviceError: The spec can't be read, or is for simulated cards.

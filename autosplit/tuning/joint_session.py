@@ -51,11 +51,7 @@ class Measured:
 
     Attributes:
         timed: Seconds of a micro-step by its samples.
-        update_s: The optimizer's time.
-        least_batch: The fewest samples that it trains on.
         unused: A trainable parameter got no gradient.
-        steps: Real steps so far.
-        ooms: How many of them ran out of memory.
     """
 
     ceiling: Ceiling
@@ -94,7 +90,7 @@ class JointSession(Session):
             plan = self._lead(reduce_s)
         else:
             self._follow_orders()
-        plan = self.peers.told(plan)
+        plan = self.peers.gathered(plan)[0]
         if plan is None:
             self.peers.part()
             raise KeyboardInterrupt
@@ -106,7 +102,7 @@ class JointSession(Session):
         """Let every rank measure its own device, all at the same time, as they will train."""
         ranks = range(self.peers.world_size)
         store, largest = self.store, self.request.largest_batch
-        left = self.peers.told([None if store is None else store.get(f"{rank} rank", largest) for rank in ranks])
+        left = self.peers.gathered([None if store is None else store.get(f"{rank} rank", largest) for rank in ranks])[0]
         found = self.peers.all_run(lambda: self._ceiling(left[self.peers.rank]))
         self.recalled = sum(ceiling == known for (ceiling, _), known in zip(found, left, strict=True))
         if self.store is not None and not self.prober.out_of_time:
@@ -216,7 +212,7 @@ class JointSession(Session):
             try:
                 best = self._searched()
                 self._confirm()
-                plan = self._assembled(self._answer(best, self._even_rate(best)))
+                plan = self._assembled(replace(self._quick_answer(best), even_samples_per_s=self._even_rate(best)))
             except KeyboardInterrupt:
                 if not self._stopped:
                     raise  # a second one, at once: the others are not at the same place
@@ -281,9 +277,6 @@ class JointSession(Session):
 
     # The plan
 
-    def _answer(self, best: Trial, even_samples_per_s: float | None) -> Answer:
-        return replace(self._quick_answer(best), even_samples_per_s=even_samples_per_s)
-
     def _quick_answer(self, best: Trial) -> Answer:
         ceilings = tuple(
             replace(rank.ceiling, batch_size=max(rank.ceiling.batch_size, share))
@@ -294,7 +287,6 @@ class JointSession(Session):
 
     def _fit(self, best: Trial) -> Fit:
         """Return the model as it was fitted to the trials, in the words in which `Problem` solves ranks again."""
-        assert self.solver is not None
         fitted = self.solver.refitted(self.trials).step_time
         slower = max(LEAST_CONTENTION, fitted.contention)
         curves = tuple(TimeCurve(tuple((n, slower * s) for n, s in curve.points)) for curve in fitted.curves)

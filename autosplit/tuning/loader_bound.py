@@ -14,11 +14,7 @@ __all__ = ["bounded_by_loader"]
 
 
 def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
-    """Return the plan with what its loader loads; of one forward of any size, the smallest that takes as much.
-
-    Args:
-        found: The loader of each rank that tuned; of a lone process, its own.
-    """
+    """Return the plan with what its loader loads; of one forward of any size, the smallest that takes as much."""
     shares = plan.split if len(found) > 1 else (plan.batch_size,)
     rates = [
         one.samples_per_s * plan.batch_size / share if share else float("inf")

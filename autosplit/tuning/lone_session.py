@@ -117,7 +117,8 @@ class LoneSession(Session):
         self.memory.store = None
         self._doubt_the_times()
         matters = self.memory.replicas and not self.runtime.shares_processor and not self.prober.out_of_time
-        answer = self._answer(best, self._even_rate(best) if matters else None)
+        even_rate = self._even_rate(best) if matters else None
+        answer = replace(self._quick_answer(best), ceilings=self.memory.of_plan(best), even_samples_per_s=even_rate)
         if len(ranks) > 1:
             ddp, _ = self._solved_ranks(ranks, step_time)
         else:  # a plain model on the one device is what the search measured
@@ -239,7 +240,6 @@ class LoneSession(Session):
     # The search
 
     def _measured(self, splits: tuple[tuple[int, ...], ...]) -> Measurement:
-        assert self.solver is not None
         return self.prober.step(splits, budget_s=TRIAL_BUDGET_S, copies_s=self.solver.step_time.copying_s(splits))
 
     def _can_train(self, splits: tuple[tuple[int, ...], ...]) -> bool:
@@ -247,7 +247,6 @@ class LoneSession(Session):
 
     def _doubt_the_times(self) -> None:
         """Say so where the times that were measured do not go together."""
-        assert self.solver is not None
         off = error_of(self.solver.refitted(self.trials), self.trials)
         if not self.runtime.simulated and off > DOUBTFUL_ERROR:
             self.notes.append(
@@ -329,13 +328,7 @@ class LoneSession(Session):
 
     # The answer
 
-    def _answer(self, best: Trial, even_samples_per_s: float | None) -> Answer:
-        assert self.solver is not None
-        ceilings = self.memory.of_plan(best)
-        return replace(self._quick_answer(best), ceilings=ceilings, even_samples_per_s=even_samples_per_s)
-
     def _quick_answer(self, best: Trial) -> Answer:
-        assert self.solver is not None
         assert best.samples_per_s is not None
         step_time = self.solver.refitted(self.trials).step_time
         residuals = residuals_of(self.solver, step_time, self.trials)
@@ -356,6 +349,5 @@ class LoneSession(Session):
         """Tell what each device's memory is full of."""
         if not best.peak_bytes:
             return ()
-        assert self.solver is not None
         splits = self.solver.splits_of(configuration_of(best), best.split)
         return self.prober.parts(StepShape(splits[:2]), best.peak_bytes)

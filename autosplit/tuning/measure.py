@@ -136,7 +136,12 @@ def _measured(
                 session.notes.append(session.compiled_note(max(asked.split)))
         defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
         predicted = (PREDICTED_NOTE,) if found.predicted else ()
-        notes = (*job.peers.told(tuple(session.notes)), *predicted, *defaulted, *losses_of(job, followed.isolated))
+        notes = (
+            *job.peers.gathered(tuple(session.notes))[0],
+            *predicted,
+            *defaulted,
+            *losses_of(job, followed.isolated),
+        )
         measured, samples = found.measurement, most * asked.accumulation_steps
         return MeasuredStep(
             split=asked.split,

@@ -30,7 +30,6 @@ class MemoryBounds:
 
     Attributes:
         primary: Device 0's ceiling with nobody beside it.
-        recalled: Ceilings that the store had.
         plain_cpu_curve: The times of a processor without a budget, which its ceiling comes from.
     """
 

@@ -21,12 +21,7 @@ __all__ = ["isolated_for", "losses_of", "open_session", "session_of"]
 def open_session(
     job: Job, built: Built, closing: ExitStack, tell: Callable[[Progress], None], *, isolate: bool
 ) -> Session:
-    """Open a session that measures, and that no plan is remembered by.
-
-    Args:
-        closing: Ends it.
-        isolate: Real steps run in a process of their own.
-    """
+    """Open a session that measures, and that no plan is remembered by."""
     children = closing.enter_context(ExitStack())
     isolated = isolated_for(job, built.source, children) if isolate else None
     followed = job.peers.each_run(lambda: follow(built, job.own.devices, closing, isolated))

@@ -46,8 +46,6 @@ class Failure:
 
     Attributes:
         message: What it raised, on one line.
-        exit_code: What the command line exits with for it.
-        frames: The user's own frames, where it was the user's code.
         lacks_memory: A smaller part may do.
         waited: It waited in vain for another rank, whose failure is the cause.
     """
@@ -185,10 +183,6 @@ class Peers:
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value, group=self._group)
         return found
-
-    def told(self, value: T) -> T:
-        """Return rank 0's value."""
-        return self.gathered(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def all_run(self, run: Callable[[], T]) -> list[T]:
         """Run something on every rank, and return what each of them made of it.

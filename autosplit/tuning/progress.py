@@ -107,45 +107,44 @@ def part_of(progress: Callable[[Progress], None], number: int, count: int, name:
 def heard_by(progress: Callable[[Progress], None] | None) -> Iterator[Callable[[Progress], None] | None]:
     """Yield who hears of a tuning: who was given, else a bar in a notebook, else a line on a terminal, else None."""
     heard = progress or notebook_bar()
-    if heard is None and _can_draw():
-        line = _Line()
+    is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    if heard is None and is_terminal and os.environ.get("RANK", "0") == "0":  # one that can clear a line
         try:
-            yield line
+            yield _now_and_then(_draw_line, at_once=False)
         finally:
-            line.clear()
+            _write_line("")
     else:
         yield heard
 
 
-def _can_draw() -> bool:
-    """Tell whether stderr is a terminal that can clear a line, and this is the rank that draws."""
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    return is_terminal and os.environ.get("TERM") not in ("dumb", "unknown") and os.environ.get("RANK", "0") == "0"
+def _now_and_then(draw: Callable[[Progress, str], None], *, at_once: bool) -> Callable[[Progress], None]:
+    """Draw states, but for those that come sooner after another than `SHORTEST_S`; the first `at_once`, or not.
 
+    Args:
+        draw: Given a state, and its counts with the time since now.
+    """
+    begun_s = time.monotonic()
+    drawn_s = float("-inf") if at_once else begun_s
 
-class _Line:
-    """Writes each state over the one before, on stderr."""
-
-    def __init__(self) -> None:
-        self._begun_s = self._drawn_s = time.monotonic()
-
-    def __call__(self, progress: Progress) -> None:
+    def tell(progress: Progress) -> None:
+        nonlocal drawn_s
         now_s = time.monotonic()
-        if now_s - self._drawn_s < SHORTEST_S:
-            return
-        self._drawn_s = now_s
-        counts = ", ".join(filter(None, (progress.found, f"{now_s - self._begun_s:.0f} s")))
-        text = printable(f"{progress.fraction:4.0%}  {progress.message} ({counts})")
-        with contextlib.suppress(OSError, ValueError):
-            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            self._write(text[: width - 1])
+        if now_s - drawn_s >= SHORTEST_S or progress.fraction >= 1.0:
+            drawn_s = now_s
+            draw(progress, ", ".join(filter(None, (progress.found, f"{now_s - begun_s:.0f} s"))))
 
-    def clear(self) -> None:
-        """Take the line away."""
-        with contextlib.suppress(OSError, ValueError):
-            self._write("")
+    return tell
 
-    def _write(self, text: str) -> None:
+
+def _draw_line(progress: Progress, counts: str) -> None:
+    """Write a state over the one before, on stderr."""
+    text = printable(f"{progress.fraction:4.0%}  {progress.message} ({counts})")
+    with contextlib.suppress(OSError, ValueError):
+        _write_line(text[: (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1])
+
+
+def _write_line(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"\r\x1b[2K{text}")
         sys.stderr.flush()
 
@@ -155,35 +154,21 @@ def notebook_bar() -> Callable[[Progress], None] | None:
     ipython = sys.modules.get("IPython")  # whoever runs a cell has loaded it
     shell = None if ipython is None else ipython.get_ipython()
     # IPython in a terminal has no kernel, and shows no HTML.
-    return _Bar(ipython) if getattr(shell, "kernel", None) is not None else None
+    if ipython is None or getattr(shell, "kernel", None) is None:
+        return None
+    display: Any = ipython.display
+    handle: Any = None
 
-
-class _Bar:
-    """Draws each state in the place of the one before."""
-
-    def __init__(self, ipython: Any) -> None:
-        self._display = ipython.display
-        self._handle: Any = None
-        self._begun_s = time.monotonic()
-        self._drawn_s = 0.0
-
-    def __call__(self, progress: Progress) -> None:
-        now_s = time.monotonic()
-        if self._handle is not None and progress.fraction < 1.0 and now_s - self._drawn_s < SHORTEST_S:
-            return
-        self._drawn_s = now_s
-        shown = self._display.HTML(_line(progress, now_s - self._begun_s))
-        if self._handle is None:
-            self._handle = self._display.display(shown, display_id=True)
+    def draw(progress: Progress, counts: str) -> None:
+        nonlocal handle
+        share = min(1.0, max(0.0, progress.fraction))
+        shown = display.HTML(
+            f'<div><progress value="{share:.3f}" max="1" aria-label="tuning"></progress> '
+            f"{escaped(progress.message)} <small>({escaped(counts)})</small></div>"
+        )
+        if handle is None:
+            handle = display.display(shown, display_id=True)
         else:
-            self._handle.update(shown)
+            handle.update(shown)
 
-
-def _line(progress: Progress, seconds: float) -> str:
-    """Write a state as HTML."""
-    counts = f"{progress.found}, {seconds:.0f} s".removeprefix(", ")
-    share = min(1.0, max(0.0, progress.fraction))
-    return (
-        f'<div><progress value="{share:.3f}" max="1" aria-label="tuning"></progress> '
-        f"{escaped(progress.message)} <small>({escaped(counts)})</small></div>"
-    )
+    return _now_and_then(draw, at_once=True)

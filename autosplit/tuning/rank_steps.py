@@ -220,19 +220,20 @@ class RankSteps:
         """Make this rank's copy, the group, and the wrappers, which send rank 0's weights to all."""
         if self._models is not None:
             return None
-        copied = self._try(self._copy)  # by itself: one that lacks memory for it is waited for by nobody
+
+        def copy() -> None:
+            self._trainee = training_copy(self.workload, device=self.device)
+
+        def wrap() -> None:
+            assert self._trainee is not None, "it is copied before"
+            self._models = self._trainee.wrapped(self._wrapped)
+
+        copied = self._try(copy)  # by itself: one that lacks memory for it is waited for by nobody
         if isinstance(copied, Failure):
             return copied
         self._meet()
-        wrapped = self._try(self._wrap, together=True)
+        wrapped = self._try(wrap, together=True)
         return wrapped if isinstance(wrapped, Failure) else None
-
-    def _copy(self) -> None:
-        self._trainee = training_copy(self.workload, device=self.device)
-
-    def _wrap(self) -> None:
-        assert self._trainee is not None, "it is copied before"
-        self._models = self._trainee.wrapped(self._wrapped)
 
     def _meet(self) -> None:
         if self._group is None:

@@ -1,23 +1,32 @@
-"""Recall a remembered plan: one that still holds, one that a step has to confirm, or why there is none."""
+"""Recall a remembered plan: one that still holds, one that a step confirms or solves again, or why there is none."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autosplit.errors import ProfileError
+from autosplit.errors import AutosplitError, ProfileError
 from autosplit.plan.plan import Plan
+from autosplit.probe.prober import Prober
 from autosplit.probe.request import Request
 from autosplit.profiles import store as profiles
 from autosplit.profiles.differences import nearest_told
 from autosplit.profiles.key import key_of
+from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.profiles.tuning_lock import Turn, wait_limit_s
 from autosplit.profiles.validity import differing_facts, memory_shortfall
+from autosplit.runtime.prepare import Followed, runtime_for
+from autosplit.runtime.protocol import StepShape
+from autosplit.runtime.tracked_step import bucket_bytes
+from autosplit.solve.split import micro_batch_sizes, proportional_split
 from autosplit.tuning.job import Job
+from autosplit.tuning.peers import Failure
 
-__all__ = ["NOT_REMEMBERED", "REFRESH_HINT", "Recalled", "Wanted"]
+__all__ = ["NOT_REMEMBERED", "Recalled", "Wanted", "amended", "tried_again"]
 
 REFRESH_HINT = "--profile refresh (profile='refresh') tunes anew"
 
@@ -31,13 +40,8 @@ JOB_SLICE_S = 0.5
 """So often the ranks of a job that waits hear of each other: Ctrl-C reaches all, and no collective times out."""
 
 
-@dataclass(frozen=True)
-class Wait:
-    """The outcome of waiting for another process; `trouble` says why nobody could be waited for, if so."""
-
-    seconds: float = 0.0
-    notes: tuple[str, ...] = ()
-    trouble: str | None = None
+STEP_BUDGET_S = 1.0
+"""Repeating the step of a plan that was solved again stops after this long: its throughput is that of the step."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Recalled:
         notes: Why there is none, or what is to be said of it.
         short: Which devices have too little memory free for it; None where all have enough.
         differing: Facts that are others than the plan's and do not make another plan of it.
+        waited_s: Spent waiting for another process, which `wait_notes` tell of.
+        trouble: Why nobody could be waited for, if so.
     """
 
     plan: Plan | None = None
@@ -56,7 +62,9 @@ class Recalled:
     short: str | None = None
     differing: tuple[str, ...] = ()
     unreadable: bool = False
-    wait: Wait = Wait()
+    waited_s: float = 0.0
+    wait_notes: tuple[str, ...] = ()
+    trouble: str | None = None
 
     @property
     def holds(self) -> bool:
@@ -80,9 +88,6 @@ class Wanted:
     """The request, machine and workload that a plan is wanted for.
 
     Attributes:
-        machine: By `key.machine_of`.
-        described: By `key.workload_of`.
-        facts: By `Request.facts`.
         measured: A plan whose DDP answer is predicted does not do.
     """
 
@@ -131,10 +136,11 @@ class Wanted:
         if found.holds or self.request.profile == "off":
             return found
 
-        def wait() -> Wait | None:
+        def wait() -> dict[str, Any] | None:
             assert turn is not None, "it is rank 0's"
             ended = turn.wait(JOB_SLICE_S if job.several else float("inf"))
-            return Wait(turn.waited_s, turn.notes, turn.trouble) if ended else None
+            waited = {"waited_s": turn.waited_s, "wait_notes": turn.notes, "trouble": turn.trouble}
+            return waited if ended else None
 
         while (waited := job.told(wait)) is None:
             pass
@@ -142,7 +148,7 @@ class Wanted:
         again = job.told(self.recalled)
         if again.plan is None and not again.notes:  # what the first look has moved out of the way is to be told of
             again = replace(again, notes=found.notes, unreadable=found.unreadable)
-        return replace(again, wait=waited)
+        return replace(again, **waited)
 
     def nothing_run(self, found: Recalled) -> str:
         """Say that a remembered plan is the answer."""
@@ -161,7 +167,10 @@ class Wanted:
         """Say which remembered plan is the nearest, and why it does not hold; nothing where there is none."""
         if self.request.profile != "auto":
             return ()
-        remembered = profiles.newest(MOST_LOOKED_AT)
+        try:
+            remembered = profiles.profiles(MOST_LOOKED_AT)
+        except (OSError, ProfileError):  # there is no cache
+            return ()
         parts = {"machine": self.machine, "workload": self.described, "request": self.asked}
         told = nearest_told(remembered, **parts, ignoring=ignoring)
         return () if told is None else (told,)
@@ -178,8 +187,8 @@ class Wanted:
         path, failed = self.stored(plan) if stores else (None, ())
         if failed and found.unreadable:
             said = ()
-        if path is not None and found.wait.trouble is not None:
-            said = (*said, f"waiting for other processes that tune the same failed: {found.wait.trouble}")
+        if path is not None and found.trouble is not None:
+            said = (*said, f"waiting for other processes that tune the same failed: {found.trouble}")
         return plan.with_notes(*said, *always, last=failed).kept_at(path)
 
     def stored(self, plan: Plan) -> tuple[Path | None, tuple[str, ...]]:
@@ -206,3 +215,104 @@ class Wanted:
             for planned, device in zip(plan.devices, self.request.devices, strict=True)
         )
         return replace(plan, devices=devices)
+
+
+def amended(plan: Plan, job: Job, **changes: Any) -> Plan:
+    """Return a plan with changes, which its profile gets as well.
+
+    A plan that was solved again for less memory is not what its profile holds, which then stays as it is.
+    """
+    if plan.path is not None and job.is_first_of_machine:
+        with contextlib.suppress(AutosplitError, OSError):  # the profile is whole without them
+            kept = Plan.load(plan.path)
+            if kept.split == plan.split:
+                profiles.store(plan.path.stem, replace(kept, **changes))
+    return replace(plan, **changes).kept_at(plan.path)
+
+
+def tried_again(wanted: Wanted, found: Recalled, followed: Followed, job: Job) -> tuple[Plan | None, Recalled]:
+    """Hold a remembered plan against this machine by one step; solve it again where memory is short.
+
+    Where the plan is None, what is returned beside it is to be said of the one that is tuned anew.
+    """
+    plan, own = found.plan, job.own
+    assert plan is not None
+    ran: list[Plan] = []
+
+    def prepared() -> Prober:
+        return Prober(
+            runtime_for(own.devices, own.capacities_bytes, followed, closing), followed.tracer, own.largest_batch
+        )
+
+    def lack() -> Lack:
+        nbytes = bucket_bytes(prober.tracer.trainee)
+        return Lack(job.whole.capacities_bytes, nbytes, prober.least_batch())
+
+    with ExitStack() as closing:
+        prober = job.peers.each_run(prepared)
+        if found.short is not None:
+            lacks = job.peers.all_run(lack)
+            plan = solved_again(plan, lacks[0])
+            if plan is None:
+                return None, _given_up(found, "no split fits that by its measurements")
+        failed = job.peers.all_try(lambda: ran.append(_run(plan, prober, job, measures=found.short is not None)))
+    if isinstance(failed, Failure):
+        who = f"rank {failed.rank}: " if job.several else ""
+        return None, _given_up(found, f"one step of it ran out of memory ({who}{failed.message})")
+    if found.short is not None:
+        return _makeshift(wanted, found, ran[0]), found
+    return _confirmed(wanted, found, stores=job.is_first_of_machine), found
+
+
+def _run(plan: Plan, prober: Prober, job: Job, *, measures: bool) -> Plan:
+    """Run a step of a plan; where it `measures`, and can, return the plan with that step's throughput and peaks."""
+    if job.several or plan.region is None:
+        # Each rank's part on its device by itself: one process has no others to run it with.
+        for rank in (job.peers.rank,) if job.several else range(len(plan.split)):
+            here = (rank,) if job.several else range(len(plan.split))
+            split = tuple(plan.split[rank] if place == rank else 0 for place in here)
+            shape = StepShape((split,) * min(2, plan.accumulation_steps), "rank", num_ranks=len(plan.split))
+            prober.confirmed_peaks(shape)
+        return plan
+    sizes = micro_batch_sizes(plan.effective_batch_size, plan.batch_size)
+    splits = tuple(proportional_split(size, plan.split) for size in sizes)
+    if not measures:
+        prober.confirmed_peaks(StepShape(splits[:2]))
+        return plan
+    measured = prober.step(splits, budget_s=STEP_BUDGET_S)
+    peaks = measured.peak_bytes or tuple(device.peak_bytes for device in plan.devices)
+    devices = tuple(replace(device, peak_bytes=peak) for device, peak in zip(plan.devices, peaks, strict=True))
+    rate, ddp = plan.effective_batch_size / measured.seconds, plan.ddp
+    if len(devices) == 1 and ddp.ranks:
+        alone = replace(ddp.ranks[0], peak_bytes=peaks[0])
+        ddp = replace(ddp, ranks=(alone,), samples_per_s=rate, measured=True)
+    return replace(plan, devices=devices, samples_per_s=rate, ddp=ddp)
+
+
+def _given_up(found: Recalled, why: str) -> Recalled:
+    """Return what is left of a remembered plan that does not do: what to say of it."""
+    changed = found.short or "; ".join(found.differing)
+    return Recalled(notes=(*found.notes, f"{changed}, and {why}: tuned anew"))
+
+
+def _confirmed(wanted: Wanted, found: Recalled, *, stores: bool) -> Plan:
+    """Return a remembered plan that ran here, and keep it with the facts of these devices: once for each twin."""
+    assert found.plan is not None
+    plan = wanted.with_facts(found.plan).kept_at(found.path)
+    if stores:
+        wanted.stored(plan)  # where that fails, the next run makes the step once more
+    said = f"{'; '.join(found.differing)}: confirmed by one step"
+    return replace(found, plan=plan).told(said, f"{found.origin}; {REFRESH_HINT}")
+
+
+def _makeshift(wanted: Wanted, found: Recalled, again: Plan) -> Plan:
+    """Return a plan for as long as memory is short; the remembered one stays for when it is not."""
+    said = (
+        f"{found.short}: a smaller plan was computed from its measurements, confirmed by one step, and not remembered"
+    )
+    if again.region is None:
+        said += "; its samples/s are predicted"
+    here = zip(again.devices, wanted.request.devices, strict=True)
+    devices = tuple(replace(planned, memory_bytes=device.capacity_bytes) for planned, device in here)
+    again = wanted.with_facts(replace(again, devices=devices))
+    return replace(found, plan=again).told(said, f"{found.origin}; {REFRESH_HINT}")

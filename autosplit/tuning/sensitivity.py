@@ -49,7 +49,6 @@ class _Machine:
     Attributes:
         device: None where none in particular is another.
         trials: The plan's, as far as they are steps of that problem, too.
-        updates: The optimizer takes time.
     """
 
     what: Changed

@@ -56,11 +56,12 @@ class Session(ABC):
 
     Args:
         job: The processes that tune together; every one of them has a session, and calls the same of it.
-        subject: With the devices of all processes.
         followed: The workload with its tracer, in this process.
         probing: Gets what has to be undone once this process's own devices are measured.
-        closing: Gets what has to be undone at the end.
     """
+
+    solver: Solver
+    """Once it was measured for."""
 
     def __init__(
         self,
@@ -95,7 +96,6 @@ class Session(ABC):
         self.checks: tuple[Check, ...] = ()
         self.trials: list[Trial] = []
         self.evaluated = 0  # of these; the others are those of a search that was cut off
-        self.solver: Solver | None = None
 
     def plan(self) -> Plan:
         """Measure, search, and put the plan together; the same one on every rank.
@@ -128,12 +128,8 @@ class Session(ABC):
         """Tell whether no share of these micro-steps is too small."""
 
     @abstractmethod
-    def _answer(self, best: Trial, even_samples_per_s: float | None) -> Answer:
-        """Return the solution that the best trial is."""
-
-    @abstractmethod
     def _quick_answer(self, best: Trial) -> Answer:
-        """Return the same without running anything more."""
+        """Return the solution that the best trial is, without running anything more."""
 
     @property
     def _patience(self) -> int:
@@ -187,7 +183,6 @@ class Session(ABC):
 
     def _searched(self) -> Trial:
         """Search, and return the best trial; raise DoesNotFitError where none succeeded."""
-        assert self.solver is not None, "it was measured for"
         self.stage = "search"
         self._tell_trial()
         if self.prober.out_of_time:
@@ -225,7 +220,6 @@ class Session(ABC):
 
     def _evaluate(self, number: int, configuration: Configuration) -> Trial:
         """Run a configuration; one that fails is a failed trial."""
-        assert self.solver is not None
         self.evaluated += 1
         splits = self.solver.splits_of(configuration)
         trial = Trial(
@@ -248,12 +242,11 @@ class Session(ABC):
 
     @property
     def _least_share(self) -> int:
-        assert self.solver is not None
         return self.solver.space.region.least_share
 
     def _best_trial(self) -> Trial | None:
         """Return the answer among the trials, by what all of them together tell of each; as it was measured."""
-        if self.solver is None:
+        if not self.trials:
             return None
         solver = self.solver.refitted(self.trials)
         known = steadied(solver, self.trials)
@@ -262,7 +255,6 @@ class Session(ABC):
 
     def _even_rate(self, best: Trial) -> float | None:
         """Measure the even split of the same effective batch, in as many micro-steps more as it needs to fit."""
-        assert self.solver is not None
         count, effective = len(self.request.devices), self._effective_of(best)
         sizes = [best.batch_size]
         if self.subject.accumulates:
@@ -299,7 +291,6 @@ class Session(ABC):
         )
 
     def _effective_of(self, trial: Trial) -> int:
-        assert self.solver is not None
         return self.solver.space.effective_of(configuration_of(trial))
 
     # The plan

@@ -26,15 +26,13 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.prepare import Built, Source, build, follow, workload_source
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.padded_length import checked_lengths
-from autosplit.tuning.amended import amended
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.job import Job, alone, refuse_waiting
 from autosplit.tuning.loader_bound import bounded_by_loader
 from autosplit.tuning.lone_session import CONTRADICTION
 from autosplit.tuning.open_session import isolated_for, losses_of, session_of
 from autosplit.tuning.progress import Progress, fraction_of, heard_by, onward, part_of
-from autosplit.tuning.recall import Recalled, Wanted
-from autosplit.tuning.try_again import tried_again
+from autosplit.tuning.recall import Recalled, Wanted, amended, tried_again
 from autosplit.tuning.tuned_lengths import with_lengths, without_lengths
 from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
 from autosplit.workload.fits import checked_fits
@@ -252,9 +250,6 @@ class _Asked:
     """The arguments of `tune`, less the workload.
 
     Attributes:
-        reserve: As it was asked for.
-        isolate: Real steps run in a process of their own.
-        heard: Somebody hears of the progress.
         ignoring: What the nearest remembered plan must not differ in alone: several of it are tuned for.
         waits: Seconds spent waiting for other processes so far, which the time limit does not count.
     """
@@ -290,12 +285,7 @@ def job_for(request: Request) -> Iterator[Job]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train that is tuned for.
-
-    Attributes:
-        precision: None for what the workload says itself.
-        checkpointing: None for the model as it is.
-    """
+    """A way to train that is tuned for."""
 
     precision: str | None
     checkpointing: Checkpointing | None
@@ -431,9 +421,9 @@ def _tuned(asked: _Asked, job: Job, source: Source) -> Plan:
         # Of this run and not of the plan, which is remembered for whoever names the processor, too.
         defaulted = (NO_GPU_NOTE,) if job.whole.defaulted and job.whole.kind == "cpu" else ()
         if found.holds:
-            return found.told(wanted.nothing_run(found), *found.wait.notes, *defaulted)
-        asked.waits.append(found.wait.seconds)
-        job = job.with_more_time(found.wait.seconds)
+            return found.told(wanted.nothing_run(found), *found.wait_notes, *defaulted)
+        asked.waits.append(found.waited_s)
+        job = job.with_more_time(found.waited_s)
         told(Progress("tracing", "tracing the model", fraction_of("tracing")))
         return _tuned_anew(asked, job, source, built, replace(wanted, request=job.whole), found, defaulted)
 
@@ -466,7 +456,7 @@ def _tuned_anew(
         told = asked.progress if job.peers.rank == 0 else quiet
         session = session_of(job)(job, Subject(wanted, followed.workload), followed, told, probing, closing)
         plan = replace(session.plan(), checkpointed=followed.checkpointed).with_notes(last=losses_of(job, isolated))
-        said = (*found.wait.notes, *found.notes, *nearest)
+        said = (*found.wait_notes, *found.notes, *nearest)
         plan = wanted.kept(plan, found, said, defaulted, stores=job.is_first_of_machine)
         if not plan.complete:
             job.peers.part()

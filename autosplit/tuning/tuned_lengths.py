@@ -22,10 +22,10 @@ from autosplit.runtime.prepare import Source, build
 from autosplit.runtime.protocol import StepShape
 from autosplit.solve.memory import largest_fitting
 from autosplit.solve.padded_length import LengthPoint, foretold, lengths_to_tune, scaled
-from autosplit.tuning.amended import amended
 from autosplit.tuning.job import Job, refuse_differing
 from autosplit.tuning.open_session import losses_of, open_session
 from autosplit.tuning.progress import Progress
+from autosplit.tuning.recall import amended
 from autosplit.tuning.session import TRIAL_BUDGET_S
 
 __all__ = ["with_lengths", "without_lengths"]
@@ -59,9 +59,7 @@ def with_lengths(
     """Return a plan with what it is for samples that differ in length; its profile holds that, too.
 
     Args:
-        plan: Tuned with samples of the longest.
         lengths: Of each sample. A remembered plan that knows those that are looked at is not measured again.
-        source_of: Makes the workload with samples of a length.
     """
     digest = hashlib.sha256(repr(list(lengths)).encode()).hexdigest()[:16]
     digests = job.peers.gathered(digest)
@@ -129,7 +127,7 @@ def _points(
                 points.append(LengthPoint(length, steps.times_of(samples), scale * rate, scale * own_rate))
             else:
                 longest_rate, full = rate, steps.full()
-            if not steps.has_traces:
+            if not steps.prober.has_traces:
                 notes.append(UNTRACED_NOTE)
     return tuple(points), tuple(dict.fromkeys(notes))
 
@@ -178,10 +176,6 @@ class _Steps:
     job: Job
     prober: Prober
 
-    @property
-    def has_traces(self) -> bool:
-        return self.prober.has_traces
-
     def times_of(self, n: int) -> float:
         """Return how many times its own share each device has of a batch of n, in whole samples."""
         shares = {*self.plan.split, *(rank.batch_size for rank in self.plan.ddp.ranks)} - {0}
@@ -215,14 +209,14 @@ class _Steps:
 
     def full(self) -> tuple[tuple[int, ...], ...]:
         """Return the traced peaks of each of the plan's own steps, by device; empty where nothing is traced."""
-        return self._peaks(self.plan.batch_size) if self.has_traces else ()
+        return self._peaks(self.plan.batch_size) if self.prober.has_traces else ()
 
     def _peaks(self, n: int) -> tuple[tuple[int, ...], ...]:
         return tuple(map(self.prober.traced, self._shapes(n)))
 
     def most_within(self, full: Sequence[Sequence[int]], least: int, most: int) -> int:
         """Return the most samples with which no step holds more than `full`; `least` where nothing is traced."""
-        if not self.has_traces:
+        if not self.prober.has_traces:
             return least
         most = max(least, min(most, self.prober.largest_traced))
 

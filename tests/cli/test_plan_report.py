@@ -9,7 +9,7 @@ from ddp_jobs import make_plan as ranks_plan
 from handmade import GIB, made_ceiling, made_device, made_plan, solved_plan
 from rich.console import Console
 
-from autosplit.cli.device_tables import print_devices
+from autosplit.cli.commands.devices import print_devices
 from autosplit.cli.main import main
 from autosplit.cli.plan_report import Origin, paste_lines, print_plan
 from autosplit.devices.inventory import DeviceReport

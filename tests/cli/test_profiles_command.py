@@ -10,8 +10,9 @@ import pytest
 from handmade import made_plan
 from rich.console import Console
 
+from autosplit.cli.commands.profiles import print_profiles
 from autosplit.cli.main import main
-from autosplit.cli.profile_table import Profile, print_profiles
+from autosplit.cli.named_plan import Profile
 from autosplit.profiles.store import profile_paths, profiles_folder, store
 
 AB, CD = "ab" * 16, "cd" * 16
@@ -130,7 +131,6 @@ def left_by(key):
     (folder / f"{key}.tuning.lock").touch()
     (folder / f"{key}.bad").write_text("{")
     (folder / f".{key}.json.0123").write_text("half a pl")
-    (folder / f"{key}.newer").write_text("of a later version")
 
 
 def beside(key):
@@ -142,8 +142,8 @@ def test_what_stands_beside_goes_along(stored, capsys):
     for key in (AB, CD):
         left_by(key)
     listed(capsys, "remove", "ab")
-    assert beside(AB) == ["KEY.newer"]
-    assert len(beside(CD)) == 5
+    assert beside(AB) == []
+    assert len(beside(CD)) == 4
 
 
 def test_a_lock_that_is_held_stays(stored, capsys):
@@ -152,7 +152,7 @@ def test_a_lock_that_is_held_stays(stored, capsys):
     left_by(AB)
     with filelock.FileLock(profiles_folder() / f"{AB}.tuning.lock"):
         listed(capsys, "remove", "ab")
-        assert beside(AB) == ["KEY.newer", "KEY.tuning.lock"]
+        assert beside(AB) == ["KEY.tuning.lock"]
 
 
 def test_all_is_with_what_is_left_of_those_that_are_gone(stored, capsys):
@@ -161,7 +161,7 @@ def test_all_is_with_what_is_left_of_those_that_are_gone(stored, capsys):
     stored[AB].unlink()
     (profiles_folder() / "notes.lock").write_text("mine")
     listed(capsys, "remove", "--all", "--yes")
-    assert {path.name for path in profiles_folder().iterdir()} == {f"{AB}.newer", f"{CD}.newer", "notes.lock"}
+    assert {path.name for path in profiles_folder().iterdir()} == {"notes.lock"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows tells o
 
 SETUP = """
 import os, signal, sys, time
-from autosplit.cli.signals import leaves_at_the_second
+from autosplit.cli.exit_code import leaves_at_the_second
 from autosplit.runtime.interrupts import held_interrupts
 leaves_at_the_second(lambda: 4 if os.write(1, b"left ") else 0, first=lambda: os.write(2, FIRST), apart_s=APART)
 def interrupted():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import autosplit
-from autosplit.cli import comparison_table
+from autosplit.cli.commands.compare import print_comparison
 from autosplit.cli.main import main
 from autosplit.devices.catalog import SIMULATED_ERRORS
 from autosplit.errors import DeviceError, InputError
@@ -296,9 +296,7 @@ def test_the_errors_that_are_quoted_are_those_that_were_measured():
 
 def printed(comparison: Comparison, width: int) -> str:
     stream = io.StringIO()
-    comparison_table.print_comparison(
-        comparison, Console(file=stream, width=width, force_terminal=False, color_system=None)
-    )
+    print_comparison(comparison, Console(file=stream, width=width, force_terminal=False, color_system=None))
     return stream.getvalue()
 
 

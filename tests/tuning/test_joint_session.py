@@ -865,7 +865,7 @@ class TestOwnPart:
     def test_whoever_starts_ranks_or_looks_for_their_plan_asks_none(self, fake: FakeCuda) -> None:
         for card in fake.cards:
             card.fails["mem_get_info"] = AssertionError("a context")
-        assert ranks_to_start("cuda") == 4
+        assert ranks_to_start({"strategy": "ddp", "devices": "cuda"}, together=False) == 4
         check_before_running({"devices": "cuda:0,1"}, None)
         assert isolates(None, "cuda")
         assert usable_here() == ()

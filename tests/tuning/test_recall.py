@@ -41,7 +41,6 @@ from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning import lone_session, open_session, session
 from autosplit.tuning import recall as recalling
-from autosplit.tuning import try_again as confirming
 from autosplit.tuning import tune as tuning
 from autosplit.tuning.job import alone
 from autosplit.tuning.recall import NOT_REMEMBERED, Recalled, Wanted
@@ -55,7 +54,7 @@ SIM: dict[str, Any] = {"devices": "sim:1xRTX3090", **OPTIONS}
 
 @pytest.fixture(autouse=True)
 def _short_budgets(monkeypatch):
-    for module in (lone_session, confirming):
+    for module in (lone_session, recalling):
         for name in ("POINT_BUDGET_S", "TRIAL_BUDGET_S", "STEP_BUDGET_S"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, 0.01)
@@ -299,7 +298,7 @@ def test_a_plan_for_less_memory_fits_and_is_about_as_fast_as_one_that_is_tuned_f
         built = staging.build(make, lowered.devices)
         followed = staging.follow(built, lowered.devices, closing)
         found = Recalled(whole, Path("ab12.json"), short="less memory is free")
-        again, _ = confirming.tried_again(Wanted(lowered, {}, {}, {}), found, followed, alone(lowered, {}))
+        again, _ = recalling.tried_again(Wanted(lowered, {}, {}, {}), found, followed, alone(lowered, {}))
     assert again is not None
     assert again != whole
     assert all(device.peak_bytes <= device.capacity_bytes == kib * 1024 for device in again.devices)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from autosplit.cli.output import Manner, print_json, progress
+from autosplit.cli.check_report import print_checks
+from autosplit.cli.json_types import Checks
+from autosplit.cli.output import Manner, print_answer, progress
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import users_errors
 
@@ -25,13 +26,5 @@ def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> int
             if tell is not None:
                 tell(Progress("checks", "checking gradients", fraction_of("checks")))
             found = checks.check(workload)
-    if manner.as_json:
-        from autosplit.cli.json_types import Checks
-
-        print_json(Checks(tuple(found)))
-    else:
-        from autosplit.cli.check_report import print_checks
-        from autosplit.cli.terminal import console_for
-
-        print_checks(found, console_for(sys.stdout))
+    print_answer(Checks(tuple(found)), manner, lambda console: print_checks(found, console))
     return 0

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.options import price_given
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_json, progress
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
+from autosplit.cli.tables import add_row, counted_text, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import isolates, one_of_several, sendable, users_errors
 from autosplit.errors import InputError
+from autosplit.plan.plan import Plan
+from autosplit.text import printable, rate_text, size_text
+from autosplit.tuning.compare import ComparedMachine, Comparison
 
-if TYPE_CHECKING:
-    from autosplit.plan.plan import Plan
-    from autosplit.tuning.compare import Comparison
-
-__all__ = ["compare"]
+__all__ = ["compare", "print_comparison"]
 
 EXIT_MISFIT = 3
+
+NARROW = 100
+"""Columns below which a machine's plan stands under its name."""
 
 
 def compare(
@@ -37,7 +44,6 @@ def compare(
     Args:
         price: Of a machine, for an hour, each as it was typed.
         keywords: For `tune`; the time limit is for all machines together.
-        model_options: Those of a model that is named, as `load_workload` takes them.
     """
     from autosplit.tuning import compare as comparing
 
@@ -62,7 +68,7 @@ def compare(
             comparison, interrupted = interrupt.comparison, True
     if interrupted:
         failed("interrupted: the machines that are done are shown; run it again for all of them", EXIT_INTERRUPTED)
-    _print(comparison, manner)
+    print_answer(comparison.to_dict(), manner, lambda console: print_comparison(comparison, console))
     if interrupted:
         return EXIT_INTERRUPTED
     if comparison.best is None:
@@ -90,15 +96,71 @@ def _tuner(
     return tune_one
 
 
-def _print(comparison: Comparison, manner: Manner) -> None:
-    if manner.as_json:
-        import msgspec
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print a table of machines with their plans and what they cost, and below it how far to trust it."""
+    if any(machine.predicted for machine in comparison.machines):
+        all_are = all(machine.predicted for machine in comparison.machines)
+        which = "predicted" if all_are else "predicted where it says so"
+        print_plain(Text(f"{which}: for cards that are not here", "yellow"), console)
+    if len(comparison.machines) > 1:
+        priced = comparison.sorted_by == "cost_per_million_samples"
+        print_plain(
+            Text(f"sorted by {'the cost of 1M samples' if priced else 'samples/s'}, as each plan trains"), console
+        )
+    print_plain(_comparison_table(comparison, narrow=console.width < NARROW), console)
+    left = [f"not compared: {', '.join(comparison.not_compared)}"] if comparison.not_compared else []
+    print_bullets([*left, *comparison.notes], console)
 
-        from autosplit.cli.json_types import Compared
 
-        print_json(msgspec.convert(comparison.to_dict(), Compared))
-        return
-    from autosplit.cli.comparison_table import print_comparison
-    from autosplit.cli.terminal import console_for
+def _comparison_table(comparison: Comparison, *, narrow: bool) -> Table:
+    priced = comparison.sorted_by == "cost_per_million_samples"
+    several = len({one.plan.precision for one in comparison.machines if one.plan is not None}) > 1
+    figures = ["samples/s", "headroom", *(["cost of 1M"] if priced else [])]
+    if narrow:
+        table = plain_table("machine and plan", *figures, figures=figures)
+    else:
+        figures[2:2] = ["price/h"] if priced else []
+        table = plain_table("machine", "plan", *figures, "how", figures=figures)
+    for machine in comparison.machines:
+        how = "predicted" if machine.predicted else "measured"
+        plan = _machine_plan_texts(machine, with_precision=several)
+        costs = [_money_text(machine.cost_per_million_samples)] if priced else []
+        prices = [_money_text(machine.price_per_hour)] if priced else []
+        rate, headroom = machine.samples_per_s, machine.headroom_bytes
+        numbers = ["-" if rate is None else rate_text(rate).removesuffix(" samples/s")]
+        numbers.append("-" if headroom is None else size_text(headroom))
+        if narrow:
+            lines = [machine.devices, *plan[:-1], f"{plan[-1]} ({how})"]
+            add_row(table, Text("\n  ".join(map(printable, lines))), *numbers, *costs)
+        else:
+            add_row(table, machine.devices, ", ".join(plan), *numbers, *prices, *costs, how)
+    return table
 
-    print_comparison(comparison, console_for(sys.stdout))
+
+def _machine_plan_texts(machine: ComparedMachine, *, with_precision: bool) -> list[str]:
+    """Say ``(12, 24) = 36`` and ``3 steps``, the split with its batch and the accumulation steps; or what is short."""
+    plan, misfit = machine.plan, machine.misfit
+    if plan is not None:
+        batch = f"batch {plan.batch_size}"
+        if len(plan.split) > 1:
+            batch = f"({_runs_text(plan.split)}) = {plan.batch_size}"
+        steps = counted_text(plan.accumulation_steps, "step")
+        return [batch, f"{steps}, {plan.precision}" if with_precision else steps]
+    assert misfit is not None, machine
+    if misfit.device is None or not misfit.needed_bytes:
+        return [f"does not fit: {misfit.reason}"]
+    needed, held = size_text(misfit.needed_bytes), size_text(misfit.capacity_bytes)
+    return [f"does not fit: {misfit.device} needs {needed}, has {held}"]
+
+
+def _runs_text(split: Sequence[int]) -> str:
+    """Write a split with its runs counted: ``12, 7x35``."""
+    runs = [(share, len(list(alike))) for share, alike in itertools.groupby(split)]
+    return ", ".join(f"{count}x{share}" if count > 2 else ", ".join([f"{share}"] * count) for share, count in runs)
+
+
+def _money_text(amount: float | None) -> str:
+    """Write money of no particular currency: two decimals, or three digits of little."""
+    if amount is None:
+        return "-"
+    return f"{amount:,.2f}" if amount >= 1 or not amount else f"{amount:.3g}"

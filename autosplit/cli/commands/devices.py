@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterable, Sequence
 
-from autosplit.cli.output import Manner, print_json
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autosplit.cli.json_types import Devices
+from autosplit.cli.output import Manner, print_answer
+from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plain, short_bytes_text, short_name
 from autosplit.cli.terminal import stdout_kept_clean
+from autosplit.devices.inventory import DeviceReport
 
-__all__ = ["devices"]
+__all__ = ["devices", "print_devices"]
 
 
 def devices(manner: Manner) -> int:
@@ -20,13 +27,44 @@ def devices(manner: Manner) -> int:
         found, notes = survey_devices()
     measured = [card for card in gpu_catalog().values() if card.rates != "published"]
     notes = (*notes, *(f"sim:{card.name} has rates {card.rates} ({GPUS_VARIABLE})" for card in measured))
-    if manner.as_json:
-        from autosplit.cli.json_types import Devices
-
-        print_json(Devices(found, notes))
-    else:
-        from autosplit.cli.device_tables import print_devices
-        from autosplit.cli.terminal import console_for
-
-        print_devices(found, notes, console_for(sys.stdout))
+    print_answer(Devices(found, notes), manner, lambda console: print_devices(found, notes, console))
     return 0
+
+
+def print_devices(devices: Sequence[DeviceReport], notes: Iterable[str], console: Console) -> None:
+    """Print a table of GPUs with their load, and the notes; without any GPU, a line that names ``cpu`` and ``sim:``."""
+    if devices:
+        print_plain(_table(devices), console)
+    else:
+        text = "no GPU here: tune with --devices cpu, or for GPUs elsewhere with --devices sim:2xRTX3090"
+        print_plain(Text(text), console)
+    own = [f"{_label(device)}: {note}" for device in devices for note in device.notes]
+    print_bullets([*notes, *own], console)
+
+
+def _table(devices: Sequence[DeviceReport]) -> Table:
+    figures = ("total", "free", "others", "busy", "temp", "power")
+    table = plain_table(devices[0].kind, "physical", "name", *figures, figures=figures)
+    for device in devices:
+        sizes = device.total_bytes, device.free_bytes, device.used_by_others_bytes
+        add_row(
+            table,
+            "hidden" if device.logical_index is None else f"{device.logical_index}",
+            _known(device.physical_index, "{}"),
+            short_name(device.name),
+            *("?" if n is None else short_bytes_text(n) for n in sizes),
+            _known(device.utilization_percent, "{} %"),
+            _known(device.temperature_c, "{} C"),
+            _known(device.power_w, "{:.0f} W"),
+        )
+    return table
+
+
+def _label(device: DeviceReport) -> str:
+    if device.logical_index is not None:
+        return f"{device.kind}:{device.logical_index}"
+    return device.name if device.physical_index is None else f"physical {device.physical_index}"
+
+
+def _known(value: float | None, pattern: str) -> str:
+    return "?" if value is None else pattern.format(value)

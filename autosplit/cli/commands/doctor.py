@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_json
+from rich.console import Console
+from rich.table import Table
+
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_answer
+from autosplit.cli.tables import (
+    add_row,
+    pairs_table,
+    plain_table,
+    print_bullets,
+    print_plain,
+    short_bytes_text,
+    short_name,
+)
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.devices.catalog import GPUS_VARIABLE
-from autosplit.errors import InputError, shown
-from autosplit.files import replace_file
-
-if TYPE_CHECKING:
-    from autosplit.devices.examination import Examination
+from autosplit.devices.examination import Examination
+from autosplit.errors import shown
+from autosplit.plan.exported import write
+from autosplit.text import rate_text, size_text
 
 __all__ = ["doctor"]
 
@@ -28,28 +38,65 @@ def doctor(manner: Manner, *, devices: str | None = None, save: str | None = Non
             found = examine(devices, tell=lambda text: note(f"looking at {text}", manner))
         except KeyboardInterrupt:
             return failed("interrupted before the examination was over; run it again", EXIT_INTERRUPTED)
-    _print(found, manner)
+    print_answer(found, manner, lambda console: _print(found, console))
     if save is not None:
-        _keep(cards_toml(found), Path(save))
+        write(Path(save), cards_toml(found), f"--save {shown(save)}")
         note(f"kept the rates of its cards: {GPUS_VARIABLE}={save} makes `sim:` predict with them", manner)
     return 0
 
 
-def _keep(text: str, path: Path) -> None:
-    try:
-        replace_file(path, text, mode=0o666)
-    except OSError as error:
-        raise InputError(
-            f"--save {shown(str(path))} can't be written ({error.strerror}); expected a file in a folder that is "
-            "there; name another"
-        ) from None
+def _print(found: Examination, console: Console) -> None:
+    """Print a machine's examination."""
+    build = f"torch {found.torch}" + (f", CUDA {found.cuda}" if found.cuda else "")
+    print_plain(pairs_table([("runs on", found.kind), ("build", build), ("driver", found.driver or "-")]), console)
+    print_plain(_card_table(found), console)
+    rows = [
+        (f"{one.source} to {one.destination}", f"{one.gb_per_s:.3g} GB/s{'' if one.arrives else ', and arrives wrong'}")
+        for one in found.copies
+    ]
+    if (meeting := found.collective) is not None:
+        rate = "they do not meet" if meeting.gb_per_s is None else f"{meeting.gb_per_s:.3g} GB/s of gradients"
+        rows.append((f"{meeting.ranks} ranks by {meeting.backend}", rate))
+    if (training := found.training) is not None:
+        measured, predicted = training.measured_samples_per_s, training.predicted_samples_per_s
+        split = " + ".join(str(share) for share in training.split)
+        rows += [
+            ("a small model", f"{split} samples per forward; tuned in {training.took_s:.0f} s"),
+            ("its throughput", f"{rate_text(measured)}, predicted {rate_text(predicted)}"),
+            (
+                "its memory",
+                f"{_sizes_text(training.measured_bytes)}, predicted {_sizes_text(training.predicted_bytes)}",
+            ),
+        ]
+    print_plain(pairs_table(rows), console)
+    print_bullets(found.notes, console)
+    if not found.problems:
+        print_bullets([f"nothing is wrong; this took {found.took_s:.0f} s"], console)
+    for one in found.problems:
+        print_plain(pairs_table([("wrong", one.problem), ("cure", one.cure or "-")]), console)
 
 
-def _print(found: Examination, manner: Manner) -> None:
-    if manner.as_json:
-        print_json(found)
-    else:
-        from autosplit.cli.device_tables import print_examination
-        from autosplit.cli.terminal import console_for
+def _card_table(found: Examination) -> Table:
+    figures = ("memory", "free", *found.cards[0].tflops, "memory rate", "launch")
+    table = plain_table("device", "name", *figures, figures=figures)
+    for card in found.cards:
+        products = [_part_text(f"{rate:.3g} T", card.tflops_of_catalogue.get(n)) for n, rate in card.tflops.items()]
+        add_row(
+            table,
+            card.device,
+            short_name(card.name),
+            size_text(card.memory_bytes),
+            "?" if card.free_bytes is None else short_bytes_text(card.free_bytes),
+            *products,
+            _part_text(f"{card.memory_gb_per_s:.3g} GB/s", card.memory_of_catalogue),
+            f"{1e6 * card.launch_s:.1f} us",
+        )
+    return table
 
-        print_examination(found, console_for(sys.stdout))
+
+def _part_text(rate: str, part: float | None) -> str:
+    return rate if part is None else f"{rate} ({part:.0%})"
+
+
+def _sizes_text(sizes: Sequence[int]) -> str:
+    return " + ".join(size_text(size) for size in sizes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.cli.json_types import Exported
-from autosplit.cli.named_plan import named_or_newest, told
+from autosplit.cli.named_plan import named_or_newest
 from autosplit.cli.output import Manner, json_text, note, write_json
 from autosplit.errors import InputError
 from autosplit.files import what_stands_at
@@ -19,18 +19,9 @@ __all__ = ["export"]
 def export(
     manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool
 ) -> int:
-    """Print a plan's settings, or save them.
-
-    Args:
-        which: The plan's file or the beginning of its key; None for the newest profile.
-        manner: As JSON it is all there is to know of the settings, in place of the text to paste.
-        output: The file for what would be printed; None for stdout.
-        force: Replace a file that is there.
-    """
+    """Print a plan's settings, or save them."""
     to = _checked(to, output, force=force)
-    path, plan = named_or_newest(which)
-    if which is None:
-        note(f"plan: {told(path, plan)}", manner)
+    path, plan = named_or_newest(which, manner)
     found = plan.export(to, path=path)
     text = found.text
     if manner.as_json:

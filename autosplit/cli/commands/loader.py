@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_json
+from rich.console import Console
+
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer
+from autosplit.cli.tables import add_row, pairs_table, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import users_errors
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from autosplit.probe.loader_result import MeasuredLoader
+from autosplit.probe.loader_result import MeasuredLoader
+from autosplit.text import ms_text, rate_text
 
 __all__ = ["loader"]
 
@@ -29,37 +27,28 @@ def loader(manner: Manner, *, spec: str, **keywords: Any) -> int:
                 found = measure_loader(load_loader(spec), **keywords)
         except KeyboardInterrupt:
             return failed("interrupted before the loader was measured; run it again", EXIT_INTERRUPTED)
-    if manner.as_json:
-        print_json(found)
-    else:
-        from autosplit.cli.terminal import console_for
-
-        _print(found, console_for(sys.stdout))
+    print_answer(found, manner, lambda console: _print(found, console))
     return 0
 
 
 def _print(found: MeasuredLoader, console: Console) -> None:
-    from autosplit.cli.tables import add_row, bullet_table, pairs_table, plain_table, print_plain
-    from autosplit.text import ms_text, rate_text
-
     figures = ("workers", "ahead", "samples/s", "give or take", "first batch")
     table = plain_table("workers", "ahead", "pinned", "samples/s", "give or take", "first batch", figures=figures)
     for one in found.tried:
-        settings = one.settings
-        ahead, pinned = f"{settings.prefetch_factor or '-'}", "yes" if settings.pin_memory else "no"
-        error = f"{100 * one.error_share:.1f} %"
         add_row(
-            table, f"{settings.num_workers}", ahead, pinned, rate_text(one.samples_per_s), error, ms_text(one.start_s)
+            table,
+            f"{one.settings.num_workers}",
+            f"{one.settings.prefetch_factor or '-'}",
+            "yes" if one.settings.pin_memory else "no",
+            rate_text(one.samples_per_s),
+            f"{100 * one.error_share:.1f} %",
+            ms_text(one.start_s),
         )
     print_plain(table, console)
-    rows = [("fastest", f"{rate_text(found.samples_per_s)} with {_keywords(found.settings.to_dict())}")]
+    settings = ", ".join(f"{name}={value}" for name, value in found.settings.to_dict().items())
+    rows = [("fastest", f"{rate_text(found.samples_per_s)} with {settings}")]
     if found.present_samples_per_s is not None:
         times = found.samples_per_s / found.present_samples_per_s
         rows.append(("at present", f"{rate_text(found.present_samples_per_s)}; the fastest has {times:.2f} times that"))
     print_plain(pairs_table(rows), console)
-    if found.notes:
-        print_plain(bullet_table(found.notes), console)
-
-
-def _keywords(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in settings.items())
+    print_bullets(found.notes, console)

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from autosplit.cli.exit_code import end_with_parent
-from autosplit.cli.output import Manner, print_json, progress, speaks
+from autosplit.cli.output import Manner, print_answer, progress, speaks
+from autosplit.cli.tables import (
+    add_row,
+    memory_text,
+    pairs_table,
+    plain_table,
+    print_bullets,
+    print_plain,
+    rates_text,
+    short_bytes_text,
+    short_name,
+    tuple_text,
+)
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import (
     as_rank,
     check_before_running,
     flags_of,
     isolates,
+    loaded,
     ranks_to_start,
-    sendable,
     users_errors,
 )
+from autosplit.plan.measured_step import MeasuredStep
+from autosplit.text import ms_text, rate_text
 
 __all__ = ["measure"]
+
+_PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "untraced")
 
 
 def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **keywords: Any) -> int:
@@ -28,31 +46,57 @@ def measure(manner: Manner, *, spec: str, model_options: Mapping[str, Any], **ke
     end_with_parent()
     check_before_running(keywords, None)
     together, keywords = as_rank(keywords)
-    if not together and keywords.get("strategy") == "ddp":
-        count = ranks_to_start(keywords.get("devices"))
-        if count > 1:
-            from autosplit.cli.torchrun_job import run_together
+    if (count := ranks_to_start(keywords, together=together)) > 1:
+        from autosplit.cli.torchrun_job import run_together
 
-            return run_together(["measure", spec, *flags_of({**keywords, **model_options}), *manner.flags()], count)
+        return run_together(["measure", spec, *flags_of({**keywords, **model_options}), *manner.flags()], count)
     from autosplit.tuning import measure as measuring
-    from autosplit.workload.from_file import load_workload, loaded_workload
 
     with stdout_kept_clean(), progress(manner) as tell:
-        # In a job it is loaded where all ranks hear of it if one can't.
-        load = loaded_workload if together else load_workload
-        workload: Any = functools.partial(load, spec, **model_options)
-        workload = workload if together else workload()
         isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
-        source = sendable(spec, workload) if isolate and not together else workload
+        _, source = loaded(spec, model_options, together=together, isolate=isolate)
         with users_errors(spec):
             found = measuring.measure(source, **{**keywords, "isolate": isolate}, progress=tell)
     if together and not speaks():
         return 0
-    if manner.as_json:
-        print_json(found)
-    else:
-        from autosplit.cli.measured_table import print_measured
-        from autosplit.cli.terminal import console_for
-
-        print_measured(found, console_for(sys.stdout))
+    print_answer(found, manner, lambda console: _print(found, console))
     return 0
+
+
+def _print(found: MeasuredStep, console: Console) -> None:
+    """Print a step: each device's memory and what it is of, the time, what bounds it, and the notes."""
+    if found.simulated:
+        print_plain(Text("simulated: predicted for cards that are not here", "yellow"), console)
+    print_plain(_memory_table(found), console)
+    several = len(found.split) > 1
+    spread = "" if found.spread_s == 0 else f", give or take {ms_text(found.spread_s)}"
+    rows = [
+        *([("split", tuple_text(found.split)), ("strategy", found.strategy)] if several else []),
+        ("batch_size", f"{sum(found.split)}"),
+        ("accumulation_steps", f"{found.accumulation_steps}"),
+        ("throughput", f"{rate_text(found.samples_per_s)} ({found.how})"),
+        ("optimizer step", f"{ms_text(found.step_s)}{spread}; {ms_text(found.update_s)} of it the update"),
+        *([("card rates", rates_text(found.devices, found.rates))] if found.rates else []),
+        *([("faster with", found.faster_with)] if found.bound_by else []),
+    ]
+    print_plain(pairs_table(rows), console)
+    print_bullets(found.notes, console)
+
+
+def _memory_table(found: MeasuredStep) -> Table:
+    """Return a row for each device, with the parts of its memory, the largest first."""
+    share = ("share",) if len(found.split) > 1 else ()
+    table = plain_table("device", *share, "memory", "made of", figures=(*share, "memory"))
+    table.columns[-2].no_wrap = True  # what it is made of gives way
+    for index, label in enumerate(found.devices):
+        parts, name = found.memory[index], short_name(found.device_names[index])
+        sizes = [] if parts is None else [(getattr(parts, f"{part}_bytes"), part) for part in _PARTS]
+        sizes.sort(reverse=True)
+        add_row(
+            table,
+            label if name == "cpu" else f"{label} {name}",
+            *([f"{found.split[index]:,}"] if share else []),
+            memory_text(found.peak_bytes[index], found.capacity_bytes[index]),
+            ", ".join(f"{part} {short_bytes_text(nbytes)}" for nbytes, part in sizes if nbytes) or "-",
+        )
+    return table

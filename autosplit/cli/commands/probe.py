@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import sys
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_json, progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autosplit.cli.json_types import Ceilings, ProbedCeiling
+from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, print_answer, progress
+from autosplit.cli.tables import add_row, counted_text, plain_table, print_bullets, print_plain
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import check_before_running, isolates, sendable, users_errors
+from autosplit.devices.device import Device
 from autosplit.errors import InputError
+from autosplit.plan.canvas import check_drawing
+from autosplit.solve.memory import Ceiling, Role
+from autosplit.text import size_text
+from autosplit.tuning.progress import Progress
 
 if TYPE_CHECKING:
-    from autosplit.devices.device import Device
     from autosplit.oom import DoesNotFitError
-    from autosplit.solve.memory import Ceiling
-    from autosplit.tuning.progress import Progress
 
 __all__ = ["Probing", "probe"]
+
+_REASONS = {"memory": "memory", "max_batch_size": "max_batch_size", "kernel": "a kernel", "time": "time"}
 
 
 @dataclass
@@ -51,12 +62,7 @@ def probe(
     plot: str | None = None,
     **keywords: Any,
 ) -> int:
-    """Find ceilings, and print what was found, also where something kept it from all of them.
-
-    Args:
-        plot: The picture's file; None for none.
-        keywords: For `find_ceiling`.
-    """
+    """Find ceilings, and print what was found, also where something kept it from all of them."""
     roles = tuple(dict.fromkeys(role or ["rank"]))
     probing = Probing(spec, model_options, keywords, devices, roles, time_limit_s, isolate)
     _check_before_probing(probing, plot)
@@ -81,9 +87,7 @@ def probe(
 
 def _check_before_probing(probing: Probing, plot: str | None) -> None:
     """Refuse bad flags before the user's file runs, which may take long."""
-    from autosplit.solve.memory import Role
-
-    check_before_running({**probing.keywords, **_given(devices=probing.devices_spec)}, None)
+    check_before_running({**probing.keywords, "devices": probing.devices_spec}, None)
     for role in probing.roles:
         if role not in get_args(Role):
             raise InputError(f"--role {role!r}: expected one of {', '.join(get_args(Role))}; choose one of them")
@@ -92,13 +96,7 @@ def _check_before_probing(probing: Probing, plot: str | None) -> None:
             f"--time-limit-s {probing.time_limit_s:g}: expected seconds, above 0; leave it out for no limit"
         )
     if plot is not None:
-        from autosplit.cli.ceiling_table import check_plot
-
-        check_plot(plot)
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+        _check_plot(plot)
 
 
 def _find_ceilings(probing: Probing, tell: Callable[[Progress], None] | None) -> None:
@@ -133,8 +131,6 @@ def _tell_ceiling(
     tell: Callable[[Progress], None] | None, found: Sequence[Ceiling], message: str, fraction: float
 ) -> None:
     if tell is not None:
-        from autosplit.tuning.progress import Progress
-
         steps, ooms = sum(ceiling.steps for ceiling in found), sum(ceiling.ooms for ceiling in found)
         tell(Progress("ceilings", message, fraction, steps, ooms))
 
@@ -143,7 +139,6 @@ def _ceiling_of(probing: Probing, source: Any, device: Device, role: Any, **keyw
     """Find one ceiling; where nothing fits it is 0, and why is kept."""
     from autosplit.oom import DoesNotFitError
     from autosplit.probe.find_ceiling import find_ceiling
-    from autosplit.solve.memory import Ceiling
 
     try:
         with users_errors(probing.spec):
@@ -154,16 +149,96 @@ def _ceiling_of(probing: Probing, source: Any, device: Device, role: Any, **keyw
 
 
 def _print_ceilings(probing: Probing, manner: Manner, *, plot: str | None) -> None:
-    from autosplit.cli.ceiling_table import plot_ceilings, print_ceilings
-
-    notes = tuple(dict.fromkeys([*probing.notes, *(note for ceiling in probing.ceilings for note in ceiling.notes)]))
-    if manner.as_json:
-        from autosplit.cli.json_types import Ceilings, ProbedCeiling
-
-        print_json(Ceilings(probing.simulated, tuple(map(ProbedCeiling.of, probing.ceilings)), notes))
-    else:
-        from autosplit.cli.terminal import console_for
-
-        print_ceilings(probing.ceilings, notes, console_for(sys.stdout), simulated=probing.simulated)
+    found, simulated = probing.ceilings, probing.simulated
+    notes = tuple(dict.fromkeys([*probing.notes, *(note for ceiling in found for note in ceiling.notes)]))
+    answer = Ceilings(simulated, tuple(map(ProbedCeiling.of, found)), notes)
+    print_answer(answer, manner, lambda console: _print(found, notes, console, simulated=simulated))
     if plot is not None:  # last: where it can't be drawn, what took long to find is printed already
-        plot_ceilings(probing.ceilings, plot)
+        _plot(found, plot)
+
+
+def _print(ceilings: Sequence[Ceiling], notes: Iterable[str], console: Console, *, simulated: bool) -> None:
+    """Print a table of ceilings: what limits them, what they hold, and how they were found.
+
+    A `batch_size` of 0 is what does not fit.
+    """
+    if simulated:
+        print_plain(Text("simulated: predicted for cards that are not here", "yellow"), console)
+    print_plain(_ceiling_table(ceilings, simulated=simulated), console)
+    print_bullets(notes, console)
+
+
+def _ceiling_table(ceilings: Sequence[Ceiling], *, simulated: bool) -> Table:
+    headings = ("device", "role", "ceiling", "limited by", "fixed", "per sample", "headroom", "found with")
+    table = plain_table(*headings, figures=("ceiling", "fixed", "per sample", "headroom"))
+    for ceiling in ceilings:
+        sizes = (ceiling.fixed_bytes, ceiling.bytes_per_sample, ceiling.headroom_bytes)
+        add_row(
+            table,
+            ceiling.device,
+            ceiling.role,
+            f"{ceiling.batch_size:,}",
+            _REASONS[ceiling.limited_by],
+            *(size_text(n) if ceiling.batch_size else "-" for n in sizes),
+            _found_text(ceiling, simulated=simulated),
+        )
+    return table
+
+
+def _found_text(ceiling: Ceiling, *, simulated: bool) -> str:
+    if not ceiling.batch_size:
+        return "does not fit"
+    if simulated:
+        return "traces"
+    sure = "confirmed" if ceiling.confirmed else "predicted"
+    return f"{counted_text(ceiling.steps, 'step')}, {ceiling.ooms} OOM, {sure}"
+
+
+def _check_plot(path: str) -> None:
+    """Refuse a plot that can't be drawn, for want of matplotlib or by its suffix, before what takes long."""
+    check_drawing("--plot")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(path).suffix.lstrip(".").lower() not in kinds:
+        raise InputError(f"--plot {path}: expected a file that ends in one of {', '.join(kinds)}; write it as plot.png")
+    if not Path(path).parent.is_dir():
+        raise InputError(f"--plot {path}: expected a folder that exists; make {Path(path).parent}, or choose another")
+
+
+def _plot(ceilings: Sequence[Ceiling], path: str) -> None:
+    """Draw bytes against batch for each ceiling above 0: its line, what was looked at, what ran, and the capacity."""
+    from matplotlib.figure import Figure  # without pyplot: no window, and no state shared with the user's own plots
+
+    found = [ceiling for ceiling in ceilings if ceiling.batch_size]
+    columns = min(3, max(1, len(found)))
+    rows = math.ceil(len(found) / columns)
+    figure = Figure(figsize=(5.5 * columns, 4 * rows), layout="constrained")
+    for position, ceiling in enumerate(found, 1):
+        _draw_ceiling(figure.add_subplot(rows, columns, position), ceiling)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise InputError(
+            f"the plot can't be written to {path} ({error.strerror}); expected a file that can be; choose another"
+        ) from error
+
+
+def _draw_ceiling(axes: Any, ceiling: Ceiling) -> None:
+    unit, factor = ("GiB", 2**30) if ceiling.capacity_bytes >= 2**30 else ("MiB", 2**20)
+    ends = (0, ceiling.batch_size)
+    axes.plot(
+        ends,
+        [(ceiling.fixed_bytes + ceiling.bytes_per_sample * n) / factor for n in ends],
+        color="tab:blue",
+        label=f"{size_text(ceiling.fixed_bytes)} + {size_text(ceiling.bytes_per_sample)} per sample",
+    )
+    points = [point for point in ceiling.points if point[0] <= 2 * ceiling.batch_size]
+    for ran, marker, label in ((False, "x", "traced"), (True, "o", "ran")):
+        chosen = [(n, nbytes / factor) for n, nbytes, it_ran in points if it_ran is ran]
+        if chosen:
+            axes.scatter(*zip(*chosen, strict=True), marker=marker, color="tab:blue", label=label)
+    axes.axhline(ceiling.capacity_bytes / factor, color="tab:red", linestyle="--", label="capacity")
+    axes.axvline(ceiling.batch_size, color="tab:gray", linestyle=":", label=f"ceiling {ceiling.batch_size:,}")
+    axes.set(title=f"{ceiling.device} as {ceiling.role}", xlabel="samples", ylabel=unit, xlim=(0, None), ylim=(0, None))
+    axes.legend(fontsize="small", loc="lower right")

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from autosplit.cli.named_plan import profile_path
+from autosplit.cli.named_plan import KEY_DIGITS, Profile, profile_at, profile_path
 from autosplit.cli.output import Manner, print_json
-from autosplit.cli.profile_table import Profile, print_profiles
-from autosplit.errors import InputError, PlanError, ProfileError
-from autosplit.profiles.store import profile_paths, profiles_folder, read_profile, remove_left_over, remove_profile
+from autosplit.cli.plan_report import request_text
+from autosplit.cli.tables import add_row, counted_text, pairs_table, plain_table, print_plain, short_name, tuple_text
+from autosplit.cli.terminal import console_for
+from autosplit.errors import InputError, ProfileError
+from autosplit.profiles.store import profile_paths, profiles_folder, remove_left_over, remove_profile
+from autosplit.text import rate_text
 
-__all__ = ["list_profiles", "print_listed", "remove_profiles", "show_path"]
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+__all__ = ["Profile", "list_profiles", "print_listed", "print_profiles", "remove_profiles", "show_path"]
+
+LEAST_FOR_NOTES = 30
+"""Columns in which a long note is still legible; with fewer there is no table."""
+
+_UNITS = ((60.0, "s"), (60.0, "min"), (24.0, "h"), (365.0, "d"))
+_EVERYWHERE = ("key", "model", "devices", "plan", "age")
+"""Columns that stand there whether anything is in them or not."""
 
 
 def list_profiles(manner: Manner) -> int:
@@ -30,56 +43,11 @@ def list_profiles(manner: Manner) -> int:
 
 def print_listed() -> None:
     """Print the list for reading."""
-    from autosplit.cli.terminal import console_for
-
     print_profiles(_listed(), profiles_folder(), console_for(sys.stdout))
 
 
 def _listed() -> tuple[Profile, ...]:
-    return tuple(map(_described, profile_paths()))
-
-
-def _described(path: Path) -> Profile:
-    """Tell what there is to tell of a file of the cache, whatever is in it."""
-    try:
-        written_s: float | None = path.lstat().st_mtime
-    except OSError:
-        written_s = None
-    saved_at = None if written_s is None else _time_text(written_s)
-    age_s = None if written_s is None or saved_at is None else max(0.0, time.time() - written_s)
-    try:
-        plan = read_profile(path)
-    except PlanError as error:
-        return Profile(path.stem, str(path), saved_at, age_s, problem=str(error).split(";", maxsplit=1)[0])
-    name, parameters = plan.request.get("name"), plan.workload.get("parameters")
-    model = plan.workload.get("model")
-    return Profile(
-        key=path.stem,
-        path=str(path),
-        saved_at=saved_at,
-        age_s=age_s,
-        name=name if isinstance(name, str) else None,
-        model=model if isinstance(model, str) else None,
-        parameters=parameters if isinstance(parameters, int) else None,
-        devices=tuple(device.label for device in plan.devices),
-        device_names=tuple(device.name for device in plan.devices),
-        request={key: value for key, value in plan.request.items() if value is not None and key != "name"},
-        split=plan.split,
-        batch_size=plan.batch_size,
-        accumulation_steps=plan.accumulation_steps,
-        effective_batch_size=plan.effective_batch_size,
-        samples_per_s=plan.samples_per_s,
-        simulated=plan.simulated,
-        complete=plan.complete,
-    )
-
-
-def _time_text(written_s: float) -> str | None:
-    """Write a time as ISO 8601; None for one that no calendar has: a file may bear any."""
-    try:
-        return datetime.fromtimestamp(written_s).astimezone().isoformat("T", "seconds")
-    except (ValueError, OverflowError, OSError):
-        return None
+    return tuple(map(profile_at, profile_paths()))
 
 
 def show_path(manner: Manner, *, key: str | None = None) -> int:
@@ -137,3 +105,100 @@ def _confirm(count: int, folder: Path) -> None:
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
         raise InputError(f"nothing was removed of {what}; expected y; answer y, or name the keys")
+
+
+def print_profiles(found: Sequence[Profile], folder: Path, console: Console) -> None:
+    """Print the profiles and their folder; without any, a line says so."""
+    from rich.text import Text
+
+    if not found:
+        print_plain(Text(f"no plan is remembered in {folder}; autosplit tune FILE makes one", overflow="fold"), console)
+        return
+    rows = [_cells(profile) for profile in found]
+    shown = [name for name in rows[0] if name in _EVERYWHERE or any(row[name] for row in rows)]
+    table = plain_table()
+    for name in shown:
+        table.add_column(name, overflow="fold", no_wrap=name != "notes")
+    for row in rows:
+        add_row(table, *(row[name] for name in shown))
+    least = {name: max(len(name), *(len(row[name]) for row in rows)) for name in shown}
+    least["notes"] = min(least.get("notes", 0), LEAST_FOR_NOTES)  # only notes may be broken
+    needed = sum(3 + least[name] for name in shown)
+    print_plain(table if needed <= console.width else _blocks(rows), console)
+
+
+def _blocks(rows: Sequence[dict[str, str]]) -> RenderableType:
+    """Put the columns below each other."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for row in rows:
+        parts.append(Text("\n" * bool(parts) + row["key"], "bold"))
+        parts.append(pairs_table([(f"  {name}", text) for name, text in row.items() if text and name != "key"]))
+    return Group(*parts)
+
+
+def _cells(profile: Profile) -> dict[str, str]:
+    """Return what each column says of a profile; nothing where there is nothing to say."""
+    read = profile.problem is None
+    notes = [] if profile.problem is None else [f"can't be read: {profile.problem}"]
+    notes += ["simulated"] if profile.simulated else []
+    notes += ["incomplete"] if profile.complete is False else []
+    return {
+        "key": profile.key[:KEY_DIGITS],
+        "name": profile.name or "",
+        "model": _model_text(profile),
+        "devices": _devices_text(profile),
+        "asked for": request_text(profile.request or {}),
+        "plan": _plan_text(profile) if read else "",
+        "age": "?" if profile.age_s is None else _age_text(profile.age_s),
+        "notes": ", ".join(notes),
+    }
+
+
+def _model_text(profile: Profile) -> str:
+    """Write a model's class without its module: ``Linear, 16 parameters``."""
+    if profile.model is None:
+        return ""
+    names = ", ".join(name.rpartition(".")[2] for name in profile.model.split(", "))
+    return names if profile.parameters is None else f"{names}, {_amount(profile.parameters)} parameters"
+
+
+def _amount(count: int) -> str:
+    """Write a number; a large one by its first digits: ``7.25 billion``."""
+    for size, name in ((10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:.4g} {name}"
+    return f"{count:,}"
+
+
+def _devices_text(profile: Profile) -> str:
+    """Count neighbours that are alike: ``2x sim RTX3090``."""
+    pairs = zip(profile.devices, profile.device_names, strict=True)
+    kinds = itertools.groupby((label.partition(":")[0], short_name(name)) for label, name in pairs)
+    texts = []
+    for (kind, name), alike in kinds:
+        count = len(list(alike))
+        label = kind if kind == name else f"{kind} {name}"
+        texts.append(label if count == 1 else f"{count}x {label}")
+    return ", ".join(texts)
+
+
+def _plan_text(profile: Profile) -> str:
+    batch = f"split {tuple_text(profile.split)}" if len(profile.split) > 1 else f"batch {profile.batch_size}"
+    return (
+        f"{batch}, {counted_text(profile.accumulation_steps or 0, 'step')}, {rate_text(profile.samples_per_s or 0.0)}"
+    )
+
+
+def _age_text(age_s: float) -> str:
+    """Write an age in one unit: ``3 h``; below a minute ``now``."""
+    if age_s < 60:
+        return "now"
+    amount = age_s
+    for size, unit in _UNITS:
+        if amount < size:
+            return f"{amount:.0f} {unit}"
+        amount /= size
+    return f"{amount:.0f} years"

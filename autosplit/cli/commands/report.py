@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from autosplit.cli.json_types import Place
-from autosplit.cli.named_plan import named_or_newest, told
+from autosplit.cli.named_plan import named_or_newest
 from autosplit.cli.output import Manner, note, print_json
 from autosplit.errors import InputError
 
@@ -13,14 +13,7 @@ __all__ = ["report"]
 
 
 def report(manner: Manner, *, which: str | None = None, output: str, force: bool) -> int:
-    """Write a plan's page.
-
-    Args:
-        which: The plan's file or the beginning of its key; None for the newest profile.
-        output: The page's file; ``-`` for stdout.
-        manner: As JSON the answer is the file's path.
-        force: Replace a file that is no report.
-    """
+    """Write a plan's page."""
     from autosplit.cli.page import check_page, page_of, write_page
 
     to_stdout = output == "-"
@@ -28,9 +21,7 @@ def report(manner: Manner, *, which: str | None = None, output: str, force: bool
         raise InputError("-o - and --json both print to stdout; expected one of them; leave one out")
     if not to_stdout:
         check_page(output, force=force)
-    path, plan = named_or_newest(which)
-    if which is None:
-        note(f"plan: {told(path, plan)}", manner)
+    _, plan = named_or_newest(which, manner)
     if to_stdout:
         sys.stdout.buffer.write(page_of(plan).encode())
         sys.stdout.buffer.flush()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autosplit.cli.exit_code import end_with_parent
 from autosplit.cli.named_plan import shown_by
 from autosplit.cli.output import EXIT_INTERRUPTED, Manner, failed, note, print_plan, speaks
 from autosplit.cli.output import progress as drawn
+from autosplit.cli.plan_report import Origin
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import (
     as_rank,
@@ -21,18 +21,15 @@ from autosplit.cli.workload_arguments import (
     flags_of,
     isolates,
     lengths_in,
+    loaded,
     quoted,
     ranks_to_start,
-    sendable,
     users_errors,
 )
 from autosplit.errors import InputError, PlanError
+from autosplit.plan.plan import Plan
 from autosplit.text import without_passwords
-
-if TYPE_CHECKING:
-    from autosplit.cli.plan_report import Origin
-    from autosplit.plan.plan import Plan
-    from autosplit.tuning.progress import Progress
+from autosplit.tuning.progress import Progress
 
 __all__ = ["tune"]
 
@@ -46,36 +43,20 @@ def tune(
     output: str | None = None,
     **keywords: Any,
 ) -> int:
-    """Tune a workload, print its plan, and save it where that was asked for.
-
-    Args:
-        keywords: For `autosplit.tune`.
-        model_options: Those of a model that is named, as `load_workload` takes them.
-    """
+    """Tune a workload, print its plan, and save it where that was asked for."""
     end_with_parent()
     keywords = {**_one_machine(spec, devices), **keywords}
     check_before_running(keywords, output)
     lengths = {"lengths": lengths_in(keywords["lengths"])} if "lengths" in keywords else {}
     folder = Path.cwd()
     together, keywords = as_rank(keywords)
-    if not together and keywords.get("strategy") == "ddp":
-        count = ranks_to_start(keywords.get("devices"))
-        if count > 1:
-            return _tune_by_torchrun(spec, {**keywords, **model_options}, count, manner, output=output)
-    from autosplit.workload.from_file import load_workload, loaded_workload
-
+    if (count := ranks_to_start(keywords, together=together)) > 1:
+        return _tune_by_torchrun(spec, {**keywords, **model_options}, count, manner, output=output)
     with stdout_kept_clean(), drawn(manner) as tell:
-        # In a job it is loaded where all ranks hear of it if one can't.
-        workload: Any = (
-            functools.partial(loaded_workload, spec, **model_options)
-            if together
-            else load_workload(spec, **model_options)
-        )
+        isolate = isolates(keywords.get("isolate"), keywords.get("devices"), together=together)
+        workload, source = loaded(spec, model_options, together=together, isolate=isolate)
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
-        called |= {**_loaded(keywords.pop("loader", None)), **lengths}
-        source: object = workload
-        if isolates(keywords.get("isolate"), keywords.get("devices"), together=together):
-            source, called = workload if together else sendable(spec, workload), {**called, "isolate": True}
+        called |= {**_loader(keywords.pop("loader", None)), **lengths, **({"isolate": True} if isolate else {})}
         plan, interrupted = _tuned(source, spec, called, tell or partial(_say_if_waiting, manner))
     if together and not speaks():
         return 0 if interrupted is None else EXIT_INTERRUPTED
@@ -91,7 +72,9 @@ def tune(
         except PlanError as error:
             unsaved = error
     if interrupted is not None:
-        failed(_interrupted_text(saved), EXIT_INTERRUPTED)
+        kept = f"saved as {saved}" if saved else "not saved (--output PATH saves it)"
+        said = f"interrupted: the best plan so far is shown and {kept}; run it again to tune to the end"
+        failed(said, EXIT_INTERRUPTED)
     print_plan(plan, _origin(spec, plan, workload, keywords, model_options, saved), manner)
     if unsaved is not None:
         raise unsaved  # only now: what took so long to find has been shown
@@ -109,7 +92,7 @@ def _one_machine(spec: str, devices: Sequence[str]) -> dict[str, str]:
     return {"devices": devices[0]} if devices else {}
 
 
-def _loaded(spec: str | None) -> dict[str, Any]:
+def _loader(spec: str | None) -> dict[str, Any]:
     """Return the loader of a file as a keyword of `autosplit.tune`; none where there is no file."""
     if spec is None:
         return {}
@@ -125,11 +108,6 @@ def _tune_by_torchrun(spec: str, keywords: dict[str, Any], count: int, manner: M
 
     arguments = ["tune", spec, *flags_of(keywords), *manner.flags()]
     return run_together([*arguments, *([] if output is None else ["--output", output])], count)
-
-
-def _interrupted_text(saved: str | None) -> str:
-    kept = f"saved as {saved}" if saved else "not saved (--output PATH saves it)"
-    return f"interrupted: the best plan so far is shown and {kept}; run it again to tune to the end"
 
 
 def _tuned(
@@ -175,7 +153,6 @@ def _origin(
     saved: str | None,
 ) -> Origin:
     """Say how this plan is had again: from its file, or by the same call, which its profile answers."""
-    from autosplit.cli.plan_report import Origin
     from autosplit.workload.from_file import is_model_name, split_spec
 
     if "storage" in keywords:  # these lines are shown, and copied
