@@ -99,7 +99,11 @@ class Comparison:
             if not self._accumulates:
                 why = "step= is a whole optimizer step" if self.workload.step else "loss_scope='batch' forbids it"
                 self.remarks.append(f"accumulation was not checked: {why}")
-            _refuse_not_finite(begun.whole)
+            if not _is_finite(begun.whole):
+                raise WorkloadError(
+                    "the gradient of the whole sample batch is not finite; expected numbers to compare; pass a sample "
+                    "batch and parameters that can be trained"
+                )
             if self.workload.step is None and self.workload.loss_reduction == "mean":
                 self.reduce = reduction_of(self.copy, self.tolerance)
             try:
@@ -132,7 +136,9 @@ class Comparison:
             if drawn > MOST_NOISE or not differences.over(ROUNDINGS * drawn):
                 return (*self._gradients(differences, is_random=True), *norms)
             self.tolerance = ROUNDINGS * drawn
-        self._allow_for_rounding(begun.whole)
+        rounding = max(relative(self.copy.otherwise(), begun.whole).values())
+        if rounding <= MOST_ROUNDING:
+            self.tolerance = max(self.tolerance, ROUNDINGS * rounding)
         if not differences.over(self.tolerance):
             return (*self._gradients(differences), *norms)
         rest, whole = differences, begun.whole
@@ -153,11 +159,6 @@ class Comparison:
         with watching_draws([model for _, model in named_models(self.copy.trainee.models)]) as draws:
             drawn = max(relative(self.copy.whole(seed=1), whole).values())
         return drawn if draws.inside or self.workload.step is None else 0.0
-
-    def _allow_for_rounding(self, whole: Gradients) -> None:
-        rounding = max(relative(self.copy.otherwise(), whole).values())
-        if rounding <= MOST_ROUNDING:
-            self.tolerance = max(self.tolerance, ROUNDINGS * rounding)
 
     def _differences(self, whole: Gradients) -> _Differences:
         split = relative(self.copy.split(self.reduce), whole)
@@ -367,14 +368,6 @@ def _called(path: str, module: nn.Module | None) -> str:
 
 def _finite(error: float | None) -> float | None:
     return error if error is not None and math.isfinite(error) else None
-
-
-def _refuse_not_finite(whole: Gradients) -> None:
-    if not _is_finite(whole):
-        raise WorkloadError(
-            "the gradient of the whole sample batch is not finite; expected numbers to compare; "
-            "pass a sample batch and parameters that can be trained"
-        )
 
 
 def _is_finite(gradients: Gradients) -> bool:

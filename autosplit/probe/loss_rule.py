@@ -181,10 +181,9 @@ class _Counted:
 
 def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[_Counted]:
     """List what can be counted in a batch: labels that are not ignored, also without the first, and sums of masks."""
-    ignored = [IGNORED_LABEL, 0, -1]
-    own = _ignored_by(workload.loss_fn)
-    if own is not None:
-        ignored.insert(0, own)
+    loss_fn: Any = workload.loss_fn
+    own = getattr(loss_fn, "ignore_index", getattr(loss_fn, "keywords", {}).get("ignore_index"))
+    ignored = [*([own] if isinstance(own, int) else []), IGNORED_LABEL, 0, -1]
     first, second = (dict(_leaves(batch)) for batch in micro_batches)
     for path, tensor in first.items():
         other = second.get(path)
@@ -215,9 +214,3 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(tree, (tuple, list)):
         for position in reversed(range(len(tree))):
             yield from _leaves(tree[position], f"{path}[{position}]")
-
-
-def _ignored_by(loss_fn: Any) -> int | None:
-    """Return the label that a loss leaves out, where it says so."""
-    value = getattr(loss_fn, "ignore_index", getattr(loss_fn, "keywords", {}).get("ignore_index"))
-    return value if isinstance(value, int) else None

@@ -56,7 +56,8 @@ def watching_norms(
         seen = NormSeen(path, norm)
 
         def look(_: nn.Module, args: tuple[Any, ...], __: Any) -> None:
-            if not (args and isinstance(args[0], Tensor) and _looks_at_the_batch(norm)):
+            looks_at_the_batch = norm.training or (norm.running_mean is None and norm.running_var is None)
+            if not (args and isinstance(args[0], Tensor) and looks_at_the_batch):
                 return
             if not any(known is seen for known in found):
                 found.append(seen)
@@ -73,10 +74,6 @@ def watching_norms(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _looks_at_the_batch(norm: _BatchNorm) -> bool:
-    return norm.training or (norm.running_mean is None and norm.running_var is None)
 
 
 @torch.no_grad()

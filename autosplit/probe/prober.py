@@ -68,8 +68,12 @@ class Prober(Stopwatch):
         start = min(max(self.least_batch(), start or self.tracer.workload.sample_batch_size), self.max_batch_size)
         steps, ooms = self.counts.steps, self.counts.ooms
         seen = Observations()
-        look = self._by_steps if self.decides_by_steps else self._by_traces
-        found, predicted = look(index, role, shape_of, start, seen)
+        if self.decides_by_steps:
+            found, predicted = self._by_steps(index, role, shape_of, start, seen)
+        else:
+            found, predicted = self._by_traces(index, shape_of, start, seen)
+            if found and not self.runtime.simulated:
+                found = self._confirmed(index, role, shape_of, predicted, found, seen)
         limit: Limit = seen.limit or ("max_batch_size" if found >= self.max_batch_size else "memory")
         more_bytes = predicted(found + 1) + seen.residual(found + 1, predicted)
         if limit == "memory" and self.out_of_time and more_bytes <= capacity_bytes:
@@ -98,9 +102,9 @@ class Prober(Stopwatch):
         )
 
     def _by_traces(
-        self, index: int, role: Role, shape_of: Callable[[int], StepShape], start: int, seen: Observations
+        self, index: int, shape_of: Callable[[int], StepShape], start: int, seen: Observations
     ) -> tuple[int, Callable[[int], float]]:
-        """Find a ceiling by traces, and confirm it: by running it, or, on simulated cards, by following it."""
+        """Find a ceiling by traces, the last of which is followed; 0 where not even one sample fits."""
         capacity_bytes, least = self.runtime.capacities_bytes[index], self.least_batch()
 
         def predicted(n: int) -> float:
@@ -114,11 +118,7 @@ class Prober(Stopwatch):
             if self.foretold(shape_of(max(found, least))):
                 break
             seen.predicted.clear()
-        if found < least:
-            return 0, predicted
-        if not self.runtime.simulated:
-            found = self._confirmed(index, role, shape_of, predicted, found, seen)
-        return found, predicted
+        return 0 if found < least else found, predicted
 
     def _by_steps(
         self, index: int, role: Role, shape_of: Callable[[int], StepShape], start: int, seen: Observations
@@ -175,14 +175,12 @@ class Prober(Stopwatch):
             The largest size that ran; 0 where none did.
         """
         capacity_bytes, least = self.runtime.capacities_bytes[index], self.least_batch()
-        alike = self._alike(index, role, shape_of)
-        if alike is None:
-            self._check(index, shape_of, guess, seen)
-            n = self._next_size(predicted, seen, capacity_bytes, least - 1, self.max_batch_size + 1, guess)
-        else:  # an equal device ran there, and its numbers are this one's until a step says otherwise
-            n = alike
         low, high = least - 1, self.max_batch_size + 1  # low ran, or is too few to run; high did not
-        n = max(least, n)
+        # An equal device ran there, and its numbers are this one's until a step says otherwise.
+        n = self._alike(index, role, shape_of)
+        if n is None:
+            self._check(index, shape_of, guess, seen)
+            n = max(least, self._next_size(predicted, seen, capacity_bytes, low, high, guess))
         failures = 0  # in a row
         for _ in range(MAX_CONFIRMATIONS):
             if self._ran(index, shape_of, n, seen):
@@ -280,20 +278,9 @@ class Prober(Stopwatch):
 
     def predicted_ceiling(self, index: int, role: Role, *, accumulates: bool, start: int) -> int:
         """Return a ceiling by traces alone; 0 where not even one sample fits. See `ceiling`."""
-        shape_of, least = self.shapes(index, role, (), accumulates), self.least_batch()
         if not self.has_traces:
             return start  # trials will tell
-        while True:
-            found = largest_fitting(
-                lambda n: self.traced(shape_of(max(n, least)))[index],
-                self.runtime.capacities_bytes[index],
-                least=0,
-                most=self.max_batch_size,
-                start=max(1, start),
-            )
-            if self.foretold(shape_of(max(found, least))):
-                break
-        return 0 if found < least else found
+        return self._by_traces(index, self.shapes(index, role, (), accumulates), max(1, start), Observations())[0]
 
     def primary_fit(self, share: int, elsewhere: int, *, accumulates: bool) -> MemoryFit:
         """Fit device 0's peak over its own share and the whole batch, with replicas beside it.

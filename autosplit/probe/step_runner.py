@@ -185,7 +185,9 @@ class StepRunner:
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step for its memory, and count the steps that this took."""
         if not self.decides_by_steps:
-            self.count(self._steps_to_see(shape))
+            evaluates = shape.arrangement == "eval"
+            self.count(1 if self._has_state or evaluates else 2)  # in the first of all the optimizer's state appears
+            self._has_state = self._has_state or not evaluates
             return self.runtime.peaks(shape)
         assert isinstance(self.runtime, SeesMemory), self.runtime
         try:
@@ -206,21 +208,21 @@ class StepRunner:
 
     def _peaks_of(self, shape: StepShape) -> tuple[int, ...]:
         """Return the peaks of a real step: of a run where that is bounded, traced where memory is never filled."""
-        devices = self.runtime.devices
         if self.decides_by_steps:
             return ()  # the timed run measures them
-        if all(device.budgeted for device in devices):
+        if all(device.budgeted for device in self.runtime.devices):
             return self.peaks(shape)
         peaks = self.traced(shape)
-        for index, peak_bytes in enumerate(peaks):
-            if peak_bytes > self.runtime.capacities_bytes[index]:
+        limits = zip(self.runtime.devices, peaks, self.runtime.capacities_bytes, strict=True)
+        for index, (device, peak_bytes, capacity_bytes) in enumerate(limits):
+            if peak_bytes > capacity_bytes:
                 raise OutOfMemoryError(
-                    f"{devices[index].label} would hold {peak_bytes} bytes with {shape.splits[0][index]} samples and "
-                    f"may hold {self.runtime.capacities_bytes[index]}; give it fewer samples",
-                    device=devices[index].label,
+                    f"{device.label} would hold {peak_bytes} bytes with {shape.splits[0][index]} samples and may hold "
+                    f"{capacity_bytes}; give it fewer samples",
+                    device=device.label,
                     device_index=index,
                     requested_bytes=peak_bytes,
-                    capacity_bytes=self.runtime.capacities_bytes[index],
+                    capacity_bytes=capacity_bytes,
                 )
         return peaks
 
@@ -282,13 +284,6 @@ class StepRunner:
             error_s = timed.error_s * seconds / timed.seconds
         return replace(timed, seconds=seconds, error_s=error_s, peak_bytes=timed.peak_bytes or peaks)
 
-    def _steps_to_see(self, shape: StepShape) -> int:
-        """Return how many steps a runtime makes to tell the peaks of one."""
-        if self._has_state or shape.arrangement == "eval":
-            return 1
-        self._has_state = True
-        return 2  # in the first of all the optimizer's state appears
-
     def count(self, steps: int, ooms: int = 0) -> None:
         """Add steps that were run; simulated ones were not."""
         if not self.runtime.simulated:
@@ -321,12 +316,8 @@ class StepRunner:
 
     def forward_and_backward(self, index: int) -> Callable[[int], StepShape]:
         """Return what makes the part of a step that a device does with n samples of its own."""
-        count = len(self.runtime.devices)
-
-        def shape(n: int) -> StepShape:
-            return StepShape((tuple(n if place == index else 0 for place in range(count)),), "rank", updates=False)
-
-        return shape
+        places = range(len(self.runtime.devices))
+        return lambda n: StepShape((tuple(n if place == index else 0 for place in places),), "rank", updates=False)
 
 
 def balanced(split: tuple[int, ...], *, accumulates: bool) -> StepShape:

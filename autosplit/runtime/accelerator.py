@@ -20,17 +20,16 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autosplit.accelerators import backend, bounded, own_limit_bytes
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
-from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.rng import kept_rng
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.runtime.timing import timed
-from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets
+from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets, wrapper_for
 from autosplit.runtime.trainee import Trainee
 from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import map_tensors, unmarked
@@ -111,22 +110,19 @@ class AcceleratorRuntime:
         run(_unmarked)
         self._begin_peaks()
         seconds: list[float] = []
-        while not seconds or (len(seconds) < 2 and (steady.is_giving_back or self._is_near_the_wall())):
+        near_the_wall = False
+        while not seconds or (len(seconds) < 2 and (steady.is_giving_back or near_the_wall)):
             start_s = time.perf_counter()
             steady(_unmarked)
             seconds.append(time.perf_counter() - start_s)
+            filled = zip(self._reserved(), self.capacities_bytes, strict=True)
+            near_the_wall = any(reserved > ROOMY * capacity for reserved, capacity in filled)
         self._refuse_cliff(min(seconds), shape)
         allocated = tuple(int(self._backend.max_memory_allocated(gpu)) for gpu in self._gpus)
         return StepMemory(allocated, self._reserved(), 1 + len(seconds))
 
     def _reserved(self) -> tuple[int, ...]:
         return tuple(int(self._backend.max_memory_reserved(gpu)) for gpu in self._gpus)
-
-    def _is_near_the_wall(self) -> bool:
-        return any(
-            reserved_bytes > ROOMY * capacity_bytes
-            for reserved_bytes, capacity_bytes in zip(self._reserved(), self.capacities_bytes, strict=True)
-        )
 
     def _refuse_cliff(self, seconds: float, shape: StepShape) -> None:
         """Refuse a step that is suddenly slow for each sample while the driver has nothing left."""
@@ -204,23 +200,21 @@ class AcceleratorRuntime:
     def _prepared(self, shape: StepShape) -> _Run:
         """Put a copy of the workload on the step's first device, and the batches in pinned host memory."""
         alone = self._alone_on(shape)
-        trainee = self._trainee_on(alone or self._gpus[0])
+        home = alone or self._gpus[0]
+        if self._trainee is None or self._home != home:
+            self._drop_trainee()  # the old copy's memory, before the new one's
+            self._trainee, self._home = training_copy(self.workload, device=home), home
+        trainee = self._trainee
         sizes = [sum(split) for split in shape.splits]
-        made = {size: map_tensors(self._pinned, trainee.batch(size)) for size in dict.fromkeys(sizes)}
+        made = {
+            size: map_tensors(lambda tensor: pinned(tensor, home.type), trainee.batch(size))
+            for size in dict.fromkeys(sizes)
+        }
         buckets = None
         if alone and shape.num_ranks > 1:
             buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8, device=alone)
         gpus, split = (self._gpus, shape.splits[0]) if alone is None else ([alone], (sizes[0],))
         return _Run(trainee, shape, [made[size] for size in sizes], gpus, split, buckets, self.wait)
-
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        return pinned(tensor, self._gpus[0].type)
-
-    def _trainee_on(self, gpu: torch.device) -> Trainee:
-        if self._trainee is None or self._home != gpu:
-            self._drop_trainee()  # the old copy's memory, before the new one's
-            self._trainee, self._home = training_copy(self.workload, device=gpu), gpu
-        return self._trainee
 
     def _drop_trainee(self) -> None:
         if self._trainee is not None:
@@ -329,14 +323,14 @@ class _Run:
         buckets: Tensor | None,
         wait: Callable[[], None],
     ) -> None:
-        self._trainee, self._shape, self._batches, self._gpus, self._buckets = trainee, shape, batches, gpus, buckets
+        self._trainee, self._shape, self._batches, self._buckets = trainee, shape, batches, buckets
         self._sizes = [sum(micro) for micro in shape.splits]
         self._wait = wait
         if shape.compiled:  # without the wrapper, which would bring the batch to the device
             self._models = trainee.compiled()
             self._batches = [map_tensors(lambda tensor: tensor.to(gpus[0]), unmarked(batch)) for batch in batches]
         else:
-            self._models = trainee.wrapped(lambda module: self._wrapped(module, split))
+            self._models = trainee.wrapped(wrapper_for(trainee.workload, split, gpus))
 
     def __call__(self, mark: Callable[[str], None]) -> None:
         if self._shape.arrangement == "eval":
@@ -352,11 +346,6 @@ class _Run:
                     wrapper.zero_grad(set_to_none=True)  # what waits elsewhere, and what follows it, too
                 raise
         self._wait()
-
-    def _wrapped(self, module: nn.Module, split: tuple[int, ...]) -> nn.Module:
-        workload = self._trainee.workload
-        reduce = "sum" if workload.loss_reduction == "sum" else "samples"
-        return BalancedDataParallel(None, module, self._gpus, dim=workload.batch_dim, split=split, reduce=reduce)  # type: ignore[arg-type]
 
 
 def _failed_gpu(error: BaseException, gpus: list[torch.device]) -> int | None:

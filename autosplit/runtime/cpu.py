@@ -68,8 +68,7 @@ class CpuRuntime:
         sizes = [sum(split) for split in shape.splits]
         with kept_rng():
             models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0]))
-            made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
-            batches = [made[size] for size in sizes]
+            batches = trainee.batches(sizes)
             if shape.arrangement == "eval":
                 return timed(lambda _mark: trainee.evaluate(models, batches[0]), budget_s)
             try:
@@ -82,7 +81,7 @@ class CpuRuntime:
         """Run a step compiled; what it holds can't be followed, so that nothing is said of it."""
         trainee, sizes = self.trainee, [sum(split) for split in shape.splits]
         with kept_rng():
-            trainee.step(trainee.compiled(), [trainee.batch(size) for size in sizes], sizes)
+            trainee.step(trainee.compiled(), trainee.batches(sizes), sizes)
         return ()
 
     def _tracked(self, shape: StepShape) -> tuple[int, ...]:

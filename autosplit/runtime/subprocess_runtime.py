@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -90,7 +89,7 @@ class IsolatedRuntime:
         self._is_new = True
         self._capacities_bytes: tuple[int, ...] | None = None
         self._deadly: dict[tuple[str, StepShape], str] = {}
-        self._child = Child(partial(_Served, make, _Settings.of_this_process()))
+        self._child = Child(partial(_Served, make, _settings()))
         self._child.start()
 
     @property
@@ -236,68 +235,50 @@ def _samples_text(shape: StepShape) -> str:
 # ---------------------------------------------------------------------------------------------- in the other process
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Settings of torch in a process that change what a step takes."""
-
-    num_threads: int
-    matmul_precision: str | None
-    deterministic: tuple[bool, bool]
-    attention: tuple[bool, ...]
-    switches: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def of_this_process(cls) -> _Settings:
-        return cls(
-            torch.get_num_threads(),
-            _matmul_precision(),
-            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-            tuple(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _ATTENTIONS),
-            tuple((path, attrgetter(path)(torch.backends)) for path in _switches()),
-        )
-
-    def take_over(self) -> None:
-        torch.set_num_threads(self.num_threads)
-        if self.matmul_precision is not None:
-            torch.set_float32_matmul_precision(self.matmul_precision)
-        enabled, warn_only = self.deterministic
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        for kernel, is_on in zip(_ATTENTIONS, self.attention, strict=True):
-            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(is_on)
-        for path, value in self.switches:
-            owner, _, name = path.rpartition(".")
-            place = attrgetter(owner)(torch.backends) if owner else torch.backends
-            if getattr(place, name) != value:
-                setattr(place, name, value)
-
-
-_ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
-
-_CUDNN_SWITCHES = ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic")
-
 _NEW_PRECISIONS = ("", "cuda.matmul.", "cudnn.conv.", "cudnn.rnn.", "mkldnn.matmul.", "mkldnn.conv.", "mkldnn.rnn.")
 
 
-def _matmul_precision() -> str | None:
-    """Return how float32 is multiplied; None where one of torch's new switches says it, which refuse the old ones."""
+_Settings = list[tuple[Callable[..., object], tuple[Any, ...]]]
+"""Calls that give another process this one's settings of torch, as far as they change what a step takes."""
+
+
+def _settings() -> _Settings:
     try:
-        return torch.get_float32_matmul_precision() if torch.backends.cudnn.allow_tf32 is not None else None
-    except RuntimeError:
-        return None
+        precision = torch.get_float32_matmul_precision() if torch.backends.cudnn.allow_tf32 is not None else None
+    except RuntimeError:  # one of torch's new switches says it, which refuse the old ones
+        precision = None
+    calls: _Settings = [
+        (torch.set_num_threads, (torch.get_num_threads(),)),
+        (torch.set_deterministic_debug_mode, (torch.get_deterministic_debug_mode(),)),
+    ]
+    for kernel in ("flash", "mem_efficient", "math", "cudnn"):
+        is_on = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")()
+        calls.append((getattr(torch.backends.cuda, f"enable_{kernel}_sdp"), (is_on,)))
+    names = [f"{place}fp32_precision" for place in _NEW_PRECISIONS]
+    if precision is not None:
+        calls.append((torch.set_float32_matmul_precision, (precision,)))
+        names = ["cudnn.allow_tf32"]
+    paths = ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", *names)
+    return [*calls, *((_switch, (path, attrgetter(path)(torch.backends))) for path in paths)]
 
 
-def _switches() -> tuple[str, ...]:
-    """Return the names of the switches in `torch.backends`."""
-    if _matmul_precision() is None:
-        return (*_CUDNN_SWITCHES, *(f"{place}fp32_precision" for place in _NEW_PRECISIONS))
-    return (*_CUDNN_SWITCHES, "cudnn.allow_tf32")
+def _switch(path: str, value: Any) -> None:
+    owner, _, name = path.rpartition(".")
+    place = attrgetter(owner)(torch.backends) if owner else torch.backends
+    if getattr(place, name) != value:
+        setattr(place, name, value)
+
+
+def _take_over(settings: _Settings) -> None:
+    for function, args in settings:
+        function(*args)
 
 
 class _Served:
     """The real runtime, whose errors are made fit to travel."""
 
     def __init__(self, make: Callable[[], RealRuntime], settings: _Settings) -> None:
-        settings.take_over()
+        _take_over(settings)
         try:
             self._runtime = make()
         except (AutosplitError, KeyboardInterrupt):

@@ -79,12 +79,8 @@ class Trace:
 
     def events(self, phase: Phase) -> tuple[Event, ...]:
         """Return the events of a phase."""
-        return {
-            "broadcast": self.broadcast,
-            "micro": self.micro,
-            "reduce": self.reduce,
-            "update": self.update,
-        }[phase]
+        events: tuple[Event, ...] = getattr(self, phase)
+        return events
 
 
 @dataclass(frozen=True)

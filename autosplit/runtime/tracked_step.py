@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from autosplit.errors import WorkloadError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.runtime.memory_tracker import Left, Tracker
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.trainee import Trainee
+from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.workload.batch import tensors_of
 from autosplit.workload.workload import Workload, modules_of, optimizers_of
 
@@ -39,13 +39,13 @@ MOST_TO_SETTLE = 4
 
 
 def wrapper_for(
-    workload: Workload, split: tuple[int, ...], device: torch.device | str = "cpu"
-) -> Callable[[nn.Module], nn.Module]:
-    """Return what wraps a model so that its batch is split over devices that are all one to torch."""
+    workload: Workload, split: tuple[int, ...], devices: Sequence[torch.device] = (CPU,)
+) -> Callable[[nn.Module], BalancedDataParallel]:
+    """Return what wraps a model so that its batch is split over devices; a lone one stands for all."""
     return lambda module: BalancedDataParallel(
         None,
         module,
-        [device] * len(split),
+        [*devices] * (len(split) // len(devices)),
         dim=workload.batch_dim,
         split=split,
         reduce="sum" if workload.loss_reduction == "sum" else "samples",
@@ -112,11 +112,10 @@ def run_placed(
         held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
     """
     sizes = [sum(split) for split in shape.splits]
-    models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], trainee.device))
+    models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], [trainee.device]))
     try:
         with trainee.fake_mode or nullcontext():
-            made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
-            batches = [made[size] for size in sizes]
+            batches = trainee.batches(sizes)
             for parameter in held:
                 parameter.grad = torch.zeros_like(parameter)
             with tracker, trainee.draws.in_step():

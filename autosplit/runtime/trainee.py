@@ -17,8 +17,8 @@ from autosplit.devices.transfer import Placement, adopt_module
 from autosplit.errors import OWN_FOLDER, WorkloadError
 from autosplit.parallel.accumulation import Accumulation
 from autosplit.rng import ExtremeDraws
-from autosplit.runtime.fake_tensors import fake_leaf
-from autosplit.workload.batch import map_leaves, map_tensors, resize, tensors_of
+from autosplit.runtime.fake_tensors import fake_like
+from autosplit.workload.batch import map_tensors, resize, tensors_of
 from autosplit.workload.compiled import compiled_like, is_compiled
 from autosplit.workload.workload import (
     Workload,
@@ -74,12 +74,17 @@ class Trainee:
         workload, mode = self.workload, self.fake_mode
         sample = workload.sample_batch
         if mode is not None and workload.make_batch is None:
-            sample = map_leaves(lambda leaf: fake_leaf(leaf, mode, self.device), sample)
+            sample = map_tensors(lambda tensor: fake_like(tensor, mode, self.device), sample, keeps_marks=True)
         with mode or nullcontext():
             if workload.make_batch is not None:
                 made = workload.made_batch(n)
                 return made if mode is None else map_tensors(lambda tensor: tensor.to(self.device), made)
             return resize(sample, n, workload.batch_dim, mark=True)
+
+    def batches(self, sizes: Sequence[int]) -> list[Any]:
+        """Make a batch of each size, the same one for equal sizes."""
+        made = {size: self.batch(size) for size in dict.fromkeys(sizes)}
+        return [made[size] for size in sizes]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the models' parameters, tied ones once."""
@@ -92,9 +97,8 @@ class Trainee:
     def compiled(self) -> Any:
         """Return the models, compiled as the workload's own are."""
         given: Any = self.workload.model
-        if isinstance(given, nn.Module):
-            return compiled_like(given, self.models) if is_compiled(given) else self.models
-        return self.models
+        is_one = isinstance(given, nn.Module) and is_compiled(given)
+        return compiled_like(given, self.models) if is_one else self.models
 
     def adopt_on(self, placement: Placement, *, with_state: bool = True) -> None:
         """Charge parameters, buffers and, `with_state`, the optimizers' state to the first device of a step."""

@@ -114,18 +114,20 @@ class Solver:
         themselves.
         """
         if ceilings not in self._teams:
-            self._teams[ceilings] = self._new_teams(ceilings)
+            self._teams[ceilings] = self._new_teams(ceilings) if self._unfitted.leaves_out else [ceilings]
         return self._teams[ceilings]
 
     def _new_teams(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
-        if not self._unfitted.leaves_out:
-            return [ceilings]
         kinds = self._alike(ceilings)
         counts = list(itertools.product(*(range(len(kind), -1, -1) for kind in kinds)))
         if len(counts) > MOST_TEAMS:
             dear = sorted(range(len(ceilings)), key=lambda other: self._own_cost(other, ceilings[other]), reverse=True)
             return [tuple(0 if i in dear[:out] else c for i, c in enumerate(ceilings)) for out in range(len(dear) + 1)]
-        return [self._team(ceilings, kinds, taken) for taken in counts]
+        teams = []
+        for taken in counts:
+            present = {index for kind, count in zip(kinds, taken, strict=True) for index in kind[len(kind) - count :]}
+            teams.append(tuple(ceiling if index in present else 0 for index, ceiling in enumerate(ceilings)))
+        return teams
 
     def _alike(self, ceilings: tuple[int, ...]) -> list[list[int]]:
         """Return the other devices, counted without the first, by what they are to the model."""
@@ -135,11 +137,6 @@ class Solver:
             kind = ceiling, time.curves[other], time.copies_s[other], time.gather_s_per_sample[other]
             alike.setdefault(kind, []).append(other - 1)
         return list(alike.values())
-
-    @staticmethod
-    def _team(ceilings: tuple[int, ...], kinds: list[list[int]], taken: tuple[int, ...]) -> tuple[int, ...]:
-        present = {index for kind, count in zip(kinds, taken, strict=True) for index in kind[len(kind) - count :]}
-        return tuple(ceiling if index in present else 0 for index, ceiling in enumerate(ceilings))
 
     def _own_cost(self, other: int, ceiling: int) -> float:
         """Return a device's seconds per sample at its ceiling, by itself."""
@@ -225,17 +222,13 @@ class Solver:
         key = (batch_size, ceilings)
         if key not in self._splits:
             self._splits[key] = None
-            floors = self._floors(batch_size, ceilings)
+            floors = None
+            if not self.step_time.leaves_out:  # all devices have to take part, where the batch is enough
+                least = tuple(min(self.space.region.least_share, ceiling) for ceiling in ceilings)
+                floors = least if sum(least) <= batch_size else None
             with contextlib.suppress(InputError):
                 self._splits[key] = fastest_split(batch_size, self.step_time.curves, ceilings, floors)
         return self._splits[key]
-
-    def _floors(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the least share of each device, where all of them have to take part, and the batch is enough."""
-        if self.step_time.leaves_out:
-            return None
-        floors = tuple(min(self.space.region.least_share, ceiling) for ceiling in ceilings)
-        return floors if sum(floors) <= batch_size else None
 
     def answers(self) -> list[Configuration]:
         """Return the best configuration for each batch size worth a look, the best by the objective first."""

@@ -303,11 +303,11 @@ def test_what_a_process_set_of_torch_holds_in_the_other():
     """torch refuses its old switch of a float32's precision once a new one was used: no process could be started."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        settings = isolated._Settings.of_this_process()
+        settings = isolated._settings()
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
     try:
-        settings.take_over()
+        isolated._take_over(settings)
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
@@ -336,10 +336,10 @@ def test_what_a_process_set_of_torch_holds_in_the_other():
 def test_switches_of_kernels_hold_in_the_other_process(change, undo, seen):
     try:
         change()
-        settings = isolated._Settings.of_this_process()
+        settings = isolated._settings()
         undo()
         assert not seen()
-        settings.take_over()
+        isolated._take_over(settings)
         assert seen()
     finally:
         undo()
@@ -383,7 +383,7 @@ def served(monkeypatch, *errors, is_lost=False):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    return isolated._Served(partial(Failing, *errors), isolated._Settings.of_this_process())
+    return isolated._Served(partial(Failing, *errors), isolated._settings())
 
 
 def test_an_error_after_which_cuda_answers_no_more_costs_the_process(monkeypatch):
@@ -419,17 +419,17 @@ def test_what_may_mean_memory_means_it_after_a_step_that_ran(monkeypatch):
 
 
 def test_settings_of_torch_are_taken_over():
-    before = isolated._Settings.of_this_process()
+    before = isolated._settings()
     try:
         torch.set_num_threads(2)
         torch.backends.cudnn.benchmark = True
-        changed = isolated._Settings.of_this_process()
-        before.take_over()
-        assert isolated._Settings.of_this_process() == before
-        changed.take_over()
-        assert isolated._Settings.of_this_process() == changed != before
+        changed = isolated._settings()
+        isolated._take_over(before)
+        assert isolated._settings() == before
+        isolated._take_over(changed)
+        assert isolated._settings() == changed != before
     finally:
-        before.take_over()
+        isolated._take_over(before)
 
 
 @pytest.mark.gpu
