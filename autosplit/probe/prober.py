@@ -8,7 +8,7 @@ simulated cards the trace is the truth. Nobody doubles until something breaks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autosplit.errors import one_line
@@ -64,23 +64,21 @@ class Prober(Stopwatch):
         """
         device, capacity_bytes = self.runtime.devices[index], self.runtime.capacities_bytes[index]
         self.report(f"probing device {index + 1} of {len(self.runtime.devices)}: {device.label} as {role}")
-        shape_of = self.shapes(index, role, elsewhere, accumulates)
         start = min(max(self.least_batch(), start or self.tracer.workload.sample_batch_size), self.max_batch_size)
         steps, ooms = self.counts.steps, self.counts.ooms
-        seen = Observations()
+        seen = Observations(index, role, self.shapes(index, role, elsewhere, accumulates))
         if self.decides_by_steps:
-            found, predicted = self._by_steps(index, role, shape_of, start, seen)
+            found = self._by_steps(seen, start)
         else:
-            found, predicted = self._by_traces(index, shape_of, start, seen)
+            found = self._by_traces(seen, start)
             if found and not self.runtime.simulated:
-                found = self._confirmed(index, role, shape_of, predicted, found, seen)
+                found = self._confirmed(seen, found)
         limit: Limit = seen.limit or ("max_batch_size" if found >= self.max_batch_size else "memory")
-        more_bytes = predicted(found + 1) + seen.residual(found + 1, predicted)
-        if limit == "memory" and self.out_of_time and more_bytes <= capacity_bytes:
+        if limit == "memory" and self.out_of_time and seen.corrected(found + 1) <= capacity_bytes:
             limit = "time"
         confirmed = found > 0 and not self.runtime.simulated
-        peak_bytes = seen.ran[found] if confirmed else int(predicted(found)) if found else 0
-        fixed_bytes, bytes_per_sample = self.line(predicted, found)
+        peak_bytes = seen.ran[found] if confirmed else int(seen.predict(found)) if found else 0
+        fixed_bytes, bytes_per_sample = self.line(seen.predict, found)
         _log.info(
             "%s as %s: the ceiling is %d samples, limited by %s, %s: %s of %s",
             *(device.label, role, found, limit, "a step of it ran" if confirmed else "by traces"),
@@ -101,44 +99,47 @@ class Prober(Stopwatch):
             points=seen.points(),
         )
 
-    def _by_traces(
-        self, index: int, shape_of: Callable[[int], StepShape], start: int, seen: Observations
-    ) -> tuple[int, Callable[[int], float]]:
+    def _by_traces(self, seen: Observations, start: int) -> int:
         """Find a ceiling by traces, the last of which is followed; 0 where not even one sample fits."""
-        capacity_bytes, least = self.runtime.capacities_bytes[index], self.least_batch()
+        least = self.least_batch()
 
-        def predicted(n: int) -> float:
+        def traced(n: int) -> float:
             n = max(n, least)  # fewer can't be run to see
             if n not in seen.predicted:
-                seen.predicted[n] = self.traced(shape_of(n))[index]
+                seen.predicted[n] = self.traced(seen.shape_of(n))[seen.index]
             return seen.predicted[n]
 
+        seen.predict = traced
+        capacity_bytes = self.runtime.capacities_bytes[seen.index]
         while True:
-            found = largest_fitting(predicted, capacity_bytes, least=0, most=self.max_batch_size, start=start)
-            if self.foretold(shape_of(max(found, least))):
-                break
+            found = largest_fitting(traced, capacity_bytes, least=0, most=self.max_batch_size, start=start)
+            if self.foretold(seen.shape_of(max(found, least))):
+                return 0 if found < least else found
             seen.predicted.clear()
-        return 0 if found < least else found, predicted
 
-    def _by_steps(
-        self, index: int, role: Role, shape_of: Callable[[int], StepShape], start: int, seen: Observations
-    ) -> tuple[int, Callable[[int], float]]:
+    def _by_steps(self, seen: Observations, start: int) -> int:
         """Find a ceiling by real steps."""
-        least = self.least_batch()
+        index, least = seen.index, self.least_batch()
         search = WallSearch(
-            (lambda n: self.traced(shape_of(max(n, least)))[index]) if self.has_traces else None,
+            (lambda n: self.traced(seen.shape_of(max(n, least)))[index]) if self.has_traces else None,
             self.runtime.capacities_bytes[index],
             least,
             self.max_batch_size,
             start=max(start, least),
-            known=self._alike(index, role, shape_of) or 0,
+            known=self._alike(seen) or 0,
         )
         n = search.next() if self.max_batch_size >= least else None
         while n is not None:
-            self._run_for(search, index, shape_of, n, seen)
+            if self._ran(seen, n):
+                memory = self._memories[seen.shape_of(n)]
+                search.ran(n, memory.allocated_bytes[index], memory.reserved_bytes[index], memory.steps)
+            else:
+                search.ran_out(n)
+                search.blind = seen.limit == "kernel" or seen.lost
             n = None if self.out_of_time and search.found else self._following(search, index)
-        self._equals[self._kind(index, role, shape_of)] = index, search.found
-        return search.found, search.corrected
+        seen.predict = search.corrected
+        self._equals[self._kind(seen)] = index, search.found
+        return search.found
 
     def _following(self, search: WallSearch, index: int) -> int | None:
         """Return the next size; where a ceiling is to be exact, one sample more until that fails."""
@@ -149,45 +150,26 @@ class Prober(Stopwatch):
             _log.info("next %d on %s: %d ran, of the sizes tried", n, self.runtime.devices[index].label, search.found)
         return n
 
-    def _run_for(
-        self, search: WallSearch, index: int, shape_of: Callable[[int], StepShape], n: int, seen: Observations
-    ) -> None:
-        """Run a size, and tell the search what came of it."""
-        if self._ran(index, shape_of, n, seen):
-            memory = self._memories[shape_of(n)]
-            search.ran(n, memory.allocated_bytes[index], memory.reserved_bytes[index], memory.steps)
-        else:
-            search.ran_out(n)
-            search.blind = seen.limit == "kernel" or seen.lost
-
-    def _confirmed(
-        self,
-        index: int,
-        role: Role,
-        shape_of: Callable[[int], StepShape],
-        predicted: Callable[[int], float],
-        guess: int,
-        seen: Observations,
-    ) -> int:
+    def _confirmed(self, seen: Observations, guess: int) -> int:
         """Run the predicted ceiling for real; step up while there is room, shrink by the refitted model if not.
 
         Returns:
             The largest size that ran; 0 where none did.
         """
-        capacity_bytes, least = self.runtime.capacities_bytes[index], self.least_batch()
+        least = self.least_batch()
         low, high = least - 1, self.max_batch_size + 1  # low ran, or is too few to run; high did not
         # An equal device ran there, and its numbers are this one's until a step says otherwise.
-        n = self._alike(index, role, shape_of)
+        n = self._alike(seen)
         if n is None:
-            self._check(index, shape_of, guess, seen)
-            n = max(least, self._next_size(predicted, seen, capacity_bytes, low, high, guess))
+            self._check(seen, guess)
+            n = max(least, self._next_size(seen, low, high, guess))
         failures = 0  # in a row
         for _ in range(MAX_CONFIRMATIONS):
-            if self._ran(index, shape_of, n, seen):
+            if self._ran(seen, n):
                 low, failures = n, 0
             else:
                 high, failures = n, failures + 1
-            following = self._next_size(predicted, seen, capacity_bytes, low, high, n)
+            following = self._next_size(seen, low, high, n)
             if failures:
                 # By how much it failed, nothing says: far enough down to run, which tells what to add again.
                 following = max(low, min(following, high - max(1, int(high * STEP_DOWN * failures**2))))
@@ -199,71 +181,53 @@ class Prober(Stopwatch):
                 break
             between = f"{low} ran" if low >= least else "none ran yet"
             between += f", {high} did not" if high <= self.max_batch_size else ""
-            _log.info("%s as %s: next %d (%s)", self.runtime.devices[index].label, role, following, between)
+            device = self.runtime.devices[seen.index]
+            _log.info("%s as %s: next %d (%s)", device.label, seen.role, following, between)
             n = following
         found = low if low in seen.ran else 0
-        self._equals[self._kind(index, role, shape_of)] = index, found
+        self._equals[self._kind(seen)] = seen.index, found
         return found
 
-    def _alike(self, index: int, role: Role, shape_of: Callable[[int], StepShape]) -> int | None:
+    def _alike(self, seen: Observations) -> int | None:
         """Return the ceiling of an equal device in the same role, found before: same card, and as much memory."""
-        other, found = self._equals.get(self._kind(index, role, shape_of), (index, 0))
-        return found if other != index and found else None
+        other, found = self._equals.get(self._kind(seen), (seen.index, 0))
+        return found if other != seen.index and found else None
 
-    def _kind(self, index: int, role: Role, shape_of: Callable[[int], StepShape]) -> tuple[str, int, Role, int]:
+    def _kind(self, seen: Observations) -> tuple[str, int, Role, int]:
         """Tell equal devices in equal steps: the same card with as much memory, in a step of as many micro-steps."""
-        device, capacity_bytes = self.runtime.devices[index], self.runtime.capacities_bytes[index]
-        return device.name, capacity_bytes, role, len(shape_of(2).splits)
+        device, capacity_bytes = self.runtime.devices[seen.index], self.runtime.capacities_bytes[seen.index]
+        return device.name, capacity_bytes, seen.role, len(seen.shape_of(2).splits)
 
-    def _check(self, index: int, shape_of: Callable[[int], StepShape], guess: int, seen: Observations) -> None:
+    def _check(self, seen: Observations, guess: int) -> None:
         """Hold the prediction against two small real steps, 1/16 and 1/8 of the guess; what they show corrects it."""
         if not self.tracer.fake:
             return  # its traces were such steps
         small = max(self.least_batch(), guess // 16)
         for n in (small, 2 * small):
-            if 2 * small >= guess or not self._ran(index, shape_of, n, seen):
+            if 2 * small >= guess or not self._ran(seen, n):
                 return
 
-    def _next_size(
-        self,
-        predicted: Callable[[int], float],
-        seen: Observations,
-        capacity_bytes: int,
-        low: int,
-        high: int,
-        start: int,
-    ) -> int:
+    def _next_size(self, seen: Observations, low: int, high: int, start: int) -> int:
         """Return the largest size, between what ran and what did not, that fits by the corrected trace."""
         if high - low <= 1:
             return low
         if seen.limit == "kernel" or seen.lost:
             # Nothing tells where a kernel ends, or a process dies, but running it.
             return (max([low, *(ran for ran in seen.ran if ran < high)]) + high) // 2
-        return largest_fitting(
-            lambda n: predicted(n) + seen.residual(n, predicted),
-            capacity_bytes,
-            least=low,
-            most=high - 1,
-            start=min(max(start, low + 1), high - 1),
-        )
+        capacity_bytes, start = self.runtime.capacities_bytes[seen.index], min(max(start, low + 1), high - 1)
+        return largest_fitting(seen.corrected, capacity_bytes, least=low, most=high - 1, start=start)
 
-    def _ran(
-        self,
-        index: int,
-        shape_of: Callable[[int], StepShape],
-        n: int,
-        seen: Observations,
-    ) -> bool:
+    def _ran(self, seen: Observations, n: int) -> bool:
         """Run a step for its memory, and keep what it shows."""
-        shape = shape_of(n)
+        shape = seen.shape_of(n)
         try:
             with named_steps(shape):
-                seen.ran[n] = self.peaks(shape)[index]
+                seen.ran[n] = self.peaks(shape)[seen.index]
         except OutOfMemoryError as error:
             _log.info("ran %s: out of memory (%s)", shape, error)
             self.counts.ooms += 1
             seen.lost = seen.lost or isinstance(error, StepLostError)
-            seen.failed[n] = self.runtime.capacities_bytes[index] + 1
+            seen.failed[n] = self.runtime.capacities_bytes[seen.index] + 1
             return False
         except RuntimeError as error:
             if not is_kernel_limit(error):
@@ -271,7 +235,7 @@ class Prober(Stopwatch):
             _log.info("ran %s: too large for a kernel (%s)", shape, one_line(error))
             seen.limit = "kernel"
             return False
-        _log.info("ran %s: %s on %s", shape, size_text(seen.ran[n]), self.runtime.devices[index].label)
+        _log.info("ran %s: %s on %s", shape, size_text(seen.ran[n]), self.runtime.devices[seen.index].label)
         return True
 
     # Fits of device 0
@@ -280,7 +244,8 @@ class Prober(Stopwatch):
         """Return a ceiling by traces alone; 0 where not even one sample fits. See `ceiling`."""
         if not self.has_traces:
             return start  # trials will tell
-        return self._by_traces(index, self.shapes(index, role, (), accumulates), max(1, start), Observations())[0]
+        seen = Observations(index, role, self.shapes(index, role, (), accumulates))
+        return self._by_traces(seen, max(1, start))
 
     def primary_fit(self, share: int, elsewhere: int, *, accumulates: bool) -> MemoryFit:
         """Fit device 0's peak over its own share and the whole batch, with replicas beside it.
