@@ -319,7 +319,6 @@ class _Differences:
     """The differences of gradients to that of the whole batch.
 
     Attributes:
-        split: For each optimizer's step, of the batch split over devices.
         accumulation: Of accumulated micro-batches; None where that was not looked at.
     """
 

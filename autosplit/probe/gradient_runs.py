@@ -91,13 +91,10 @@ class QuietCopy:
     """A copy of a workload on the processor, and one batch of at least two samples.
 
     Args:
-        dtype: Of parameters and batch: float64 or float32.
         shares: Samples on each of two devices; they add up to the batch.
 
     Attributes:
-        moved: Names of the buffers that the last run of the whole batch moved.
         saved_bytes: What autograd held for the backward of the last run of the whole batch.
-        seconds: What that run took.
     """
 
     def __init__(self, workload: Workload, batch: Any, dtype: torch.dtype, shares: tuple[int, int]) -> None:
@@ -143,11 +140,7 @@ class QuietCopy:
         ]
 
     def whole(self, *, seed: int = 0, limit_s: float | None = None) -> Gradients:
-        """Return the gradient of the whole batch.
-
-        Args:
-            limit_s: A forward that takes longer raises a TooDearError.
-        """
+        """Return the gradient of the whole batch."""
         self.saved_bytes = 0
         begin_s = time.monotonic()
         with self._alike(seed, None if limit_s is None else begin_s + limit_s), self._counting_saved():

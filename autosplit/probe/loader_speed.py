@@ -140,11 +140,9 @@ def search(
     """Time settings: workers by doubling while that gains, then more batches ahead, then pinned memory.
 
     Args:
-        timer: Measures settings.
         present: The user's own; timed as well, unless it has more than `most_workers`.
         pins: There is a GPU to copy to.
         fits: Tells whether the host's memory holds so many workers, by what the last number of them took.
-        is_over: Tells whether time is up; without workers is always measured.
 
     Returns:
         What was measured, in order, and why it ended early, if it did.
@@ -232,9 +230,7 @@ def rate_of(
     out: workers that started early have loaded ahead by then.
 
     Args:
-        arrivals: The samples of each batch as it arrives, without an end.
         ahead: Batches that each worker loads ahead; 0 without workers.
-        clock: Seconds.
     """
     began = clock()
     next(arrivals)

@@ -23,7 +23,6 @@ class Rule:
     """The rule by which a loss averages.
 
     Attributes:
-        over: In words.
         reduction: The `loss_reduction` that makes it exact; None where neither does.
         count: Python that counts it in a batch, for `plan.steps`.
         ratio: What the first micro-batch counts for beside the second, where nobody knows what is counted.

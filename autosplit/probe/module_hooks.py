@@ -203,7 +203,6 @@ def printing(modules: list[tuple[str, nn.Module]], models: list[nn.Module], size
 
     Args:
         models: Those among them that are called with the batch, or its parts in turn.
-        sizes: Samples of each part.
     """
     prints = Prints(models, sizes)
     handles = [handle for path, module in modules for handle in prints.watch(path, module)]

@@ -20,9 +20,6 @@ class Observations:
     """The observations of one device in one role.
 
     Attributes:
-        index: The device's position.
-        shape_of: Makes the step in which it has n samples.
-        predict: Predicts the bytes of n samples.
         predicted: Bytes by samples, by traces.
         ran: Bytes by samples, of real steps.
         failed: Sizes that ran out of memory, each with what it would at least have needed.

@@ -53,7 +53,6 @@ class Prober(Stopwatch):
         """Find the ceiling of one device in one role.
 
         Args:
-            index: The device's position.
             role: What it does; ``primary`` is device 0's alone.
             elsewhere: For ``primary``, the samples of the other devices at the same time; default none.
             accumulates: Several micro-steps make a step, so that gradients are held all through the second.
@@ -256,7 +255,6 @@ class Prober(Stopwatch):
         Args:
             share: About the most that device 0 holds.
             elsewhere: About the most that the others hold together.
-            accumulates: See `ceiling`.
         """
         # Of one sample nothing has to be copied to lie in order: it is on no line with others.
         least = max(self.least_batch(), 2 if share > 2 else 1)
@@ -281,7 +279,6 @@ class Prober(Stopwatch):
                 it three steps make the plane.
             share: About the most that device 0 holds.
             others: About the most that each of the others holds.
-            accumulates: See `ceiling`.
 
         Returns:
             The plane; None where one of the steps did not run.
@@ -319,14 +316,7 @@ class Prober(Stopwatch):
     def room_beside(
         self, share: int, least: tuple[int, ...], most: tuple[int, ...], *, accumulates: bool
     ) -> tuple[int, ...]:
-        """Return the largest shares of the other devices beside which device 0 still holds its own.
-
-        Args:
-            share: Device 0's samples.
-            least: The other devices' shares that are known to fit.
-            most: Their own ceilings.
-            accumulates: See `ceiling`.
-        """
+        """Return the largest shares of the other devices beside which device 0 still holds its own."""
 
         def lowered(total: int) -> tuple[int, ...]:
             return proportional_split(total, tuple(max(1, n) for n in most), most)

@@ -34,11 +34,9 @@ class Request:
         capacities_bytes: What each device may hold, the reserve taken off.
         effective_batch_sizes: The least and the most samples per optimizer step, equal where a number was asked for;
             None for one forward of whatever is best.
-        max_batch_size: The most samples per forward; None for no bound.
         deadline_s: `time.monotonic()` after which no trial begins; None for no limit.
         sampler: An Optuna sampler, or None for the cost model's.
         name: Keeps profiles of equal workloads apart.
-        defaulted: No devices were named.
     """
 
     devices: tuple[Device, ...]

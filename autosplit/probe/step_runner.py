@@ -42,10 +42,6 @@ class StepRunner:
     """Runs and foretells steps of one workload on one runtime.
 
     Attributes:
-        runtime: Where steps run.
-        tracer: Predicts their memory.
-        max_batch_size: Nothing larger is looked at.
-        report: Told what is being done, in a few words.
         num_ranks: DDP processes in the job; 0 for one on each device.
         exact: Confirm that one sample more than a ceiling runs out of memory.
         deadline_s: `time.monotonic()` after which the largest batch that was seen to fit is the ceiling, and two sizes
@@ -141,12 +137,7 @@ class StepRunner:
         return max(2 * n, min(self.max_batch_size, int(room_bytes / max(1, bytes_per_sample))))
 
     def parts(self, shape: StepShape, peaks: Sequence[int]) -> tuple[MemoryParts | None, ...]:
-        """Tell what the devices hold at their peaks, as traced; None where that is not known.
-
-        Args:
-            shape: The step.
-            peaks: What each device held, in bytes.
-        """
+        """Tell what the devices hold at their peaks, as traced; None where that is not known."""
         if not (self.tracer.fake or self.runtime.simulated):
             return (None,) * len(peaks)  # a trace of real tensors is a step, and holds what the devices hold
         with named_steps(shape):
@@ -157,13 +148,7 @@ class StepRunner:
     def rank_parts(
         self, batch_sizes: Sequence[int], peaks: Sequence[int], *, accumulates: bool
     ) -> tuple[MemoryParts | None, ...]:
-        """Tell what DDP's ranks hold at their peaks, as `parts` does.
-
-        Args:
-            batch_sizes: Samples of each.
-            peaks: What each is predicted to hold, in bytes.
-            accumulates: The optimizer step has several forwards.
-        """
+        """Tell what DDP's ranks hold at their peaks, as `parts` does."""
         found: list[MemoryParts | None] = []
         for index, (samples, peak_bytes) in enumerate(zip(batch_sizes, peaks, strict=True)):
             shape = self.shapes(index, "rank", (), accumulates)(samples)
@@ -261,7 +246,6 @@ class StepRunner:
         rest are alike.
 
         Args:
-            splits: Samples per device, for each micro-step.
             budget_s: For each thing that is timed.
             copies_s: What a step spends on copying parameters and gradients, once for all its micro-steps.
 

@@ -42,9 +42,6 @@ MOST_KEPT = 256
 class AffineTraces:
     """Tells what steps hold and how they work as a `Tracer` does, after few real traces.
 
-    Args:
-        tracer: Follows the workload.
-
     Attributes:
         given_up: Whether steps were found that follow no law, so that each is followed.
     """
@@ -186,8 +183,6 @@ class _Columns:
     """A trace in columns: all that may change with the samples in one row of numbers.
 
     Attributes:
-        split: Samples of each device.
-        trace: The trace.
         numbers: Bytes of each storage that came or went, then floating-point operations and bytes of each op, then
             bytes of each copy.
         order: What came, went, was done and copied, in order, without its size: alike in every step of one law.

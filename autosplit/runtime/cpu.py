@@ -26,7 +26,6 @@ class CpuRuntime:
 
     Args:
         capacities_bytes: The most that each may hold; enforced where the device is budgeted (`cpu:SIZE`).
-        trainee: A real copy on the CPU.
     """
 
     simulated = False

@@ -126,13 +126,7 @@ def work_codes(labels: Sequence[tuple[str, str, Part]]) -> npt.NDArray[np.int64]
 def kernel_seconds(
     numbers: Numbers, codes: npt.NDArray[np.int64], spec: GpuSpec, rates: KernelRates | None = None
 ) -> Numbers:
-    """Return the time of each kernel on a card.
-
-    Args:
-        numbers: See `op_cost.Work.numbers`.
-        codes: See `work_codes`.
-        rates: None for those of ``kernel_rates.json``.
-    """
+    """Return the time of each kernel on a card."""
     rates = rates or kernel_rates()
     reached = np.array([kind.reached for kind in rates.kinds.values()])[codes[0]]
     passes = np.array([kind.passes for kind in rates.kinds.values()])[codes[0]]

@@ -28,9 +28,7 @@ class OpCost:
 
     Attributes:
         flops: Floating-point operations, counted where torch has a formula for them; 0 for what only moves memory.
-        nbytes: Bytes read and written.
         rate: Which of a card's peaks bounds it: a dtype's name, or ``"tf32"``.
-        kind: Its class, a key of ``kernel_rates.json``.
         product: What is multiplied: rows, columns, the dimension summed over, and how many such products; all 0 where
             nothing is. Of an optimizer's kernel the first is the number of tensors.
         part: Where its op was started from; the first kernel of an op alone has one, others cost the host nothing.
@@ -54,7 +52,6 @@ class Work:
 
     Attributes:
         numbers: A row each for flops, bytes and the four numbers of the product; every one is affine in the samples.
-        labels: Each kernel's kind, rate and part, see `OpCost`.
         codes: The labels as numbers, see `kernel_time.work_codes`.
     """
 
@@ -84,7 +81,6 @@ class Load:
     """The time of a work on a card whose host starts its kernels one after the other.
 
     Attributes:
-        busy_s: All kernels.
         host_s: The host, for all of them.
         end_s: From when the host begins to when the last kernel is done, on a card that has nothing else to do.
     """
@@ -95,11 +91,7 @@ class Load:
 
 
 def loads_of(works: Sequence[Work], spec: GpuSpec, replicas: int = 1) -> list[Load]:
-    """Return the loads of works on a card, all at once: a step has thousands, most of a kernel or two.
-
-    Args:
-        replicas: See `kernel_time.host_seconds`.
-    """
+    """Return the loads of works on a card, all at once: a step has thousands, most of a kernel or two."""
     begins = np.cumsum([0, *(work.numbers.shape[1] for work in works)])
     numbers = np.concatenate([np.zeros((6, 0)), *(work.numbers for work in works)], axis=1)
     codes = np.concatenate([np.zeros((3, 0), np.int64), *(work.codes for work in works)], axis=1)

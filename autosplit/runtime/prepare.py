@@ -105,7 +105,6 @@ class Built:
 
     Attributes:
         why_real: Why it has memory although none was needed; None where it has not, or needs it.
-        fake: It was built without memory.
     """
 
     source: Source
@@ -210,7 +209,6 @@ def isolated_runtime(
 
     Args:
         source: Picklable, made of what can be imported there.
-        closing: Ends the process.
 
     Returns:
         The runtime, to be given to `follow`; None for simulated cards, on which nothing runs.

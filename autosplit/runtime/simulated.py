@@ -126,7 +126,6 @@ class SimulatedRuntime:
     """A training step on simulated cards.
 
     Args:
-        devices: Simulated devices, each with the row of its card.
         free: Purposes whose transfers take no time: ``"parameter"``, ``"output"`` and so on, see `transfer.transfer`.
     """
 

@@ -63,8 +63,6 @@ class Trace:
     """One optimizer step, followed.
 
     Attributes:
-        peak_bytes: The most each device held.
-        entries: Storages that came and went, in order.
         broadcast: Copies of the parameters to replicas that are kept, once a step; otherwise they are in `micro`.
         reduce: Kept replicas' gradients come home, once a step; otherwise they are in `micro`.
     """
@@ -93,11 +91,7 @@ class _Update:
 
 
 class _Recorder:
-    """Gathers ops into work and keeps the transfers between; `norms_over_samples`: one may refuse a single sample.
-
-    Args:
-        keeps_calls: Keep what tells the work with other samples.
-    """
+    """Gathers ops into work and keeps the transfers between; `norms_over_samples`: one may refuse a single sample."""
 
     def __init__(self, samples: int, *, keeps_calls: bool) -> None:
         self.phases: list[tuple[str, list[Event]]] = []
@@ -205,7 +199,6 @@ class Tracer:
         device: The device that fake tensors claim, so that ops are those of that device.
 
     Attributes:
-        runs: Steps followed so far.
         norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
     """
 

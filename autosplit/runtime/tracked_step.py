@@ -107,8 +107,6 @@ def run_placed(
     """Train by one optimizer step under a tracker, and return each device's peak, in bytes.
 
     Args:
-        tracker: A new one, with a device for each entry of the split.
-        update: See `Trainee.step`.
         held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
     """
     sizes = [sum(split) for split in shape.splits]

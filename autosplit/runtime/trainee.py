@@ -48,12 +48,9 @@ class Trainee:
     Attributes:
         fake_mode: The mode their tensors live in; None for real ones.
         device: The device that fake tensors claim.
-        scaler: The GradScaler of ``fp16``, real copies only.
         restore: Puts back what had to be borrowed from the live model; nothing for a copy.
         left: What the last step left on the first device, whoever keeps it: the next begins with it.
         grown_bytes: By how much that was more than what the last step had found there.
-        peak_bytes: The most that the first device held in the last step.
-        draws: Numbers that its steps draw to decide by.
     """
 
     workload: Workload

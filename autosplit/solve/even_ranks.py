@@ -44,11 +44,9 @@ class EvenProblem:
     """The problem of one batch size for all ranks.
 
     Attributes:
-        ceilings: The most samples that each rank runs, one or more.
         effective_batch_sizes: The least and the most samples per optimizer step that will do; None where only
             `effective_batch_size` does.
         max_batch_size: The most samples per forward, over all ranks; None for no bound.
-        least_batch: The fewest samples that a rank can train on.
         fit: The cost of a step, with a curve for each rank; None where nobody knows.
     """
 

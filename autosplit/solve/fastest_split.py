@@ -31,9 +31,7 @@ def fastest_split(
     curve doesn't pile samples on one device. Large batches bisect the finish time first; the answer is the same.
 
     Args:
-        batch_size: Samples to split, 0 or more.
         times: Per device, seconds for n samples: 0 at n = 0, finite, never falling as n grows up to its cap.
-        caps: The most samples that each device may get.
         floors: The fewest samples that each device must get; None for 0 everywhere.
 
     Raises:

@@ -61,14 +61,12 @@ def search(
         evaluate: ``evaluate(number, configuration) -> Trial``; a configuration that fails is a failed trial.
         propose: ``propose(trials) -> Proposal``: what to try after these, or that it is enough. What is not in the
             space is left to the explorer.
-        n_trials: At most so many.
         seed: Of the explorer, which draws by it and the trials before, and by nothing else.
         sampler: One of Optuna's, which draws every trial instead; then nothing is proposed, and all trials are made.
         deadline_s: `time.monotonic()` after which no trial begins; one is made in any case.
         storage: An Optuna URL to keep the study in; None keeps it in memory. A search that was killed goes on from the
             trials that it left there. Those before `CeilingStore.end` only guide the sampler: their times are of
             another moment. Trials that somebody enqueued there are made first.
-        on_trial: Told of each trial, also of those that a killed search left.
         on_trouble: Told why the storage is done without, where it fails in mid-search.
 
     Raises:

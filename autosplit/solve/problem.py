@@ -187,7 +187,6 @@ class Problem:
 
         Args:
             waiting_bytes: What gradients take on each while they wait for another forward, unless the lines have it.
-            least_batch: The fewest samples that a device trains on.
         """
         if self.ranks:
             caps = [c.most_within(n, c.batch_size) for c, n in zip(self.ceilings, capacities_bytes, strict=True)]

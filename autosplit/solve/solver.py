@@ -340,11 +340,7 @@ class Solver:
 def _best_of(
     teams: Sequence[tuple[int, ...]], valued: Callable[[tuple[int, ...]], tuple[float, _Answer] | None]
 ) -> _Answer | None:
-    """Return the answer of the highest value; of many teams, each of fewer devices, between ever closer ones.
-
-    Args:
-        valued: A team's value and answer; None where it has none.
-    """
+    """Return the answer of the highest value; of many teams, each of fewer devices, between ever closer ones."""
     found: dict[int, tuple[float, _Answer]] = {}
     low, high = 0, len(teams) - 1
     while True:

@@ -168,7 +168,6 @@ class StepTime:
         """Fit the copies and the gather of one device to steps that it makes with the first device alone.
 
         Args:
-            index: The device's position, not the first.
             measured: One or two ``(split, seconds without the optimizer)`` of one micro-step, with other shares where
                 there are two.
         """
@@ -267,7 +266,6 @@ def _non_negative_fit(
     """Minimise ``sum (row . x - y)^2`` over x >= 0, held near `now`: coordinate descent, which is exact in the limit.
 
     Args:
-        rows: Coefficients, and what they should add up to.
         weight: Of staying at `now`: that of so many rows.
     """
     x = list(now)
@@ -360,9 +358,6 @@ def overlapped_seconds(
     backward (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
 
     Args:
-        compute_s: For each rank, the time of all its micro-steps.
-        all_reduce_s: The all-reduce alone.
-        update_s: The optimizer.
         last_backward_s: The backward of the last micro-step, behind which the all-reduce hides.
     """
     return max(compute_s) + max(0.0, all_reduce_s - last_backward_s) + update_s

@@ -281,7 +281,6 @@ def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
     """Make a batch of `n` samples by repeating those of a sample batch in order.
 
     Args:
-        n: At least 1.
         mark: Put what holds no samples into a `Whole`: at another size, a ``(T, T)`` mask may look like a batch.
 
     Returns:
