@@ -12,9 +12,9 @@ from autosplit.devices.spec import list_devices
 from autosplit.errors import DeviceError, InputError
 from autosplit.probe.does_not_fit import does_not_fit
 from autosplit.probe.prober import Prober
-from autosplit.probe.request import Request, checked_request
+from autosplit.probe.request import checked_request
 from autosplit.rng import kept_rng
-from autosplit.runtime.prepare import Source, build, follow, isolated_runtime, runtime_for, workload_source
+from autosplit.runtime.prepare import build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.solve.memory import Ceiling, Role
 
 __all__ = ["find_ceiling"]
@@ -62,19 +62,14 @@ def find_ceiling(
     if len(request.devices) != 1:
         raise InputError(f"{len(request.devices)} devices are given; expected one; call find_ceiling for each")
     source = workload_source(workload, None, {})
-    return _ceiling_of(source, request, role, exact=exact, isolate=isolate)
-
-
-def _ceiling_of(source: Source, request: Request, role: Role, *, exact: bool, isolate: bool) -> Ceiling:
     devices, capacities_bytes, index = request.devices, request.capacities_bytes, 0
     if role == "replica":
         # Somebody has to be device 0: one like it, that may hold anything.
         devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
     with kept_rng(), ExitStack() as closing:
-        deadline_s = request.deadline_s
-        isolated = (
-            isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=deadline_s) if isolate else None
-        )
+        isolated = None
+        if isolate:
+            isolated = isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=request.deadline_s)
         followed = follow(build(source, devices), devices, closing, isolated)
         runtime = runtime_for(devices, capacities_bytes, followed, closing)
         prober = Prober(

@@ -195,28 +195,22 @@ class Comparison:
         figures = _finite(split), _finite(accumulation)
         # Where some weights make the parts' gradients the whole's, no sample was changed by another.
         rule = self._rule(whole, rest.parts) if rest.parts else None
-        table = self._table(whole) if rule is None else ""
-        if table:
-            return Check("batch", *figures, depends=True, advice=table)
-        found = self._differing_module() if rule is None else None
-        if found is not None:
-            return Check(
-                "model",
-                *figures,
-                depends=True,
-                advice=f"{found}: its output for a sample depends on the other samples of the forward; use a layer "
-                "that computes each sample alone, or train on one device with one forward per step",
+        subject, advice = "loss", ""
+        if rule is None and (advice := self._table(whole)):
+            subject = "batch"
+        elif rule is None and (found := self._differing_module()):
+            subject = "model"
+            advice = (
+                f"{found}: its output for a sample depends on the other samples of the forward; use a layer that "
+                "computes each sample alone, or train on one device with one forward per step"
             )
-        moved = self._state_moved(whole) if rule is None and split <= self.tolerance else []
-        if moved:
-            return Check(
-                "model",
-                *figures,
-                depends=True,
-                advice=f"it keeps state from one forward to the next ({', '.join(moved[:3])}), and a step of several "
-                "forwards changes it several times; update it once per optimizer step",
+        elif rule is None and split <= self.tolerance and (moved := self._state_moved(whole)):
+            subject = "model"
+            advice = (
+                f"it keeps state from one forward to the next ({', '.join(moved[:3])}), and a step of several forwards "
+                "changes it several times; update it once per optimizer step"
             )
-        return Check("loss", *figures, depends=True, advice=self._loss_advice(whole, rest, rule))
+        return Check(subject, *figures, depends=True, advice=advice or self._loss_advice(whole, rest, rule))
 
     def _table(self, whole: Gradients) -> str:
         """Name a tensor of the batch that was cut and holds no samples: one beside the inputs and the targets."""

@@ -95,7 +95,8 @@ def measure_loader(
             return not last or used[last] / last * workers <= MEMORY_SHARE * free_bytes
 
         most = max(1, cores // processes)
-        present = _present(loader)
+        prefetch = (loader.prefetch_factor or PREFETCH_FACTORS[0]) if loader.num_workers else None
+        present = LoaderSettings(loader.num_workers, prefetch, loader.pin_memory and torch.cuda.is_available())
         tried, stopped = search(
             timer, most, present, pins=torch.cuda.is_available(), fits=fits, is_over=lambda: time.monotonic() > ends_s
         )
@@ -325,11 +326,6 @@ def _with(
         timeout=loader.timeout if settings.num_workers else 0,
         **settings.to_dict(),
     )
-
-
-def _present(loader: DataLoader[Any]) -> LoaderSettings:
-    prefetch = (loader.prefetch_factor or PREFETCH_FACTORS[0]) if loader.num_workers else None
-    return LoaderSettings(loader.num_workers, prefetch, loader.pin_memory and torch.cuda.is_available())
 
 
 def _check(loader: Any) -> None:

@@ -17,8 +17,8 @@ from autosplit.errors import AutosplitError, from_user_code
 from autosplit.oom import OutOfMemoryError, is_kernel_limit
 from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.protocol import Measurement, Runtime, SeesMemory, StepMemory, StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, traced_parts, traced_peaks
-from autosplit.runtime.tracer import Tracer, Traces
+from autosplit.runtime.simulated import SimulatedRuntime, Traces, traced_parts, traced_peaks
+from autosplit.runtime.tracer import Tracer
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.memory import MemoryParts, Role
 from autosplit.text import ms_text

@@ -29,9 +29,7 @@ LEAST_BLURRED_GAIN = 0.03
 """The same where the allocator holds more than it hands out: no step can tell where exactly it will hold too much."""
 
 STEP_DOWN = 0.02
-"""Least share of the samples that ran out of memory that the next step has less; four times that after a second
-failure.
-"""
+"""Least share of the samples that ran out of memory that the next step has less; after a second failure four times."""
 
 MOST_STEPS = 8
 STEPS_NEEDED = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils import flop_counter
 
 from autosplit.devices.catalog import GpuSpec
 from autosplit.runtime.kernel_time import Numbers, Part, host_seconds, kernel_seconds, work_codes
+from autosplit.runtime.memory_tracker import tensors_among
 
 __all__ = ["Load", "Move", "Numbers", "OpCost", "Work", "loads_of", "op_cost"]
 
@@ -195,10 +196,10 @@ def _kernels(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output
 
 
 def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCost:
-    written = _flat((outputs,))
-    tensors = [*_flat((*args, *kwargs.values())), *written]
+    written = [*tensors_among((outputs,))]
+    tensors = [*tensors_among((*args, *kwargs.values())), *written]
     if packet in _ROW_READERS:
-        tensors = [*_flat(args[1:]), *written, *written]
+        tensors = [*tensors_among(args[1:]), *written, *written]
     rate = _rate(tensors)
     nbytes = sum(_nbytes(tensor) for tensor in tensors)
     flops = _flops(packet, args, kwargs, outputs)
@@ -293,27 +294,12 @@ def _layout(*tensors: Tensor) -> Iterator[OpCost]:
         yield OpCost(0, 2 * sum(_nbytes(tensor) for tensor in tensors), rate, "layout")
 
 
-def _attention_flops(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    query, key, value = args[:3]
-    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward_flops(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    grad, query, key, value = args[:4]
-    return int(flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
-# The fused attention of the CPU, which torch's table of formulas lacks: the arithmetic is that of any other.
-_CPU_FORMULAS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
-
-
 def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    own = _CPU_FORMULAS.get(packet)
-    if own is not None:
-        return own(args, kwargs, outputs)
+    # Torch's table of formulas lacks the fused attention of the CPU, whose arithmetic is that of any other.
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(flop_counter.sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(flop_counter.sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
     formula = flop_counter.flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 
@@ -328,13 +314,3 @@ def _nbytes(tensor: Tensor) -> int:
     shape = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
     repeated = math.prod(size for size, stride in shape if stride == 0) or 1
     return tensor.numel() * tensor.element_size() // repeated
-
-
-def _flat(values: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += _flat(value)
-    return found

@@ -28,9 +28,9 @@ from autosplit.runtime.garbage import quick_collections
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.protocol import Runtime
 from autosplit.runtime.quantization import refuse_quantized
-from autosplit.runtime.simulated import SimulatedRuntime
+from autosplit.runtime.simulated import SimulatedRuntime, Traces
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
-from autosplit.runtime.tracer import Tracer, Traces, make_device_tracer, make_tracer
+from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
 from autosplit.runtime.training_copy import bytes_on_accelerators, training_copy
 from autosplit.text import size_text
 from autosplit.workload.sequence_length import at_length
@@ -54,9 +54,7 @@ Source = Workload | Callable[[], Workload]
 """A workload, or a function that builds it."""
 
 SMALL_BYTES = 256 * 2**20
-"""Bound up to which a workload for simulated cards is built with its memory: that is faster than to load torch's
-compiler, which building without memory needs.
-"""
+"""Bound up to which a workload for simulated cards is built with its memory, without waiting for torch's compiler."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +99,7 @@ def followed_once() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Built:
-    """A workload as it was built.
-
-    Attributes:
-        why_real: Why it has memory although none was needed; None where it has not, or needs it.
-    """
+    """A workload as it was built; `why_real` says why it has memory although none was needed."""
 
     source: Source
     workload: Workload
@@ -143,21 +137,14 @@ def workload_source(given: Any, sample_batch: Any, described: Mapping[str, Any])
             f"the workload is {given!r:.80}; expected a model with a sample_batch, a Workload, or a function that "
             "returns one; pass one of these"
         )
-    source: Source = given
-    return _changed(source, changes)
+    return _changed(given, changes)
 
 
-@dataclass(frozen=True)
-class _Changed:
-    """A function's workload, otherwise than the function made it."""
-
-    build: Callable[[], Workload]
-    changes: Mapping[str, Any]
-
-    def __call__(self) -> Workload:
-        built = self.build()
-        # What is not a workload is told of where all of them are.
-        return _with(built, self.changes) if isinstance(built, Workload) else built
+def _built_with(build: Callable[[], Workload], changes: Mapping[str, Any]) -> Workload:
+    """Build a function's workload, otherwise than the function makes it."""
+    built = build()
+    # What is not a workload is told of where all of them are.
+    return _with(built, changes) if isinstance(built, Workload) else built
 
 
 def _with(workload: Workload, changes: Mapping[str, Any]) -> Workload:
@@ -174,7 +161,7 @@ def _changed(source: Source, changes: Mapping[str, Any]) -> Source:
         )
     if not changes:
         return source
-    return _with(source, changes) if isinstance(source, Workload) else _Changed(source, changes)
+    return _with(source, changes) if isinstance(source, Workload) else functools.partial(_built_with, source, changes)
 
 
 def build(source: Source, devices: Sequence[Device]) -> Built:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from autosplit.solve.memory import MemoryParts
 from autosplit.text import size_text
 from autosplit.workload.workload import Workload, modules_of
 
-__all__ = ["Event", "Phase", "Trace", "Tracer", "Traces", "make_device_tracer", "make_tracer"]
+__all__ = ["Event", "Phase", "Trace", "Tracer", "make_device_tracer", "make_tracer"]
 
 
 _log = logging.getLogger(__name__)
@@ -169,27 +169,6 @@ def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
     return values.numel() // max(1, channels)
 
 
-class Traces(Protocol):
-    """A source of traces: the memory and the work of steps."""
-
-    @property
-    def trainee(self) -> Trainee:
-        """The copy that is traced."""
-
-    @property
-    def fake(self) -> bool:
-        """Whether fake tensors are followed, or real ones."""
-
-    def trace(self, shape: StepShape) -> Trace:
-        """Return the trace of a step."""
-
-    def accumulation_costs(self) -> list[OpCost]:
-        """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
-
-    def zeroing_costs(self) -> list[OpCost]:
-        """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
-
-
 class Tracer:
     """Traces training steps of one workload.
 
@@ -272,8 +251,10 @@ class Tracer:
             kept_rng(),
             held_interrupts() if self.fake else nullcontext(),
             _without_collector(),
-            _without_fake_log(),
-            _without_onednn() if self.like_gpu else nullcontext(),
+            # Torch's log of failing fake tensors buries the error that says it in two lines.
+            _switched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
+            # What oneDNN fuses GPUs run apart: an LSTM's memory would be several times too small.
+            _switched(torch.backends.mkldnn, "enabled", False) if self.like_gpu else nullcontext(),
             autocast or nullcontext(),
         ):
             update = partial(self._updated, tracker, recorder)
@@ -378,26 +359,14 @@ def _without_collector() -> Iterator[None]:
 
 
 @contextmanager
-def _without_fake_log() -> Iterator[None]:
-    """Keep torch's log of failing fake tensors from burying the error that says it in two lines."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True
+def _switched(owner: Any, name: str, value: bool) -> Iterator[None]:
+    """Set a switch for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        log.disabled = disabled
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Turn off what oneDNN fuses and GPUs run apart: an LSTM's memory would be several times too small."""
-    switch: Any = torch.backends.mkldnn  # torch declares its flag as a descriptor, not as the bool that it takes
-    enabled = switch.enabled
-    switch.enabled = False
-    try:
-        yield
-    finally:
-        switch.enabled = enabled
+        setattr(owner, name, before)
 
 
 def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer, str | None]:

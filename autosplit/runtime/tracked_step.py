@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -77,17 +77,15 @@ def gradients_in(buckets: Tensor, trainee: Trainee) -> Iterator[None]:
     Args:
         buckets: `bucket_bytes` of them, on the parameters' device.
     """
-    start, handles = 0, []
-    for parameter in sorted(_trainable(trainee), key=lambda p: -p.element_size()):  # each begins at its own alignment
-        end = start + parameter.numel() * parameter.element_size()
-        view = buckets[start:end].view(parameter.dtype).view(parameter.shape)
-        handles.append(parameter.register_post_accumulate_grad_hook(partial(_move_into, view)))
-        start = end
-    try:
+    start = 0
+    with ExitStack() as hooks:
+        # Each begins at its own alignment.
+        for parameter in sorted(_trainable(trainee), key=lambda p: -p.element_size()):
+            end = start + parameter.numel() * parameter.element_size()
+            view = buckets[start:end].view(parameter.dtype).view(parameter.shape)
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(partial(_move_into, view)))
+            start = end
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _move_into(view: Tensor, parameter: Tensor) -> None:
@@ -241,8 +239,5 @@ def adopting_optimizers(tracker: Tracker) -> Iterator[None]:
                 if value.dim() > 0:
                     tracker.adopt(value, device)
 
-    handle = register_optimizer_step_pre_hook(adopt)
-    try:
+    with register_optimizer_step_pre_hook(adopt):
         yield
-    finally:
-        handle.remove()

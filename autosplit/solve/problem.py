@@ -30,9 +30,7 @@ MOST_COMBINED = 256
 """Most numbers of forwards times the square of the devices that are solved: more would take many seconds."""
 
 MOST_FORWARDS = 1024
-"""Most forwards of an optimizer step: where it would take more, measuring anew is the better answer to so little
-memory.
-"""
+"""Most forwards of an optimizer step: to so little memory that it takes more, measuring anew is the better answer."""
 
 MORE_FORWARDS = 3
 """Forwards beyond the fewest that are looked at: each costs a copy and brings nothing but memory."""

@@ -30,9 +30,7 @@ MOST_TEAMS = 9
 _Answer = TypeVar("_Answer")
 
 WITHIN_REACH = 0.8
-"""Share of its best that the model has to promise another kind of configuration for it to be tried: it is seldom off by
-more.
-"""
+"""Share of its best that the model promises another kind of configuration to be tried: it is seldom off by more."""
 
 MOST_REFINED = 3
 """Answers whose share of device 0 is searched around what the devices' own times say."""
