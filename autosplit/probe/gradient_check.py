@@ -17,7 +17,7 @@ from torch import nn
 
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.spec import parse_devices
-from autosplit.errors import AutosplitError, WorkloadError, from_user_code, one_line
+from autosplit.errors import WorkloadError, one_line, users_errors
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_comparison import LEAST_SAMPLES, Comparison, begin
 from autosplit.probe.gradient_runs import TooDearError
@@ -90,9 +90,6 @@ def checks_for(
 
     Args:
         rebuild: Builds it again, with memory; called where it has none, and has not too many parameters for it.
-
-    Returns:
-        The checks, and sentences that say why there are none.
     """
     with kept_rng():
         try:
@@ -132,12 +129,8 @@ def _with_model(workload: Workload) -> Workload:
     if workload.modules:
         return workload
     model: Any = workload.model
-    try:
+    with users_errors("the model factory"):
         made = model()
-    except AutosplitError:
-        raise
-    except Exception as error:
-        raise from_user_code(error, "the model factory") from error
     return replace(workload, model=made) if isinstance(made, nn.Module) else workload
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -194,7 +193,9 @@ class Comparison:
         split, accumulation = max(rest.split.values()), rest.accumulation
         figures = _finite(split), _finite(accumulation)
         # Where some weights make the parts' gradients the whole's, no sample was changed by another.
-        rule = self._rule(whole, rest.parts) if rest.parts else None
+        copy, rule = self.copy, None
+        if rest.parts:
+            rule = rule_of(whole, rest.parts, copy.micro_sizes, copy.micro_batches, self.workload, self.tolerance)
         subject, advice = "loss", ""
         if rule is None and (advice := self._table(whole)):
             subject = "batch"
@@ -276,19 +277,16 @@ class Comparison:
         if rule is not None and rule.reduction is not None:
             reduce: Reduce = "sum" if rule.reduction == "sum" else "samples"
             if not split_is_off or self._split_error(whole, reduce) <= self.tolerance:
-                return self._reduction_advice(rule.reduction)
+                looping = "; and in the loop step.backward(loss / step.weight)" if reduce == "sum" else ""
+                return (
+                    f"it is a {rule.reduction} over the samples, and loss_reduction={self.workload.loss_reduction!r} "
+                    f"was given: pass loss_reduction={rule.reduction!r} to the Workload{looping}"
+                )
         if split_is_off:
             said.append(f"split: {self._split_advice(whole, rule)}")
         if accumulation_is_off:
             said.append(f"accumulated: {_accumulation_advice(rule)}")
         return said[0].partition(": ")[2] if len(said) == 1 else "; ".join(said)
-
-    def _reduction_advice(self, reduction: str) -> str:
-        looping = "; and in the loop step.backward(loss / step.weight)" if reduction == "sum" else ""
-        return (
-            f"it is a {reduction} over the samples, and loss_reduction={self.workload.loss_reduction!r} was given: "
-            f"pass loss_reduction={reduction!r} to the Workload{looping}"
-        )
 
     def _split_advice(self, whole: Gradients, rule: Rule | None) -> str:
         outside = "let the model return its outputs, and compute the loss of all of them by loss_fn= or compute_loss="
@@ -302,10 +300,6 @@ class Comparison:
 
     def _split_error(self, whole: Gradients, reduce: Reduce) -> float:
         return relative(self.copy.split(reduce), whole)[GRADIENT]
-
-    def _rule(self, whole: Gradients, parts: Sequence[Gradients]) -> Rule | None:
-        copy = self.copy
-        return rule_of(whole, parts, copy.micro_sizes, copy.micro_batches, self.workload, self.tolerance)
 
 
 @dataclass(frozen=True)

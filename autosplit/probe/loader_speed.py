@@ -144,9 +144,6 @@ def search(
         present: The user's own; timed as well, unless it has more than `most_workers`.
         pins: There is a GPU to copy to.
         fits: Tells whether the host's memory holds so many workers, by what the last number of them took.
-
-    Returns:
-        What was measured, in order, and why it ended early, if it did.
     """
     tried: list[TimedLoader] = []
     notes: list[str] = []

@@ -57,9 +57,6 @@ class Prober(Stopwatch):
             elsewhere: For ``primary``, the samples of the other devices at the same time; default none.
             accumulates: Several micro-steps make a step, so that gradients are held all through the second.
             start: Where to begin to look. Default: the sample batch's size.
-
-        Returns:
-            The ceiling; 0 where not even one sample fits.
         """
         device, capacity_bytes = self.runtime.devices[index], self.runtime.capacities_bytes[index]
         self.report(f"probing device {index + 1} of {len(self.runtime.devices)}: {device.label} as {role}")
@@ -150,11 +147,7 @@ class Prober(Stopwatch):
         return n
 
     def _confirmed(self, seen: Observations, guess: int) -> int:
-        """Run the predicted ceiling for real; step up while there is room, shrink by the refitted model if not.
-
-        Returns:
-            The largest size that ran; 0 where none did.
-        """
+        """Run the predicted ceiling for real; step up while there is room, shrink by the refitted model if not."""
         least = self.least_batch()
         low, high = least - 1, self.max_batch_size + 1  # low ran, or is too few to run; high did not
         # An equal device ran there, and its numbers are this one's until a step says otherwise.
@@ -279,9 +272,6 @@ class Prober(Stopwatch):
                 it three steps make the plane.
             share: About the most that device 0 holds.
             others: About the most that each of the others holds.
-
-        Returns:
-            The plane; None where one of the steps did not run.
         """
         least = self.least_batch()
 

@@ -48,9 +48,6 @@ class Stopwatch(StepRunner):
             alone: Time a replica without the first device, so that neither copies nor a gather count. By itself it
                 holds more at once than its part of a step.
 
-        Returns:
-            Seconds of a micro-step for each.
-
         Raises:
             OutOfMemoryError: None of them could be run.
         """
@@ -97,9 +94,6 @@ class Stopwatch(StepRunner):
 
         Args:
             needed: So many samples have to run at once, whether that pays or not.
-
-        Returns:
-            The curve, and the largest size that ran, as the ceiling.
 
         Raises:
             DoesNotFitError: Not even one sample fits.

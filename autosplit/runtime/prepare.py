@@ -17,7 +17,7 @@ from torch import nn
 from autosplit.accelerators import is_accelerator
 from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
-from autosplit.errors import AutosplitError, InputError, WorkloadError, from_user_code, one_line
+from autosplit.errors import InputError, WorkloadError, one_line, users_errors
 from autosplit.parallel.checkpointed import checkpointed_in
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.affine_traces import AffineTraces
@@ -196,9 +196,6 @@ def isolated_runtime(
 
     Args:
         source: Picklable, made of what can be imported there.
-
-    Returns:
-        The runtime, to be given to `follow`; None for simulated cards, on which nothing runs.
     """
     if devices[0].kind == "sim":
         return None
@@ -309,12 +306,8 @@ def _refuse_beyond_this_machine(workload: Workload, error: Exception) -> None:
 def _built(source: Source) -> Workload:
     if isinstance(source, Workload):
         return source
-    try:
+    with users_errors("the function that builds the workload"):
         workload = source()
-    except AutosplitError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise from_user_code(error, "the function that builds the workload") from error
     if not isinstance(workload, Workload):
         raise WorkloadError(
             f"the function returned a {type(workload).__name__}; expected an autosplit.Workload; "

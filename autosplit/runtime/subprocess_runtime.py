@@ -16,7 +16,7 @@ import torch
 
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.devices.device import Device
-from autosplit.errors import AutosplitError, from_user_code, one_line
+from autosplit.errors import AutosplitError, from_user_code, one_line, users_errors
 from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.child_process import UNHURRIED_S, Child, ChildLostError, LostCauseError
@@ -279,12 +279,8 @@ class _Served:
 
     def __init__(self, make: Callable[[], RealRuntime], settings: _Settings) -> None:
         _take_over(settings)
-        try:
+        with users_errors("the workload"):
             self._runtime = make()
-        except (AutosplitError, KeyboardInterrupt):
-            raise
-        except (Exception, SystemExit) as error:
-            raise from_user_code(error, "the workload") from error
         self._ran = False
 
     def capacities(self) -> tuple[int, ...]:

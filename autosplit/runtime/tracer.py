@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import AutosplitError, from_user_code
+from autosplit.errors import AutosplitError, from_user_code, users_errors
 from autosplit.rng import kept_rng
 from autosplit.runtime.cuda_autocast import CudaAutocast
 from autosplit.runtime.fake_tensors import fake_mode, holds_fakes, mode_of
@@ -131,11 +131,6 @@ class _Recorder:
         self._close(*list(self._open))
         self.phases[-1][1].extend(works)
         self._calls.extend(None for _ in works)
-
-    def finish(self) -> list[tuple[str, list[Event]]]:
-        """Close what is open and return the phases."""
-        self._close(*list(self._open))
-        return self.phases
 
     def resized(self, resized: Callable[[int], int]) -> list[tuple[str, list[Event]]]:
         """Return the phases with other samples."""
@@ -264,7 +259,8 @@ class Tracer:
             self._autocasts = autocast.needed  # it is asked at every call of torch's functions
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
-        phases, entries = recorder.finish(), tracker.entries()
+        recorder.phase()  # what is open is closed
+        phases, entries = recorder.phases, tracker.entries()
         parts = [_parts_of(tracker, device) for device in range(len(names))]
         found = [_trace_of(shape, parts, entries, phases)]
         for split in resized:
@@ -295,10 +291,7 @@ class Tracer:
 
     def accumulation_costs(self) -> list[OpCost]:
         """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
-        # Two tensors read, one written.
-        return [
-            OpCost(0, 3 * p.numel() * p.element_size(), "float32", part="backward") for p in self._with_gradient or []
-        ]
+        return [replace(cost, nbytes=3 * cost.nbytes) for cost in self.zeroing_costs()]  # two tensors read, one written
 
     def zeroing_costs(self) -> list[OpCost]:
         """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
@@ -381,17 +374,14 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
     shape = StepShape(((workload.sample_batch_size,),))
     failures: list[Exception] = []
     for place in (device, CPU) if holds_fakes(device) else (CPU,):
-        try:
-            tracer = _traced_once(workload, shape, fake=True, like_gpu=True, device=place)
-        except AutosplitError:
-            raise
-        except Exception as error:  # noqa: BLE001  # as in make_tracer
-            failures.append(error)
+        tried = _followed_fake(workload, shape, like_gpu=True, device=place)
+        if isinstance(tried, Exception):
+            failures.append(tried)
+        elif place == device:
+            return tried, None
         else:
-            if place == device:
-                return tracer, None
             why = f" ({_cause_text(failures[0])})" if failures else ""
-            return tracer, (
+            return tried, (
                 f"traces are of the processor, since fake tensors can't be followed on {device.type}{why}: real steps "
                 "correct them"
             )
@@ -413,32 +403,31 @@ def _cause_text(error: Exception) -> str:
 
 
 def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | None]:
-    """Make a tracer that follows fake tensors, or real ones where the model can't be faked.
-
-    Returns:
-        The tracer, and a sentence that says why it is not fake, or None.
-    """
+    """Make a tracer of fake tensors, or of real ones where the model can't be faked, with a sentence that says why."""
     shape = StepShape(((workload.sample_batch_size,),))
-    try:
-        tracer = _traced_once(workload, shape, fake=True, like_gpu=like_gpu)
-    except AutosplitError:
-        raise
-    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
-        failure = error
-    else:
-        return tracer, None
+    failure = _followed_fake(workload, shape, like_gpu=like_gpu)
+    if isinstance(failure, Tracer):
+        return failure, None
     if mode_of(workload) or any(parameter.is_meta for module in workload.modules for parameter in module.parameters()):
         raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
-    try:
+    with users_errors("the workload on its own sample batch"):
         tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu)
-    except AutosplitError:
-        raise
-    except Exception as error:
-        raise from_user_code(error, "the workload on its own sample batch") from error
     return tracer, (
         f"the model can't be followed with fake tensors ({_cause_text(failure)}); "
         "real ones on the CPU were followed instead"
     )
+
+
+def _followed_fake(
+    workload: Workload, shape: StepShape, *, like_gpu: bool, device: torch.device = CPU
+) -> Tracer | Exception:
+    """Return a tracer that has followed a step with fake tensors, or why there is none."""
+    try:
+        return _traced_once(workload, shape, fake=True, like_gpu=like_gpu, device=device)
+    except AutosplitError:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
+        return error
 
 
 def _traced_once(

@@ -12,8 +12,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -92,35 +92,30 @@ def search(
     return tuple(running.done.values())
 
 
+@dataclass
 class _Search:
     """The objective that Optuna's loop calls; its arguments are those of `search`."""
 
-    def __init__(
-        self,
-        space: Space,
-        evaluate: Evaluate,
-        propose: Propose,
-        n_trials: int,
-        seed: int,
-        sampler: Any,
-        deadline_s: float | None,
-        on_trial: Callable[[Trial], None],
-    ) -> None:
+    space: Space
+    evaluate: Evaluate
+    propose: Propose
+    n_trials: int
+    seed: int
+    sampler: Any
+    deadline_s: float | None
+    on_trial: Callable[[Trial], None]
+    done: dict[Configuration, Trial] = field(default_factory=dict)
+    asked: int = 0
+    raised: BaseException | None = None
+    fresh: tuple[Trial, str] | None = None
+
+    def __post_init__(self) -> None:
         from autosplit.solve.cost_model_sampler import CostModelSampler
 
-        self.space, self.evaluate, self.n_trials = space, evaluate, n_trials
-        self.deadline_s, self.on_trial = deadline_s, on_trial
-        self.done: dict[Configuration, Trial] = {}
-        self.asked = 0
         self.model: CostModelSampler | None = None
-        if sampler is None:
-            self.model = CostModelSampler(propose, self._trials, space, seed=seed)
-        self.sampler = sampler or self.model
-        self.raised: BaseException | None = None
-        self.fresh: tuple[Trial, str] | None = None
-
-    def _trials(self) -> Collection[Trial]:
-        return self.done.values()
+        if self.sampler is None:
+            model = CostModelSampler(self.propose, self.done.values, self.space, seed=self.seed)
+            self.sampler = self.model = model
 
     def resume(self, study: Any) -> None:
         """Take over the trials of a search that did not come to its end; what it left running is failed."""
@@ -128,8 +123,9 @@ class _Search:
 
         for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
-        self.done, self.asked = _resumed(study, self.space)
-        for trial in self.done.values():
+        done, self.asked = _resumed(study, self.space)
+        self.done.update(done)
+        for trial in done.values():
             self.on_trial(trial)
             _log_trial(trial, "of the search that was cut off")
 

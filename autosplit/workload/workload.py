@@ -237,9 +237,7 @@ class Workload:
         Raises:
             WorkloadError: `make_batch` returned a batch of another size.
         """
-        if self.make_batch is None:
-            return resize(self.sample_batch, n, self.batch_dim)
-        return self.made_batch(n)
+        return resize(self.sample_batch, n, self.batch_dim) if self.make_batch is None else self.made_batch(n)
 
     def made_batch(self, n: int) -> Any:
         """Return what `make_batch` makes of `n`, checked."""
