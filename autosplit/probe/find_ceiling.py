@@ -62,7 +62,8 @@ def find_ceiling(
     if len(request.devices) != 1:
         raise InputError(f"{len(request.devices)} devices are given; expected one; call find_ceiling for each")
     source = workload_source(workload, None, {})
-    devices, capacities_bytes, index = request.devices, request.capacities_bytes, 0
+    devices: tuple[Device, ...] = request.devices
+    capacities_bytes, index = request.capacities_bytes, 0
     if role == "replica":
         # Somebody has to be device 0: one like it, that may hold anything.
         devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])

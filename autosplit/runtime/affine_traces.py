@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from autosplit.runtime.kernel_time import Codes
 from autosplit.runtime.memory_tracker import BLOCK_BYTES
 from autosplit.runtime.op_calls import odd_split
 from autosplit.runtime.op_cost import Move, Numbers, Work
@@ -194,8 +194,8 @@ class _Columns:
     trace: Trace
     numbers: Numbers
     order: tuple[object, ...]
-    kinds: npt.NDArray[np.int64]
-    devices: npt.NDArray[np.int64]
+    kinds: Codes
+    devices: Codes
 
     @classmethod
     def of(cls, split: tuple[int, ...], trace: Trace) -> _Columns:
@@ -294,7 +294,7 @@ def _evaluated(points: Sequence[_Columns], split: tuple[int, ...], values: list[
     return total
 
 
-def _parts(rounded: Numbers, kinds: npt.NDArray[np.int64]) -> MemoryParts:
+def _parts(rounded: Numbers, kinds: Codes) -> MemoryParts:
     """Return what a device holds at its peak, of storages that came and went."""
     if not len(rounded):
         return MemoryParts(0, 0, 0, 0, 0)

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
 from autosplit.devices.catalog import GpuSpec
-from autosplit.runtime.kernel_time import Numbers, Part, host_seconds, kernel_seconds, work_codes
+from autosplit.runtime.kernel_time import Codes, Numbers, Part, host_seconds, kernel_seconds, work_codes
 from autosplit.runtime.memory_tracker import tensors_among
 
 __all__ = ["Load", "Move", "Numbers", "OpCost", "Work", "loads_of", "op_cost"]
@@ -59,7 +58,7 @@ class Work:
     device: int
     numbers: Numbers
     labels: tuple[tuple[str, str, Part], ...]
-    codes: npt.NDArray[np.int64]
+    codes: Codes
 
     @classmethod
     def of(cls, device: int, costs: Sequence[OpCost]) -> Work:

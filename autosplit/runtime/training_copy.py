@@ -68,37 +68,22 @@ def training_copy(
     if workload.checkpointing is not None:
         restore = _checkpointed(workload.checkpointing, models, restore)
     try:
-        return _ready(workload, models, memo, restore, device=device, mode=mode, gpu_variants=gpu_variants)
+        if mode is None and device is not None:
+            models = map_modules(lambda module: module.to(device), models)
+        for module in modules_of(models):
+            module.zero_grad(set_to_none=True)  # gradients that were copied along
+            if not module.training:  # the user may train with parts in evaluation mode
+                module.train()
+        optimizers = _copied_optimizers(workload, models, memo, mode)
+        if gpu_variants:
+            _choose_gpu_variants(optimizers)
+        scaler = None
+        if workload.precision == "fp16" and mode is None and workload.step is None:
+            scaler = torch.amp.GradScaler(device_type_of(models), init_scale=LOSS_SCALE)
+        return Trainee(workload, models, optimizers, mode, scaler, restore, device=device or CPU)
     except BaseException:
         restore()
         raise
-
-
-def _ready(
-    workload: Workload,
-    models: Any,
-    memo: dict[int, Any],
-    restore: Callable[[], None],
-    *,
-    device: torch.device | None,
-    mode: FakeTensorMode | None,
-    gpu_variants: bool,
-) -> Trainee:
-    if mode is None and device is not None:
-        models = map_modules(lambda module: module.to(device), models)
-    for module in modules_of(models):
-        module.zero_grad(set_to_none=True)  # gradients that were copied along
-        if not module.training:  # the user may train with parts in evaluation mode
-            module.train()
-    optimizers = _copied_optimizers(workload, models, memo, mode)
-    if workload.step is None:
-        _refuse_closures(optimizers)
-    if gpu_variants:
-        _choose_gpu_variants(optimizers)
-    scaler = None
-    if workload.precision == "fp16" and mode is None and workload.step is None:
-        scaler = torch.amp.GradScaler(device_type_of(models), init_scale=LOSS_SCALE)
-    return Trainee(workload, models, optimizers, mode, scaler, restore, device=device or CPU)
 
 
 def _nothing() -> None:
@@ -246,6 +231,8 @@ def _copied_optimizers(workload: Workload, models: Any, memo: dict[int, Any], mo
     modules = modules_of(models)
     wanted = optimizers_of(given)
     made = [_optimizer(item, _parameters(modules, i, len(wanted)), memo, mode) for i, item in enumerate(wanted)]
+    for optimizer in made if workload.step is None else ():
+        _refuse_closure(optimizer)
     if isinstance(given, Mapping):
         return dict(zip(given, made, strict=True))
     return type(given)(made) if isinstance(given, (tuple, list)) else made[0]
@@ -305,14 +292,13 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     return twin
 
 
-def _refuse_closures(optimizers: Any) -> None:
-    for optimizer in optimizers_of(optimizers):
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise WorkloadError(
-                f"the optimizer {type(optimizer).__name__} needs a closure that runs the model again; "
-                "expected one whose step() takes nothing; pass step=(model, optimizer, batch) that gives it one"
-            )
+def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"the optimizer {type(optimizer).__name__} needs a closure that runs the model again; "
+            "expected one whose step() takes nothing; pass step=(model, optimizer, batch) that gives it one"
+        )
 
 
 def _choose_gpu_variants(optimizers: Any) -> None:

@@ -189,15 +189,14 @@ class Solver:
         shares = self.space.region_of(steps).gpu0_bounds(batch_size)
         if shares is None:
             return None
-        least, most = shares
         ceilings = self._ceilings(steps)
         if self.step_time.adds_up or not ceilings:
             even = even_split(batch_size, 1 + len(ceilings))[0]
-            return Configuration(min(max(even, least), most), batch_size, steps)
+            return Configuration(min(max(even, shares[0]), shares[1]), batch_size, steps)
 
         def of_team(team: tuple[int, ...]) -> tuple[float, Configuration] | None:
-            configuration = self._of_team(batch_size, steps, team)
-            return None if configuration is None else (self.samples_per_s(configuration), configuration)
+            one = self._of_team(batch_size, steps, team)
+            return None if one is None else (self.samples_per_s(one), one)
 
         found = [_best_of(self._teams_of(ceilings), of_team), self._alone(batch_size, steps)]
         return max((c for c in found if c is not None), key=self.samples_per_s, default=None)
