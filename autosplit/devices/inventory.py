@@ -92,7 +92,11 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
     nvml, why_no_nvml = started_nvml() if found.kind == "cuda" else (None, "")
     notes.extend(note for note in (found.why_not, why_no_nvml, _pynvml_distribution_note()) if note)
     logical = [] if found.module is None else _logical_gpus(found, notes)
-    physical = [] if nvml is None else _physical_gpus(nvml, notes)
+    physical: list[_Gpu] = []
+    for index in range(_ask(notes, "NVML's number of GPUs", nvml.nvmlDeviceGetCount) or 0) if nvml else ():
+        handle = _ask(notes, f"physical GPU {index}", functools.partial(nvml.nvmlDeviceGetHandleByIndex, index))
+        if handle is not None:
+            physical.append(_physical_gpu(nvml, index, handle))
     rows = [_merged(gpu, physical, found.module) for gpu in logical]
     matched = {gpu.physical_index for gpu in rows}
     rows.extend(gpu for gpu in physical if gpu.physical_index not in matched)
@@ -123,16 +127,6 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
         notes.append(
             "several MIG instances are visible, but a process can use only one; set CUDA_VISIBLE_DEVICES to one"
         )
-    return gpus
-
-
-def _physical_gpus(nvml: Any, notes: list[str]) -> list[_Gpu]:
-    """Return the GPUs as NVML sees them."""
-    gpus = []
-    for index in range(_ask(notes, "NVML's number of GPUs", nvml.nvmlDeviceGetCount) or 0):
-        handle = _ask(notes, f"physical GPU {index}", functools.partial(nvml.nvmlDeviceGetHandleByIndex, index))
-        if handle is not None:
-            gpus.append(_physical_gpu(nvml, index, handle))
     return gpus
 
 

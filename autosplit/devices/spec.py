@@ -143,9 +143,8 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
     _check_count(len(devices), spec)
     kinds = sorted({device.kind for device in devices})
     if len(kinds) > 1:
-        raise DeviceError(
-            f"device spec {shown(spec)} mixes {' and '.join(kinds)}: expected one kind; make a plan for each"
-        )
+        mixed = " and ".join(kinds)
+        raise DeviceError(f"device spec {shown(spec)} mixes {mixed}: expected one kind; make a plan for each")
     if is_accelerator(kinds[0]):
         labels = [device.label for device in devices]
         twice = next((label for label in labels if labels.count(label) > 1), None)
@@ -173,20 +172,15 @@ def _plain_cpu() -> Device:
 
 def _budget(item: str, text: str) -> int:
     """Return a budget's bytes, not of a bare number: ``cpu:1`` looks like torch's second processor, not a byte."""
+    what = f"budget {shown(text)} in {shown(item)}"
     try:
         n_bytes = parse_bytes(text)
     except InputError as error:
-        raise DeviceError(
-            f"budget {shown(text)} in {shown(item)}: expected a size such as 2GiB or 600MiB; correct it"
-        ) from error
+        raise DeviceError(f"{what}: expected a size such as 2GiB or 600MiB; correct it") from error
     if n_bytes and re.fullmatch(r"[0-9.]+", text):
-        raise DeviceError(
-            f"budget {shown(text)} in {shown(item)} has no unit: expected a size such as 2GiB; add the unit"
-        )
+        raise DeviceError(f"{what} has no unit: expected a size such as 2GiB; add the unit")
     if n_bytes < 1:
-        raise DeviceError(
-            f"budget {shown(text)} in {shown(item)}: expected at least one byte; write a size such as 2GiB"
-        )
+        raise DeviceError(f"{what}: expected at least one byte; write a size such as 2GiB")
     return n_bytes
 
 

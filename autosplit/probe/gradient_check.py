@@ -115,13 +115,9 @@ def not_checked(why: object) -> str:
 
 def _without_rounding(found: Check) -> Check:
     """Let a figure that is no more than rounding be 0: two plans of the same would differ in it."""
-    if found.depends:
-        return found
-    return replace(
-        found,
-        split_error=None if found.split_error is None else 0.0,
-        accumulation_error=None if found.accumulation_error is None else 0.0,
-    )
+    errors = ("split_error", "accumulation_error")
+    rounded = {} if found.depends else {name: 0.0 for name in errors if getattr(found, name) is not None}
+    return replace(found, **rounded)
 
 
 def _with_model(workload: Workload) -> Workload:

@@ -227,11 +227,6 @@ class _Law:
         """Take in a step that was followed."""
         self._points.append(_Columns.of(split, trace))
 
-    @property
-    def holds(self) -> bool:
-        """Whether all steps were alike but for their sizes."""
-        return all(self._points[0].order == point.order for point in self._points[1:])
-
     def tells(self, split: tuple[int, ...], trace: Trace) -> bool:
         """Tell whether a step that was followed is what the law says of it."""
         followed = _Columns.of(split, trace)
@@ -254,7 +249,8 @@ class _Law:
         for point in self._points:
             if point.split == split and point.trace.peak_bytes:
                 return point.trace
-        return self._made(split) if self.holds else self._near(split)
+        are_alike = all(self._points[0].order == point.order for point in self._points[1:])  # but for their sizes
+        return self._made(split) if are_alike else self._near(split)
 
     def _made(self, split: tuple[int, ...]) -> Trace:
         base = self._points[0].trace

@@ -84,9 +84,7 @@ class CpuRuntime:
         return ()
 
     def _tracked(self, shape: StepShape) -> tuple[int, ...]:
-        # A rank is alone on its device, wherever that stands in the list.
-        alone = shape.arrangement != "balanced"
-        places = [index for index, samples in enumerate(shape.splits[0]) if samples or not alone]
+        places = [index for index, samples in enumerate(shape.splits[0]) if samples or not shape.alone]
         short = StepShape(
             tuple(tuple(split[index] for index in places) for split in shape.splits), shape.arrangement, shape.num_ranks
         )

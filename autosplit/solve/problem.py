@@ -87,13 +87,12 @@ class Problem:
         tells_apart: float = LEAST_DIFFERENCE,
     ) -> Problem:
         """Put together what a plan holds."""
-        held = region
-        if held is None:
+        ranks = region is None
+        if region is None:
             caps = [ceiling.batch_size for ceiling in ceilings]
             given = [n for n in (max_batch_size, *(effective_batch_sizes or ())[1:]) if n is not None]
-            held = Region.apart(caps, min([*given, sum(caps)]), least_batch)
-        asked = effective_batch_sizes, accumulates
-        return cls(fit, ceilings, held, region is None, *asked, tells_apart=tells_apart)
+            region = Region.apart(caps, min([*given, sum(caps)]), least_batch)
+        return cls(fit, ceilings, region, ranks, effective_batch_sizes, accumulates, tells_apart=tells_apart)
 
     @property
     def step_time(self) -> StepTime:
@@ -335,9 +334,8 @@ class Problem:
         if not found:
             return None
         top = max(answer.samples_per_s for answer in found)
-        if self.effective_batch_sizes is not None:
-            enough = (1 - self.tells_apart) * top
-        else:
+        enough = (1 - self.tells_apart) * top
+        if self.effective_batch_sizes is None:
             enough = min(KNEE_SHARE * top, self.most_samples_per_s)
 
         def plainness(answer: Solution) -> tuple[int, bool, int]:

@@ -148,12 +148,8 @@ class Proposer:
 
 def error_of(solver: Solver, trials: Sequence[Trial]) -> float:
     """Return by how much the model misses the trials that ran, as a share: the root mean square."""
-    misses = [
-        solver.samples_per_s(configuration_of(trial)) / trial.samples_per_s - 1
-        for trial in trials
-        if trial.samples_per_s is not None
-    ]
-    return statistics.fmean(miss**2 for miss in misses) ** 0.5 if misses else 0.0
+    ran = [(configuration_of(trial), trial.samples_per_s) for trial in trials if trial.samples_per_s is not None]
+    return statistics.fmean((solver.samples_per_s(one) / rate - 1) ** 2 for one, rate in ran) ** 0.5 if ran else 0.0
 
 
 def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:

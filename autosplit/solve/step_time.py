@@ -157,12 +157,7 @@ class StepTime:
     def _counted_copying_s(self, counted: Mapping[tuple[int, ...], int]) -> float:
         if self.keeps:
             return sum(compress(self.copies_s[1:], islice(map(any, zip(*counted, strict=True)), 1, None)))
-        return sum(
-            count * s
-            for split, count in counted.items()
-            for s, samples in zip(self.copies_s[1:], split[1:], strict=True)
-            if samples
-        )
+        return sum(count * sum(compress(self.copies_s[1:], split[1:])) for split, count in counted.items())
 
     def with_overhead(self, index: int, measured: Sequence[tuple[Sequence[int], float]]) -> StepTime:
         """Fit the copies and the gather of one device to steps that it makes with the first device alone.
@@ -179,11 +174,9 @@ class StepTime:
 
     def with_costs_of(self, index: int, copies_s: float, gather_s_per_sample: float) -> StepTime:
         """Return the same with what it costs that one device takes part."""
-        return replace(
-            self,
-            copies_s=_with(self.copies_s, index, copies_s),
-            gather_s_per_sample=_with(self.gather_s_per_sample, index, gather_s_per_sample),
-        )
+        copies, gathers = list(self.copies_s), list(self.gather_s_per_sample)
+        copies[index], gathers[index] = copies_s, gather_s_per_sample
+        return replace(self, copies_s=tuple(copies), gather_s_per_sample=tuple(gathers))
 
     def with_copies(self, split: Sequence[int], seconds: float) -> StepTime:
         """Charge what a step of one micro-step took beyond its slowest device to the copies of all others, evenly.
@@ -250,10 +243,6 @@ class RankStepTime(StepTime):
 
     def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
         return max(curve(max(1, samples)) for curve, samples in zip(self.curves, split, strict=True)), 0.0, 0.0
-
-
-def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:
-    return (*values[:index], value, *values[index + 1 :])
 
 
 PRIOR_WEIGHT = 0.03

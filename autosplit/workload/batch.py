@@ -220,13 +220,8 @@ def _is_cut(leaf: Any, size: int, dim: int) -> bool:
 
 def _other_sizes(tensors: list[Tensor], size: int, dim: int) -> set[int]:
     """Return the sizes that the tensors with `size` at `dim` have in their other dimensions."""
-    return {
-        other
-        for tensor in tensors
-        if tensor.size(dim) == size
-        for position, other in enumerate(tensor.shape)
-        if position != dim
-    }
+    held = [tensor.shape for tensor in tensors if tensor.size(dim) == size]
+    return {other for shape in held for other in (*shape[:dim], *shape[dim + 1 :])}
 
 
 def is_batched(tensor: Tensor, size: int, dim: int, other_sizes: set[int]) -> bool | None:
