@@ -89,11 +89,13 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
     """
     notes: list[str] = []
     found = accelerator_at()
+    nvml: Any
     nvml, why_no_nvml = started_nvml() if found.kind == "cuda" else (None, "")
     notes.extend(note for note in (found.why_not, why_no_nvml, _pynvml_distribution_note()) if note)
     logical = [] if found.module is None else _logical_gpus(found, notes)
     physical: list[_Gpu] = []
-    for index in range(_ask(notes, "NVML's number of GPUs", nvml.nvmlDeviceGetCount) or 0) if nvml else ():
+    count = None if nvml is None else _ask(notes, "NVML's number of GPUs", nvml.nvmlDeviceGetCount)
+    for index in range(count or 0):
         handle = _ask(notes, f"physical GPU {index}", functools.partial(nvml.nvmlDeviceGetHandleByIndex, index))
         if handle is not None:
             physical.append(_physical_gpu(nvml, index, handle))

@@ -37,7 +37,7 @@ def find_ceiling(
 ) -> Ceiling:
     """Find the largest number of samples that a device runs in one training step.
 
-    It is predicted from traces, checked with two small real steps and confirmed by running that very size; for
+    It is predicted from traces, checked with a small real step and confirmed by running that very size; for
     simulated cards the trace is the answer. The workload is left as it was.
 
     Args:

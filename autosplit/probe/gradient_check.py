@@ -116,7 +116,7 @@ def not_checked(why: object) -> str:
 def _without_rounding(found: Check) -> Check:
     """Let a figure that is no more than rounding be 0: two plans of the same would differ in it."""
     errors = ("split_error", "accumulation_error")
-    rounded = {} if found.depends else {name: 0.0 for name in errors if getattr(found, name) is not None}
+    rounded: dict[str, Any] = {name: 0.0 for name in errors if not found.depends and getattr(found, name) is not None}
     return replace(found, **rounded)
 
 

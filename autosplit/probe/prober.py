@@ -1,6 +1,6 @@
 """Find how many samples each device holds.
 
-A ceiling is predicted from traces, checked with two small real steps, and confirmed by running the very size. On
+A ceiling is predicted from traces, checked with a small real step, and confirmed by running the very size. On
 accelerators, where a real step costs less than a trace, few of them decide, and traces tell where to begin; on
 simulated cards the trace is the truth. Nobody doubles until something breaks.
 """
@@ -8,12 +8,11 @@ simulated cards the trace is the truth. Nobody doubles until something breaks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autosplit.errors import one_line
 from autosplit.oom import OutOfMemoryError, is_kernel_limit
-from autosplit.probe.observations import Observations
 from autosplit.probe.step_runner import balanced, named_steps
 from autosplit.probe.stopwatch import Stopwatch
 from autosplit.probe.wall_search import WallSearch
@@ -28,11 +27,32 @@ __all__ = ["Prober"]
 
 _log = logging.getLogger(__name__)
 
-STEP_DOWN = 0.05
-"""After a step that ran out of memory, the next has this share of its samples less; four times that after a second."""
 
-MAX_CONFIRMATIONS = 8
-"""Real steps at or near the ceiling, at most; the largest that ran is the answer then."""
+@dataclass
+class Observations:
+    """The observations of one device in one role.
+
+    Attributes:
+        predicted: Bytes by samples, by traces.
+        ran: Bytes by samples, of real steps.
+        limit: Set where something else than memory ended the search.
+        lost: The process of a step died of it, which says nothing of bytes.
+    """
+
+    index: int
+    role: Role
+    shape_of: Callable[[int], StepShape]
+    predict: Callable[[int], float] = float
+    predicted: dict[int, int] = field(default_factory=dict)
+    ran: dict[int, int] = field(default_factory=dict)
+    limit: Limit | None = None
+    lost: bool = False
+
+    def points(self) -> tuple[tuple[int, int, bool], ...]:
+        """Return all sizes that were looked at, in order."""
+        known = {n: (n, nbytes, False) for n, nbytes in self.predicted.items()}
+        known.update({n: (n, nbytes, True) for n, nbytes in self.ran.items()})
+        return tuple(known[n] for n in sorted(known))
 
 
 @dataclass
@@ -63,14 +83,12 @@ class Prober(Stopwatch):
         start = min(max(self.least_batch(), start or self.tracer.workload.sample_batch_size), self.max_batch_size)
         steps, ooms = self.counts.steps, self.counts.ooms
         seen = Observations(index, role, self.shapes(index, role, elsewhere, accumulates))
-        if self.decides_by_steps:
-            found = self._by_steps(seen, start)
-        else:
-            found = self._by_traces(seen, start)
-            if found and not self.runtime.simulated:
-                found = self._confirmed(seen, found)
+        found = 0 if self.decides_by_steps else self._by_traces(seen, start)
+        corrected = seen.predict
+        if self.decides_by_steps or (found and not self.runtime.simulated):
+            found, corrected = self._by_steps(seen, found or start)
         limit: Limit = seen.limit or ("max_batch_size" if found >= self.max_batch_size else "memory")
-        if limit == "memory" and self.out_of_time and seen.corrected(found + 1) <= capacity_bytes:
+        if limit == "memory" and self.out_of_time and corrected(found + 1) <= capacity_bytes:
             limit = "time"
         confirmed = found > 0 and not self.runtime.simulated
         peak_bytes = seen.ran[found] if confirmed else int(seen.predict(found)) if found else 0
@@ -113,29 +131,40 @@ class Prober(Stopwatch):
                 return 0 if found < least else found
             seen.predicted.clear()
 
-    def _by_steps(self, seen: Observations, start: int) -> int:
-        """Find a ceiling by real steps."""
+    def _by_steps(self, seen: Observations, start: int) -> tuple[int, Callable[[int], float]]:
+        """Find a ceiling by real steps, and what they tell of other sizes.
+
+        On accelerators they decide; on a processor's budget they confirm what the traces say, whose law is known.
+        """
         index, least = seen.index, self.least_batch()
+        counted = not self.decides_by_steps
+        if not counted:
+            seen.predict = lambda n: self.traced(seen.shape_of(max(n, least)))[index]
         search = WallSearch(
-            (lambda n: self.traced(seen.shape_of(max(n, least)))[index]) if self.has_traces else None,
+            seen.predict if self.has_traces else None,
             self.runtime.capacities_bytes[index],
             least,
             self.max_batch_size,
             start=max(start, least),
-            known=self._alike(seen) or 0,
+            # What was followed with real tensors was such steps: no smaller ones have to tell of more.
+            known=self._alike(seen) or (start if counted and not self.tracer.fake else 0),
+            counted=counted,
         )
         n = search.next() if self.max_batch_size >= least else None
         while n is not None:
+            before = self.counts.steps
             if self._ran(seen, n):
-                memory = self._memories[seen.shape_of(n)]
-                search.ran(n, memory.allocated_bytes[index], memory.reserved_bytes[index], memory.steps)
+                memory = self._memories.get(seen.shape_of(n))
+                reserved_bytes = seen.ran[n] if memory is None else memory.reserved_bytes[index]
+                search.ran(n, seen.ran[n], reserved_bytes, self.counts.steps - before)
             else:
                 search.ran_out(n)
                 search.blind = seen.limit == "kernel" or seen.lost
             n = None if self.out_of_time and search.found else self._following(search, index)
-        seen.predict = search.corrected
+        if not counted:
+            seen.predict = search.corrected
         self._equals[self._kind(seen)] = index, search.found
-        return search.found
+        return search.found, search.corrected
 
     def _following(self, search: WallSearch, index: int) -> int | None:
         """Return the next size; where a ceiling is to be exact, one sample more until that fails."""
@@ -145,40 +174,6 @@ class Prober(Stopwatch):
         if n is not None:
             _log.info("next %d on %s: %d ran, of the sizes tried", n, self.runtime.devices[index].label, search.found)
         return n
-
-    def _confirmed(self, seen: Observations, guess: int) -> int:
-        """Run the predicted ceiling for real; step up while there is room, shrink by the refitted model if not."""
-        least = self.least_batch()
-        low, high = least - 1, self.max_batch_size + 1  # low ran, or is too few to run; high did not
-        # An equal device ran there, and its numbers are this one's until a step says otherwise.
-        n = self._alike(seen)
-        if n is None:
-            self._check(seen, guess)
-            n = max(least, self._next_size(seen, low, high, guess))
-        failures = 0  # in a row
-        for _ in range(MAX_CONFIRMATIONS):
-            if self._ran(seen, n):
-                low, failures = n, 0
-            else:
-                high, failures = n, failures + 1
-            following = self._next_size(seen, low, high, n)
-            if failures:
-                # By how much it failed, nothing says: far enough down to run, which tells what to add again.
-                following = max(low, min(following, high - max(1, int(high * STEP_DOWN * failures**2))))
-            if following == low and self.exact and high - low > 1:
-                following = low + 1
-            if following == low and low < least:
-                following = max(least, high // 2)  # the trace knows too little here; something small may still run
-            if high - low <= 1 or following == low or self.out_of_time:
-                break
-            between = f"{low} ran" if low >= least else "none ran yet"
-            between += f", {high} did not" if high <= self.max_batch_size else ""
-            device = self.runtime.devices[seen.index]
-            _log.info("%s as %s: next %d (%s)", device.label, seen.role, following, between)
-            n = following
-        found = low if low in seen.ran else 0
-        self._equals[self._kind(seen)] = seen.index, found
-        return found
 
     def _alike(self, seen: Observations) -> int | None:
         """Return the ceiling of an equal device in the same role, found before: same card, and as much memory."""
@@ -190,25 +185,6 @@ class Prober(Stopwatch):
         device, capacity_bytes = self.runtime.devices[seen.index], self.runtime.capacities_bytes[seen.index]
         return device.name, capacity_bytes, seen.role, len(seen.shape_of(2).splits)
 
-    def _check(self, seen: Observations, guess: int) -> None:
-        """Hold the prediction against two small real steps, 1/16 and 1/8 of the guess; what they show corrects it."""
-        if not self.tracer.fake:
-            return  # its traces were such steps
-        small = max(self.least_batch(), guess // 16)
-        for n in (small, 2 * small):
-            if 2 * small >= guess or not self._ran(seen, n):
-                return
-
-    def _next_size(self, seen: Observations, low: int, high: int, start: int) -> int:
-        """Return the largest size, between what ran and what did not, that fits by the corrected trace."""
-        if high - low <= 1:
-            return low
-        if seen.limit == "kernel" or seen.lost:
-            # Nothing tells where a kernel ends, or a process dies, but running it.
-            return (max([low, *(ran for ran in seen.ran if ran < high)]) + high) // 2
-        capacity_bytes, start = self.runtime.capacities_bytes[seen.index], min(max(start, low + 1), high - 1)
-        return largest_fitting(seen.corrected, capacity_bytes, least=low, most=high - 1, start=start)
-
     def _ran(self, seen: Observations, n: int) -> bool:
         """Run a step for its memory, and keep what it shows."""
         shape = seen.shape_of(n)
@@ -219,7 +195,6 @@ class Prober(Stopwatch):
             _log.info("ran %s: out of memory (%s)", shape, error)
             self.counts.ooms += 1
             seen.lost = seen.lost or isinstance(error, StepLostError)
-            seen.failed[n] = self.runtime.capacities_bytes[seen.index] + 1
             return False
         except RuntimeError as error:
             if not is_kernel_limit(error):
