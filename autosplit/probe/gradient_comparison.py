@@ -238,8 +238,7 @@ class Comparison:
 
     def _state_moved(self, whole: Gradients) -> list[str]:
         """Name the buffers that forwards move, if accumulation is exact where each micro-batch finds the same."""
-        parts = self.copy.parts(put_back=True)
-        error = relative(mixed(parts, self._weights), whole)[GRADIENT]
+        error = relative(mixed(self.copy.parts(put_back=True), self._weights), whole)[GRADIENT]
         return self.copy.moved_buffers() if error <= self.tolerance else []
 
     def _differing_module(self) -> str | None:
@@ -273,7 +272,6 @@ class Comparison:
             )
         split_is_off = rest.split[GRADIENT] > self.tolerance
         accumulation_is_off = rest.accumulation is not None and rest.accumulation > self.tolerance
-        said = []
         if rule is not None and rule.reduction is not None:
             reduce: Reduce = "sum" if rule.reduction == "sum" else "samples"
             if not split_is_off or self._split_error(whole, reduce) <= self.tolerance:
@@ -282,11 +280,10 @@ class Comparison:
                     f"it is a {rule.reduction} over the samples, and loss_reduction={self.workload.loss_reduction!r} "
                     f"was given: pass loss_reduction={rule.reduction!r} to the Workload{looping}"
                 )
-        if split_is_off:
-            said.append(f"split: {self._split_advice(whole, rule)}")
-        if accumulation_is_off:
-            said.append(f"accumulated: {_accumulation_advice(rule)}")
-        return said[0].partition(": ")[2] if len(said) == 1 else "; ".join(said)
+        split, accumulated = split_is_off and self._split_advice(whole, rule), _accumulation_advice(rule)
+        if split and accumulation_is_off:
+            return f"split: {split}; accumulated: {accumulated}"
+        return split or accumulated
 
     def _split_advice(self, whole: Gradients, rule: Rule | None) -> str:
         outside = "let the model return its outputs, and compute the loss of all of them by loss_fn= or compute_loss="

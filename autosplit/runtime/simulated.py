@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autosplit.devices.catalog import GpuSpec
@@ -53,8 +53,6 @@ class _Clocks:
     specs: Sequence[GpuSpec]
     free: frozenset[str] = frozenset()
     replicas: int = 1
-    now_s: list[float] = field(default_factory=list)
-    busy_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.now_s = [0.0] * len(self.specs)

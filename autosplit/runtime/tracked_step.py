@@ -157,15 +157,13 @@ def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
             "falls; expected one whose steps are alike, or no batch is known to fit; run its largest batch by "
             "itself, or plan with another optimizer"
         )
-    found = _run_until_settled(trainee, run)
-    if not trainee.draws.count:
-        return found
-    peak_bytes = trainee.peak_bytes
-    trainee.draws.turn()
-    other = _run_until_settled(trainee, run)
-    if trainee.peak_bytes > peak_bytes:
-        return other
-    trainee.draws.turn()
+    found, peak_bytes = _run_until_settled(trainee, run), trainee.peak_bytes
+    if trainee.draws.count:
+        trainee.draws.turn()
+        other = _run_until_settled(trainee, run)
+        if trainee.peak_bytes > peak_bytes:
+            return other
+        trainee.draws.turn()
     return found
 
 
