@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import AutosplitError, from_user_code
 from autosplit.oom import OutOfMemoryError, is_kernel_limit
 from autosplit.runtime.affine_traces import AffineTraces
-from autosplit.runtime.protocol import Measurement, Runtime, SeesMemory, StepMemory, StepShape
+from autosplit.runtime.protocol import Measurement, Runtime, StepMemory, StepShape
 from autosplit.runtime.simulated import SimulatedRuntime, Traces, traced_parts, traced_peaks
 from autosplit.runtime.tracer import Tracer
 from autosplit.runtime.trainee import ran_a_step
@@ -149,12 +150,11 @@ class StepRunner:
         self, batch_sizes: Sequence[int], peaks: Sequence[int], *, accumulates: bool
     ) -> tuple[MemoryParts | None, ...]:
         """Tell what DDP's ranks hold at their peaks, as `parts` does."""
-        found: list[MemoryParts | None] = []
-        for index, (samples, peak_bytes) in enumerate(zip(batch_sizes, peaks, strict=True)):
+        found: list[MemoryParts | None] = [None] * len(peaks)
+        for index, samples in enumerate(batch_sizes) if self.tracer.fake or self.runtime.simulated else ():
             shape = self.shapes(index, "rank", (), accumulates)(samples)
-            traced = self.parts(shape, self.traced(shape)) if self.tracer.fake or self.runtime.simulated else ()
-            own = traced[index] if traced else None
-            found.append(None if own is None else own.of_peak(peak_bytes, measured=False))
+            own = self.parts(shape, self.traced(shape))[index]
+            found[index] = None if own is None else own.of_peak(peaks[index], measured=False)
         return tuple(found)
 
     def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
@@ -174,14 +174,14 @@ class StepRunner:
             self.count(1 if self._has_state or evaluates else 2)  # in the first of all the optimizer's state appears
             self._has_state = self._has_state or not evaluates
             return self.runtime.peaks(shape)
-        assert isinstance(self.runtime, SeesMemory), self.runtime
+        accelerators: Any = self.runtime  # in this process or in one of its own
         try:
-            self._memories[shape] = memory = self.runtime.memory(shape)
+            self._memories[shape] = memory = accelerators.memory(shape)
         except Exception:
             self.count(1)
             raise
         self.count(memory.steps)
-        return memory.allocated_bytes
+        return self._memories[shape].allocated_bytes
 
     def confirmed_peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step for its memory alone, or trace it where memory is never filled.

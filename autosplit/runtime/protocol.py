@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from autosplit.devices.device import Device
 
-__all__ = ["Arrangement", "Measurement", "Runtime", "SeesMemory", "StepMemory", "StepShape"]
+__all__ = ["Arrangement", "Measurement", "Runtime", "StepMemory", "StepShape"]
 
 Arrangement = Literal["balanced", "rank", "eval"]
 """``balanced``: BalancedDataParallel over the devices; ``rank``: one DDP process; ``eval``: a forward, no gradients."""
@@ -82,14 +82,6 @@ class StepMemory:
     allocated_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
     steps: int
-
-
-@runtime_checkable
-class SeesMemory(Protocol):
-    """A runtime of accelerators."""
-
-    def memory(self, shape: StepShape) -> StepMemory:
-        """Run a step until it is steady, and return what it holds; an OutOfMemoryError names the device."""
 
 
 class Runtime(Protocol):

@@ -282,7 +282,7 @@ def _text(value: Any) -> str:
         return str(sorted(map(_text, value)))
     if isinstance(value, tuple):
         return str([_text(item) for item in value])
-    if value is None or isinstance(value, (*_PLAIN, bytes, complex, type(...))):
+    if value is None or isinstance(value, (*_PLAIN, bytes, complex, slice, type(...))):
         return repr(value)
     return qualified_name(value if isinstance(value, type) else type(value))
 
