@@ -153,9 +153,9 @@ def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
     model: Any = workload.model
     is_made = bool(workload.modules)
     modules = workload.modules if is_made else modules_of(built_without_memory(model, fake_mode()))
-    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    has_no_memory = is_made and (mode_of(workload) is not None or any(t.is_meta for t in tensors))
-    has_no_memory |= any(t.is_meta for t in tensors_of(workload.sample_batch))
+    tensors = [t for module in workload.modules for t in (*module.parameters(), *module.buffers())]
+    is_meta = any(t.is_meta for t in (*tensors, *tensors_of(workload.sample_batch)))
+    has_no_memory = is_meta or (is_made and mode_of(workload) is not None)
     if has_no_memory and not can_be_rebuilt:
         raise TooDearError("the workload was built on the meta device or under fake tensors, so it has no values")
     needed_bytes = _gradients_bytes(modules)

@@ -277,25 +277,17 @@ class QuietCopy:
         optimizer.step = step  # type: ignore[method-assign]  # a twin, thrown away after the check
 
     def _named_optimizers(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+        """Yield each optimizer with its name, or its position and the model, where that has a name, that it is for."""
         if self.trainee.workload.step is None:
             return
         given = self.trainee.optimizers
-        names = list(given) if isinstance(given, Mapping) else self._names_by_models()
+        names = list(given) if isinstance(given, Mapping) else range(len(optimizers_of(given)))
+        models = self.trainee.models.items() if isinstance(self.trainee.models, Mapping) else ()
+        owners = {id(p): name for name, model in models for p in model.parameters()}
         for name, optimizer in zip(names, optimizers_of(given), strict=True):
-            yield f"{GRADIENT} of optimizer {name}", optimizer
-
-    def _names_by_models(self) -> list[str]:
-        """Name each optimizer by its position, and by the model whose parameters it holds where models have names."""
-        optimizers = optimizers_of(self.trainee.optimizers)
-        if not isinstance(self.trainee.models, Mapping):
-            return [str(position) for position in range(len(optimizers))]
-        owners = {id(p): name for name, model in self.trainee.models.items() for p in model.parameters()}
-        names = []
-        for position, optimizer in enumerate(optimizers):
             held = {owners.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
-            owner = held.pop() if len(held) == 1 else None
-            names.append(str(position) if owner is None else f"{position} ({owner})")
-        return names
+            owner = held.pop() if len(held) == 1 and not isinstance(given, Mapping) else None
+            yield f"{GRADIENT} of optimizer {name}{'' if owner is None else f' ({owner})'}", optimizer
 
 
 def named_models(models: Any) -> list[tuple[str, nn.Module]]:
@@ -327,11 +319,10 @@ def relative(found: Gradients, whole: Gradients) -> dict[str, float]:
 
 def _square(a: Tensor | None, b: Tensor | None) -> float:
     """Return the squared length of a difference; None counts as zeros."""
-    parts = [tensor.to_dense() if tensor.layout != torch.strided else tensor for tensor in (a, b) if tensor is not None]
+    parts = [tensor.to_dense().double() for tensor in (a, b) if tensor is not None]
     if not parts:
         return 0.0
-    difference = parts[0].double() if len(parts) == 1 else parts[0].double() - parts[1].double()
-    return float(difference.square().sum())
+    return float((parts[0] - parts[1] if len(parts) == 2 else parts[0]).square().sum())
 
 
 def _seed(seed: int) -> None:

@@ -118,7 +118,7 @@ def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients
 
     def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         weighted = [part * weight for part, weight in zip((a, b), weights, strict=True) if part is not None]
-        return None if not weighted else weighted[0] if len(weighted) == 1 else weighted[0] + weighted[1]
+        return sum(weighted[1:], weighted[0]) if weighted else None
 
     first, second = (part[GRADIENT] for part in parts)
     return {GRADIENT: tuple(added(a, b) for a, b in zip(first, second, strict=True))}

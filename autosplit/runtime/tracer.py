@@ -325,9 +325,9 @@ def _trace_of(
 
 def _parts_of(tracker: Tracker, device: int) -> MemoryParts:
     account = tracker.peak_account(device)
-    kinds: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "gathered", "activations")
-    parts = MemoryParts(*(account.get(kind, 0) for kind in kinds))
-    return replace(parts, parameters_bytes=parts.parameters_bytes + account.get("left", 0))
+    others: tuple[Kind, ...] = ("gradients", "optimizer", "gathered", "activations")
+    parameters_bytes = account.get("parameters", 0) + account.get("left", 0)
+    return MemoryParts(parameters_bytes, *(account.get(kind, 0) for kind in others))
 
 
 def _moves(event: Event, purpose: str) -> bool:

@@ -415,7 +415,7 @@ def map_modules(function: Callable[[nn.Module], Any], models: Any) -> Any:
         return function(models)
     if isinstance(models, Mapping):
         return {name: function(model) for name, model in models.items()}
-    return type(models)(function(model) for model in models)
+    return type(models)(map(function, models))
 
 
 def device_type_of(models: Any) -> str:
