@@ -44,7 +44,7 @@ COMPILED_LIMIT_S = 120.0
 """Least limit for a compiled step, which is compiled in it."""
 
 SLOWER_BY = 20.0
-"""Factor by which a call may exceed the longest that was answered: steps grow from 1/16 of a ceiling to all of it."""
+"""Factor by which a call may exceed the longest that was answered: steps grow from 1/8 of a ceiling to all of it."""
 
 FUTILE_DEATHS = 3
 """Processes that may be lost where none has ever answered: the fault is not in the number of samples. As many may hang
