@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import linecache
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +29,7 @@ __all__ = [
     "one_line",
     "shown",
     "user_frames",
+    "users_errors",
 ]
 
 
@@ -181,6 +184,22 @@ def _layer_text(trace: TracebackType | None) -> str:
     name = next((name for name, layer in layers[0].named_modules() if layer is layers[-1]), "")
     name = f"{name}.".removeprefix("module.").rstrip(".")  # of a wrapper, which is not the user's
     return f" (in layer {name}, a {type(layers[-1]).__name__})" if name else ""
+
+
+@contextmanager
+def users_errors(what: str) -> Iterator[None]:
+    """Turn what the user's own code raises into an error with their own frames; ours pass as they are."""
+    try:
+        yield
+    except AutosplitError:
+        raise
+    except SyntaxError as error:
+        wrapped = from_user_code(error, what)
+        # The compiler has no frame in the file that it could not read.
+        at = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+        raise UserCodeError(str(wrapped), (*wrapped.frames, at)) from error
+    except (Exception, SystemExit) as error:
+        raise from_user_code(error, what) from error
 
 
 def from_user_code(error: BaseException, what: str) -> UserCodeError:

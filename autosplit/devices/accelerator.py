@@ -6,16 +6,13 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from autosplit.accelerators import accelerator_kind, backend
 from autosplit.devices.device import Device
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.nvml import driver_version, free_bytes_by_nvml, is_mig, mig_count, started_nvml
 from autosplit.errors import DeviceError, first_line
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "DeviceWarning",

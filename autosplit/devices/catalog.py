@@ -160,7 +160,12 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
     if path is None:
         return _specs(table, table)
     try:
-        others = _specs(_table_in(read_bounded(path, _MOST_BYTES).decode("utf-8")), table)
+        text = read_bounded(path, _MOST_BYTES).decode("utf-8")
+        if text.lstrip().startswith("{"):  # what doctor printed
+            given = msgspec.convert(cards_table(msgspec.json.decode(text, type=Examination)), type=_Table)
+        else:
+            given = _table_of(text)
+        others = _specs(given, table)
     # Of what TOML may hold (dates, numbers of thousands of digits), some fails outside the parser's own error.
     except (OSError, ValueError, ArithmeticError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -171,13 +176,6 @@ def _catalog_with(path: str | None) -> Mapping[str, GpuSpec]:
         ) from error
     replaced = {_normal(name) for name in others}
     return {**{name: spec for name, spec in _specs(table, table).items() if _normal(name) not in replaced}, **others}
-
-
-def _table_in(text: str) -> _Table:
-    """Return the cards of a file of the user's own: of a catalogue's form, or doctor's JSON."""
-    if not text.lstrip().startswith("{"):
-        return _table_of(text)
-    return msgspec.convert(cards_table(msgspec.json.decode(text, type=Examination)), type=_Table)
 
 
 def _table_of(text: str) -> _Table:

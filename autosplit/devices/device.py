@@ -77,11 +77,8 @@ def parse_reserve(value: str | float | None) -> int | float | None:
     if value is None:
         return None
     reserve = _reserve_in(value) if isinstance(value, str) else value
-    if isinstance(reserve, float):
-        usable = 0 <= reserve < 1
-    else:
-        usable = isinstance(reserve, int) and not isinstance(reserve, bool) and reserve >= 0
-    if not usable:
+    is_bytes = isinstance(reserve, int) and not isinstance(reserve, bool) and reserve >= 0
+    if not is_bytes and not (isinstance(reserve, float) and 0 <= reserve < 1):
         raise InputError(
             f"reserve {shown(value)}: expected bytes (1GiB) or a share of at least 0 and below 1 (5%, 0.05); "
             "give one of these, or leave it out"

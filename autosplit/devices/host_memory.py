@@ -14,14 +14,10 @@ _UNKNOWN_HOST_BYTES = 4 * 2**30
 
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that this process may still take: the kernel's figure, bounded by the process's cgroups."""
-    free_bytes = [n_bytes for n_bytes in (_meminfo_bytes(root), *_cgroup_bytes(root)) if n_bytes is not None]
+    free_bytes = _cgroup_bytes(root)
+    if match := re.search(r"^MemAvailable:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE):
+        free_bytes.append(int(match[1]) * 1024)
     return max(0, min(free_bytes)) if free_bytes else _sysconf_bytes()
-
-
-def _meminfo_bytes(root: Path) -> int | None:
-    """Return ``MemAvailable`` of Linux; None elsewhere."""
-    match = re.search(r"^MemAvailable:\s+([0-9]+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
 
 
 def _cgroup_bytes(root: Path) -> list[int]:

@@ -9,7 +9,7 @@ import functools
 import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from autosplit.devices.accelerator import Found, accelerator_at, device_uuid, why_unsupported
@@ -89,10 +89,16 @@ def survey_devices() -> tuple[tuple[DeviceReport, ...], tuple[str, ...]]:
     """
     notes: list[str] = []
     found = accelerator_at()
+    nvml: Any
     nvml, why_no_nvml = started_nvml() if found.kind == "cuda" else (None, "")
     notes.extend(note for note in (found.why_not, why_no_nvml, _pynvml_distribution_note()) if note)
     logical = [] if found.module is None else _logical_gpus(found, notes)
-    physical = [] if nvml is None else _physical_gpus(nvml, notes)
+    physical: list[_Gpu] = []
+    count = None if nvml is None else _ask(notes, "NVML's number of GPUs", nvml.nvmlDeviceGetCount)
+    for index in range(count or 0):
+        handle = _ask(notes, f"physical GPU {index}", functools.partial(nvml.nvmlDeviceGetHandleByIndex, index))
+        if handle is not None:
+            physical.append(_physical_gpu(nvml, index, handle))
     rows = [_merged(gpu, physical, found.module) for gpu in logical]
     matched = {gpu.physical_index for gpu in rows}
     rows.extend(gpu for gpu in physical if gpu.physical_index not in matched)
@@ -109,7 +115,10 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
         properties = _ask(gpu.notes, "properties", functools.partial(cuda.get_device_properties, index))
         if properties is not None:
             gpu.name = str(properties.name)
-            gpu.uuid, gpu.pci = device_uuid(properties), _pci_address(properties)
+            gpu.uuid = device_uuid(properties)
+            if hasattr(properties, "pci_bus_id"):  # an older torch doesn't say
+                pci = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+                gpu.pci = (int(pci[0]), int(pci[1]), int(pci[2]))
             gpu.total_bytes = int(properties.total_memory)
             gpu.mig = is_mig(gpu.name)
             if found.kind == "cuda":
@@ -120,16 +129,6 @@ def _logical_gpus(found: Found, notes: list[str]) -> list[_Gpu]:
         notes.append(
             "several MIG instances are visible, but a process can use only one; set CUDA_VISIBLE_DEVICES to one"
         )
-    return gpus
-
-
-def _physical_gpus(nvml: Any, notes: list[str]) -> list[_Gpu]:
-    """Return the GPUs as NVML sees them."""
-    gpus = []
-    for index in range(_ask(notes, "NVML's number of GPUs", nvml.nvmlDeviceGetCount) or 0):
-        handle = _ask(notes, f"physical GPU {index}", functools.partial(nvml.nvmlDeviceGetHandleByIndex, index))
-        if handle is not None:
-            gpus.append(_physical_gpu(nvml, index, handle))
     return gpus
 
 
@@ -205,21 +204,9 @@ def _same_gpu(gpu: _Gpu, physical: Sequence[_Gpu]) -> _Gpu | None:
 
 def _report(gpu: _Gpu, kind: str) -> DeviceReport:
     others = None if gpu.used_bytes is None else max(0, gpu.used_bytes - (gpu.own_bytes or 0))
-    return DeviceReport(
-        kind=kind,
-        logical_index=gpu.logical_index,
-        physical_index=gpu.physical_index,
-        name=gpu.name,
-        total_bytes=gpu.total_bytes,
-        free_bytes=gpu.free_bytes,
-        used_by_others_bytes=others,
-        utilization_percent=gpu.utilization_percent,
-        temperature_c=gpu.temperature_c,
-        power_w=gpu.power_w,
-        uuid=gpu.uuid,
-        visible=gpu.logical_index is not None,
-        notes=tuple(dict.fromkeys(gpu.notes)),
-    )
+    told = {one.name: getattr(gpu, one.name) for one in fields(DeviceReport) if hasattr(gpu, one.name)}
+    told |= {"notes": tuple(dict.fromkeys(gpu.notes)), "kind": kind}
+    return DeviceReport(**told, used_by_others_bytes=others, visible=gpu.logical_index is not None)
 
 
 def _visibility_notes(reports: Sequence[DeviceReport], *, nvml_answers: bool) -> list[str]:
@@ -252,13 +239,6 @@ def _ask(notes: list[str], what: str, call: Callable[[], _T]) -> _T | None:
     except Exception as error:  # noqa: BLE001 (a figure that nobody can tell must not hide the others)
         notes.append(f"{what} unknown: {first_line(error)}")
         return None
-
-
-def _pci_address(properties: Any) -> tuple[int, int, int] | None:
-    """Return a CUDA device's (domain, bus, device), None in a torch that doesn't say."""
-    if not hasattr(properties, "pci_bus_id"):
-        return None
-    return int(properties.pci_domain_id), int(properties.pci_bus_id), int(properties.pci_device_id)
 
 
 def _pynvml_distribution_note() -> str | None:

@@ -49,11 +49,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, *, largest_bytes: int
 
 
 def memory_bytes_per_s(device: torch.device, *, largest_bytes: int) -> float:
-    """Return the bytes read and written per second by copies within a device's memory.
-
-    Args:
-        largest_bytes: For both ends together.
-    """
+    """Return the bytes read and written per second by copies within a device's memory."""
     source = torch.ones(min(largest_bytes, 8 * _COPIED_BYTES) // 8, dtype=torch.float32, device=device)
     destination = torch.empty_like(source)
     return 2 * source.nbytes / _seconds_of(lambda: destination.copy_(source), device)

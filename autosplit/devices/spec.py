@@ -98,12 +98,16 @@ def _parse_text(text: str, ask_memory: bool) -> list[Device]:
         goes_on = kind not in {"", "cpu", "sim"} and re.fullmatch(r"[+-]?[0-9]+", piece)
         head, colon, tail = (kind, ":", piece) if goes_on else piece.partition(":")
         kind = head.strip().lower()
-        if kind in {"cpu", "sim"}:
-            read = _cpu_piece if kind == "cpu" else _sim_piece
-            devices.extend(read(tail.strip() if colon else None))
+        tail = tail.strip()
+        if kind == "cpu":
+            devices.append(
+                Device("cpu", 0, "cpu", _budget(f"cpu:{tail}", tail), budgeted=True) if colon else _plain_cpu()
+            )
+        elif kind == "sim":
+            devices.extend(_sim_piece(tail))
         elif kind in _ACCELERATORS or (kind.isidentifier() and kind == accelerator_at().kind):
             found = accelerator_at(kind)._replace(ask_memory=ask_memory)
-            devices.extend(_accelerator_piece(found, tail.strip() if colon else None))
+            devices.extend(_accelerator_piece(found, tail if colon else None))
         else:
             raise DeviceError(_unknown_device(text, piece, kind_before=devices[-1].kind if devices else ""))
         if len(devices) > MAX_DEVICES:
@@ -139,9 +143,8 @@ def _joined(devices: list[Device], spec: object) -> tuple[Device, ...]:
     _check_count(len(devices), spec)
     kinds = sorted({device.kind for device in devices})
     if len(kinds) > 1:
-        raise DeviceError(
-            f"device spec {shown(spec)} mixes {' and '.join(kinds)}: expected one kind; make a plan for each"
-        )
+        mixed = " and ".join(kinds)
+        raise DeviceError(f"device spec {shown(spec)} mixes {mixed}: expected one kind; make a plan for each")
     if is_accelerator(kinds[0]):
         labels = [device.label for device in devices]
         twice = next((label for label in labels if labels.count(label) > 1), None)
@@ -167,31 +170,21 @@ def _plain_cpu() -> Device:
     return Device("cpu", 0, "cpu", int(available_host_bytes() * _CPU_SHARE))
 
 
-def _cpu_piece(tail: str | None) -> tuple[Device, ...]:
-    """Read ``cpu`` or ``cpu:2GiB``."""
-    return (_plain_cpu(),) if tail is None else (Device("cpu", 0, "cpu", _budget(f"cpu:{tail}", tail), budgeted=True),)
-
-
 def _budget(item: str, text: str) -> int:
     """Return a budget's bytes, not of a bare number: ``cpu:1`` looks like torch's second processor, not a byte."""
+    what = f"budget {shown(text)} in {shown(item)}"
     try:
         n_bytes = parse_bytes(text)
     except InputError as error:
-        raise DeviceError(
-            f"budget {shown(text)} in {shown(item)}: expected a size such as 2GiB or 600MiB; correct it"
-        ) from error
+        raise DeviceError(f"{what}: expected a size such as 2GiB or 600MiB; correct it") from error
     if n_bytes and re.fullmatch(r"[0-9.]+", text):
-        raise DeviceError(
-            f"budget {shown(text)} in {shown(item)} has no unit: expected a size such as 2GiB; add the unit"
-        )
+        raise DeviceError(f"{what} has no unit: expected a size such as 2GiB; add the unit")
     if n_bytes < 1:
-        raise DeviceError(
-            f"budget {shown(text)} in {shown(item)}: expected at least one byte; write a size such as 2GiB"
-        )
+        raise DeviceError(f"{what}: expected at least one byte; write a size such as 2GiB")
     return n_bytes
 
 
-def _sim_piece(tail: str | None) -> tuple[Device, ...]:
+def _sim_piece(tail: str) -> tuple[Device, ...]:
     """Read ``sim:2xA100-40GB+1xRTX3090@10GiB``."""
     if not tail:
         raise DeviceError(f"device 'sim' names no card: {_EXPECTED}; write 'sim:RTX3090', or 'sim:2xRTX3090' for two")

@@ -107,9 +107,6 @@ def transfer(tensor: Tensor, source: int, destination: int, purpose: str) -> Ten
         destination: Index of the device that gets the copy, `HOST` for none.
         purpose: What travels, for whoever follows: ``"input"``, ``"parameter"``, ``"buffer"``, ``"output"``,
             ``"scalar"`` or ``"gradient"``.
-
-    Returns:
-        The copy; its gradient is copied back the same way.
     """
     copy: Tensor = TRANSFER_OP(tensor, source, destination, purpose)
     return copy

@@ -18,56 +18,47 @@ def does_not_fit(prober: StepRunner, index: int) -> DoesNotFitError:
     least = prober.least_batch()
     held = bytes_on_accelerators(prober.tracer.workload)
     own_bytes = sum(held[place] for place in held if (place.type, place.index) == (device.kind, device.index))
+    needed_bytes = own_bytes
     if own_bytes:
-        return DoesNotFitError(
+        message = (
             f"a copy of the model does not fit {device.label} ({device.name}) at batch {least} beside the model, which "
             f"is there already and takes {own_bytes} of the {capacity_bytes} bytes that it may hold; expected room for "
-            "a step; tune with the model on the processor (model.cpu()), and move it afterwards",
-            device=device.label,
-            device_index=index,
-            requested_bytes=own_bytes,
-            capacity_bytes=capacity_bytes,
+            "a step; tune with the model on the processor (model.cpu()), and move it afterwards"
         )
-    if prober.max_batch_size < least:
+    elif prober.max_batch_size < least:
         return DoesNotFitError(
             f"a batch of {prober.max_batch_size} is the most that is asked for, and BatchNorm trains on no fewer than "
             f"{least} samples; expected at least {least}; raise effective_batch_size or max_batch_size"
         )
-    needed = prober.traced(StepShape(((least,),)))[0] if prober.has_traces else 0
-    if needed <= capacity_bytes:
-        lost = prober.runtime.notes if isinstance(prober.runtime, IsolatedRuntime) else ()
-        if lost or prober.out_of_time:
-            return _never_ran(prober, index, needed, lost)
-        return DoesNotFitError(
-            f"the workload does not fit {device.label} ({device.name}) at batch {least}: a real step needs more than "
-            f"the {needed} bytes that its trace tells, and may hold {capacity_bytes} ({size_text(capacity_bytes)}); "
-            "expected at least one sample to fit; use a smaller model, a lower precision, or a larger device",
-            device=device.label,
-            device_index=index,
-            requested_bytes=needed,
-            capacity_bytes=capacity_bytes,
-        )
+    else:
+        needed_bytes = prober.traced(StepShape(((least,),)))[0] if prober.has_traces else 0
+        message = _why_not(prober, index, needed_bytes)
     return DoesNotFitError(
-        f"the workload does not fit {device.label} ({device.name}) at batch {least}: it needs {needed} bytes "
-        f"({size_text(needed)}) and may hold {capacity_bytes} ({size_text(capacity_bytes)}); "
-        "expected at least one sample to fit; use a smaller model, a lower precision, or a larger device",
+        message,
         device=device.label,
         device_index=index,
-        requested_bytes=needed,
+        requested_bytes=needed_bytes,
         capacity_bytes=capacity_bytes,
     )
 
 
-def _never_ran(prober: StepRunner, index: int, needed: int, lost: tuple[str, ...]) -> DoesNotFitError:
-    """Return the error where something kept every step from running that was not a lack of memory."""
+def _why_not(prober: StepRunner, index: int, needed_bytes: int) -> str:
+    """Say what kept the smallest step from running, which needs so many bytes by its trace."""
     device, capacity_bytes = prober.runtime.devices[index], prober.runtime.capacities_bytes[index]
-    reason = "; ".join(lost) or "the time limit was over"
-    return DoesNotFitError(
-        f"no step of the workload ran to its end on {device.label} ({device.name}): {reason}; expected one of the "
-        f"{needed} bytes that the smallest one takes by its trace, of {capacity_bytes} that it may hold; "
-        f"{'run one step by itself to see why' if lost else 'raise time_limit_s'}",
-        device=device.label,
-        device_index=index,
-        requested_bytes=needed,
-        capacity_bytes=capacity_bytes,
+    where = f"{device.label} ({device.name})"
+    fits = needed_bytes <= capacity_bytes
+    lost = prober.runtime.notes if isinstance(prober.runtime, IsolatedRuntime) else ()
+    if fits and (lost or prober.out_of_time):
+        return (
+            f"no step of the workload ran to its end on {where}: {'; '.join(lost) or 'the time limit was over'}; "
+            f"expected one of the {needed_bytes} bytes that the smallest one takes by its trace, of {capacity_bytes} "
+            f"that it may hold; {'run one step by itself to see why' if lost else 'raise time_limit_s'}"
+        )
+    needs = f"it needs {needed_bytes} bytes ({size_text(needed_bytes)})"
+    if fits:
+        needs = f"a real step needs more than the {needed_bytes} bytes that its trace tells,"
+    return (
+        f"the workload does not fit {where} at batch {prober.least_batch()}: {needs} and may hold {capacity_bytes} "
+        f"({size_text(capacity_bytes)}); expected at least one sample to fit; use a smaller model, a lower precision, "
+        "or a larger device"
     )

@@ -12,9 +12,9 @@ from autosplit.devices.spec import list_devices
 from autosplit.errors import DeviceError, InputError
 from autosplit.probe.does_not_fit import does_not_fit
 from autosplit.probe.prober import Prober
-from autosplit.probe.request import Request, checked_request
+from autosplit.probe.request import checked_request
 from autosplit.rng import kept_rng
-from autosplit.runtime.prepare import Source, build, follow, isolated_runtime, runtime_for, workload_source
+from autosplit.runtime.prepare import build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.solve.memory import Ceiling, Role
 
 __all__ = ["find_ceiling"]
@@ -37,7 +37,7 @@ def find_ceiling(
 ) -> Ceiling:
     """Find the largest number of samples that a device runs in one training step.
 
-    It is predicted from traces, checked with two small real steps and confirmed by running that very size; for
+    It is predicted from traces, checked with a small real step and confirmed by running that very size; for
     simulated cards the trace is the answer. The workload is left as it was.
 
     Args:
@@ -63,22 +63,18 @@ def find_ceiling(
         raise InputError(f"role is {role!r}; expected one of {', '.join(get_args(Role))}; choose one of them")
     if len(request.devices) != 1:
         raise InputError(f"{len(request.devices)} devices are given; expected one; call find_ceiling for each")
-    if role in ("resume", "save"):
-        source = workload_source(workload, None, {"fits": (role,)})
-        return replace(_ceiling_of(source, request, "rank", exact=exact, isolate=isolate), role=role)
-    return _ceiling_of(workload_source(workload, None, {}), request, role, exact=exact, isolate=isolate)
-
-
-def _ceiling_of(source: Source, request: Request, role: Role, *, exact: bool, isolate: bool) -> Ceiling:
-    devices, capacities_bytes, index = request.devices, request.capacities_bytes, 0
+    asked, held = role, {"fits": (role,)} if role in ("resume", "save") else {}
+    role = "rank" if held else role
+    source = workload_source(workload, None, held)
+    devices: tuple[Device, ...] = request.devices
+    capacities_bytes, index = request.capacities_bytes, 0
     if role == "replica":
         # Somebody has to be device 0: one like it, that may hold anything.
         devices, capacities_bytes, index = _beside_companion(devices[0], capacities_bytes[0])
     with kept_rng(), ExitStack() as closing:
-        deadline_s = request.deadline_s
-        isolated = (
-            isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=deadline_s) if isolate else None
-        )
+        isolated = None
+        if isolate:
+            isolated = isolated_runtime(source, devices, capacities_bytes, closing, deadline_s=request.deadline_s)
         followed = follow(build(source, devices), devices, closing, isolated)
         runtime = runtime_for(devices, capacities_bytes, followed, closing)
         prober = Prober(
@@ -96,7 +92,7 @@ def _ceiling_of(source: Source, request: Request, role: Role, *, exact: bool, is
         if ceiling.batch_size == 0:
             raise does_not_fit(prober, index)
         lost = () if isolated is None else isolated.notes
-        return replace(ceiling, device=request.devices[0].label, notes=(*followed.notes, *lost))
+        return replace(ceiling, role=asked, device=request.devices[0].label, notes=(*followed.notes, *lost))
 
 
 def _beside_companion(device: Device, capacity_bytes: int) -> tuple[tuple[Device, ...], tuple[int, ...], int]:

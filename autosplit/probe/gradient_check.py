@@ -17,7 +17,7 @@ from torch import nn
 
 from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.spec import parse_devices
-from autosplit.errors import AutosplitError, WorkloadError, from_user_code, one_line
+from autosplit.errors import WorkloadError, one_line, users_errors
 from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_comparison import LEAST_SAMPLES, Comparison, begin
 from autosplit.probe.gradient_runs import TooDearError
@@ -90,9 +90,6 @@ def checks_for(
 
     Args:
         rebuild: Builds it again, with memory; called where it has none, and has not too many parameters for it.
-
-    Returns:
-        The checks, and sentences that say why there are none.
     """
     with kept_rng():
         try:
@@ -118,13 +115,9 @@ def not_checked(why: object) -> str:
 
 def _without_rounding(found: Check) -> Check:
     """Let a figure that is no more than rounding be 0: two plans of the same would differ in it."""
-    if found.depends:
-        return found
-    return replace(
-        found,
-        split_error=None if found.split_error is None else 0.0,
-        accumulation_error=None if found.accumulation_error is None else 0.0,
-    )
+    errors = ("split_error", "accumulation_error")
+    rounded: dict[str, Any] = {name: 0.0 for name in errors if not found.depends and getattr(found, name) is not None}
+    return replace(found, **rounded)
 
 
 def _with_model(workload: Workload) -> Workload:
@@ -132,12 +125,8 @@ def _with_model(workload: Workload) -> Workload:
     if workload.modules:
         return workload
     model: Any = workload.model
-    try:
+    with users_errors("the model factory"):
         made = model()
-    except AutosplitError:
-        raise
-    except Exception as error:
-        raise from_user_code(error, "the model factory") from error
     return replace(workload, model=made) if isinstance(made, nn.Module) else workload
 
 
@@ -164,9 +153,9 @@ def _refuse_unaffordable(workload: Workload, can_be_rebuilt: bool) -> bool:
     model: Any = workload.model
     is_made = bool(workload.modules)
     modules = workload.modules if is_made else modules_of(built_without_memory(model, fake_mode()))
-    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    has_no_memory = is_made and (mode_of(workload) is not None or any(t.is_meta for t in tensors))
-    has_no_memory |= any(t.is_meta for t in tensors_of(workload.sample_batch))
+    tensors = [t for module in workload.modules for t in (*module.parameters(), *module.buffers())]
+    is_meta = any(t.is_meta for t in (*tensors, *tensors_of(workload.sample_batch)))
+    has_no_memory = is_meta or (is_made and mode_of(workload) is not None)
     if has_no_memory and not can_be_rebuilt:
         raise TooDearError("the workload was built on the meta device or under fake tensors, so it has no values")
     needed_bytes = _gradients_bytes(modules)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -99,7 +98,11 @@ class Comparison:
             if not self._accumulates:
                 why = "step= is a whole optimizer step" if self.workload.step else "loss_scope='batch' forbids it"
                 self.remarks.append(f"accumulation was not checked: {why}")
-            _refuse_not_finite(begun.whole)
+            if not _is_finite(begun.whole):
+                raise WorkloadError(
+                    "the gradient of the whole sample batch is not finite; expected numbers to compare; pass a sample "
+                    "batch and parameters that can be trained"
+                )
             if self.workload.step is None and self.workload.loss_reduction == "mean":
                 self.reduce = reduction_of(self.copy, self.tolerance)
             try:
@@ -133,7 +136,9 @@ class Comparison:
             if drawn > MOST_NOISE or not differences.over(ROUNDINGS * drawn):
                 return (*self._gradients(differences, is_random=True), *norms)
             self.tolerance = ROUNDINGS * drawn
-        self._allow_for_rounding(begun.whole)
+        rounding = max(relative(self.copy.otherwise(), begun.whole).values())
+        if rounding <= MOST_ROUNDING:
+            self.tolerance = max(self.tolerance, ROUNDINGS * rounding)
         if not differences.over(self.tolerance):
             return (*self._gradients(differences), *norms)
         rest, whole = differences, begun.whole
@@ -154,11 +159,6 @@ class Comparison:
         with watching_draws([model for _, model in named_models(self.copy.trainee.models)]) as draws:
             drawn = max(relative(self.copy.whole(seed=1), whole).values())
         return drawn if draws.inside or self.workload.step is None else 0.0
-
-    def _allow_for_rounding(self, whole: Gradients) -> None:
-        rounding = max(relative(self.copy.otherwise(), whole).values())
-        if rounding <= MOST_ROUNDING:
-            self.tolerance = max(self.tolerance, ROUNDINGS * rounding)
 
     def _differences(self, whole: Gradients) -> _Differences:
         split = relative(self.copy.split(self.reduce), whole)
@@ -194,29 +194,25 @@ class Comparison:
         split, accumulation = max(rest.split.values()), rest.accumulation
         figures = _finite(split), _finite(accumulation)
         # Where some weights make the parts' gradients the whole's, no sample was changed by another.
-        rule = self._rule(whole, rest.parts) if rest.parts else None
-        table = self._table(whole) if rule is None else ""
-        if table:
-            return Check("batch", *figures, depends=True, advice=table)
-        found = self._differing_module() if rule is None else None
-        if found is not None:
-            return Check(
-                "model",
-                *figures,
-                depends=True,
-                advice=f"{found}: its output for a sample depends on the other samples of the forward; use a layer "
-                "that computes each sample alone, or train on one device with one forward per step",
+        copy, rule = self.copy, None
+        if rest.parts:
+            rule = rule_of(whole, rest.parts, copy.micro_sizes, copy.micro_batches, self.workload, self.tolerance)
+        subject, advice = "loss", ""
+        if rule is None and (advice := self._table(whole)):
+            subject = "batch"
+        elif rule is None and (found := self._differing_module()):
+            subject = "model"
+            advice = (
+                f"{found}: its output for a sample depends on the other samples of the forward; use a layer that "
+                "computes each sample alone, or train on one device with one forward per step"
             )
-        moved = self._state_moved(whole) if rule is None and split <= self.tolerance else []
-        if moved:
-            return Check(
-                "model",
-                *figures,
-                depends=True,
-                advice=f"it keeps state from one forward to the next ({', '.join(moved[:3])}), and a step of several "
-                "forwards changes it several times; update it once per optimizer step",
+        elif rule is None and split <= self.tolerance and (moved := self._state_moved(whole)):
+            subject = "model"
+            advice = (
+                f"it keeps state from one forward to the next ({', '.join(moved[:3])}), and a step of several forwards "
+                "changes it several times; update it once per optimizer step"
             )
-        return Check("loss", *figures, depends=True, advice=self._loss_advice(whole, rest, rule))
+        return Check(subject, *figures, depends=True, advice=advice or self._loss_advice(whole, rest, rule))
 
     def _table(self, whole: Gradients) -> str:
         """Name a tensor of the batch that was cut and holds no samples: one beside the inputs and the targets."""
@@ -243,8 +239,7 @@ class Comparison:
 
     def _state_moved(self, whole: Gradients) -> list[str]:
         """Name the buffers that forwards move, if accumulation is exact where each micro-batch finds the same."""
-        parts = self.copy.parts(put_back=True)
-        error = relative(mixed(parts, self._weights), whole)[GRADIENT]
+        error = relative(mixed(self.copy.parts(put_back=True), self._weights), whole)[GRADIENT]
         return self.copy.moved_buffers() if error <= self.tolerance else []
 
     def _differing_module(self) -> str | None:
@@ -278,23 +273,19 @@ class Comparison:
             )
         split_is_off = rest.split[GRADIENT] > self.tolerance
         accumulation_is_off = rest.accumulation is not None and rest.accumulation > self.tolerance
-        said = []
         if rule is not None and rule.reduction is not None:
             reduce: Reduce = "sum" if rule.reduction == "sum" else "samples"
             if not split_is_off or self._split_error(whole, reduce) <= self.tolerance:
-                return self._reduction_advice(rule.reduction)
-        if split_is_off:
-            said.append(f"split: {self._split_advice(whole, rule)}")
-        if accumulation_is_off:
-            said.append(f"accumulated: {_accumulation_advice(rule)}")
-        return said[0].partition(": ")[2] if len(said) == 1 else "; ".join(said)
-
-    def _reduction_advice(self, reduction: str) -> str:
-        looping = "; and in the loop step.backward(loss / step.weight)" if reduction == "sum" else ""
-        return (
-            f"it is a {reduction} over the samples, and loss_reduction={self.workload.loss_reduction!r} was given: "
-            f"pass loss_reduction={reduction!r}, as in tune(Workload(..., loss_reduction={reduction!r})){looping}"
-        )
+                looping = "; and in the loop step.backward(loss / step.weight)" if reduce == "sum" else ""
+                return (
+                    f"it is a {rule.reduction} over the samples, and loss_reduction={self.workload.loss_reduction!r} "
+                    f"was given: pass loss_reduction={rule.reduction!r}, as in "
+                    f"tune(Workload(..., loss_reduction={rule.reduction!r})){looping}"
+                )
+        split, accumulated = split_is_off and self._split_advice(whole, rule), _accumulation_advice(rule)
+        if split and accumulation_is_off:
+            return f"split: {split}; accumulated: {accumulated}"
+        return split or accumulated
 
     def _split_advice(self, whole: Gradients, rule: Rule | None) -> str:
         outside = "let the model return its outputs, and compute the loss of all of them by loss_fn= or compute_loss="
@@ -309,17 +300,12 @@ class Comparison:
     def _split_error(self, whole: Gradients, reduce: Reduce) -> float:
         return relative(self.copy.split(reduce), whole)[GRADIENT]
 
-    def _rule(self, whole: Gradients, parts: Sequence[Gradients]) -> Rule | None:
-        copy = self.copy
-        return rule_of(whole, parts, copy.micro_sizes, copy.micro_batches, self.workload, self.tolerance)
-
 
 @dataclass(frozen=True)
 class _Differences:
     """The differences of gradients to that of the whole batch.
 
     Attributes:
-        split: For each optimizer's step, of the batch split over devices.
         accumulation: Of accumulated micro-batches; None where that was not looked at.
     """
 
@@ -370,14 +356,6 @@ def _called(path: str, module: nn.Module | None) -> str:
 
 def _finite(error: float | None) -> float | None:
     return error if error is not None and math.isfinite(error) else None
-
-
-def _refuse_not_finite(whole: Gradients) -> None:
-    if not _is_finite(whole):
-        raise WorkloadError(
-            "the gradient of the whole sample batch is not finite; expected numbers to compare; "
-            "pass a sample batch and parameters that can be trained"
-        )
 
 
 def _is_finite(gradients: Gradients) -> bool:

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.accelerators import accelerator_in_use
-from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.loss_weights import Reduce
 from autosplit.parallel.replicate import BufferCopies, moving_buffers
 from autosplit.runtime.tracked_step import wrapper_for
 from autosplit.runtime.training_copy import training_copy
-from autosplit.workload.batch import Whole, chunk, map_leaves, map_tensors
+from autosplit.workload.batch import chunk, map_leaves, map_tensors
 from autosplit.workload.workload import Workload, modules_of, on_first_device, optimizers_of
 
 __all__ = ["GRADIENT", "Gradients", "QuietCopy", "TooDearError", "named_models", "relative"]
@@ -51,21 +50,19 @@ class _Quiet(TorchFunctionMode):
         super().__init__()
         self.deadline_s = deadline_s
 
-    def _is_late(self) -> bool:
-        return self.deadline_s is not None and time.monotonic() > self.deadline_s
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self._is_late() and _may_fail(args):
+        # Functions without tensors also switch gradients off and on again: no_grad that can't end would leave them off
+        # for good. Nor is a clean-up disturbed that the first error has begun.
+        may_fail = any(isinstance(value, Tensor) for value in args) and not isinstance(sys.exc_info()[1], TooDearError)
+        if may_fail and self.deadline_s is not None and time.monotonic() > self.deadline_s:
             raise TooDearError
         named = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name in _DROPOUTS:
-            return args[0] if args else named["input"]
-        if name == "native_dropout":
+        if name in _DROPOUTS or name == "native_dropout":
             given = args[0] if args else named["input"]
-            return given, torch.ones_like(given, dtype=torch.bool)
+            return given if name in _DROPOUTS else (given, torch.ones_like(given, dtype=torch.bool))
         if name in _RECURRENT:  # its dropout is the only float among positional arguments
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
         elif name in _WITH_DROPOUT:
@@ -75,15 +72,6 @@ class _Quiet(TorchFunctionMode):
             else:
                 named["dropout_p"] = 0.0
         return func(*args, **named)
-
-
-def _may_fail(args: tuple[Any, ...]) -> bool:
-    """Tell whether a function may raise without harm.
-
-    Functions without tensors also switch gradients off and on again: no_grad that can't end would leave them off for
-    good. Nor is a clean-up disturbed that the first error has begun.
-    """
-    return any(isinstance(value, Tensor) for value in args) and not isinstance(sys.exc_info()[1], TooDearError)
 
 
 _DROPOUTS = {
@@ -103,13 +91,10 @@ class QuietCopy:
     """A copy of a workload on the processor, and one batch of at least two samples.
 
     Args:
-        dtype: Of parameters and batch: float64 or float32.
         shares: Samples on each of two devices; they add up to the batch.
 
     Attributes:
-        moved: Names of the buffers that the last run of the whole batch moved.
         saved_bytes: What autograd held for the backward of the last run of the whole batch.
-        seconds: What that run took.
     """
 
     def __init__(self, workload: Workload, batch: Any, dtype: torch.dtype, shares: tuple[int, int]) -> None:
@@ -126,7 +111,9 @@ class QuietCopy:
         try:
             for module in modules_of(self.trainee.models):
                 _in_dtype(module, dtype)
-                _hush(module)
+                for part in module.modules():
+                    if _DROPPING.search(type(part).__name__) and next(part.parameters(), None) is None:
+                        part.training = False
             self._seen: Gradients = {}
             for name, optimizer in self._named_optimizers():
                 self._record(name, optimizer)
@@ -153,11 +140,7 @@ class QuietCopy:
         ]
 
     def whole(self, *, seed: int = 0, limit_s: float | None = None) -> Gradients:
-        """Return the gradient of the whole batch.
-
-        Args:
-            limit_s: A forward that takes longer raises a TooDearError.
-        """
+        """Return the gradient of the whole batch."""
         self.saved_bytes = 0
         begin_s = time.monotonic()
         with self._alike(seed, None if limit_s is None else begin_s + limit_s), self._counting_saved():
@@ -180,10 +163,7 @@ class QuietCopy:
             found = self._run(self.trainee.models, map_leaves(flipped, self.batch), scale=_SCALE)
         if self.workload.step is not None:
             return found
-        return {
-            subject: tuple(None if part is None else part / _SCALE for part in gradient)
-            for subject, gradient in found.items()
-        }
+        return {GRADIENT: tuple(None if part is None else part / _SCALE for part in found[GRADIENT])}
 
     def split(self, reduce: Reduce | None = None) -> Gradients:
         """Return the gradient of the batch split over the shares, as `Plan.wrap` splits it.
@@ -221,17 +201,14 @@ class QuietCopy:
 
     def moved_buffers(self) -> list[str]:
         """Return the names of the buffers that a forward of the whole batch moves."""
+        buffers = {
+            ".".join(filter(None, (path, name))): (module, name, buffer.clone())
+            for path, module in self.modules
+            for name, buffer in module.named_buffers(recurse=False)
+        }
         with self._alike():
-            before = {name: buffer.clone() for name, buffer in self._buffers()}
             self._run(self.trainee.models, self.batch)
-            return [
-                name for name, buffer in self._buffers() if name in before and not torch.equal(buffer, before[name])
-            ]
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for prefix, model in named_models(self.trainee.models):
-            for name, buffer in model.named_buffers():
-                yield ".".join(filter(None, (prefix, name))), buffer
+            return [path for path, (part, name, old) in buffers.items() if not getattr(part, name).equal(old)]
 
     def _run(self, models: Any, batch: Any, *, scale: float = 1.0) -> Gradients:
         workload, self._seen = self.workload, {}
@@ -274,11 +251,8 @@ class QuietCopy:
             yield
 
     def _wrapper(self, reduce: Reduce | None) -> Callable[[nn.Module], nn.Module]:
-        wrap = wrapper_for(self.workload, self.shares)
-
         def wrapped(module: nn.Module) -> nn.Module:
-            wrapper = wrap(module)
-            assert isinstance(wrapper, BalancedDataParallel)
+            wrapper = wrapper_for(self.workload, self.shares)(module)
             wrapper.reduce = reduce or wrapper.reduce
             return wrapper
 
@@ -303,25 +277,17 @@ class QuietCopy:
         optimizer.step = step  # type: ignore[method-assign]  # a twin, thrown away after the check
 
     def _named_optimizers(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+        """Yield each optimizer with its name, or its position and the model, where that has a name, that it is for."""
         if self.trainee.workload.step is None:
             return
         given = self.trainee.optimizers
-        names = list(given) if isinstance(given, Mapping) else self._names_by_models()
+        names = list(given) if isinstance(given, Mapping) else range(len(optimizers_of(given)))
+        models = self.trainee.models.items() if isinstance(self.trainee.models, Mapping) else ()
+        owners = {id(p): name for name, model in models for p in model.parameters()}
         for name, optimizer in zip(names, optimizers_of(given), strict=True):
-            yield f"{GRADIENT} of optimizer {name}", optimizer
-
-    def _names_by_models(self) -> list[str]:
-        """Name each optimizer by its position, and by the model whose parameters it holds where models have names."""
-        optimizers = optimizers_of(self.trainee.optimizers)
-        if not isinstance(self.trainee.models, Mapping):
-            return [str(position) for position in range(len(optimizers))]
-        owners = {id(p): name for name, model in self.trainee.models.items() for p in model.parameters()}
-        names = []
-        for position, optimizer in enumerate(optimizers):
             held = {owners.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
-            owner = held.pop() if len(held) == 1 else None
-            names.append(str(position) if owner is None else f"{position} ({owner})")
-        return names
+            owner = held.pop() if len(held) == 1 and not isinstance(given, Mapping) else None
+            yield f"{GRADIENT} of optimizer {name}{'' if owner is None else f' ({owner})'}", optimizer
 
 
 def named_models(models: Any) -> list[tuple[str, nn.Module]]:
@@ -353,11 +319,10 @@ def relative(found: Gradients, whole: Gradients) -> dict[str, float]:
 
 def _square(a: Tensor | None, b: Tensor | None) -> float:
     """Return the squared length of a difference; None counts as zeros."""
-    parts = [tensor.to_dense() if tensor.layout != torch.strided else tensor for tensor in (a, b) if tensor is not None]
+    parts = [tensor.to_dense().double() for tensor in (a, b) if tensor is not None]
     if not parts:
         return 0.0
-    difference = parts[0].double() if len(parts) == 1 else parts[0].double() - parts[1].double()
-    return float(difference.square().sum())
+    return float((parts[0] - parts[1] if len(parts) == 2 else parts[0]).square().sum())
 
 
 def _seed(seed: int) -> None:
@@ -375,13 +340,6 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype) -> None:
         module.double()
     else:
         module.float()
-
-
-def _hush(module: nn.Module) -> None:
-    """Turn off layers that drop something by means of their own."""
-    for part in module.modules():
-        if _DROPPING.search(type(part).__name__) and next(part.parameters(), None) is None:
-            part.training = False
 
 
 def _loss_in(loss_fn: Any, dtype: torch.dtype) -> Any:
@@ -402,9 +360,4 @@ def _batch_in(batch: Any, dtype: torch.dtype) -> Any:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
 
-    def leaf(value: Any) -> Any:
-        if isinstance(value, Whole):
-            return Whole(map_tensors(cast, value.value))
-        return cast(value) if isinstance(value, Tensor) else value
-
-    return map_leaves(leaf, batch)
+    return map_tensors(cast, batch, keeps_marks=True)

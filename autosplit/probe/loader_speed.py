@@ -95,7 +95,8 @@ def measure_loader(
             return not last or used[last] / last * workers <= MEMORY_SHARE * free_bytes
 
         most = max(1, cores // processes)
-        present = _present(loader)
+        prefetch = (loader.prefetch_factor or PREFETCH_FACTORS[0]) if loader.num_workers else None
+        present = LoaderSettings(loader.num_workers, prefetch, loader.pin_memory and torch.cuda.is_available())
         tried, stopped = search(
             timer, most, present, pins=torch.cuda.is_available(), fits=fits, is_over=lambda: time.monotonic() > ends_s
         )
@@ -140,14 +141,9 @@ def search(
     """Time settings: workers by doubling while that gains, then more batches ahead, then pinned memory.
 
     Args:
-        timer: Measures settings.
         present: The user's own; timed as well, unless it has more than `most_workers`.
         pins: There is a GPU to copy to.
         fits: Tells whether the host's memory holds so many workers, by what the last number of them took.
-        is_over: Tells whether time is up; without workers is always measured.
-
-    Returns:
-        What was measured, in order, and why it ended early, if it did.
     """
     tried: list[TimedLoader] = []
     notes: list[str] = []
@@ -232,9 +228,7 @@ def rate_of(
     out: workers that started early have loaded ahead by then.
 
     Args:
-        arrivals: The samples of each batch as it arrives, without an end.
         ahead: Batches that each worker loads ahead; 0 without workers.
-        clock: Seconds.
     """
     began = clock()
     next(arrivals)
@@ -329,11 +323,6 @@ def _with(
         timeout=loader.timeout if settings.num_workers else 0,
         **settings.to_dict(),
     )
-
-
-def _present(loader: DataLoader[Any]) -> LoaderSettings:
-    prefetch = (loader.prefetch_factor or PREFETCH_FACTORS[0]) if loader.num_workers else None
-    return LoaderSettings(loader.num_workers, prefetch, loader.pin_memory and torch.cuda.is_available())
 
 
 def _check(loader: Any) -> None:

@@ -84,7 +84,10 @@ def fitting_rule(loss_of: Callable[[Any], float], batch: Any, *, otherwise: str)
         singles = [_rows(batch, [index]) for index in range(samples)]
     except WorkloadError:
         return otherwise, math.nan
-    counts = {rule: [count_by(rule, single) for single in singles] for rule in _rules_for(labels_of(batch))}
+    labels = labels_of(batch)
+    # Of one label a sample, none is left to be shifted.
+    rules = ["samples"] if labels is None else [rule for rule in RULES if rule != "shifted labels" or labels.dim() > 1]
+    counts = {rule: [count_by(rule, single) for single in singles] for rule in rules}
     pair = max(itertools.combinations(range(samples), 2), key=lambda ab: _unlike(counts, *ab), default=None)
     if pair is None or any(min(numbers[i] for i in pair) < 1 for numbers in counts.values()):
         return otherwise, math.nan
@@ -130,13 +133,6 @@ def tell_of_uneven_loss(error: float) -> None:
         UnevenLossWarning,
         stacklevel=3,
     )
-
-
-def _rules_for(labels: Any) -> list[str]:
-    """List the rules by which a batch counts for something: of one label a sample, none is left to be shifted."""
-    if labels is None:
-        return ["samples"]
-    return [rule for rule in RULES if rule != "shifted labels" or labels.dim() > 1]
 
 
 def _unlike(counts: Mapping[str, list[int]], first: int, second: int) -> float:

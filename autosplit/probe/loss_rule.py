@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from autosplit.parallel.loss_weights import IGNORED_LABEL, is_integer
 from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, relative
+from autosplit.workload.batch import named_leaves
 from autosplit.workload.workload import Workload
 
 __all__ = ["Mixing", "Rule", "mixed", "reduction_of", "rule_of"]
@@ -23,7 +23,6 @@ class Rule:
     """The rule by which a loss averages.
 
     Attributes:
-        over: In words.
         reduction: The `loss_reduction` that makes it exact; None where neither does.
         count: Python that counts it in a batch, for `plan.steps`.
         ratio: What the first micro-batch counts for beside the second, where nobody knows what is counted.
@@ -119,7 +118,7 @@ def mixed(parts: Sequence[Gradients], weights: tuple[float, float]) -> Gradients
 
     def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         weighted = [part * weight for part, weight in zip((a, b), weights, strict=True) if part is not None]
-        return None if not weighted else weighted[0] if len(weighted) == 1 else weighted[0] + weighted[1]
+        return sum(weighted[1:], weighted[0]) if weighted else None
 
     first, second = (part[GRADIENT] for part in parts)
     return {GRADIENT: tuple(added(a, b) for a, b in zip(first, second, strict=True))}
@@ -181,43 +180,31 @@ class _Counted:
 
 def _countable(micro_batches: Sequence[Any], workload: Workload) -> Iterator[_Counted]:
     """List what can be counted in a batch: labels that are not ignored, also without the first, and sums of masks."""
-    ignored = [IGNORED_LABEL, 0, -1]
-    own = _ignored_by(workload.loss_fn)
-    if own is not None:
-        ignored.insert(0, own)
-    first, second = (dict(_leaves(batch)) for batch in micro_batches)
+    loss_fn: Any = workload.loss_fn
+    own = getattr(loss_fn, "ignore_index", getattr(loss_fn, "keywords", {}).get("ignore_index"))
+    ignored = [*([own] if isinstance(own, int) else []), IGNORED_LABEL, 0, -1]
+    first, second = map(_leaves, micro_batches)
     for path, tensor in first.items():
         other = second.get(path)
         if other is None or tensor.dim() == 0:
             continue
         if tensor.is_floating_point() or tensor.dtype == torch.bool:
-            yield _counted(f"what batch{path} marks", f"int(batch{path}.sum())", tensor, other)
+            counts = float(tensor.sum()), float(other.sum())
+            yield _Counted(f"what batch{path} marks", f"int(batch{path}.sum())", counts)
             continue
         for value in dict.fromkeys([*ignored, int(tensor.flatten().mode().values)]):  # padding is common
-            over, marks = f"the labels that are not {value}", (tensor != value, other != value)
-            yield _counted(over, f"int((batch{path} != {value}).sum())", *marks)
+            over = f"the labels that are not {value}"
+            counts = float((tensor != value).sum()), float((other != value).sum())
+            yield _Counted(over, f"int((batch{path} != {value}).sum())", counts)
             if tensor.dim() > 1:
                 less = f"{over}, the first of each sample left out"
-                yield _counted(less, f"int((batch{path}[:, 1:] != {value}).sum())", *(mark[:, 1:] for mark in marks))
+                counts = float((tensor[:, 1:] != value).sum()), float((other[:, 1:] != value).sum())
+                yield _Counted(less, f"int((batch{path}[:, 1:] != {value}).sum())", counts)
 
 
-def _counted(over: str, expression: str, first: Tensor, second: Tensor) -> _Counted:
-    return _Counted(over, expression, (float(first.sum()), float(second.sum())))
-
-
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield a batch's tensors with the Python that reaches them; labels first, which come last in a pair."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, (Mapping, UserDict)):
-        for key in sorted(tree, key=lambda key: "label" not in str(key)):
-            yield from _leaves(tree[key], f"{path}[{key!r}]")
-    elif isinstance(tree, (tuple, list)):
-        for position in reversed(range(len(tree))):
-            yield from _leaves(tree[position], f"{path}[{position}]")
-
-
-def _ignored_by(loss_fn: Any) -> int | None:
-    """Return the label that a loss leaves out, where it says so."""
-    value = getattr(loss_fn, "ignore_index", getattr(loss_fn, "keywords", {}).get("ignore_index"))
-    return value if isinstance(value, int) else None
+def _leaves(batch: Any) -> dict[str, Tensor]:
+    """Return a batch's tensors by the Python that reaches them; labels first, which come last in a pair."""
+    leaves = [(place, leaf) for place, leaf in named_leaves(batch, "") if isinstance(leaf, Tensor)]
+    if isinstance(batch, (tuple, list)):
+        leaves.reverse()
+    return dict(sorted(leaves, key=lambda leaf: "label" not in leaf[0]))

@@ -9,7 +9,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,33 +50,26 @@ def watching_norms(
     Each one's output is compared with that of its input cut as the devices' shares and as the micro-batches.
     """
     found: list[NormSeen] = []
-    handles = []
 
-    def watch(path: str, norm: _BatchNorm) -> None:
+    def watch(path: str, norm: _BatchNorm) -> RemovableHandle:
         seen = NormSeen(path, norm)
 
         def look(_: nn.Module, args: tuple[Any, ...], __: Any) -> None:
-            if not (args and isinstance(args[0], Tensor) and _looks_at_the_batch(norm)):
+            looks_at_the_batch = norm.training or (norm.running_mean is None and norm.running_var is None)
+            if not (args and isinstance(args[0], Tensor) and looks_at_the_batch):
                 return
             if not any(known is seen for known in found):
                 found.append(seen)
             seen.split_error = max(seen.split_error, _cut_error(norm, args[0].detach(), shares))
             seen.accumulation_error = max(seen.accumulation_error, _cut_error(norm, args[0].detach(), micro_sizes))
 
-        handles.append(norm.register_forward_hook(look))
+        return norm.register_forward_hook(look)
 
-    for path, module in modules:
-        if isinstance(module, _BatchNorm):
-            watch(path, module)
-    try:
+    with ExitStack() as hooks:
+        for path, module in modules:
+            if isinstance(module, _BatchNorm):
+                hooks.enter_context(watch(path, module))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _looks_at_the_batch(norm: _BatchNorm) -> bool:
-    return norm.training or (norm.running_mean is None and norm.running_var is None)
 
 
 @torch.no_grad()
@@ -118,7 +111,7 @@ class Draws:
 @contextmanager
 def watching_draws(models: list[nn.Module]) -> Iterator[Draws]:
     """Yield whether models that are called with the batch draw random numbers in their forwards, once they have run."""
-    draws, handles, begun = Draws(), [], [_random_state()]
+    draws, begun = Draws(), [_random_state()]
 
     def before(*_: Any) -> None:
         begun[0] = _random_state()
@@ -126,13 +119,11 @@ def watching_draws(models: list[nn.Module]) -> Iterator[Draws]:
     def after(*_: Any) -> None:
         draws.inside = draws.inside or begun[0] != _random_state()
 
-    for model in models:
-        handles += [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
-    try:
+    with ExitStack() as hooks:
+        for model in models:
+            hooks.enter_context(model.register_forward_pre_hook(before))
+            hooks.enter_context(model.register_forward_hook(after))
         yield draws
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _random_state() -> tuple[Any, ...]:
@@ -182,13 +173,8 @@ class Prints:
                 self.forwards.append([])
             self._take(path, "input", (args, kwargs))
 
-        def after(_: nn.Module, __: Any, output: Any) -> None:
-            self._take(path, "output", output)
-
-        return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after),
-        ]
+        after = module.register_forward_hook(lambda _, __, output: self._take(path, "output", output))
+        return [module.register_forward_pre_hook(before, with_kwargs=True), after]
 
     def _take(self, path: str, kind: str, values: Any) -> None:
         if not self.forwards:  # a part of a model that somebody called by itself
@@ -206,15 +192,13 @@ def printing(modules: list[tuple[str, nn.Module]], models: list[nn.Module], size
 
     Args:
         models: Those among them that are called with the batch, or its parts in turn.
-        sizes: Samples of each part.
     """
     prints = Prints(models, sizes)
-    handles = [handle for path, module in modules for handle in prints.watch(path, module)]
-    try:
+    with ExitStack() as hooks:
+        for path, module in modules:
+            for handle in prints.watch(path, module):
+                hooks.enter_context(handle)
         yield prints
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Find how many samples each device holds.
 
-A ceiling is predicted from traces, checked with two small real steps, and confirmed by running the very size. On
+A ceiling is predicted from traces, checked with a small real step, and confirmed by running the very size. On
 accelerators, where a real step costs less than a trace, few of them decide, and traces tell where to begin; on
 simulated cards the trace is the truth. Nobody doubles until something breaks.
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from autosplit.errors import one_line
 from autosplit.oom import OutOfMemoryError, is_kernel_limit
-from autosplit.probe.observations import Observations
 from autosplit.probe.step_runner import balanced, named_steps
 from autosplit.probe.stopwatch import Stopwatch
 from autosplit.probe.wall_search import WallSearch
@@ -28,11 +27,32 @@ __all__ = ["Prober"]
 
 _log = logging.getLogger(__name__)
 
-STEP_DOWN = 0.05
-"""After a step that ran out of memory, the next has this share of its samples less; four times that after a second."""
 
-MAX_CONFIRMATIONS = 8
-"""Real steps at or near the ceiling, at most; the largest that ran is the answer then."""
+@dataclass
+class Observations:
+    """The observations of one device in one role.
+
+    Attributes:
+        predicted: Bytes by samples, by traces.
+        ran: Bytes by samples, of real steps.
+        limit: Set where something else than memory ended the search.
+        lost: The process of a step died of it, which says nothing of bytes.
+    """
+
+    index: int
+    role: Role
+    shape_of: Callable[[int], StepShape]
+    predict: Callable[[int], float] = float
+    predicted: dict[int, int] = field(default_factory=dict)
+    ran: dict[int, int] = field(default_factory=dict)
+    limit: Limit | None = None
+    lost: bool = False
+
+    def points(self) -> tuple[tuple[int, int, bool], ...]:
+        """Return all sizes that were looked at, in order."""
+        known = {n: (n, nbytes, False) for n, nbytes in self.predicted.items()}
+        known.update({n: (n, nbytes, True) for n, nbytes in self.ran.items()})
+        return tuple(known[n] for n in sorted(known))
 
 
 @dataclass
@@ -53,30 +73,26 @@ class Prober(Stopwatch):
         """Find the ceiling of one device in one role.
 
         Args:
-            index: The device's position.
             role: What it does; ``primary`` is device 0's alone.
             elsewhere: For ``primary``, the samples of the other devices at the same time; default none.
             accumulates: Several micro-steps make a step, so that gradients are held all through the second.
             start: Where to begin to look. Default: the sample batch's size.
-
-        Returns:
-            The ceiling; 0 where not even one sample fits.
         """
         device, capacity_bytes = self.runtime.devices[index], self.runtime.capacities_bytes[index]
         self.report(f"probing device {index + 1} of {len(self.runtime.devices)}: {device.label} as {role}")
-        shape_of = self.shapes(index, role, elsewhere, accumulates)
         start = min(max(self.least_batch(), start or self.tracer.workload.sample_batch_size), self.max_batch_size)
         steps, ooms = self.counts.steps, self.counts.ooms
-        seen = Observations()
-        look = self._by_steps if self.decides_by_steps else self._by_traces
-        found, predicted = look(index, role, shape_of, start, seen)
+        seen = Observations(index, role, self.shapes(index, role, elsewhere, accumulates))
+        found = 0 if self.decides_by_steps else self._by_traces(seen, start)
+        corrected = seen.predict
+        if self.decides_by_steps or (found and not self.runtime.simulated):
+            found, corrected = self._by_steps(seen, found or start)
         limit: Limit = seen.limit or ("max_batch_size" if found >= self.max_batch_size else "memory")
-        more_bytes = predicted(found + 1) + seen.residual(found + 1, predicted)
-        if limit == "memory" and self.out_of_time and more_bytes <= capacity_bytes:
+        if limit == "memory" and self.out_of_time and corrected(found + 1) <= capacity_bytes:
             limit = "time"
         confirmed = found > 0 and not self.runtime.simulated
-        peak_bytes = seen.ran[found] if confirmed else int(predicted(found)) if found else 0
-        fixed_bytes, bytes_per_sample = self.line(predicted, found)
+        peak_bytes = seen.ran[found] if confirmed else int(seen.predict(found)) if found else 0
+        fixed_bytes, bytes_per_sample = self.line(seen.predict, found)
         _log.info(
             "%s as %s: the ceiling is %d samples, limited by %s, %s: %s of %s",
             *(device.label, role, found, limit, "a step of it ran" if confirmed else "by traces"),
@@ -97,47 +113,57 @@ class Prober(Stopwatch):
             points=seen.points(),
         )
 
-    def _by_traces(
-        self, index: int, role: Role, shape_of: Callable[[int], StepShape], start: int, seen: Observations
-    ) -> tuple[int, Callable[[int], float]]:
-        """Find a ceiling by traces, and confirm it: by running it, or, on simulated cards, by following it."""
-        capacity_bytes, least = self.runtime.capacities_bytes[index], self.least_batch()
+    def _by_traces(self, seen: Observations, start: int) -> int:
+        """Find a ceiling by traces, the last of which is followed; 0 where not even one sample fits."""
+        least = self.least_batch()
 
-        def predicted(n: int) -> float:
+        def traced(n: int) -> float:
             n = max(n, least)  # fewer can't be run to see
             if n not in seen.predicted:
-                seen.predicted[n] = self.traced(shape_of(n))[index]
+                seen.predicted[n] = self.traced(seen.shape_of(n))[seen.index]
             return seen.predicted[n]
 
+        seen.predict = traced
+        capacity_bytes = self.runtime.capacities_bytes[seen.index]
         while True:
-            found = largest_fitting(predicted, capacity_bytes, least=0, most=self.max_batch_size, start=start)
-            if self.foretold(shape_of(max(found, least))):
-                break
+            found = largest_fitting(traced, capacity_bytes, least=0, most=self.max_batch_size, start=start)
+            if self.foretold(seen.shape_of(max(found, least))):
+                return 0 if found < least else found
             seen.predicted.clear()
-        if found < least:
-            return 0, predicted
-        if not self.runtime.simulated:
-            found = self._confirmed(index, role, shape_of, predicted, found, seen)
-        return found, predicted
 
-    def _by_steps(
-        self, index: int, role: Role, shape_of: Callable[[int], StepShape], start: int, seen: Observations
-    ) -> tuple[int, Callable[[int], float]]:
-        """Find a ceiling by real steps."""
-        least = self.least_batch()
+    def _by_steps(self, seen: Observations, start: int) -> tuple[int, Callable[[int], float]]:
+        """Find a ceiling by real steps, and what they tell of other sizes.
+
+        On accelerators they decide; on a processor's budget they confirm what the traces say, whose law is known.
+        """
+        index, least = seen.index, self.least_batch()
+        counted = not self.decides_by_steps
+        if not counted:
+            seen.predict = lambda n: self.traced(seen.shape_of(max(n, least)))[index]
         search = WallSearch(
-            (lambda n: self.traced(shape_of(max(n, least)))[index]) if self.has_traces else None,
+            seen.predict if self.has_traces else None,
             self.runtime.capacities_bytes[index],
             least,
             self.max_batch_size,
             start=max(start, least),
-            known=self._alike(index, role, shape_of) or 0,
+            # What was followed with real tensors was such steps: no smaller ones have to tell of more.
+            known=self._alike(seen) or (start if counted and not self.tracer.fake else 0),
+            counted=counted,
         )
         n = search.next() if self.max_batch_size >= least else None
         while n is not None:
-            self._run_for(search, index, shape_of, n, seen)
+            before = self.counts.steps
+            if self._ran(seen, n):
+                memory = self._memories.get(seen.shape_of(n))
+                reserved_bytes = seen.ran[n] if memory is None else memory.reserved_bytes[index]
+                search.ran(n, seen.ran[n], reserved_bytes, self.counts.steps - before)
+            else:
+                search.ran_out(n)
+                search.blind = seen.limit == "kernel" or seen.lost
             n = None if self.out_of_time and search.found else self._following(search, index)
-        self._equals[self._kind(index, role, shape_of)] = index, search.found
+        if not counted:
+            seen.predict = search.corrected
+        self._equals[self._kind(seen)] = index, search.found
         return search.found, search.corrected
 
     def _following(self, search: WallSearch, index: int) -> int | None:
@@ -149,123 +175,26 @@ class Prober(Stopwatch):
             _log.info("next %d on %s: %d ran, of the sizes tried", n, self.runtime.devices[index].label, search.found)
         return n
 
-    def _run_for(
-        self, search: WallSearch, index: int, shape_of: Callable[[int], StepShape], n: int, seen: Observations
-    ) -> None:
-        """Run a size, and tell the search what came of it."""
-        if self._ran(index, shape_of, n, seen):
-            memory = self._memories[shape_of(n)]
-            search.ran(n, memory.allocated_bytes[index], memory.reserved_bytes[index], memory.steps)
-        else:
-            search.ran_out(n)
-            search.blind = seen.limit == "kernel" or seen.lost
-
-    def _confirmed(
-        self,
-        index: int,
-        role: Role,
-        shape_of: Callable[[int], StepShape],
-        predicted: Callable[[int], float],
-        guess: int,
-        seen: Observations,
-    ) -> int:
-        """Run the predicted ceiling for real; step up while there is room, shrink by the refitted model if not.
-
-        Returns:
-            The largest size that ran; 0 where none did.
-        """
-        capacity_bytes, least = self.runtime.capacities_bytes[index], self.least_batch()
-        alike = self._alike(index, role, shape_of)
-        if alike is None:
-            self._check(index, shape_of, guess, seen)
-            n = self._next_size(predicted, seen, capacity_bytes, least - 1, self.max_batch_size + 1, guess)
-        else:  # an equal device ran there, and its numbers are this one's until a step says otherwise
-            n = alike
-        low, high = least - 1, self.max_batch_size + 1  # low ran, or is too few to run; high did not
-        n = max(least, n)
-        failures = 0  # in a row
-        for _ in range(MAX_CONFIRMATIONS):
-            if self._ran(index, shape_of, n, seen):
-                low, failures = n, 0
-            else:
-                high, failures = n, failures + 1
-            following = self._next_size(predicted, seen, capacity_bytes, low, high, n)
-            if failures:
-                # By how much it failed, nothing says: far enough down to run, which tells what to add again.
-                following = max(low, min(following, high - max(1, int(high * STEP_DOWN * failures**2))))
-            if following == low and self.exact and high - low > 1:
-                following = low + 1
-            if following == low and low < least:
-                following = max(least, high // 2)  # the trace knows too little here; something small may still run
-            if high - low <= 1 or following == low or self.out_of_time:
-                break
-            between = f"{low} ran" if low >= least else "none ran yet"
-            between += f", {high} did not" if high <= self.max_batch_size else ""
-            _log.info("%s as %s: next %d (%s)", self.runtime.devices[index].label, role, following, between)
-            n = following
-        found = low if low in seen.ran else 0
-        self._equals[self._kind(index, role, shape_of)] = index, found
-        return found
-
-    def _alike(self, index: int, role: Role, shape_of: Callable[[int], StepShape]) -> int | None:
+    def _alike(self, seen: Observations) -> int | None:
         """Return the ceiling of an equal device in the same role, found before: same card, and as much memory."""
-        other, found = self._equals.get(self._kind(index, role, shape_of), (index, 0))
-        return found if other != index and found else None
+        other, found = self._equals.get(self._kind(seen), (seen.index, 0))
+        return found if other != seen.index and found else None
 
-    def _kind(self, index: int, role: Role, shape_of: Callable[[int], StepShape]) -> tuple[str, int, Role, int]:
+    def _kind(self, seen: Observations) -> tuple[str, int, Role, int]:
         """Tell equal devices in equal steps: the same card with as much memory, in a step of as many micro-steps."""
-        device, capacity_bytes = self.runtime.devices[index], self.runtime.capacities_bytes[index]
-        return device.name, capacity_bytes, role, len(shape_of(2).splits)
+        device, capacity_bytes = self.runtime.devices[seen.index], self.runtime.capacities_bytes[seen.index]
+        return device.name, capacity_bytes, seen.role, len(seen.shape_of(2).splits)
 
-    def _check(self, index: int, shape_of: Callable[[int], StepShape], guess: int, seen: Observations) -> None:
-        """Hold the prediction against two small real steps, 1/16 and 1/8 of the guess; what they show corrects it."""
-        if not self.tracer.fake:
-            return  # its traces were such steps
-        small = max(self.least_batch(), guess // 16)
-        for n in (small, 2 * small):
-            if 2 * small >= guess or not self._ran(index, shape_of, n, seen):
-                return
-
-    def _next_size(
-        self,
-        predicted: Callable[[int], float],
-        seen: Observations,
-        capacity_bytes: int,
-        low: int,
-        high: int,
-        start: int,
-    ) -> int:
-        """Return the largest size, between what ran and what did not, that fits by the corrected trace."""
-        if high - low <= 1:
-            return low
-        if seen.limit == "kernel" or seen.lost:
-            # Nothing tells where a kernel ends, or a process dies, but running it.
-            return (max([low, *(ran for ran in seen.ran if ran < high)]) + high) // 2
-        return largest_fitting(
-            lambda n: predicted(n) + seen.residual(n, predicted),
-            capacity_bytes,
-            least=low,
-            most=high - 1,
-            start=min(max(start, low + 1), high - 1),
-        )
-
-    def _ran(
-        self,
-        index: int,
-        shape_of: Callable[[int], StepShape],
-        n: int,
-        seen: Observations,
-    ) -> bool:
+    def _ran(self, seen: Observations, n: int) -> bool:
         """Run a step for its memory, and keep what it shows."""
-        shape = shape_of(n)
+        shape = seen.shape_of(n)
         try:
             with named_steps(shape):
-                seen.ran[n] = self.peaks(shape)[index]
+                seen.ran[n] = self.peaks(shape)[seen.index]
         except OutOfMemoryError as error:
             _log.info("ran %s: out of memory (%s)", shape, error)
             self.counts.ooms += 1
             seen.lost = seen.lost or isinstance(error, StepLostError)
-            seen.failed[n] = self.runtime.capacities_bytes[index] + 1
             return False
         except RuntimeError as error:
             if not is_kernel_limit(error):
@@ -273,27 +202,17 @@ class Prober(Stopwatch):
             _log.info("ran %s: too large for a kernel (%s)", shape, one_line(error))
             seen.limit = "kernel"
             return False
-        _log.info("ran %s: %s on %s", shape, size_text(seen.ran[n]), self.runtime.devices[index].label)
+        _log.info("ran %s: %s on %s", shape, size_text(seen.ran[n]), self.runtime.devices[seen.index].label)
         return True
 
     # Fits of device 0
 
     def predicted_ceiling(self, index: int, role: Role, *, accumulates: bool, start: int) -> int:
         """Return a ceiling by traces alone; 0 where not even one sample fits. See `ceiling`."""
-        shape_of, least = self.shapes(index, role, (), accumulates), self.least_batch()
         if not self.has_traces:
             return start  # trials will tell
-        while True:
-            found = largest_fitting(
-                lambda n: self.traced(shape_of(max(n, least)))[index],
-                self.runtime.capacities_bytes[index],
-                least=0,
-                most=self.max_batch_size,
-                start=max(1, start),
-            )
-            if self.foretold(shape_of(max(found, least))):
-                break
-        return 0 if found < least else found
+        seen = Observations(index, role, self.shapes(index, role, (), accumulates))
+        return self._by_traces(seen, max(1, start))
 
     def primary_fit(self, share: int, elsewhere: int, *, accumulates: bool) -> MemoryFit:
         """Fit device 0's peak over its own share and the whole batch, with replicas beside it.
@@ -304,7 +223,6 @@ class Prober(Stopwatch):
         Args:
             share: About the most that device 0 holds.
             elsewhere: About the most that the others hold together.
-            accumulates: See `ceiling`.
         """
         # Of one sample nothing has to be copied to lie in order: it is on no line with others.
         least = max(self.least_batch(), 2 if share > 2 else 1)
@@ -329,10 +247,6 @@ class Prober(Stopwatch):
                 it three steps make the plane.
             share: About the most that device 0 holds.
             others: About the most that each of the others holds.
-            accumulates: See `ceiling`.
-
-        Returns:
-            The plane; None where one of the steps did not run.
         """
         least = self.least_batch()
 
@@ -367,14 +281,7 @@ class Prober(Stopwatch):
     def room_beside(
         self, share: int, least: tuple[int, ...], most: tuple[int, ...], *, accumulates: bool
     ) -> tuple[int, ...]:
-        """Return the largest shares of the other devices beside which device 0 still holds its own.
-
-        Args:
-            share: Device 0's samples.
-            least: The other devices' shares that are known to fit.
-            most: Their own ceilings.
-            accumulates: See `ceiling`.
-        """
+        """Return the largest shares of the other devices beside which device 0 still holds its own."""
 
         def lowered(total: int) -> tuple[int, ...]:
             return proportional_split(total, tuple(max(1, n) for n in most), most)

@@ -34,11 +34,9 @@ class Request:
         capacities_bytes: What each device may hold, the reserve taken off.
         effective_batch_sizes: The least and the most samples per optimizer step, equal where a number was asked for;
             None for one forward of whatever is best.
-        max_batch_size: The most samples per forward; None for no bound.
         deadline_s: `time.monotonic()` after which no trial begins; None for no limit.
         sampler: An Optuna sampler, or None for the cost model's.
         name: Keeps profiles of equal workloads apart.
-        defaulted: No devices were named.
     """
 
     devices: tuple[Device, ...]
@@ -100,11 +98,12 @@ class Request:
         Args:
             reserve: As it was asked for: in bytes it would move with the free memory of a GPU.
         """
+        least, most = self.effective_batch_sizes or (None, None)
         return {
             "devices": [device.label for device in self.devices],
             "reserve": None if reserve is None else str(reserve),
             "strategy": self.strategy,
-            "effective_batch_size": _asked_for(self.effective_batch_sizes),
+            "effective_batch_size": least if least == most else [least, most],
             "max_batch_size": self.max_batch_size,
         }
 
@@ -138,7 +137,8 @@ def checked_request(
         )
     whole_number("n_trials", n_trials, minimum=1)
     whole_number("seed", seed, minimum=0)
-    if time_limit_s is not None and not (_is_number(time_limit_s) and time_limit_s > 0):
+    is_number = isinstance(time_limit_s, (int, float)) and not isinstance(time_limit_s, bool)
+    if time_limit_s is not None and not (is_number and time_limit_s > 0):
         raise InputError(f"time_limit_s is {time_limit_s!r}; expected seconds, above 0; leave it out for no limit")
     if storage is not None and not isinstance(storage, str):
         raise InputError(
@@ -216,20 +216,10 @@ def _check_name(name: object) -> None:
         )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _whole_text(text: str) -> Any:
     """Return the number that a text is; the text itself where it is none, for the error that follows."""
     digits = text.strip()
     return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 18 else text
-
-
-def _asked_for(sizes: tuple[int, int] | None) -> int | list[int] | None:
-    if sizes is None:
-        return None
-    return sizes[0] if sizes[0] == sizes[1] else list(sizes)
 
 
 def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -16,9 +17,9 @@ from autosplit.devices.host_memory import available_host_bytes
 from autosplit.errors import AutosplitError, from_user_code
 from autosplit.oom import OutOfMemoryError, is_kernel_limit
 from autosplit.runtime.affine_traces import AffineTraces
-from autosplit.runtime.protocol import Measurement, Runtime, SeesMemory, StepMemory, StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, traced_parts, traced_peaks
-from autosplit.runtime.tracer import Tracer, Traces
+from autosplit.runtime.protocol import Measurement, Runtime, StepMemory, StepShape
+from autosplit.runtime.simulated import SimulatedRuntime, Traces, traced_parts, traced_peaks
+from autosplit.runtime.tracer import Tracer
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.memory import MemoryParts, Role
 from autosplit.text import ms_text
@@ -42,10 +43,6 @@ class StepRunner:
     """Runs and foretells steps of one workload on one runtime.
 
     Attributes:
-        runtime: Where steps run.
-        tracer: Predicts their memory.
-        max_batch_size: Nothing larger is looked at.
-        report: Told what is being done, in a few words.
         num_ranks: DDP processes in the job; 0 for one on each device.
         exact: Confirm that one sample more than a ceiling runs out of memory.
         deadline_s: `time.monotonic()` after which the largest batch that was seen to fit is the ceiling, and two sizes
@@ -141,12 +138,7 @@ class StepRunner:
         return max(2 * n, min(self.max_batch_size, int(room_bytes / max(1, bytes_per_sample))))
 
     def parts(self, shape: StepShape, peaks: Sequence[int]) -> tuple[MemoryParts | None, ...]:
-        """Tell what the devices hold at their peaks, as traced; None where that is not known.
-
-        Args:
-            shape: The step.
-            peaks: What each device held, in bytes.
-        """
+        """Tell what the devices hold at their peaks, as traced; None where that is not known."""
         if not (self.tracer.fake or self.runtime.simulated):
             return (None,) * len(peaks)  # a trace of real tensors is a step, and holds what the devices hold
         with named_steps(shape):
@@ -157,19 +149,12 @@ class StepRunner:
     def rank_parts(
         self, batch_sizes: Sequence[int], peaks: Sequence[int], *, accumulates: bool
     ) -> tuple[MemoryParts | None, ...]:
-        """Tell what DDP's ranks hold at their peaks, as `parts` does.
-
-        Args:
-            batch_sizes: Samples of each.
-            peaks: What each is predicted to hold, in bytes.
-            accumulates: The optimizer step has several forwards.
-        """
-        found: list[MemoryParts | None] = []
-        for index, (samples, peak_bytes) in enumerate(zip(batch_sizes, peaks, strict=True)):
+        """Tell what DDP's ranks hold at their peaks, as `parts` does."""
+        found: list[MemoryParts | None] = [None] * len(peaks)
+        for index, samples in enumerate(batch_sizes) if self.tracer.fake or self.runtime.simulated else ():
             shape = self.shapes(index, "rank", (), accumulates)(samples)
-            traced = self.parts(shape, self.traced(shape)) if self.tracer.fake or self.runtime.simulated else ()
-            own = traced[index] if traced else None
-            found.append(None if own is None else own.of_peak(peak_bytes, measured=False))
+            own = self.parts(shape, self.traced(shape))[index]
+            found[index] = None if own is None else own.of_peak(peaks[index], measured=False)
         return tuple(found)
 
     def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
@@ -185,16 +170,20 @@ class StepRunner:
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step for its memory, and count the steps that this took."""
         if not self.decides_by_steps:
-            self.count(self._steps_to_see(shape))
+            evaluates = shape.arrangement == "eval"
+            # In the first of all the optimizer's state appears, in the second copies of it that have to fit.
+            first = 3 if {"resume", "save"} & {*self.tracer.workload.fits} else 2
+            self.count(1 if self._has_state or evaluates else first)
+            self._has_state = self._has_state or not evaluates
             return self.runtime.peaks(shape)
-        assert isinstance(self.runtime, SeesMemory), self.runtime
+        accelerators: Any = self.runtime  # in this process or in one of its own
         try:
-            self._memories[shape] = memory = self.runtime.memory(shape)
+            self._memories[shape] = memory = accelerators.memory(shape)
         except Exception:
             self.count(1)
             raise
         self.count(memory.steps)
-        return memory.allocated_bytes
+        return self._memories[shape].allocated_bytes
 
     def confirmed_peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Run a step for its memory alone, or trace it where memory is never filled.
@@ -206,21 +195,21 @@ class StepRunner:
 
     def _peaks_of(self, shape: StepShape) -> tuple[int, ...]:
         """Return the peaks of a real step: of a run where that is bounded, traced where memory is never filled."""
-        devices = self.runtime.devices
         if self.decides_by_steps:
             return ()  # the timed run measures them
-        if all(device.budgeted for device in devices):
+        if all(device.budgeted for device in self.runtime.devices):
             return self.peaks(shape)
         peaks = self.traced(shape)
-        for index, peak_bytes in enumerate(peaks):
-            if peak_bytes > self.runtime.capacities_bytes[index]:
+        limits = zip(self.runtime.devices, peaks, self.runtime.capacities_bytes, strict=True)
+        for index, (device, peak_bytes, capacity_bytes) in enumerate(limits):
+            if peak_bytes > capacity_bytes:
                 raise OutOfMemoryError(
-                    f"{devices[index].label} would hold {peak_bytes} bytes with {shape.splits[0][index]} samples and "
-                    f"may hold {self.runtime.capacities_bytes[index]}; give it fewer samples",
-                    device=devices[index].label,
+                    f"{device.label} would hold {peak_bytes} bytes with {shape.splits[0][index]} samples and may hold "
+                    f"{capacity_bytes}; give it fewer samples",
+                    device=device.label,
                     device_index=index,
                     requested_bytes=peak_bytes,
-                    capacity_bytes=self.runtime.capacities_bytes[index],
+                    capacity_bytes=capacity_bytes,
                 )
         return peaks
 
@@ -259,7 +248,6 @@ class StepRunner:
         rest are alike.
 
         Args:
-            splits: Samples per device, for each micro-step.
             budget_s: For each thing that is timed.
             copies_s: What a step spends on copying parameters and gradients, once for all its micro-steps.
 
@@ -281,14 +269,6 @@ class StepRunner:
             seconds = once_s + micro_s * (len(splits) - 1) + last_s + timed.update_s
             error_s = timed.error_s * seconds / timed.seconds
         return replace(timed, seconds=seconds, error_s=error_s, peak_bytes=timed.peak_bytes or peaks)
-
-    def _steps_to_see(self, shape: StepShape) -> int:
-        """Return how many steps a runtime makes to tell the peaks of one."""
-        if self._has_state or shape.arrangement == "eval":
-            return 1
-        self._has_state = True
-        # In the first of all the optimizer's state appears, in the second copies of it.
-        return 3 if {"resume", "save"} & {*self.tracer.workload.fits} else 2
 
     def count(self, steps: int, ooms: int = 0) -> None:
         """Add steps that were run; simulated ones were not."""
@@ -322,12 +302,8 @@ class StepRunner:
 
     def forward_and_backward(self, index: int) -> Callable[[int], StepShape]:
         """Return what makes the part of a step that a device does with n samples of its own."""
-        count = len(self.runtime.devices)
-
-        def shape(n: int) -> StepShape:
-            return StepShape((tuple(n if place == index else 0 for place in range(count)),), "rank", updates=False)
-
-        return shape
+        places = range(len(self.runtime.devices))
+        return lambda n: StepShape((tuple(n if place == index else 0 for place in places),), "rank", updates=False)
 
 
 def balanced(split: tuple[int, ...], *, accumulates: bool) -> StepShape:

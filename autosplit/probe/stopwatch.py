@@ -43,16 +43,10 @@ class Stopwatch(StepRunner):
         constant there, and leave the device with next to nothing.
 
         Args:
-            index: The device's position.
-            ceiling: The largest size, at least 1.
             role: ``"rank"``, ``"primary"``, or ``"replica"`` for a device that holds no more than that: it is timed
                 without an optimizer.
-            budget_s: For each size.
             alone: Time a replica without the first device, so that neither copies nor a gather count. By itself it
                 holds more at once than its part of a step.
-
-        Returns:
-            Seconds of a micro-step for each.
 
         Raises:
             OutOfMemoryError: None of them could be run.
@@ -100,10 +94,6 @@ class Stopwatch(StepRunner):
 
         Args:
             needed: So many samples have to run at once, whether that pays or not.
-            role: What the processor does.
-
-        Returns:
-            The curve, and the largest size that ran, as the ceiling.
 
         Raises:
             DoesNotFitError: Not even one sample fits.

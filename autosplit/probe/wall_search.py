@@ -1,7 +1,7 @@
-"""Find the largest batch that runs by running few, where a real step costs less than a trace: on accelerators.
+"""Find the largest batch that runs by running few.
 
 A trace, where there is one, tells where the peak bends; real steps, each nearer to the wall than the last, tell what
-it leaves out. The wall is never known exactly, since an allocator takes more than it hands out.
+it leaves out. On accelerators the wall is never known exactly, since an allocator takes more than it hands out.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ LEAST_BLURRED_GAIN = 0.03
 """The same where the allocator holds more than it hands out: no step can tell where exactly it will hold too much."""
 
 STEP_DOWN = 0.02
-"""Least share of the samples that ran out of memory that the next step has less; four times that after a second
-failure.
-"""
+"""Least share of the samples that ran out of memory that the next step has less; after a second failure four times."""
+
+COUNTED_STEP_DOWN = 0.05
+"""The same where bytes are counted: a step that ran tells to the byte what to add again."""
 
 MOST_STEPS = 8
 STEPS_NEEDED = 3
@@ -55,6 +56,7 @@ class WallSearch:
         allocated: What tensors took at most, by samples.
         reserved: What the allocator held at most, by samples.
         failed: The fewest samples that did not run.
+        counted: Bytes are counted and not an allocator's, so that one that failed needed more than there is.
         blind: Memory does not tell what fails: a kernel's limit, or a process that died.
     """
 
@@ -69,6 +71,7 @@ class WallSearch:
     failed: int | None = None
     steps: int = 0
     blind: bool = False
+    counted: bool = False
     _failures: int = 0
 
     def ran(self, n: int, allocated_bytes: int, reserved_bytes: int, steps: int) -> None:
@@ -97,9 +100,11 @@ class WallSearch:
         if high - low <= 1 or self._failures >= MOST_FAILURES:
             return None
         if not self.found:
+            if self.counted:  # far less, and then the least of all: most likely nothing fits
+                return max(self.least, high // 2) if self._failures == 1 else self.least
             return max(self.least, min(self._below(high), high // 2 if self._failures > 1 else high - 1))
         most = MOST_STEPS if self._is_sharp and self.traced is not None else MOST_BLURRED_STEPS
-        if self.steps + STEPS_NEEDED > most:
+        if self.steps + (1 if self.counted else STEPS_NEEDED) > most:
             return None
         full = self._fitting(self.corrected, low, high)
         aim = self._aim(low, high, full)
@@ -122,14 +127,16 @@ class WallSearch:
 
     def _aim(self, low: int, high: int, full: int) -> int:
         is_far = full > 2 * low
-        if self.blind or (self.failed is not None and (is_far or len(self.allocated) == 1)):
+        is_lost = not self.counted and self.failed is not None and (is_far or len(self.allocated) == 1)
+        if self.blind or is_lost:
             return (low + high) // 2
-        if len(self.allocated) == 1 and not self.known:
+        if len(self.allocated) == 1 and self.failed is None and not self.known:
             return self._second(low, full)
         if self.traced is None and is_far:  # a line so long is not to be followed to its end
             return min(int(AGREE * full), LONGEST_LEAP * low)
         if self._is_sharp:
-            return min(full, self._below(high)) if self._failures else full
+            least = (low + high) // 2 if self.counted else 0
+            return min(full, max(self._below(high), least)) if self._failures else full
         blur = self.reserved[low] / self.allocated[low]
         careful = self._fitting(lambda n: self.corrected(n) * blur, low, high)
         if careful == self.most and self.failed is None:
@@ -138,7 +145,8 @@ class WallSearch:
 
     def _below(self, high: int) -> int:
         """Return a size far enough below one that ran out of memory: by how much it did, nothing says."""
-        return max(1, high - max(1, int(high * STEP_DOWN * self._failures**2)))
+        share = COUNTED_STEP_DOWN if self.counted else STEP_DOWN
+        return max(1, high - max(1, int(high * share * self._failures**2)))
 
     def _second(self, low: int, full: int) -> int:
         """Choose the second size: the wall itself only where whatever the first step was off by hardly matters.
@@ -157,14 +165,19 @@ class WallSearch:
     def corrected(self, n: int) -> float:
         """Return the bytes of n samples: as traced, and what the nearest real steps took beyond that."""
         traced = self.traced or (lambda _n: 0.0)
-        if not self.allocated:
+        known = [*self.allocated, *([self.failed] if self.counted and self.failed is not None else [])]
+        if not known:
             return traced(n)
-        n0, *others = sorted(self.allocated, key=lambda size: abs(size - n))[:2]
-        beyond = self.allocated[n0] - traced(n0)
-        if others:
-            n1 = others[0]
-            beyond += (self.allocated[n1] - traced(n1) - beyond) / (n1 - n0) * (n - n0)
-        return traced(n) + beyond
+        n0, *others = sorted(known, key=lambda size: abs(size - n))[:2]
+        beyond = self._beyond(n0, traced)
+        slope = (self._beyond(others[0], traced) - beyond) / (others[0] - n0) if others else 0.0
+        return traced(n) + beyond + slope * (n - n0)
+
+    def _beyond(self, n: int, traced: Callable[[int], float]) -> float:
+        """Return what n samples took beyond their trace; of some that failed, what they would at least have needed."""
+        if n in self.allocated:
+            return self.allocated[n] - traced(n)
+        return max(0.0, self.capacity_bytes + 1 - traced(n), *(self._beyond(size, traced) for size in self.allocated))
 
     def _fitting(self, peak_bytes: Callable[[int], float], low: int, high: int) -> int:
         """Return the largest size between two whose peak fits."""

@@ -17,20 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autosplit.accelerators import backend, bounded, own_limit_bytes
 from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
-from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.rng import kept_rng
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.runtime.timing import timed
-from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets
+from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets, wrapper_for
 from autosplit.runtime.trainee import Trainee
 from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import map_tensors, unmarked
@@ -39,6 +38,9 @@ from autosplit.workload.workload import Workload, modules_of
 __all__ = ["AcceleratorRuntime", "pinned", "twinned"]
 
 T = TypeVar("T")
+
+_Step = Callable[[Callable[[str], None]], None]
+"""One optimizer step, which is told what to call when a phase begins; it returns when every device is idle."""
 
 ROOMY = 0.9
 """A step for which the allocator reserves no more than this share of the limit is not run again to see it thrash."""
@@ -50,9 +52,7 @@ CLIFF = 4.0
 """A step that takes so many times as long per sample as a smaller one did may lie in host memory."""
 
 TWINS_WITHIN = 0.01
-"""Share of their memory in which accelerators of one name may differ and be planned as equals: as the one with the
-least.
-"""
+"""Share of their memory in which accelerators of one name may differ and be planned as the one with the least."""
 
 SPILLING = 1 / 32
 """Share of a device's memory: with more than that left to the driver nothing is spilled to the host."""
@@ -105,28 +105,25 @@ class AcceleratorRuntime:
         """
         return self._within_bounds(shape, lambda run: self._confirm(run, shape))
 
-    def _confirm(self, run: Callable[[Callable[[str], None]], None], shape: StepShape) -> StepMemory:
+    def _confirm(self, run: _Step, shape: StepShape) -> StepMemory:
         """Run a step once to settle (kernels are chosen, state appears), and then to see; once more near the wall."""
         steady = _Steady(self, run)
         run(_unmarked)
         self._begin_peaks()
         seconds: list[float] = []
-        while not seconds or (len(seconds) < 2 and (steady.is_giving_back or self._is_near_the_wall())):
+        near_the_wall = False
+        while not seconds or (len(seconds) < 2 and (steady.is_giving_back or near_the_wall)):
             start_s = time.perf_counter()
-            steady(_unmarked)
+            steady()
             seconds.append(time.perf_counter() - start_s)
+            filled = zip(self._reserved(), self.capacities_bytes, strict=True)
+            near_the_wall = any(reserved > ROOMY * capacity for reserved, capacity in filled)
         self._refuse_cliff(min(seconds), shape)
         allocated = tuple(int(self._backend.max_memory_allocated(gpu)) for gpu in self._gpus)
         return StepMemory(allocated, self._reserved(), 1 + len(seconds))
 
     def _reserved(self) -> tuple[int, ...]:
         return tuple(int(self._backend.max_memory_reserved(gpu)) for gpu in self._gpus)
-
-    def _is_near_the_wall(self) -> bool:
-        return any(
-            reserved_bytes > ROOMY * capacity_bytes
-            for reserved_bytes, capacity_bytes in zip(self._reserved(), self.capacities_bytes, strict=True)
-        )
 
     def _refuse_cliff(self, seconds: float, shape: StepShape) -> None:
         """Refuse a step that is suddenly slow for each sample while the driver has nothing left."""
@@ -152,18 +149,18 @@ class AcceleratorRuntime:
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
         """Run a step repeatedly, up to `budget_s`, for its time and for what the allocator reserves for it."""
 
-        def use(run: Callable[[Callable[[str], None]], None]) -> Measurement:
+        def use(run: _Step) -> Measurement:
             run(_unmarked)
             update_s = min(self._update_seconds(run) for _ in range(UPDATES_TIMED))
             self._begin_peaks()
             steady = _Steady(self, run)
             # No mark: to wait before the optimizer would keep its launches from hiding behind the backward.
-            found = timed(lambda _mark: steady(_unmarked), budget_s)
+            found = timed(lambda _mark: steady(), budget_s)
             return replace(found, update_s=min(update_s, found.seconds), peak_bytes=self._reserved())
 
         return self._within_bounds(shape, use)
 
-    def _update_seconds(self, run: Callable[[Callable[[str], None]], None]) -> float:
+    def _update_seconds(self, run: _Step) -> float:
         marks: dict[str, float] = {}
 
         def mark(phase: str) -> None:
@@ -190,7 +187,7 @@ class AcceleratorRuntime:
         """Give the copies' memory back."""
         self._drop_trainee()
 
-    def _within_bounds(self, shape: StepShape, use: Callable[[Callable[[Callable[[str], None]], None]], T]) -> T:
+    def _within_bounds(self, shape: StepShape, use: Callable[[_Step], T]) -> T:
         """Use a step that is ready to run, within what the devices may hold."""
         # The current device is where a model's `device="cuda"` goes; put back by `set_device`, it would have a context.
         with self._bounded(), kept_rng(), self._backend.device(self._alone_on(shape) or self._gpus[0]):
@@ -201,26 +198,46 @@ class AcceleratorRuntime:
         active = [index for index, samples in enumerate(shape.splits[0]) if samples]
         return self._gpus[active[0]] if shape.alone else None
 
-    def _prepared(self, shape: StepShape) -> _Run:
-        """Put a copy of the workload on the step's first device, and the batches in pinned host memory."""
+    def _prepared(self, shape: StepShape) -> _Step:
+        """Return a step that is ready to run, of a copy on its first device, with batches in pinned host memory."""
         alone = self._alone_on(shape)
-        trainee = self._trainee_on(alone or self._gpus[0])
+        home = alone or self._gpus[0]
+        if self._trainee is None or self._home != home:
+            self._drop_trainee()  # the old copy's memory, before the new one's
+            self._trainee, self._home = training_copy(self.workload, device=home), home
+        trainee = self._trainee
         sizes = [sum(split) for split in shape.splits]
-        made = {size: map_tensors(self._pinned, trainee.batch(size)) for size in dict.fromkeys(sizes)}
+        made = {
+            size: map_tensors(lambda tensor: pinned(tensor, home.type), trainee.batch(size))
+            for size in dict.fromkeys(sizes)
+        }
+        batches = [made[size] for size in sizes]
         buckets = None
         if alone and shape.num_ranks > 1:
             buckets = torch.empty(bucket_bytes(trainee), dtype=torch.uint8, device=alone)
-        gpus, split = (self._gpus, shape.splits[0]) if alone is None else ([alone], (sizes[0],))
-        return _Run(trainee, shape, [made[size] for size in sizes], gpus, split, buckets, self.wait)
+        if shape.compiled:  # without the wrapper, which would bring the batch to the device
+            models = trainee.compiled()
+            batches = [map_tensors(lambda tensor: tensor.to(home), unmarked(batch)) for batch in batches]
+        else:
+            gpus, split = (self._gpus, shape.splits[0]) if alone is None else ([alone], (sizes[0],))
+            models = trainee.wrapped(wrapper_for(trainee.workload, split, gpus))
 
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        return pinned(tensor, self._gpus[0].type)
+        def run(mark: Callable[[str], None]) -> None:
+            if shape.arrangement == "eval":
+                trainee.begin_state()
+                trainee.evaluate(models, batches[0])
+            else:
+                views = buckets is not None and views_buckets(shape)
+                try:
+                    with gradients_in(buckets, trainee) if views else nullcontext():  # type: ignore[arg-type]
+                        trainee.step(models, batches, sizes, mark, updates=shape.updates)
+                except BaseException:
+                    for wrapper in modules_of(models):
+                        wrapper.zero_grad(set_to_none=True)  # what waits elsewhere, and what follows it, too
+                    raise
+            self.wait()
 
-    def _trainee_on(self, gpu: torch.device) -> Trainee:
-        if self._trainee is None or self._home != gpu:
-            self._drop_trainee()  # the old copy's memory, before the new one's
-            self._trainee, self._home = training_copy(self.workload, device=gpu), gpu
-        return self._trainee
+        return run
 
     def _drop_trainee(self) -> None:
         if self._trainee is not None:
@@ -294,7 +311,7 @@ def _unmarked(_phase: str) -> None:
 class _Steady:
     """A step that may not make the allocator give back what it kept twice in a row."""
 
-    def __init__(self, runtime: AcceleratorRuntime, run: Callable[[Callable[[str], None]], None]) -> None:
+    def __init__(self, runtime: AcceleratorRuntime, run: _Step) -> None:
         self._runtime, self._run = runtime, run
         self._gave_back: set[int] = set()
 
@@ -303,9 +320,9 @@ class _Steady:
         """Whether the last step made the allocator give back what it kept."""
         return bool(self._gave_back)
 
-    def __call__(self, mark: Callable[[str], None]) -> None:
+    def __call__(self) -> None:
         before = self._runtime.retries()
-        self._run(mark)
+        self._run(_unmarked)
         after = self._runtime.retries()
         gave_back = {index for index, count in enumerate(after) if count > before[index]}
         again, self._gave_back = self._gave_back & gave_back, gave_back
@@ -314,50 +331,6 @@ class _Steady:
             raise OutOfMemoryError(
                 f"the allocator of {label} had to give back memory in two steps one after the other", device=label
             )
-
-
-class _Run:
-    """One optimizer step, ready to be called; it returns when every device is idle."""
-
-    def __init__(
-        self,
-        trainee: Trainee,
-        shape: StepShape,
-        batches: Sequence[Any],
-        gpus: list[torch.device],
-        split: tuple[int, ...],
-        buckets: Tensor | None,
-        wait: Callable[[], None],
-    ) -> None:
-        self._trainee, self._shape, self._batches, self._gpus, self._buckets = trainee, shape, batches, gpus, buckets
-        self._sizes = [sum(micro) for micro in shape.splits]
-        self._wait = wait
-        if shape.compiled:  # without the wrapper, which would bring the batch to the device
-            self._models = trainee.compiled()
-            self._batches = [map_tensors(lambda tensor: tensor.to(gpus[0]), unmarked(batch)) for batch in batches]
-        else:
-            self._models = trainee.wrapped(lambda module: self._wrapped(module, split))
-
-    def __call__(self, mark: Callable[[str], None]) -> None:
-        if self._shape.arrangement == "eval":
-            self._trainee.begin_state()
-            self._trainee.evaluate(self._models, self._batches[0])
-        else:
-            views = self._buckets is not None and views_buckets(self._shape)
-            try:
-                updates = self._shape.updates
-                with gradients_in(self._buckets, self._trainee) if views else nullcontext():  # type: ignore[arg-type]
-                    self._trainee.step(self._models, self._batches, self._sizes, mark, updates=updates)
-            except BaseException:
-                for wrapper in modules_of(self._models):
-                    wrapper.zero_grad(set_to_none=True)  # what waits elsewhere, and what follows it, too
-                raise
-        self._wait()
-
-    def _wrapped(self, module: nn.Module, split: tuple[int, ...]) -> nn.Module:
-        workload = self._trainee.workload
-        reduce = "sum" if workload.loss_reduction == "sum" else "samples"
-        return BalancedDataParallel(None, module, self._gpus, dim=workload.batch_dim, split=split, reduce=reduce)  # type: ignore[arg-type]
 
 
 def _failed_gpu(error: BaseException, gpus: list[torch.device]) -> int | None:

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from autosplit.runtime.kernel_time import Codes
 from autosplit.runtime.memory_tracker import BLOCK_BYTES
 from autosplit.runtime.op_calls import odd_split
 from autosplit.runtime.op_cost import Move, Numbers, Work
@@ -41,9 +41,6 @@ MOST_KEPT = 256
 
 class AffineTraces:
     """Tells what steps hold and how they work as a `Tracer` does, after few real traces.
-
-    Args:
-        tracer: Follows the workload.
 
     Attributes:
         given_up: Whether steps were found that follow no law, so that each is followed.
@@ -186,8 +183,6 @@ class _Columns:
     """A trace in columns: all that may change with the samples in one row of numbers.
 
     Attributes:
-        split: Samples of each device.
-        trace: The trace.
         numbers: Bytes of each storage that came or went, then floating-point operations and bytes of each op, then
             bytes of each copy.
         order: What came, went, was done and copied, in order, without its size: alike in every step of one law.
@@ -199,8 +194,8 @@ class _Columns:
     trace: Trace
     numbers: Numbers
     order: tuple[object, ...]
-    kinds: npt.NDArray[np.int64]
-    devices: npt.NDArray[np.int64]
+    kinds: Codes
+    devices: Codes
 
     @classmethod
     def of(cls, split: tuple[int, ...], trace: Trace) -> _Columns:
@@ -232,11 +227,6 @@ class _Law:
         """Take in a step that was followed."""
         self._points.append(_Columns.of(split, trace))
 
-    @property
-    def holds(self) -> bool:
-        """Whether all steps were alike but for their sizes."""
-        return all(self._points[0].order == point.order for point in self._points[1:])
-
     def tells(self, split: tuple[int, ...], trace: Trace) -> bool:
         """Tell whether a step that was followed is what the law says of it."""
         followed = _Columns.of(split, trace)
@@ -259,7 +249,8 @@ class _Law:
         for point in self._points:
             if point.split == split and point.trace.peak_bytes:
                 return point.trace
-        return self._made(split) if self.holds else self._near(split)
+        are_alike = all(self._points[0].order == point.order for point in self._points[1:])  # but for their sizes
+        return self._made(split) if are_alike else self._near(split)
 
     def _made(self, split: tuple[int, ...]) -> Trace:
         base = self._points[0].trace
@@ -299,7 +290,7 @@ def _evaluated(points: Sequence[_Columns], split: tuple[int, ...], values: list[
     return total
 
 
-def _parts(rounded: Numbers, kinds: npt.NDArray[np.int64]) -> MemoryParts:
+def _parts(rounded: Numbers, kinds: Codes) -> MemoryParts:
     """Return what a device holds at its peak, of storages that came and went."""
     if not len(rounded):
         return MemoryParts(0, 0, 0, 0, 0)

@@ -5,10 +5,8 @@ To build without memory, torch loads its compiler, which takes as long as torch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import zip_longest
-from math import prod
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -29,9 +27,6 @@ FACTORIES = frozenset(
 )
 """Functions that make tensors of a size that is among their arguments, on the meta device, too."""
 
-COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
-"""Layouts that have no places of each value in each dimension."""
-
 
 class TooLarge(BaseException):  # no error: a signal, which code that catches every Exception lets through
     """Raised where a model that is built grows past its bound, or beyond this machine's own memory."""
@@ -40,8 +35,7 @@ class TooLarge(BaseException):  # no error: a signal, which code that catches ev
 def built_within(build: Callable[[], T], most_bytes: int) -> T:
     """Call a function for as long as the tensors that it makes add up to no more, those that it drops included.
 
-    The size of what is drawn or filled is known before it takes its memory. What torch does not show (a file that is
-    read) counts once it is there.
+    The size of what is drawn or filled is known before it takes its memory; all else counts once it is there.
 
     Raises:
         TooLarge: They are larger, or on another device than the processor.
@@ -85,16 +79,18 @@ class _Bound(TorchFunctionMode):
     ) -> Any:
         del types
         options = dict(kwargs or {})
-        given = [*_tensors((*args, *options.values()))]
-        known = {_address(tensor) for tensor in given}
-        if _asks_for_elsewhere(func, args, options) or _foreseen_bytes(func, args, options, given) > self._most_bytes:
+        place = _place_asked_for(func, args, options)
+        if place not in {None, "cpu", "meta"}:
             self.end()
+        if func in FACTORIES and place == "cpu" and _planned_bytes(func, args, options) > self._most_bytes:
+            self.end()
+        given = [tensor.untyped_storage() for tensor in _dense((*args, *options.values()))]
+        if any(storage.nbytes() > self._most_bytes for storage in given):  # of a file that was read
+            self.end()
+        known = {storage.data_ptr() for storage in given}
         result = func(*args, **options)
-        for tensor in _tensors((result,)):
-            if tensor.device.type not in {"cpu", "meta"}:
-                self.end()
-            if tensor.device.type == "cpu" and _address(tensor) not in known:
-                self._left_bytes -= _bytes_of(tensor)
+        made = (tensor for tensor in _dense((result,)) if tensor.untyped_storage().data_ptr() not in known)
+        self._left_bytes -= sum(tensor.nbytes for tensor in made)
         if self._left_bytes < 0:
             self.end()
         return result
@@ -104,74 +100,31 @@ class _Bound(TorchFunctionMode):
         raise TooLarge(f"its tensors take more than {self._most_bytes} bytes, or are not the processor's")
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    """Yield the tensors among some values, and in the lists among them, less those that have no shape yet."""
+def _place_asked_for(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
+    """Return the type of device on which a tensor is to be; None where nothing says so."""
+    asked = [options.get("device"), *(args[1:] if func is Tensor.to else ())]
+    if asked[0] is None and func in FACTORIES:
+        asked[0] = args[0].device if func.__name__.startswith("new_") else torch.get_default_device()
+    if func is Tensor.cuda or any(type(one) is int for one in asked):  # by the number of a GPU
+        return "cuda"
+    return next((torch.device(one).type for one in asked if isinstance(one, (str, torch.device))), None)
+
+
+def _planned_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
+    """Return the bytes of what a factory will make; none where it says itself what is wrong, or makes no dense one."""
+    drawn_apart = {name: value for name, value in options.items() if name not in {"generator", "pin_memory", "out"}}
+    if options.get("layout", torch.strided) is not torch.strided:
+        return 0
+    try:
+        return int(func(*args, **{**drawn_apart, "device": "meta"}).nbytes)
+    except (RuntimeError, TypeError, ValueError):
+        return 0
+
+
+def _dense(values: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Yield the processor's dense tensors among some values, and in the lists among them."""
     for value in values:
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, Tensor) and not is_lazy(item):
+            is_dense = isinstance(item, Tensor) and not is_lazy(item) and item.layout is torch.strided
+            if is_dense and item.device.type == "cpu" and not item.is_nested:
                 yield item
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    """Return what a tensor takes, of a sparse one its values with their places."""
-    if tensor.layout is torch.sparse_coo:
-        places = tensor.sparse_dim() * torch.int64.itemsize
-        values = prod(tensor.shape[tensor.sparse_dim() :]) * tensor.element_size()
-        return tensor._nnz() * (places + values)  # noqa: SLF001  # `values()` refuses what is not coalesced
-    if tensor.layout in COMPRESSED:
-        return tensor.values().numel() * (tensor.element_size() + torch.int64.itemsize)
-    return tensor.numel() * tensor.element_size()
-
-
-def _address(tensor: Tensor) -> object:
-    """Return what the tensors that share a memory have in common."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a sparse one has no storage of its own
-        return id(tensor)
-
-
-def _asks_for_elsewhere(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Tell whether a tensor is to be on another device than the processor."""
-    asked = [options.get("device"), *(args[1:] if func is Tensor.to else ())]
-    if func in FACTORIES and asked[0] is None and not _is_like_another(func):
-        asked[0] = torch.get_default_device()
-    devices = [torch.device(one) for one in asked if isinstance(one, (str, torch.device))]
-    by_number = any(isinstance(one, int) and not isinstance(one, bool) for one in asked)
-    return func is Tensor.cuda or by_number or any(device.type not in {"cpu", "meta"} for device in devices)
-
-
-def _foreseen_bytes(func: Any, args: tuple[Any, ...], options: Mapping[str, Any], given: list[Tensor]) -> int:
-    """Return the bytes of a function's result, as far as they can be told before it is there."""
-    if func is torch.eye:  # on the meta device it needs the compiler
-        sizes = [one for one in (*args, options.get("n"), options.get("m")) if isinstance(one, int)]
-        return (
-            prod(sizes * 2 if len(sizes) == 1 else sizes) * (options.get("dtype") or torch.get_default_dtype()).itemsize
-        )
-    if func in FACTORIES:
-        if _is_meta(func, options, given) or options.get("layout", torch.strided) is not torch.strided:
-            return 0
-        drawn_apart = {name: value for name, value in options.items() if name not in {"generator", "pin_memory", "out"}}
-        try:
-            planned = func(*args, **{**drawn_apart, "device": "meta"})
-        except (RuntimeError, TypeError, ValueError):  # it says so itself
-            return 0
-        return int(planned.numel() * planned.element_size())
-    if func is Tensor.to_dense:
-        return sum(one.numel() * one.element_size() for one in given)
-    dense = [one for one in given if one.device.type != "meta" and one.layout is torch.strided and not one.is_nested]
-    shapes = (reversed(tensor.shape) for tensor in dense)  # as they would be broadcast
-    together = prod(max(sizes) for sizes in zip_longest(*shapes, fillvalue=1))
-    return together * min((one.element_size() for one in dense), default=0)
-
-
-def _is_meta(func: Any, options: Mapping[str, Any], given: list[Tensor]) -> bool:
-    """Tell whether a factory's tensor takes no memory: on the device it names, its tensor's, or the default."""
-    if options.get("device") is not None:
-        return torch.device(options["device"]).type == "meta"
-    return (given[0].device if _is_like_another(func) else torch.get_default_device()).type == "meta"
-
-
-def _is_like_another(func: Any) -> bool:
-    """Tell whether a factory makes tensors on the device of one that it is given."""
-    return bool(func.__name__.startswith("new_"))

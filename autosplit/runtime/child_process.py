@@ -241,17 +241,6 @@ def _exitcode(process: BaseProcess, limit_s: float) -> int | None:
     return process.exitcode
 
 
-class _Call:
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._function, self._args = function, args
-
-    def __call__(self) -> _Call:
-        return self
-
-    def run(self) -> Any:
-        return self._function(*self._args)
-
-
 def _pickled(what: Any) -> bytes:
     """Pickle, plainly: multiprocessing's own way would move the tensors of a live model to shared memory."""
     try:
@@ -266,7 +255,9 @@ def _pickled(what: Any) -> bytes:
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Start a process with stdout on stderr and deaf to Ctrl-C: it runs the main module before any code of ours."""
-    kept = _duplicate(1)
+    kept = None
+    with suppress(OSError):  # closed: there is nothing to keep clean
+        kept = os.dup(1)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if hasattr(signal, "pthread_sigmask") else None
     try:
         if kept is not None:
@@ -281,13 +272,6 @@ def _undisturbed() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _duplicate(descriptor: int) -> int | None:
-    try:
-        return os.dup(descriptor)
-    except OSError:  # closed: there is nothing to keep clean
-        return None
-
-
 # ---------------------------------------------------------------------------------------------- in the other process
 
 
@@ -295,23 +279,22 @@ def _serve(pipe: Connection) -> None:
     """Make the object, and answer calls of its methods until told to stop."""
     _settle_in()
     served: Any = None
-    try:
-        served = _unpickled(pipe.recv_bytes())()
-        answer: tuple[str, Any] = ("returned", None)
-    except EOFError:
-        return
-    except LostCauseError as error:
-        answer = ("lost", str(error))
-    except BaseException as error:  # noqa: BLE001  # an exit, too: it is told in the process that waits
-        answer = ("raised", _encoded(error))
-    while _sent(pipe, answer) and served is not None and answer[0] != "lost":
-        try:
-            request = pipe.recv_bytes()
-        except EOFError:
-            break
-        if not request:
-            break
-        answer = _answered(served, request)
+    answer: tuple[str, Any] = ("returned", None)
+    with suppress(EOFError):  # nobody is there any more
+        while answer[0] != "lost" and (request := pipe.recv_bytes()):
+            answer = ("returned", None)
+            try:
+                if served is None:
+                    served = _unpickled(request)()
+                else:
+                    name, args = pickle.loads(request)  # noqa: S301  # from the process that started this one
+                    answer = ("returned", getattr(served, name)(*args))
+            except LostCauseError as error:
+                answer = ("lost", str(error))
+            except BaseException as error:  # noqa: BLE001  # an exit, too: it is told in the process that waits
+                answer = ("raised", _encoded(error))
+            if not _sent(pipe, answer) or served is None:
+                break
     if served is not None and answer[0] != "lost" and hasattr(served, "close"):
         served.close()
 
@@ -330,13 +313,12 @@ def _settle_in() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
 
+        def end_with_parent() -> None:
+            wait([parent.sentinel])
+            os._exit(1)  # at once, also amid a step that hangs
 
-def _end_with(sentinel: int) -> None:
-    """End at once when the parent is gone, also amid a step that hangs."""
-    wait([sentinel])
-    os._exit(1)
+        threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _unpickled(data: bytes) -> Any:
@@ -349,16 +331,6 @@ def _unpickled(data: bytes) -> Any:
             f"isolate=True and the workload can't be loaded in another process ({one_line(error)}); expected a "
             "workload made of importable functions and classes; define them in a module, or leave isolate out"
         ) from None
-
-
-def _answered(served: Any, request: bytes) -> tuple[str, Any]:
-    try:
-        name, args = pickle.loads(request)  # noqa: S301  # from the process that started this one
-        return "returned", getattr(served, name)(*args)
-    except LostCauseError as error:
-        return "lost", str(error)
-    except BaseException as error:  # noqa: BLE001  # an exit, too: it is told in the process that waits
-        return "raised", _encoded(error)
 
 
 def _sent(pipe: Connection, answer: tuple[str, Any]) -> bool:
@@ -374,43 +346,32 @@ def _sent(pipe: Connection, answer: tuple[str, Any]) -> bool:
     return True
 
 
-_Link = tuple[bytes | None, str]
-"""An exception, pickled where it can be, and in words."""
+def _encoded(error: BaseException) -> tuple[list[tuple[bytes, str]], str]:
+    """Make an exception fit to travel: it and its cause, each pickled and in words, and its traceback.
 
-
-def _encoded(error: BaseException) -> tuple[list[_Link], str]:
-    """Make an exception fit to travel: it, its causes, and its traceback where nobody raised it on purpose."""
-    links: list[_Link] = []
-    link: BaseException | None = error
-    while link is not None and len(links) < 8:
-        links.append((_pickled_error(link), one_line(link)))
-        link = link.__cause__
+    One that was raised on purpose has no need of that.
+    """
+    links: list[tuple[bytes, str]] = []
+    for link in (error, error.__cause__):
+        if link is not None:
+            data = b""
+            with suppress(Exception):  # exceptions of all kinds hold things of all kinds
+                data = pickle.dumps(link)
+            links.append((data, one_line(link)))
     foreseen = isinstance(error, (AutosplitError, KeyboardInterrupt))
     return links, "" if foreseen else "".join(traceback.format_exception(error))
 
 
-def _pickled_error(error: BaseException) -> bytes | None:
-    """Pickle an exception; None for one that would not come back, as by an __init__ of other arguments."""
-    try:
-        data = pickle.dumps(error)
-        return data if type(pickle.loads(data)) is type(error) else None  # noqa: S301  # our own, a moment ago
-    except Exception:  # noqa: BLE001  # exceptions of all kinds hold things of all kinds
-        return None
-
-
-def _decoded(links: list[_Link], trace: str) -> BaseException:
-    """Put an exception and its causes together again."""
-    chain = [_unpickled_error(*link) for link in links]
+def _decoded(links: list[tuple[bytes, str]], trace: str) -> BaseException:
+    """Put an exception and its cause together again; in words where it can't come back as it was."""
+    chain: list[BaseException] = []
+    for data, text in links:
+        error: Any = None
+        with suppress(Exception):  # an __init__ of other arguments, or of a module that only the other process has
+            error = pickle.loads(data)  # noqa: S301  # by the process that we started
+        chain.append(error if isinstance(error, BaseException) else RuntimeError(text))
     if trace:
         chain.append(InTheChildError(f"in the other process:\n{trace}"))
-    for error, cause in itertools.pairwise(chain):
-        error.__cause__ = cause
+    for one, cause in itertools.pairwise(chain):
+        one.__cause__ = cause
     return chain[0]
-
-
-def _unpickled_error(data: bytes | None, text: str) -> BaseException:
-    with suppress(Exception):  # its class may be in a module that only the other process has
-        error = pickle.loads(data) if data is not None else None  # noqa: S301  # by the process that we started
-        if isinstance(error, BaseException):
-            return error
-    return RuntimeError(text)

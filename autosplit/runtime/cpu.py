@@ -26,7 +26,6 @@ class CpuRuntime:
 
     Args:
         capacities_bytes: The most that each may hold; enforced where the device is budgeted (`cpu:SIZE`).
-        trainee: A real copy on the CPU.
     """
 
     simulated = False
@@ -68,8 +67,7 @@ class CpuRuntime:
         sizes = [sum(split) for split in shape.splits]
         with kept_rng():
             models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0]))
-            made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
-            batches = [made[size] for size in sizes]
+            batches = trainee.batches(sizes)
             if shape.arrangement == "eval":
                 return timed(lambda _mark: trainee.evaluate(models, batches[0]), budget_s)
             try:
@@ -82,13 +80,11 @@ class CpuRuntime:
         """Run a step compiled; what it holds can't be followed, so that nothing is said of it."""
         trainee, sizes = self.trainee, [sum(split) for split in shape.splits]
         with kept_rng():
-            trainee.step(trainee.compiled(), [trainee.batch(size) for size in sizes], sizes)
+            trainee.step(trainee.compiled(), trainee.batches(sizes), sizes)
         return ()
 
     def _tracked(self, shape: StepShape) -> tuple[int, ...]:
-        # A rank is alone on its device, wherever that stands in the list.
-        alone = shape.arrangement != "balanced"
-        places = [index for index, samples in enumerate(shape.splits[0]) if samples or not alone]
+        places = [index for index, samples in enumerate(shape.splits[0]) if samples or not shape.alone]
         short = StepShape(
             tuple(tuple(split[index] for index in places) for split in shape.splits), shape.arrangement, shape.num_ranks
         )

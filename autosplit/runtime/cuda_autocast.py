@@ -33,6 +33,8 @@ _FLOAT32 = {
     if callable(getattr(place, name, None))
 }
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 _SOFTMAX = {
     **dict.fromkeys((torch.softmax, F.softmax, Tensor.softmax), torch.ops.aten._softmax),
     **dict.fromkeys((torch.log_softmax, F.log_softmax, Tensor.log_softmax), torch.ops.aten._log_softmax),
@@ -65,19 +67,15 @@ class CudaAutocast(TorchFunctionMode):
             found = _softmax(_SOFTMAX[func], args, kwargs) if func in _SOFTMAX else None
             if found is not None:
                 return found
-            args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.dtype in _HALVES else t, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _in_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _softmax(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return what GPUs' kernel returns of a fake half; None of anything else: the processor has no such kernel."""
     values = args[0] if args else kwargs.get("input")
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    is_half = isinstance(values, FakeTensor) and values.dtype in (torch.float16, torch.bfloat16)
+    is_half = isinstance(values, FakeTensor) and values.dtype in _HALVES
     if not is_half or not isinstance(dim, int) or kwargs.get("dtype", torch.float32) not in (None, torch.float32):
         return None
     found: Tensor = kernel(values, dim, True)

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autosplit.accelerators import accelerator_kind
 from autosplit.runtime.build_small import settings_kept_on_failure
-from autosplit.workload.batch import Whole, map_tensors, tensors_of
+from autosplit.workload.batch import tensors_of
 from autosplit.workload.workload import Workload
 
-__all__ = ["built_without_memory", "fake_leaf", "fake_like", "fake_mode", "fake_scalar", "holds_fakes", "mode_of"]
+__all__ = ["built_without_memory", "fake_like", "fake_mode", "fake_scalar", "holds_fakes", "mode_of"]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -96,10 +96,3 @@ def fake_scalar(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     number = tensor.item()
     with mode:
         return torch.tensor(number, dtype=tensor.dtype)
-
-
-def fake_leaf(leaf: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    """Fake a leaf of a batch: a tensor, or those of a `Whole`; another value is returned as it is."""
-    if isinstance(leaf, Whole):
-        return Whole(map_tensors(lambda tensor: fake_like(tensor, mode, device), leaf.value))
-    return fake_like(leaf, mode, device) if isinstance(leaf, Tensor) else leaf

@@ -35,13 +35,10 @@ def as_real(func: Any, args: Sequence[Any], outputs: Any) -> Any:
     if packet is _RNN_LAYER_BACKWARD:
         real[_SECOND_BIAS] = real[_SECOND_BIAS].clone()
     elif torch.is_grad_enabled():  # it keeps nothing otherwise
-        given = tuple((tuple(arg.shape), arg.dtype) if isinstance(arg, Tensor) else _hashable(arg) for arg in args)
+        hashable = (("list", tuple(arg)) if isinstance(arg, (list, tuple)) else arg for arg in args)
+        given = tuple((tuple(arg.shape), arg.dtype) if isinstance(arg, Tensor) else arg for arg in hashable)
         real[_WORKSPACE] = real[_WORKSPACE].new_empty(_rnn_workspace_bytes(given))
     return tuple(real)
-
-
-def _hashable(value: Any) -> Any:
-    return ("list", tuple(value)) if isinstance(value, (list, tuple)) else value
 
 
 @functools.lru_cache(maxsize=256)

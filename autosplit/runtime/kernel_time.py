@@ -21,6 +21,7 @@ import numpy.typing as npt
 from autosplit.devices.catalog import GpuSpec
 
 __all__ = [
+    "Codes",
     "HostRates",
     "KernelRates",
     "Numbers",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 Numbers = npt.NDArray[np.float64]
+
+Codes = npt.NDArray[np.int64]
 
 Part = Literal["forward", "backward", "update", "none"]
 """Where the host starts a kernel from; ``none`` where it does nothing for it."""
@@ -114,7 +117,7 @@ def _kind_codes() -> dict[str, int]:
     return {kind: code for code, kind in enumerate(kernel_rates().kinds)}
 
 
-def work_codes(labels: Sequence[tuple[str, str, Part]]) -> npt.NDArray[np.int64]:
+def work_codes(labels: Sequence[tuple[str, str, Part]]) -> Codes:
     """Return a row each for the kind, the rate and the part of kernels, as numbers."""
     kinds = _kind_codes()
     rates = {rate: code for code, rate in enumerate(_RATES)}
@@ -123,16 +126,8 @@ def work_codes(labels: Sequence[tuple[str, str, Part]]) -> npt.NDArray[np.int64]
     return np.array(found, dtype=np.int64).reshape(-1, 3).T
 
 
-def kernel_seconds(
-    numbers: Numbers, codes: npt.NDArray[np.int64], spec: GpuSpec, rates: KernelRates | None = None
-) -> Numbers:
-    """Return the time of each kernel on a card.
-
-    Args:
-        numbers: See `op_cost.Work.numbers`.
-        codes: See `work_codes`.
-        rates: None for those of ``kernel_rates.json``.
-    """
+def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelRates | None = None) -> Numbers:
+    """Return the time of each kernel on a card."""
     rates = rates or kernel_rates()
     reached = np.array([kind.reached for kind in rates.kinds.values()])[codes[0]]
     passes = np.array([kind.passes for kind in rates.kinds.values()])[codes[0]]
@@ -176,7 +171,7 @@ def _used(product: Numbers, multiprocessors: int, rates: KernelRates) -> Numbers
 
 def host_seconds(
     numbers: Numbers,
-    codes: npt.NDArray[np.int64],
+    codes: Codes,
     spec: GpuSpec,
     *,
     replicas: int = 1,

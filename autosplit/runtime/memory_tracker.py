@@ -42,7 +42,7 @@ from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
 from autosplit.runtime.fused_rnn_memory import as_real
 
-__all__ = ["BLOCK_BYTES", "Entry", "Kind", "Left", "Observer", "Tracker", "rounded"]
+__all__ = ["BLOCK_BYTES", "Entry", "Kind", "Left", "Observer", "Tracker", "rounded", "tensors_among"]
 
 BLOCK_BYTES = 512
 
@@ -106,12 +106,13 @@ class _Held:
     kind: Kind = "activations"
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an op's arguments or outputs, and in the lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
+            yield from tensors_among(value)
 
 
 def _dense_parts(tensor: Tensor) -> Iterable[Tensor]:
@@ -280,7 +281,7 @@ class Tracker(TorchDispatchMode, Placement):
             return self._transfer(func, args)
         if func is TRANSFER_INTO_OP:
             return self._transfer_into(func, args)
-        inputs = list(_tensors((*args, *kwargs.values())))
+        inputs = list(tensors_among((*args, *kwargs.values())))
         held = [self._held_of(tensor) for tensor in inputs]
         device, by_scalar = _device_of_inputs(inputs, held)
         outputs = as_real(func, args, func(*args, **kwargs))
@@ -290,7 +291,7 @@ class Tracker(TorchDispatchMode, Placement):
             for tensor, record in zip(inputs, held, strict=True):
                 if (record is None or record.device == _PROVISIONAL) and tensor.dim() > 0:
                     self.adopt(tensor, device)
-        self._follow(inputs, _tensors((outputs,)), device)
+        self._follow(inputs, tensors_among((outputs,)), device)
         if self._observer is not None and device >= 0:
             self._observer.on_op(device, func, args, kwargs, outputs)
         return outputs

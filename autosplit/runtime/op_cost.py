@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
 from autosplit.devices.catalog import GpuSpec
-from autosplit.runtime.kernel_time import Numbers, Part, host_seconds, kernel_seconds, work_codes
+from autosplit.runtime.kernel_time import Codes, Numbers, Part, host_seconds, kernel_seconds, work_codes
+from autosplit.runtime.memory_tracker import tensors_among
 
 __all__ = ["Load", "Move", "Numbers", "OpCost", "Work", "loads_of", "op_cost"]
 
@@ -28,9 +28,7 @@ class OpCost:
 
     Attributes:
         flops: Floating-point operations, counted where torch has a formula for them; 0 for what only moves memory.
-        nbytes: Bytes read and written.
         rate: Which of a card's peaks bounds it: a dtype's name, or ``"tf32"``.
-        kind: Its class, a key of ``kernel_rates.json``.
         product: What is multiplied: rows, columns, the dimension summed over, and how many such products; all 0 where
             nothing is. Of an optimizer's kernel the first is the number of tensors.
         part: Where its op was started from; the first kernel of an op alone has one, others cost the host nothing.
@@ -54,14 +52,13 @@ class Work:
 
     Attributes:
         numbers: A row each for flops, bytes and the four numbers of the product; every one is affine in the samples.
-        labels: Each kernel's kind, rate and part, see `OpCost`.
         codes: The labels as numbers, see `kernel_time.work_codes`.
     """
 
     device: int
     numbers: Numbers
     labels: tuple[tuple[str, str, Part], ...]
-    codes: npt.NDArray[np.int64]
+    codes: Codes
 
     @classmethod
     def of(cls, device: int, costs: Sequence[OpCost]) -> Work:
@@ -84,7 +81,6 @@ class Load:
     """The time of a work on a card whose host starts its kernels one after the other.
 
     Attributes:
-        busy_s: All kernels.
         host_s: The host, for all of them.
         end_s: From when the host begins to when the last kernel is done, on a card that has nothing else to do.
     """
@@ -95,11 +91,7 @@ class Load:
 
 
 def loads_of(works: Sequence[Work], spec: GpuSpec, replicas: int = 1) -> list[Load]:
-    """Return the loads of works on a card, all at once: a step has thousands, most of a kernel or two.
-
-    Args:
-        replicas: See `kernel_time.host_seconds`.
-    """
+    """Return the loads of works on a card, all at once: a step has thousands, most of a kernel or two."""
     begins = np.cumsum([0, *(work.numbers.shape[1] for work in works)])
     numbers = np.concatenate([np.zeros((6, 0)), *(work.numbers for work in works)], axis=1)
     codes = np.concatenate([np.zeros((3, 0), np.int64), *(work.codes for work in works)], axis=1)
@@ -203,10 +195,10 @@ def _kernels(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output
 
 
 def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCost:
-    written = _flat((outputs,))
-    tensors = [*_flat((*args, *kwargs.values())), *written]
+    written = [*tensors_among((outputs,))]
+    tensors = [*tensors_among((*args, *kwargs.values())), *written]
     if packet in _ROW_READERS:
-        tensors = [*_flat(args[1:]), *written, *written]
+        tensors = [*tensors_among(args[1:]), *written, *written]
     rate = _rate(tensors)
     nbytes = sum(_nbytes(tensor) for tensor in tensors)
     flops = _flops(packet, args, kwargs, outputs)
@@ -301,27 +293,12 @@ def _layout(*tensors: Tensor) -> Iterator[OpCost]:
         yield OpCost(0, 2 * sum(_nbytes(tensor) for tensor in tensors), rate, "layout")
 
 
-def _attention_flops(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    query, key, value = args[:3]
-    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward_flops(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    grad, query, key, value = args[:4]
-    return int(flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
-# The fused attention of the CPU, which torch's table of formulas lacks: the arithmetic is that of any other.
-_CPU_FORMULAS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
-
-
 def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    own = _CPU_FORMULAS.get(packet)
-    if own is not None:
-        return own(args, kwargs, outputs)
+    # Torch's table of formulas lacks the fused attention of the CPU, whose arithmetic is that of any other.
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(flop_counter.sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(flop_counter.sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
     formula = flop_counter.flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 
@@ -336,13 +313,3 @@ def _nbytes(tensor: Tensor) -> int:
     shape = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
     repeated = math.prod(size for size, stride in shape if stride == 0) or 1
     return tensor.numel() * tensor.element_size() // repeated
-
-
-def _flat(values: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += _flat(value)
-    return found

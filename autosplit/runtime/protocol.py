@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from autosplit.devices.device import Device
 
-__all__ = ["Arrangement", "Measurement", "Runtime", "SeesMemory", "StepMemory", "StepShape"]
+__all__ = ["Arrangement", "Measurement", "Runtime", "StepMemory", "StepShape"]
 
 Arrangement = Literal["balanced", "rank", "eval"]
 """``balanced``: BalancedDataParallel over the devices; ``rank``: one DDP process; ``eval``: a forward, no gradients."""
@@ -18,7 +18,6 @@ class StepShape:
     """One optimizer step: which samples go where.
 
     Attributes:
-        splits: Samples per device, for each micro-step in turn.
         arrangement: How the devices share the work. For ``rank`` and ``eval`` exactly one device has samples.
         num_ranks: DDP processes in the job, for ``rank``: more than one keeps gradient buckets.
         accumulates: Gradients of earlier micro-steps are held all through, and those of this step added to them.
@@ -62,7 +61,6 @@ class Measurement:
         peak_bytes: The most each device held; empty where it was not measured.
         busy_s: Time each device worked; empty where it was not measured.
         update_s: The optimizer's part of `seconds`.
-        repeats: How often the step was timed.
     """
 
     seconds: float
@@ -78,21 +76,12 @@ class StepMemory:
     """The memory of an optimizer step on accelerators.
 
     Attributes:
-        allocated_bytes: The most that tensors took of each device.
         reserved_bytes: The most that the allocator held of each, for them and in blocks that it kept.
     """
 
     allocated_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
     steps: int
-
-
-@runtime_checkable
-class SeesMemory(Protocol):
-    """A runtime of accelerators."""
-
-    def memory(self, shape: StepShape) -> StepMemory:
-        """Run a step until it is steady, and return what it holds; an OutOfMemoryError names the device."""
 
 
 class Runtime(Protocol):
@@ -120,9 +109,6 @@ class Runtime(Protocol):
 
     def measure(self, shape: StepShape, *, budget_s: float) -> Measurement:
         """Run a step for its time (and its memory, where one run gives both).
-
-        Args:
-            budget_s: Stop repeating after this long.
 
         Raises:
             OutOfMemoryError: A device would hold more than its capacity; it is named.

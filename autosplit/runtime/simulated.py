@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autosplit.devices.catalog import GpuSpec
 from autosplit.devices.device import Device
 from autosplit.devices.transfer import HOST
 from autosplit.oom import OutOfMemoryError
+from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.kernel_time import Part, kernel_rates
 from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.op_cost import Load, Move, OpCost, Work, loads_of
 from autosplit.runtime.protocol import Measurement, StepShape
-from autosplit.runtime.tracer import Event, Phase, Trace, Traces
+from autosplit.runtime.tracer import Event, Phase, Trace, Tracer
 from autosplit.runtime.tracked_step import bucket_bytes, views_buckets
 from autosplit.solve.memory import MemoryParts
 
-__all__ = ["SimulatedRuntime", "traced_parts", "traced_peaks"]
+__all__ = ["SimulatedRuntime", "Traces", "traced_parts", "traced_peaks"]
+
+Traces = Tracer | AffineTraces
+"""A source of traces: each step followed, or told of a few."""
 
 _BALANCED_PHASES: tuple[Phase, ...] = ("broadcast", "micro", "reduce")
 """The phases in which devices work together."""
@@ -49,8 +53,6 @@ class _Clocks:
     specs: Sequence[GpuSpec]
     free: frozenset[str] = frozenset()
     replicas: int = 1
-    now_s: list[float] = field(default_factory=list)
-    busy_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.now_s = [0.0] * len(self.specs)
@@ -126,7 +128,6 @@ class SimulatedRuntime:
     """A training step on simulated cards.
 
     Args:
-        devices: Simulated devices, each with the row of its card.
         free: Purposes whose transfers take no time: ``"parameter"``, ``"output"`` and so on, see `transfer.transfer`.
     """
 
@@ -145,7 +146,7 @@ class SimulatedRuntime:
         self.capacities_bytes = capacities_bytes
         self.tracer = tracer
         self.free = free
-        self._specs = [_spec(device) for device in devices]
+        self._specs = [device.spec for device in devices if device.spec is not None]
 
     def peaks(self, shape: StepShape) -> tuple[int, ...]:
         """Return each card's peak, in bytes.
@@ -153,7 +154,7 @@ class SimulatedRuntime:
         Raises:
             OutOfMemoryError: A card would hold more than its capacity; it is named.
         """
-        peaks = self._source(shape).peaks()
+        peaks = traced_peaks(self.tracer, shape)
         self._refuse_overflow(peaks, shape)
         return peaks
 
@@ -163,7 +164,7 @@ class SimulatedRuntime:
         Raises:
             OutOfMemoryError: A card would hold more than its capacity; it is named.
         """
-        source = self._source(shape)
+        source = _source_of(self.tracer, shape)
         peaks = source.peaks()
         self._refuse_overflow(peaks, shape)
         replicas = 1 if shape.alone else len(_active(shape.splits[0]))
@@ -184,9 +185,6 @@ class SimulatedRuntime:
             clocks.take_back(device, Work.of(device, self.tracer.accumulation_costs()))
         if not shape.alone and not shape.splits[0][0]:
             clocks.work(0, Work.of(0, self.tracer.zeroing_costs()))
-
-    def _source(self, shape: StepShape) -> _Whole | _Composed:
-        return _source_of(self.tracer, shape)
 
     def _refuse_overflow(self, peaks: tuple[int, ...], shape: StepShape) -> None:
         for index, (device, peak_bytes) in enumerate(zip(self.devices, peaks, strict=True)):
@@ -227,11 +225,6 @@ def _source_of(tracer: Traces, shape: StepShape) -> _Whole | _Composed:
     return _Whole(tracer, shape)
 
 
-def _spec(device: Device) -> GpuSpec:
-    assert device.spec is not None, device
-    return device.spec
-
-
 def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = False) -> StepShape:
     """Return the micro-step to trace for one of a step; of many, each adds to the gradients of those before."""
     accumulates = shape.accumulates or len(shape.splits) > 1
@@ -246,12 +239,9 @@ def _events(trace: Trace, phase: _Played) -> tuple[Event, ...]:
     """Return the events to play; parameters are sent once the first inputs are: their launches hide behind these."""
     if phase != "first":
         return trace.events(phase)
-    inputs = next((index for index, event in enumerate(trace.micro) if not _is_input(event)), len(trace.micro))
+    from_host = (isinstance(event, Move) and event.source == HOST for event in trace.micro)
+    inputs = next((index for index, is_input in enumerate(from_host) if not is_input), len(trace.micro))
     return (*trace.micro[:inputs], *trace.broadcast, *trace.micro[inputs:])
-
-
-def _is_input(event: Event) -> bool:
-    return isinstance(event, Move) and event.source == HOST
 
 
 def _works(events: Sequence[Event], device: int) -> Iterator[Work]:
@@ -367,10 +357,13 @@ class _Composed:
         if phase == "update":
             _play(clocks, primary, (0, 0, 0))
             return
-        replicas = {index + 1: _Replica(self._beside(split, n, phase)) for index, n in enumerate(split[1:]) if n}
         clocks.foresee(0, _works(primary, 0))
-        for device, replica in replicas.items():
-            clocks.foresee(device, _works(replica.events, 1))
+        replicas = {}
+        for device, samples in enumerate(split[1:], 1):
+            if samples:
+                events = self._beside(split, samples, phase)
+                clocks.foresee(device, _works(events, 1))
+                replicas[device] = _played(clocks, device, events)
         for event in primary:
             if isinstance(event, Work):
                 if event.device == 0:
@@ -379,8 +372,8 @@ class _Composed:
                 self._move_all(clocks, event, replicas, len(_stand_ins(split)))
             elif 2 not in (event.source, event.destination):  # the second stand-in's were played with the first's
                 _play(clocks, [event], (0,))
-        for device, replica in replicas.items():
-            replica.work(clocks, device)
+        for replica in replicas.values():
+            next(replica, None)
 
     def _beside(self, split: tuple[int, ...], samples: int, phase: _Played) -> list[Event]:
         """Return what a device with so many samples does in a phase of a split."""
@@ -393,14 +386,13 @@ class _Composed:
             ]
         return self._events[key]
 
-    def _move_all(self, clocks: _Clocks, event: Move, replicas: dict[int, _Replica], num_stand_ins: int) -> None:
+    def _move_all(self, clocks: _Clocks, event: Move, replicas: dict[int, Iterator[Move]], num_stand_ins: int) -> None:
         """Play a transfer between device 0 and the first stand-in once for each device of the rest."""
         order = list(enumerate(replicas.items()))
         if event.purpose == "scalar" and event.source == 0:
             order.reverse()  # autograd takes a sum of losses apart from its end
         for position, (device, replica) in order:
-            replica.work(clocks, device)
-            nbytes = replica.next_move().nbytes
+            nbytes = next(replica).nbytes
             if event.purpose == "buffer" and event.destination == 0 and position > 0:
                 continue  # only the first of them brings back what it moved
             ends = [device if end == 1 else end for end in (event.source, event.destination)]
@@ -419,26 +411,13 @@ class _Composed:
         return self._tracer.trace(_followed(self._shape, (samples if split[0] else 0, samples)))
 
 
-class _Replica:
-    """The events of a device, played up to each transfer in turn."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.events = events
-        self._next = 0
-
-    def work(self, clocks: _Clocks, device: int) -> None:
-        while self._next < len(self.events):
-            event = self.events[self._next]
-            if not isinstance(event, Work):
-                break
+def _played(clocks: _Clocks, device: int, events: Sequence[Event]) -> Iterator[Move]:
+    """Play the work of a device up to each of its transfers in turn."""
+    for event in events:
+        if isinstance(event, Work):
             clocks.work(device, event)
-            self._next += 1
-
-    def next_move(self) -> Move:
-        move = self.events[self._next]
-        assert isinstance(move, Move)
-        self._next += 1
-        return move
+        else:
+            yield event
 
 
 def _moves(events: Sequence[Event]) -> list[Move]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ import torch
 
 from autosplit.accelerators import backend, is_accelerator
 from autosplit.devices.device import Device
-from autosplit.errors import AutosplitError, from_user_code, one_line
+from autosplit.errors import AutosplitError, from_user_code, one_line, users_errors
 from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.child_process import UNHURRIED_S, Child, ChildLostError, LostCauseError
@@ -44,11 +43,8 @@ ASKED_LIMIT_S = 30.0
 COMPILED_LIMIT_S = 120.0
 """Least limit for a compiled step, which is compiled in it."""
 
-ALERT_LIMIT_S = 3.0
-"""Least limit for a call once one has hung: others may, too."""
-
 SLOWER_BY = 20.0
-"""Factor by which a call may exceed the longest that was answered: steps grow from 1/16 of a ceiling to all of it."""
+"""Factor by which a call may exceed the longest that was answered: steps grow from 1/8 of a ceiling to all of it."""
 
 FUTILE_DEATHS = 3
 """Processes that may be lost where none has ever answered: the fault is not in the number of samples. As many may hang
@@ -87,10 +83,9 @@ class IsolatedRuntime:
         self._longest_s = 0.0
         self._answered = False
         self._hung = 0
-        self._is_new = True
         self._capacities_bytes: tuple[int, ...] | None = None
         self._deadly: dict[tuple[str, StepShape], str] = {}
-        self._child = Child(partial(_Served, make, _Settings.of_this_process()))
+        self._child = Child(partial(_Served, make, _settings()))
         self._child.start()
 
     @property
@@ -160,12 +155,11 @@ class IsolatedRuntime:
         except ChildLostError as lost:
             self._deadly[name, shape] = cause = lost.cause
             self._hung += lost.hung
-            self._is_new = True
         except AutosplitError:
             self._answered = True
             raise
         else:
-            self._answered, self._is_new = True, False
+            self._answered = True
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)
             return answer
         self._refuse_to_go_on(cause)
@@ -211,11 +205,8 @@ class IsolatedRuntime:
 
     def _limit_s(self, shape: StepShape) -> float:
         """Return how long a call may take before it is taken to hang."""
-        # A new process starts its devices and copies the model there, however alert the others have made us.
-        is_alert = self._hung and not (self._is_new and is_accelerator(self.devices[0].kind))
-        least_s = COMPILED_LIMIT_S if shape.compiled else ALERT_LIMIT_S if is_alert else CALL_LIMIT_S
-        least_s = max(least_s, SLOWER_BY * self._longest_s)
-        if self._hung:
+        least_s = max(COMPILED_LIMIT_S if shape.compiled else CALL_LIMIT_S, SLOWER_BY * self._longest_s)
+        if self._hung:  # others may, too
             return least_s
         return max(least_s, UNHURRIED_S if self._deadline_s is None else (self._deadline_s - time.monotonic()) / 2)
 
@@ -236,74 +227,52 @@ def _samples_text(shape: StepShape) -> str:
 # ---------------------------------------------------------------------------------------------- in the other process
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Settings of torch in a process that change what a step takes."""
-
-    num_threads: int
-    matmul_precision: str | None
-    deterministic: tuple[bool, bool]
-    attention: tuple[bool, ...]
-    switches: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def of_this_process(cls) -> _Settings:
-        return cls(
-            torch.get_num_threads(),
-            _matmul_precision(),
-            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-            tuple(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _ATTENTIONS),
-            tuple((path, attrgetter(path)(torch.backends)) for path in _switches()),
-        )
-
-    def take_over(self) -> None:
-        torch.set_num_threads(self.num_threads)
-        if self.matmul_precision is not None:
-            torch.set_float32_matmul_precision(self.matmul_precision)
-        enabled, warn_only = self.deterministic
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        for kernel, is_on in zip(_ATTENTIONS, self.attention, strict=True):
-            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(is_on)
-        for path, value in self.switches:
-            owner, _, name = path.rpartition(".")
-            place = attrgetter(owner)(torch.backends) if owner else torch.backends
-            if getattr(place, name) != value:
-                setattr(place, name, value)
-
-
-_ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
-
-_CUDNN_SWITCHES = ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic")
-
 _NEW_PRECISIONS = ("", "cuda.matmul.", "cudnn.conv.", "cudnn.rnn.", "mkldnn.matmul.", "mkldnn.conv.", "mkldnn.rnn.")
 
 
-def _matmul_precision() -> str | None:
-    """Return how float32 is multiplied; None where one of torch's new switches says it, which refuse the old ones."""
+_Settings = list[tuple[Callable[..., object], tuple[Any, ...]]]
+"""Calls that give another process this one's settings of torch, as far as they change what a step takes."""
+
+
+def _settings() -> _Settings:
     try:
-        return torch.get_float32_matmul_precision() if torch.backends.cudnn.allow_tf32 is not None else None
-    except RuntimeError:
-        return None
+        precision = torch.get_float32_matmul_precision() if torch.backends.cudnn.allow_tf32 is not None else None
+    except RuntimeError:  # one of torch's new switches says it, which refuse the old ones
+        precision = None
+    calls: _Settings = [
+        (torch.set_num_threads, (torch.get_num_threads(),)),
+        (torch.set_deterministic_debug_mode, (torch.get_deterministic_debug_mode(),)),
+    ]
+    for kernel in ("flash", "mem_efficient", "math", "cudnn"):
+        is_on = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")()
+        calls.append((getattr(torch.backends.cuda, f"enable_{kernel}_sdp"), (is_on,)))
+    names = [f"{place}fp32_precision" for place in _NEW_PRECISIONS]
+    if precision is not None:
+        calls.append((torch.set_float32_matmul_precision, (precision,)))
+        names = ["cudnn.allow_tf32"]
+    paths = ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", *names)
+    return [*calls, *((_switch, (path, attrgetter(path)(torch.backends))) for path in paths)]
 
 
-def _switches() -> tuple[str, ...]:
-    """Return the names of the switches in `torch.backends`."""
-    if _matmul_precision() is None:
-        return (*_CUDNN_SWITCHES, *(f"{place}fp32_precision" for place in _NEW_PRECISIONS))
-    return (*_CUDNN_SWITCHES, "cudnn.allow_tf32")
+def _switch(path: str, value: Any) -> None:
+    owner, _, name = path.rpartition(".")
+    place = attrgetter(owner)(torch.backends) if owner else torch.backends
+    if getattr(place, name) != value:
+        setattr(place, name, value)
+
+
+def _take_over(settings: _Settings) -> None:
+    for function, args in settings:
+        function(*args)
 
 
 class _Served:
     """The real runtime, whose errors are made fit to travel."""
 
     def __init__(self, make: Callable[[], RealRuntime], settings: _Settings) -> None:
-        settings.take_over()
-        try:
+        _take_over(settings)
+        with users_errors("the workload"):
             self._runtime = make()
-        except (AutosplitError, KeyboardInterrupt):
-            raise
-        except (Exception, SystemExit) as error:
-            raise from_user_code(error, "the workload") from error
         self._ran = False
 
     def capacities(self) -> tuple[int, ...]:

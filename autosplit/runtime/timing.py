@@ -32,7 +32,6 @@ def timed(run: Callable[[Callable[[str], None]], object], budget_s: float, *, wa
             the optimizer begins, everything before it being done.
         budget_s: No further repeat begins after this long, warm-up not counted; `MIN_REPEATS` are made in any case
             unless each takes longer alone; then two.
-        warmups: Runs before the clock starts.
     """
     for _ in range(warmups):
         run(lambda _phase: None)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import AutosplitError, from_user_code
+from autosplit.errors import AutosplitError, from_user_code, users_errors
 from autosplit.rng import kept_rng
 from autosplit.runtime.cuda_autocast import CudaAutocast
 from autosplit.runtime.fake_tensors import fake_mode, holds_fakes, mode_of
@@ -33,7 +33,7 @@ from autosplit.solve.memory import MemoryParts
 from autosplit.text import size_text
 from autosplit.workload.workload import Workload, modules_of
 
-__all__ = ["Event", "Phase", "Trace", "Tracer", "Traces", "make_device_tracer", "make_tracer"]
+__all__ = ["Event", "Phase", "Trace", "Tracer", "make_device_tracer", "make_tracer"]
 
 
 _log = logging.getLogger(__name__)
@@ -63,8 +63,6 @@ class Trace:
     """One optimizer step, followed.
 
     Attributes:
-        peak_bytes: The most each device held.
-        entries: Storages that came and went, in order.
         broadcast: Copies of the parameters to replicas that are kept, once a step; otherwise they are in `micro`.
         reduce: Kept replicas' gradients come home, once a step; otherwise they are in `micro`.
     """
@@ -79,12 +77,8 @@ class Trace:
 
     def events(self, phase: Phase) -> tuple[Event, ...]:
         """Return the events of a phase."""
-        return {
-            "broadcast": self.broadcast,
-            "micro": self.micro,
-            "reduce": self.reduce,
-            "update": self.update,
-        }[phase]
+        events: tuple[Event, ...] = getattr(self, phase)
+        return events
 
 
 @dataclass(frozen=True)
@@ -97,11 +91,7 @@ class _Update:
 
 
 class _Recorder:
-    """Gathers ops into work and keeps the transfers between; `norms_over_samples`: one may refuse a single sample.
-
-    Args:
-        keeps_calls: Keep what tells the work with other samples.
-    """
+    """Gathers ops into work and keeps the transfers between; `norms_over_samples`: one may refuse a single sample."""
 
     def __init__(self, samples: int, *, keeps_calls: bool) -> None:
         self.phases: list[tuple[str, list[Event]]] = []
@@ -142,11 +132,6 @@ class _Recorder:
         self.phases[-1][1].extend(works)
         self._calls.extend(None for _ in works)
 
-    def finish(self) -> list[tuple[str, list[Event]]]:
-        """Close what is open and return the phases."""
-        self._close(*list(self._open))
-        return self.phases
-
     def resized(self, resized: Callable[[int], int]) -> list[tuple[str, list[Event]]]:
         """Return the phases with other samples."""
         calls = iter(self._calls)
@@ -179,27 +164,6 @@ def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
     return values.numel() // max(1, channels)
 
 
-class Traces(Protocol):
-    """A source of traces: the memory and the work of steps."""
-
-    @property
-    def trainee(self) -> Trainee:
-        """The copy that is traced."""
-
-    @property
-    def fake(self) -> bool:
-        """Whether fake tensors are followed, or real ones."""
-
-    def trace(self, shape: StepShape) -> Trace:
-        """Return the trace of a step."""
-
-    def accumulation_costs(self) -> list[OpCost]:
-        """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
-
-    def zeroing_costs(self) -> list[OpCost]:
-        """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
-
-
 class Tracer:
     """Traces training steps of one workload.
 
@@ -209,7 +173,6 @@ class Tracer:
         device: The device that fake tensors claim, so that ops are those of that device.
 
     Attributes:
-        runs: Steps followed so far.
         norms_over_samples: An op of these steps may refuse a single sample: it has but one value of each.
     """
 
@@ -283,8 +246,10 @@ class Tracer:
             kept_rng(),
             held_interrupts() if self.fake else nullcontext(),
             _without_collector(),
-            _without_fake_log(),
-            _without_onednn() if self.like_gpu else nullcontext(),
+            # Torch's log of failing fake tensors buries the error that says it in two lines.
+            _switched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
+            # What oneDNN fuses GPUs run apart: an LSTM's memory would be several times too small.
+            _switched(torch.backends.mkldnn, "enabled", False) if self.like_gpu else nullcontext(),
             autocast or nullcontext(),
         ):
             update = partial(self._updated, tracker, recorder)
@@ -294,7 +259,8 @@ class Tracer:
             self._autocasts = autocast.needed  # it is asked at every call of torch's functions
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
-        phases, entries = recorder.finish(), tracker.entries()
+        recorder.phase()  # what is open is closed
+        phases, entries = recorder.phases, tracker.entries()
         parts = [_parts_of(tracker, device) for device in range(len(names))]
         found = [_trace_of(shape, parts, entries, phases)]
         for split in resized:
@@ -325,10 +291,7 @@ class Tracer:
 
     def accumulation_costs(self) -> list[OpCost]:
         """Return what adding a micro-step's gradients to those of earlier ones costs, an op for each parameter."""
-        # Two tensors read, one written.
-        return [
-            OpCost(0, 3 * p.numel() * p.element_size(), "float32", part="backward") for p in self._with_gradient or []
-        ]
+        return [replace(cost, nbytes=3 * cost.nbytes) for cost in self.zeroing_costs()]  # two tensors read, one written
 
     def zeroing_costs(self) -> list[OpCost]:
         """Return what it costs to make gradients that replicas' can be added to, an op for each parameter."""
@@ -362,9 +325,9 @@ def _trace_of(
 
 def _parts_of(tracker: Tracker, device: int) -> MemoryParts:
     account = tracker.peak_account(device)
-    kinds: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "gathered", "activations")
-    parts = MemoryParts(*(account.get(kind, 0) for kind in kinds))
-    return replace(parts, parameters_bytes=parts.parameters_bytes + account.get("left", 0))
+    others: tuple[Kind, ...] = ("gradients", "optimizer", "gathered", "activations")
+    parameters_bytes = account.get("parameters", 0) + account.get("left", 0)
+    return MemoryParts(parameters_bytes, *(account.get(kind, 0) for kind in others))
 
 
 def _moves(event: Event, purpose: str) -> bool:
@@ -389,26 +352,14 @@ def _without_collector() -> Iterator[None]:
 
 
 @contextmanager
-def _without_fake_log() -> Iterator[None]:
-    """Keep torch's log of failing fake tensors from burying the error that says it in two lines."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True
+def _switched(owner: Any, name: str, value: bool) -> Iterator[None]:
+    """Set a switch for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        log.disabled = disabled
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Turn off what oneDNN fuses and GPUs run apart: an LSTM's memory would be several times too small."""
-    switch: Any = torch.backends.mkldnn  # torch declares its flag as a descriptor, not as the bool that it takes
-    enabled = switch.enabled
-    switch.enabled = False
-    try:
-        yield
-    finally:
-        switch.enabled = enabled
+        setattr(owner, name, before)
 
 
 def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer, str | None]:
@@ -423,17 +374,14 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
     shape = StepShape(((workload.sample_batch_size,),))
     failures: list[Exception] = []
     for place in (device, CPU) if holds_fakes(device) else (CPU,):
-        try:
-            tracer = _traced_once(workload, shape, fake=True, like_gpu=True, device=place)
-        except AutosplitError:
-            raise
-        except Exception as error:  # noqa: BLE001  # as in make_tracer
-            failures.append(error)
+        tried = _followed_fake(workload, shape, like_gpu=True, device=place)
+        if isinstance(tried, Exception):
+            failures.append(tried)
+        elif place == device:
+            return tried, None
         else:
-            if place == device:
-                return tracer, None
             why = f" ({_cause_text(failures[0])})" if failures else ""
-            return tracer, (
+            return tried, (
                 f"traces are of the processor, since fake tensors can't be followed on {device.type}{why}: real steps "
                 "correct them"
             )
@@ -455,32 +403,31 @@ def _cause_text(error: Exception) -> str:
 
 
 def make_tracer(workload: Workload, *, like_gpu: bool) -> tuple[Tracer, str | None]:
-    """Make a tracer that follows fake tensors, or real ones where the model can't be faked.
-
-    Returns:
-        The tracer, and a sentence that says why it is not fake, or None.
-    """
+    """Make a tracer of fake tensors, or of real ones where the model can't be faked, with a sentence that says why."""
     shape = StepShape(((workload.sample_batch_size,),))
-    try:
-        tracer = _traced_once(workload, shape, fake=True, like_gpu=like_gpu)
-    except AutosplitError:
-        raise
-    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
-        failure = error
-    else:
-        return tracer, None
+    failure = _followed_fake(workload, shape, like_gpu=like_gpu)
+    if isinstance(failure, Tracer):
+        return failure, None
     if mode_of(workload) or any(parameter.is_meta for module in workload.modules for parameter in module.parameters()):
         raise from_user_code(failure, "the model, followed with fake tensors on its own sample batch,")
-    try:
+    with users_errors("the workload on its own sample batch"):
         tracer = _traced_once(workload, shape, fake=False, like_gpu=like_gpu)
-    except AutosplitError:
-        raise
-    except Exception as error:
-        raise from_user_code(error, "the workload on its own sample batch") from error
     return tracer, (
         f"the model can't be followed with fake tensors ({_cause_text(failure)}); "
         "real ones on the CPU were followed instead"
     )
+
+
+def _followed_fake(
+    workload: Workload, shape: StepShape, *, like_gpu: bool, device: torch.device = CPU
+) -> Tracer | Exception:
+    """Return a tracer that has followed a step with fake tensors, or why there is none."""
+    try:
+        return _traced_once(workload, shape, fake=True, like_gpu=like_gpu, device=device)
+    except AutosplitError:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever fake tensors can't do, and whatever the user's code does wrong
+        return error
 
 
 def _traced_once(

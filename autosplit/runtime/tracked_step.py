@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from autosplit.errors import WorkloadError
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.runtime.memory_tracker import Left, Tracker
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.trainee import Trainee
+from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.workload.batch import tensors_of
 from autosplit.workload.workload import Workload, modules_of, optimizers_of
 
@@ -39,13 +39,13 @@ MOST_TO_SETTLE = 4
 
 
 def wrapper_for(
-    workload: Workload, split: tuple[int, ...], device: torch.device | str = "cpu"
-) -> Callable[[nn.Module], nn.Module]:
-    """Return what wraps a model so that its batch is split over devices that are all one to torch."""
+    workload: Workload, split: tuple[int, ...], devices: Sequence[torch.device] = (CPU,)
+) -> Callable[[nn.Module], BalancedDataParallel]:
+    """Return what wraps a model so that its batch is split over devices; a lone one stands for all."""
     return lambda module: BalancedDataParallel(
         None,
         module,
-        [device] * len(split),
+        [*devices] * (len(split) // len(devices)),
         dim=workload.batch_dim,
         split=split,
         reduce="sum" if workload.loss_reduction == "sum" else "samples",
@@ -77,17 +77,15 @@ def gradients_in(buckets: Tensor, trainee: Trainee) -> Iterator[None]:
     Args:
         buckets: `bucket_bytes` of them, on the parameters' device.
     """
-    start, handles = 0, []
-    for parameter in sorted(_trainable(trainee), key=lambda p: -p.element_size()):  # each begins at its own alignment
-        end = start + parameter.numel() * parameter.element_size()
-        view = buckets[start:end].view(parameter.dtype).view(parameter.shape)
-        handles.append(parameter.register_post_accumulate_grad_hook(partial(_move_into, view)))
-        start = end
-    try:
+    start = 0
+    with ExitStack() as hooks:
+        # Each begins at its own alignment.
+        for parameter in sorted(_trainable(trainee), key=lambda p: -p.element_size()):
+            end = start + parameter.numel() * parameter.element_size()
+            view = buckets[start:end].view(parameter.dtype).view(parameter.shape)
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(partial(_move_into, view)))
+            start = end
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _move_into(view: Tensor, parameter: Tensor) -> None:
@@ -107,8 +105,6 @@ def run_placed(
     """Train by one optimizer step under a tracker, and return each device's peak, in bytes.
 
     Args:
-        tracker: A new one, with a device for each entry of the split.
-        update: See `Trainee.step`.
         held: Parameters that have a gradient from earlier micro-steps; replicas of a balanced step have theirs, too.
     """
     sizes = [sum(split) for split in shape.splits]
@@ -116,11 +112,10 @@ def run_placed(
     if evaluates:
         trainee.begin_state()
     with_state = shape.updates and not (evaluates and "eval" not in trainee.workload.fits)
-    models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], trainee.device))
+    models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], [trainee.device]))
     try:
         with trainee.fake_mode or nullcontext():
-            made = {size: trainee.batch(size) for size in dict.fromkeys(sizes)}
-            batches = [made[size] for size in sizes]
+            batches = trainee.batches(sizes)
             for parameter in held:
                 parameter.grad = torch.zeros_like(parameter)
             with tracker, trainee.draws.in_step():
@@ -166,15 +161,13 @@ def run_until_settled(trainee: Trainee, run: Callable[[], T]) -> T:
             "falls; expected one whose steps are alike, or no batch is known to fit; run its largest batch by "
             "itself, or plan with another optimizer"
         )
-    found = _run_until_settled(trainee, run)
-    if not trainee.draws.count:
-        return found
-    peak_bytes = trainee.peak_bytes
-    trainee.draws.turn()
-    other = _run_until_settled(trainee, run)
-    if trainee.peak_bytes > peak_bytes:
-        return other
-    trainee.draws.turn()
+    found, peak_bytes = _run_until_settled(trainee, run), trainee.peak_bytes
+    if trainee.draws.count:
+        trainee.draws.turn()
+        other = _run_until_settled(trainee, run)
+        if trainee.peak_bytes > peak_bytes:
+            return other
+        trainee.draws.turn()
     return found
 
 
@@ -248,8 +241,5 @@ def adopting_optimizers(tracker: Tracker) -> Iterator[None]:
                 if value.dim() > 0:
                     tracker.adopt(value, device)
 
-    handle = register_optimizer_step_pre_hook(adopt)
-    try:
+    with register_optimizer_step_pre_hook(adopt):
         yield
-    finally:
-        handle.remove()

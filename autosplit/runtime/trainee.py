@@ -18,8 +18,8 @@ from autosplit.devices.transfer import Placement, adopt_module
 from autosplit.errors import OWN_FOLDER, WorkloadError
 from autosplit.parallel.accumulation import Accumulation
 from autosplit.rng import ExtremeDraws
-from autosplit.runtime.fake_tensors import fake_leaf
-from autosplit.workload.batch import map_leaves, map_tensors, resize, tensors_of
+from autosplit.runtime.fake_tensors import fake_like
+from autosplit.workload.batch import map_tensors, resize, tensors_of
 from autosplit.workload.compiled import compiled_like, is_compiled
 from autosplit.workload.workload import (
     Workload,
@@ -49,14 +49,11 @@ class Trainee:
     Attributes:
         fake_mode: The mode their tensors live in; None for real ones.
         device: The device that fake tensors claim.
-        scaler: The GradScaler of ``fp16``, real copies only.
         restore: Puts back what had to be borrowed from the live model; nothing for a copy.
         left: What the last step left on the first device, whoever keeps it: the next begins with it.
         grown_bytes: By how much that was more than what the last step had found there.
-        peak_bytes: The most that the first device held in the last step.
         copies: What is there twice for the workload's `fits`, from the second step on: parameters and buffers, and the
             optimizers' state.
-        draws: Numbers that its steps draw to decide by.
     """
 
     workload: Workload
@@ -79,12 +76,17 @@ class Trainee:
         workload, mode = self.workload, self.fake_mode
         sample = workload.sample_batch
         if mode is not None and workload.make_batch is None:
-            sample = map_leaves(lambda leaf: fake_leaf(leaf, mode, self.device), sample)
+            sample = map_tensors(lambda tensor: fake_like(tensor, mode, self.device), sample, keeps_marks=True)
         with mode or nullcontext():
             if workload.make_batch is not None:
                 made = workload.made_batch(n)
                 return made if mode is None else map_tensors(lambda tensor: tensor.to(self.device), made)
             return resize(sample, n, workload.batch_dim, mark=True)
+
+    def batches(self, sizes: Sequence[int]) -> list[Any]:
+        """Make a batch of each size, the same one for equal sizes."""
+        made = {size: self.batch(size) for size in dict.fromkeys(sizes)}
+        return [made[size] for size in sizes]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the models' parameters, tied ones once."""
@@ -97,9 +99,8 @@ class Trainee:
     def compiled(self) -> Any:
         """Return the models, compiled as the workload's own are."""
         given: Any = self.workload.model
-        if isinstance(given, nn.Module):
-            return compiled_like(given, self.models) if is_compiled(given) else self.models
-        return self.models
+        is_one = isinstance(given, nn.Module) and is_compiled(given)
+        return compiled_like(given, self.models) if is_one else self.models
 
     def adopt_on(self, placement: Placement, *, with_state: bool = True) -> None:
         """Charge parameters, buffers and, `with_state`, what an update leaves to the first device of a step."""

@@ -68,35 +68,22 @@ def training_copy(
     if workload.checkpointing is not None:
         restore = _checkpointed(workload.checkpointing, models, restore)
     try:
-        return _ready(workload, models, memo, restore, device=device, mode=mode, gpu_variants=gpu_variants)
+        if mode is None and device is not None:
+            models = map_modules(lambda module: module.to(device), models)
+        for module in modules_of(models):
+            module.zero_grad(set_to_none=True)  # gradients that were copied along
+            if not module.training:  # the user may train with parts in evaluation mode
+                module.train()
+        optimizers = _copied_optimizers(workload, models, memo, mode)
+        if gpu_variants:
+            _choose_gpu_variants(optimizers)
+        scaler = None
+        if workload.precision == "fp16" and mode is None and workload.step is None:
+            scaler = torch.amp.GradScaler(device_type_of(models), init_scale=LOSS_SCALE)
+        return Trainee(workload, models, optimizers, mode, scaler, restore, device=device or CPU)
     except BaseException:
         restore()
         raise
-
-
-def _ready(
-    workload: Workload,
-    models: Any,
-    memo: dict[int, Any],
-    restore: Callable[[], None],
-    *,
-    device: torch.device | None,
-    mode: FakeTensorMode | None,
-    gpu_variants: bool,
-) -> Trainee:
-    if mode is None and device is not None:
-        models = map_modules(lambda module: module.to(device), models)
-    for module in modules_of(models):
-        _prepare(module)
-    optimizers = _copied_optimizers(workload, models, memo, mode)
-    if workload.step is None:
-        _refuse_closures(optimizers)
-    if gpu_variants:
-        _choose_gpu_variants(optimizers)
-    scaler = None
-    if workload.precision == "fp16" and mode is None and workload.step is None:
-        scaler = torch.amp.GradScaler(device_type_of(models), init_scale=LOSS_SCALE)
-    return Trainee(workload, models, optimizers, mode, scaler, restore, device=device or CPU)
 
 
 def _nothing() -> None:
@@ -142,28 +129,23 @@ def _copied_or_borrowed(models: Any, memo: dict[int, Any]) -> tuple[Any, Callabl
         return models, restore
 
 
-def _version_of(tensor: Tensor) -> int | None:
-    """Return how often a tensor was written to; None for one made in inference mode, which does not count it."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def _borrow(models: Any) -> Callable[[], None]:
     """Give a live model copies of its data to train on, and return what puts everything back."""
     parts = [part for module in modules_of(models) for part in module.modules()]
     modes = [(part, part.training) for part in parts]
     slots = [(part, dict(part._buffers)) for part in parts]
     tensors = {id(t): t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())}
-    kept = [
-        (tensor, tensor.data, tensor.grad, tensor.requires_grad, _version_of(tensor)) for tensor in tensors.values()
-    ]
-    for tensor, data, _, _, _ in kept:
+    # How often a tensor was written to; one made in inference mode does not count it.
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors.values()]
+    kept = [(tensor, tensor.data, tensor.grad, tensor.requires_grad) for tensor in tensors.values()]
+    for tensor, data, _, _ in kept:
         tensor.data, tensor.grad = data.clone(), None
 
     def restore() -> None:
         for part, buffers in slots:
             part._buffers.clear()  # a forward may have registered more
             part._buffers.update(buffers)
-        for tensor, data, grad, requires_grad, version in kept:
+        for (tensor, data, grad, requires_grad), version in zip(kept, versions, strict=True):
             tensor.data, tensor.grad = data, grad
             tensor.requires_grad_(requires_grad)
             # A backward that is still to come looks whether what it saved was written to: its data was not.
@@ -238,13 +220,6 @@ def _refuse_meta(models: Any) -> None:
                 )
 
 
-def _prepare(module: nn.Module) -> None:
-    """Drop gradients that were copied along, and train, unless the user trains with parts in evaluation mode."""
-    module.zero_grad(set_to_none=True)
-    if not module.training:
-        module.train()
-
-
 def _live_optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
     return [item for item in optimizers_of(workload.optimizer) if isinstance(item, torch.optim.Optimizer)]
 
@@ -254,16 +229,13 @@ def _copied_optimizers(workload: Workload, models: Any, memo: dict[int, Any], mo
     if given is None:
         given = torch.optim.AdamW if workload.step is None else ()
     modules = modules_of(models)
+    wanted = optimizers_of(given)
+    made = [_optimizer(item, _parameters(modules, i, len(wanted)), memo, mode) for i, item in enumerate(wanted)]
+    for optimizer in made if workload.step is None else ():
+        _refuse_closure(optimizer)
     if isinstance(given, Mapping):
-        return {
-            name: _optimizer(item, _parameters(modules, i, len(given)), memo, mode)
-            for i, (name, item) in enumerate(given.items())
-        }
-    if isinstance(given, (tuple, list)):
-        return type(given)(
-            _optimizer(item, _parameters(modules, i, len(given)), memo, mode) for i, item in enumerate(given)
-        )
-    return _optimizer(given, _parameters(modules, 0, 1), memo, mode)
+        return dict(zip(given, made, strict=True))
+    return type(given)(made) if isinstance(given, (tuple, list)) else made[0]
 
 
 def _parameters(modules: list[nn.Module], position: int, count: int) -> list[nn.Parameter]:
@@ -312,26 +284,21 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
         if name != "step" and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
     }
     twin.__setstate__(copy.deepcopy(kept, memo))
-    _follow_parameters(twin)
-    return twin
-
-
-def _follow_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Move an optimizer's state to where its parameters were moved; scalars (step counts) stay on the host."""
-    for parameter, state in optimizer.state.items():
+    # Its state goes to where its parameters were moved; scalars (step counts) stay on the host.
+    for parameter, state in twin.state.items():
         for name, value in state.items() if isinstance(parameter, Tensor) else ():
             if isinstance(value, Tensor) and value.dim() > 0 and value.device != parameter.device:
                 state[name] = value.to(parameter.device)
+    return twin
 
 
-def _refuse_closures(optimizers: Any) -> None:
-    for optimizer in optimizers_of(optimizers):
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise WorkloadError(
-                f"the optimizer {type(optimizer).__name__} needs a closure that runs the model again; "
-                "expected one whose step() takes nothing; pass step=(model, optimizer, batch) that gives it one"
-            )
+def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"the optimizer {type(optimizer).__name__} needs a closure that runs the model again; "
+            "expected one whose step() takes nothing; pass step=(model, optimizer, batch) that gives it one"
+        )
 
 
 def _choose_gpu_variants(optimizers: Any) -> None:

@@ -32,8 +32,6 @@ class CostModelSampler(BaseSampler):
     """Sample the configuration that a cost model proposes; explore by an independent sampler where it has none.
 
     Args:
-        propose: ``propose(trials) -> Proposal``: what to try after these.
-        trials: Returns the trials so far, in order.
         space: A proposal outside it is left to the explorer.
         seed: Of the explorer, Optuna's TPE, which draws by it and the finished trials alone, so that a search that was
             killed and goes on draws the same.

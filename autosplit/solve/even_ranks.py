@@ -44,11 +44,9 @@ class EvenProblem:
     """The problem of one batch size for all ranks.
 
     Attributes:
-        ceilings: The most samples that each rank runs, one or more.
         effective_batch_sizes: The least and the most samples per optimizer step that will do; None where only
             `effective_batch_size` does.
         max_batch_size: The most samples per forward, over all ranks; None for no bound.
-        least_batch: The fewest samples that a rank can train on.
         fit: The cost of a step, with a curve for each rank; None where nobody knows.
     """
 
@@ -67,16 +65,13 @@ class EvenProblem:
         what will do, then the nearest to what is wanted, the fastest, those with the fewest forwards.
         """
         found = self._looked_at()
-        if not found:
-            return None
-        rates = [even.samples_per_s for even in found if even.samples_per_s is not None]
-        if rates:
-            least_rate = WITHIN_REACH * max(rates)
-            near = [even for even in found if (even.samples_per_s or 0.0) >= least_rate]
-        else:
-            most = MORE_FORWARDS * min(even.accumulation_steps for even in found)
+        if self.fit is None:
+            most = MORE_FORWARDS * min((even.accumulation_steps for even in found), default=0)
             near = [even for even in found if even.accumulation_steps <= most]
-        return min(near, key=self._preference)
+        else:
+            least_rate = WITHIN_REACH * max((even.samples_per_s or 0.0 for even in found), default=0.0)
+            near = [even for even in found if (even.samples_per_s or 0.0) >= least_rate]
+        return min(near, key=self._preference, default=None)
 
     def exact(self) -> EvenRanks | None:
         """Return the fastest even ranks whose step has what is wanted to the sample, however slow; None without any."""
@@ -127,11 +122,8 @@ class EvenProblem:
     def _sizes(self, largest: int) -> Iterator[tuple[int, int]]:
         """Yield batches with their forwards, for each number of these the two nearest to the step that is wanted."""
         ranks, least, wanted = len(self.ceilings), max(1, self.least_batch), self.effective_batch_size
-        fewest = -(-wanted // (ranks * largest))
-        if not self.accumulates:
-            fewest, most = 1, 1
-        else:
-            most = fewest + MOST_STEPS
+        fewest = -(-wanted // (ranks * largest)) if self.accumulates else 1
+        most = fewest + MOST_STEPS if self.accumulates else 1
         for steps in range(fewest, most + 1):
             below, rest = divmod(wanted, ranks * steps)
             for size in (below, below + 1) if rest else (below,):

@@ -14,13 +14,16 @@ from autosplit.solve.split import as_text, even_split, limits_of, require_room, 
 __all__ = ["fastest_split"]
 
 
+Times = Sequence[Callable[[int], float]]
+"""For each device, seconds by its samples."""
+
 # Below this many samples per device a heap is quicker than another bisection over all the devices.
 _HEAP_SAMPLES_PER_DEVICE = 4
 
 
 def fastest_split(
     batch_size: int,
-    times: Sequence[Callable[[int], float]],
+    times: Times,
     caps: Sequence[int],
     floors: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
@@ -31,9 +34,7 @@ def fastest_split(
     curve doesn't pile samples on one device. Large batches bisect the finish time first; the answer is the same.
 
     Args:
-        batch_size: Samples to split, 0 or more.
         times: Per device, seconds for n samples: 0 at n = 0, finite, never falling as n grows up to its cap.
-        caps: The most samples that each device may get.
         floors: The fewest samples that each device must get; None for 0 everywhere.
 
     Raises:
@@ -75,9 +76,7 @@ class _NotFiniteError(Exception):
         self.position, self.samples, self.seconds = position, samples, seconds
 
 
-def _fastest_shares(
-    batch_size: int, times: Sequence[Callable[[int], float]], floors: Sequence[int], caps: Sequence[int]
-) -> Sequence[int]:
+def _fastest_shares(batch_size: int, times: Times, floors: Sequence[int], caps: Sequence[int]) -> Sequence[int]:
     """Split over devices of which each may have more than its floor."""
     if len(times) == 1:
         _seconds(times, 0, min(1, batch_size) if batch_size <= _HEAP_SAMPLES_PER_DEVICE else batch_size)
@@ -91,7 +90,7 @@ def _fastest_shares(
 
 
 def _bracket(
-    batch_size: int, times: Sequence[Callable[[int], float]], floors: Sequence[int], caps: Sequence[int]
+    batch_size: int, times: Times, floors: Sequence[int], caps: Sequence[int]
 ) -> tuple[list[int], list[int], bool]:
     """Bisect the finish time until few samples are open.
 
@@ -129,20 +128,18 @@ def _bracket(
     return low, high, False
 
 
-def _last_s(times: Sequence[Callable[[int], float]], floors: Sequence[int], shares: Sequence[int]) -> float:
+def _last_s(times: Times, floors: Sequence[int], shares: Sequence[int]) -> float:
     """Return when the last device ends that has more than its floor."""
     return max(time(n) for time, floor, n in zip(times, floors, shares, strict=True) if n > floor)
 
 
-def _next_s(times: Sequence[Callable[[int], float]], low: Sequence[int], high: Sequence[int]) -> float:
+def _next_s(times: Times, low: Sequence[int], high: Sequence[int]) -> float:
     """Return when the first sample beyond `low` would end."""
     open_ones = (time(least + 1) for time, least, most in zip(times, low, high, strict=True) if least < most)
     return min(open_ones, default=math.inf)
 
 
-def _counts(
-    times: Sequence[Callable[[int], float]], finish_s: float, low: Sequence[int], high: Sequence[int]
-) -> list[int]:
+def _counts(times: Times, finish_s: float, low: Sequence[int], high: Sequence[int]) -> list[int]:
     """Return the most samples per device, from `low` to `high`, that end by `finish_s`; `low` where none above does."""
     known: dict[tuple[int, int, int], int] = {}  # of devices that are alike, one is asked
     counts = []
@@ -181,9 +178,7 @@ def _clamped(level: int, low: Sequence[int], high: Sequence[int]) -> list[int]:
     return [min(max(level, least), most) for least, most in zip(low, high, strict=True)]
 
 
-def _hand_out(
-    batch_size: int, times: Sequence[Callable[[int], float]], shares: Sequence[int], caps: Sequence[int]
-) -> list[int]:
+def _hand_out(batch_size: int, times: Times, shares: Sequence[int], caps: Sequence[int]) -> list[int]:
     """Give each open sample to the device that would finish it first."""
     shares = list(shares)
     # (when the next sample would end, samples so far, device): tuples compare in just the order wanted.
@@ -199,7 +194,7 @@ def _hand_out(
     return shares
 
 
-def _seconds(times: Sequence[Callable[[int], float]], index: int, samples: int) -> float:
+def _seconds(times: Times, index: int, samples: int) -> float:
     seconds = times[index](samples)
     if not math.isfinite(seconds):
         raise _NotFiniteError(index, samples, seconds)

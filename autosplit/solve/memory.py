@@ -178,13 +178,7 @@ class MemoryFit:
     def through(
         cls, base: tuple[int, int, int], more_share: tuple[int, int, int], more_batch: tuple[int, int, int]
     ) -> MemoryFit:
-        """Fit three points ``(share, batch_size, peak_bytes)``.
-
-        Args:
-            base: Any point.
-            more_share: A larger share, and by as much a larger batch.
-            more_batch: The base's share of a larger batch.
-        """
+        """Fit three points ``(share, batch_size, peak_bytes)``."""
         (s0, n0, y0), (s1, n1, y1), (s2, n2, y2) = base, more_share, more_batch
         assert n1 - n0 == s1 - s0 > 0, (base, more_share)
         assert n2 - n0 > s2 - s0 == 0, (base, more_batch)

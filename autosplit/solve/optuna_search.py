@@ -12,8 +12,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -61,14 +61,12 @@ def search(
         evaluate: ``evaluate(number, configuration) -> Trial``; a configuration that fails is a failed trial.
         propose: ``propose(trials) -> Proposal``: what to try after these, or that it is enough. What is not in the
             space is left to the explorer.
-        n_trials: At most so many.
         seed: Of the explorer, which draws by it and the trials before, and by nothing else.
         sampler: One of Optuna's, which draws every trial instead; then nothing is proposed, and all trials are made.
         deadline_s: `time.monotonic()` after which no trial begins; one is made in any case.
         storage: An Optuna URL to keep the study in; None keeps it in memory. A search that was killed goes on from the
             trials that it left there. Those before `CeilingStore.end` only guide the sampler: their times are of
             another moment. Trials that somebody enqueued there are made first.
-        on_trial: Told of each trial, also of those that a killed search left.
         on_trouble: Told why the storage is done without, where it fails in mid-search.
 
     Raises:
@@ -94,35 +92,30 @@ def search(
     return tuple(running.done.values())
 
 
+@dataclass
 class _Search:
     """The objective that Optuna's loop calls; its arguments are those of `search`."""
 
-    def __init__(
-        self,
-        space: Space,
-        evaluate: Evaluate,
-        propose: Propose,
-        n_trials: int,
-        seed: int,
-        sampler: Any,
-        deadline_s: float | None,
-        on_trial: Callable[[Trial], None],
-    ) -> None:
+    space: Space
+    evaluate: Evaluate
+    propose: Propose
+    n_trials: int
+    seed: int
+    sampler: Any
+    deadline_s: float | None
+    on_trial: Callable[[Trial], None]
+    done: dict[Configuration, Trial] = field(default_factory=dict)
+    asked: int = 0
+    raised: BaseException | None = None
+    fresh: tuple[Trial, str] | None = None
+
+    def __post_init__(self) -> None:
         from autosplit.solve.cost_model_sampler import CostModelSampler
 
-        self.space, self.evaluate, self.n_trials = space, evaluate, n_trials
-        self.deadline_s, self.on_trial = deadline_s, on_trial
-        self.done: dict[Configuration, Trial] = {}
-        self.asked = 0
         self.model: CostModelSampler | None = None
-        if sampler is None:
-            self.model = CostModelSampler(propose, self._trials, space, seed=seed)
-        self.sampler = sampler or self.model
-        self.raised: BaseException | None = None
-        self.fresh: tuple[Trial, str] | None = None
-
-    def _trials(self) -> Collection[Trial]:
-        return self.done.values()
+        if self.sampler is None:
+            model = CostModelSampler(self.propose, self.done.values, self.space, seed=self.seed)
+            self.sampler = self.model = model
 
     def resume(self, study: Any) -> None:
         """Take over the trials of a search that did not come to its end; what it left running is failed."""
@@ -130,8 +123,9 @@ class _Search:
 
         for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
-        self.done, self.asked = _resumed(study, self.space)
-        for trial in self.done.values():
+        done, self.asked = _resumed(study, self.space)
+        self.done.update(done)
+        for trial in done.values():
             self.on_trial(trial)
             _log_trial(trial, "of the search that was cut off")
 

@@ -104,13 +104,7 @@ class LengthPlan:
         return 1 / self._at(length, lambda point: 1 / point.times)
 
     def batch_seconds(self, num_samples: int, length: int, batch_size: int) -> float:
-        """Return the time of a batch, on the line through the two sizes of its length that were timed.
-
-        Args:
-            num_samples: Of the batch.
-            length: To which it is padded.
-            batch_size: Samples of the plan's own batch.
-        """
+        """Return the time of a batch, on the line through the two sizes of its length that were timed."""
         own_s = batch_size * self._at(length, lambda point: 1 / point.own_samples_per_s)
         least_s, most = own_s * num_samples / batch_size, self.times_at(length) * batch_size
         if most <= batch_size:
@@ -199,9 +193,6 @@ def cut_epoch(
     """Cut an epoch into optimizer steps of batches of like length.
 
     Args:
-        lengths: Of each sample.
-        order: The samples of the epoch, in the order in which they are to come.
-        split: Samples of the longest length that each device gets.
         effective_batch_size: As many samples of the order are a step each. None: every batch is a step, made of as
             many samples as fit; they come in the order in which they are made.
 

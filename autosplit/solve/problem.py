@@ -30,9 +30,7 @@ MOST_COMBINED = 256
 """Most numbers of forwards times the square of the devices that are solved: more would take many seconds."""
 
 MOST_FORWARDS = 1024
-"""Most forwards of an optimizer step: where it would take more, measuring anew is the better answer to so little
-memory.
-"""
+"""Most forwards of an optimizer step: to so little memory that it takes more, measuring anew is the better answer."""
 
 MORE_FORWARDS = 3
 """Forwards beyond the fewest that are looked at: each costs a copy and brings nothing but memory."""
@@ -89,13 +87,12 @@ class Problem:
         tells_apart: float = LEAST_DIFFERENCE,
     ) -> Problem:
         """Put together what a plan holds."""
-        held = region
-        if held is None:
+        ranks = region is None
+        if region is None:
             caps = [ceiling.batch_size for ceiling in ceilings]
             given = [n for n in (max_batch_size, *(effective_batch_sizes or ())[1:]) if n is not None]
-            held = Region.apart(caps, min([*given, sum(caps)]), least_batch)
-        asked = effective_batch_sizes, accumulates
-        return cls(fit, ceilings, held, region is None, *asked, tells_apart=tells_apart)
+            region = Region.apart(caps, min([*given, sum(caps)]), least_batch)
+        return cls(fit, ceilings, region, ranks, effective_batch_sizes, accumulates, tells_apart=tells_apart)
 
     @property
     def step_time(self) -> StepTime:
@@ -187,7 +184,6 @@ class Problem:
 
         Args:
             waiting_bytes: What gradients take on each while they wait for another forward, unless the lines have it.
-            least_batch: The fewest samples that a device trains on.
         """
         if self.ranks:
             caps = [c.most_within(n, c.batch_size) for c, n in zip(self.ceilings, capacities_bytes, strict=True)]
@@ -338,9 +334,8 @@ class Problem:
         if not found:
             return None
         top = max(answer.samples_per_s for answer in found)
-        if self.effective_batch_sizes is not None:
-            enough = (1 - self.tells_apart) * top
-        else:
+        enough = (1 - self.tells_apart) * top
+        if self.effective_batch_sizes is None:
             enough = min(KNEE_SHARE * top, self.most_samples_per_s)
 
         def plainness(answer: Solution) -> tuple[int, bool, int]:

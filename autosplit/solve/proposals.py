@@ -76,7 +76,9 @@ class Proposer:
         if error_of(solver, trials) <= noise:
             return Proposal(enough=True, why="the model meets every trial, and promises nothing more")
         beside = self._beside(solver, tried, best, noise)
-        enough = beside is None and _settled(trials, self.patience, noise)
+        rates = [trial.samples_per_s or 0.0 for trial in trials]
+        before, last = rates[: -self.patience], rates[-self.patience :]
+        enough = beside is None and bool(before) and max(last) <= max(before) * (1 + noise)
         return Proposal(
             beside, enough, "the last trials brought nothing" if enough else "the model is off: next to the best"
         )
@@ -146,12 +148,8 @@ class Proposer:
 
 def error_of(solver: Solver, trials: Sequence[Trial]) -> float:
     """Return by how much the model misses the trials that ran, as a share: the root mean square."""
-    misses = [
-        solver.samples_per_s(configuration_of(trial)) / trial.samples_per_s - 1
-        for trial in trials
-        if trial.samples_per_s is not None
-    ]
-    return statistics.fmean(miss**2 for miss in misses) ** 0.5 if misses else 0.0
+    ran = [(configuration_of(trial), trial.samples_per_s) for trial in trials if trial.samples_per_s is not None]
+    return statistics.fmean((solver.samples_per_s(one) / rate - 1) ** 2 for one, rate in ran) ** 0.5 if ran else 0.0
 
 
 def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
@@ -166,16 +164,15 @@ def steadied(solver: Solver, trials: Sequence[Trial]) -> list[Trial]:
     noise = statistics.fmean(trial.error_share**2 for trial in ran)
     missed = error_of(solver, ran) ** 2 * len(ran) / max(1, len(ran) - FITTED)
     model = max(LEAST_MODEL_ERROR**2, missed - noise)
-    return [_averaged(trial, solver.samples_per_s(configuration_of(trial)), model) for trial in trials]
 
+    def averaged(trial: Trial) -> Trial:
+        if trial.samples_per_s is None or trial.error_share == 0:
+            return trial
+        own, other = 1 / trial.error_share**2, 1 / model
+        rate = (own * trial.samples_per_s + other * solver.samples_per_s(configuration_of(trial))) / (own + other)
+        return replace(trial, samples_per_s=rate, error_share=(own + other) ** -0.5)
 
-def _averaged(trial: Trial, predicted: float, variance: float) -> Trial:
-    """Average a trial with a prediction of such a variance, as a share; one that failed or is exact stays."""
-    if trial.samples_per_s is None or trial.error_share == 0:
-        return trial
-    own, other = 1 / trial.error_share**2, 1 / variance
-    rate = (own * trial.samples_per_s + other * predicted) / (own + other)
-    return replace(trial, samples_per_s=rate, error_share=(own + other) ** -0.5)
+    return [averaged(trial) for trial in trials]
 
 
 def _hopeless(solver: Solver, configuration: Configuration, trials: Sequence[Trial]) -> bool:
@@ -195,11 +192,3 @@ def _hopeless(solver: Solver, configuration: Configuration, trials: Sequence[Tri
         if all(no_less) if trial.failed_device is None else no_less[trial.failed_device]:
             return True
     return False
-
-
-def _settled(trials: Sequence[Trial], patience: int, noise: float) -> bool:
-    """Tell whether the last trials brought nothing beyond noise."""
-    rates = [trial.samples_per_s or 0.0 for trial in trials]
-    if len(rates) <= patience:
-        return False
-    return max(rates[-patience:]) <= max(rates[:-patience]) * (1 + noise)

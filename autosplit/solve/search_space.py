@@ -23,9 +23,7 @@ __all__ = [
 ]
 
 KNEE_SHARE = 0.97
-"""Share of the best throughput that the smallest batch has to reach to be the answer, with no effective batch asked
-for.
-"""
+"""Share of the best throughput that the smallest batch reaches to be the answer, with no effective batch asked for."""
 
 
 LEAST_DIFFERENCE = 0.001

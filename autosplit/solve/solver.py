@@ -30,9 +30,7 @@ MOST_TEAMS = 9
 _Answer = TypeVar("_Answer")
 
 WITHIN_REACH = 0.8
-"""Share of its best that the model has to promise another kind of configuration for it to be tried: it is seldom off by
-more.
-"""
+"""Share of its best that the model promises another kind of configuration to be tried: it is seldom off by more."""
 
 MOST_REFINED = 3
 """Answers whose share of device 0 is searched around what the devices' own times say."""
@@ -114,18 +112,20 @@ class Solver:
         themselves.
         """
         if ceilings not in self._teams:
-            self._teams[ceilings] = self._new_teams(ceilings)
+            self._teams[ceilings] = self._new_teams(ceilings) if self._unfitted.leaves_out else [ceilings]
         return self._teams[ceilings]
 
     def _new_teams(self, ceilings: tuple[int, ...]) -> list[tuple[int, ...]]:
-        if not self._unfitted.leaves_out:
-            return [ceilings]
         kinds = self._alike(ceilings)
         counts = list(itertools.product(*(range(len(kind), -1, -1) for kind in kinds)))
         if len(counts) > MOST_TEAMS:
             dear = sorted(range(len(ceilings)), key=lambda other: self._own_cost(other, ceilings[other]), reverse=True)
             return [tuple(0 if i in dear[:out] else c for i, c in enumerate(ceilings)) for out in range(len(dear) + 1)]
-        return [self._team(ceilings, kinds, taken) for taken in counts]
+        teams = []
+        for taken in counts:
+            present = {index for kind, count in zip(kinds, taken, strict=True) for index in kind[len(kind) - count :]}
+            teams.append(tuple(ceiling if index in present else 0 for index, ceiling in enumerate(ceilings)))
+        return teams
 
     def _alike(self, ceilings: tuple[int, ...]) -> list[list[int]]:
         """Return the other devices, counted without the first, by what they are to the model."""
@@ -135,11 +135,6 @@ class Solver:
             kind = ceiling, time.curves[other], time.copies_s[other], time.gather_s_per_sample[other]
             alike.setdefault(kind, []).append(other - 1)
         return list(alike.values())
-
-    @staticmethod
-    def _team(ceilings: tuple[int, ...], kinds: list[list[int]], taken: tuple[int, ...]) -> tuple[int, ...]:
-        present = {index for kind, count in zip(kinds, taken, strict=True) for index in kind[len(kind) - count :]}
-        return tuple(ceiling if index in present else 0 for index, ceiling in enumerate(ceilings))
 
     def _own_cost(self, other: int, ceiling: int) -> float:
         """Return a device's seconds per sample at its ceiling, by itself."""
@@ -194,15 +189,14 @@ class Solver:
         shares = self.space.region_of(steps).gpu0_bounds(batch_size)
         if shares is None:
             return None
-        least, most = shares
         ceilings = self._ceilings(steps)
         if self.step_time.adds_up or not ceilings:
             even = even_split(batch_size, 1 + len(ceilings))[0]
-            return Configuration(min(max(even, least), most), batch_size, steps)
+            return Configuration(min(max(even, shares[0]), shares[1]), batch_size, steps)
 
         def of_team(team: tuple[int, ...]) -> tuple[float, Configuration] | None:
-            configuration = self._of_team(batch_size, steps, team)
-            return None if configuration is None else (self.samples_per_s(configuration), configuration)
+            one = self._of_team(batch_size, steps, team)
+            return None if one is None else (self.samples_per_s(one), one)
 
         found = [_best_of(self._teams_of(ceilings), of_team), self._alone(batch_size, steps)]
         return max((c for c in found if c is not None), key=self.samples_per_s, default=None)
@@ -225,17 +219,13 @@ class Solver:
         key = (batch_size, ceilings)
         if key not in self._splits:
             self._splits[key] = None
-            floors = self._floors(batch_size, ceilings)
+            floors = None
+            if not self.step_time.leaves_out:  # all devices have to take part, where the batch is enough
+                least = tuple(min(self.space.region.least_share, ceiling) for ceiling in ceilings)
+                floors = least if sum(least) <= batch_size else None
             with contextlib.suppress(InputError):
                 self._splits[key] = fastest_split(batch_size, self.step_time.curves, ceilings, floors)
         return self._splits[key]
-
-    def _floors(self, batch_size: int, ceilings: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the least share of each device, where all of them have to take part, and the batch is enough."""
-        if self.step_time.leaves_out:
-            return None
-        floors = tuple(min(self.space.region.least_share, ceiling) for ceiling in ceilings)
-        return floors if sum(floors) <= batch_size else None
 
     def answers(self) -> list[Configuration]:
         """Return the best configuration for each batch size worth a look, the best by the objective first."""
@@ -347,11 +337,7 @@ class Solver:
 def _best_of(
     teams: Sequence[tuple[int, ...]], valued: Callable[[tuple[int, ...]], tuple[float, _Answer] | None]
 ) -> _Answer | None:
-    """Return the answer of the highest value; of many teams, each of fewer devices, between ever closer ones.
-
-    Args:
-        valued: A team's value and answer; None where it has none.
-    """
+    """Return the answer of the highest value; of many teams, each of fewer devices, between ever closer ones."""
     found: dict[int, tuple[float, _Answer]] = {}
     low, high = 0, len(teams) - 1
     while True:

@@ -95,7 +95,6 @@ def short_split(batch_size: int, split: Sequence[int]) -> tuple[int, ...]:
     Nothing is moved where a share of `split` is 1: who trains on that trains on one.
 
     Args:
-        batch_size: Samples to split, 0 to `sum(split)`.
         split: Samples per device of a full batch, not all 0 unless the batch is empty.
 
     Raises:

@@ -157,18 +157,12 @@ class StepTime:
     def _counted_copying_s(self, counted: Mapping[tuple[int, ...], int]) -> float:
         if self.keeps:
             return sum(compress(self.copies_s[1:], islice(map(any, zip(*counted, strict=True)), 1, None)))
-        return sum(
-            count * s
-            for split, count in counted.items()
-            for s, samples in zip(self.copies_s[1:], split[1:], strict=True)
-            if samples
-        )
+        return sum(count * sum(compress(self.copies_s[1:], split[1:])) for split, count in counted.items())
 
     def with_overhead(self, index: int, measured: Sequence[tuple[Sequence[int], float]]) -> StepTime:
         """Fit the copies and the gather of one device to steps that it makes with the first device alone.
 
         Args:
-            index: The device's position, not the first.
             measured: One or two ``(split, seconds without the optimizer)`` of one micro-step, with other shares where
                 there are two.
         """
@@ -180,11 +174,9 @@ class StepTime:
 
     def with_costs_of(self, index: int, copies_s: float, gather_s_per_sample: float) -> StepTime:
         """Return the same with what it costs that one device takes part."""
-        return replace(
-            self,
-            copies_s=_with(self.copies_s, index, copies_s),
-            gather_s_per_sample=_with(self.gather_s_per_sample, index, gather_s_per_sample),
-        )
+        copies, gathers = list(self.copies_s), list(self.gather_s_per_sample)
+        copies[index], gathers[index] = copies_s, gather_s_per_sample
+        return replace(self, copies_s=tuple(copies), gather_s_per_sample=tuple(gathers))
 
     def with_copies(self, split: Sequence[int], seconds: float) -> StepTime:
         """Charge what a step of one micro-step took beyond its slowest device to the copies of all others, evenly.
@@ -253,10 +245,6 @@ class RankStepTime(StepTime):
         return max(curve(max(1, samples)) for curve, samples in zip(self.curves, split, strict=True)), 0.0, 0.0
 
 
-def _with(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:
-    return (*values[:index], value, *values[index + 1 :])
-
-
 PRIOR_WEIGHT = 0.03
 """Number of measured steps that a parameter's earlier value counts as in a fit."""
 
@@ -267,7 +255,6 @@ def _non_negative_fit(
     """Minimise ``sum (row . x - y)^2`` over x >= 0, held near `now`: coordinate descent, which is exact in the limit.
 
     Args:
-        rows: Coefficients, and what they should add up to.
         weight: Of staying at `now`: that of so many rows.
     """
     x = list(now)
@@ -360,9 +347,6 @@ def overlapped_seconds(
     backward (torch nn/parallel/distributed.py: buckets in reverse order of the forward).
 
     Args:
-        compute_s: For each rank, the time of all its micro-steps.
-        all_reduce_s: The all-reduce alone.
-        update_s: The optimizer.
         last_backward_s: The backward of the last micro-step, behind which the all-reduce hides.
     """
     return max(compute_s) + max(0.0, all_reduce_s - last_backward_s) + update_s

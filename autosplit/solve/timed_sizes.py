@@ -76,15 +76,12 @@ def _steadied(timed: Sequence[TimedSize]) -> Sequence[TimedSize]:
     misses = [(fixed_s + sample_s * size.samples) / size.seconds - 1 for size in told]
     noise = statistics.fmean((size.error_s / size.seconds) ** 2 for size in told)
     variance = max(LEAST_LINE_ERROR**2, sum(miss**2 for miss in misses) / (len(told) - 2) - noise)
-    return [
-        replace(size, seconds=_average(size, fixed_s + sample_s * size.samples, variance)) if size.error_s else size
-        for size in timed
-    ]
 
+    def steadied(size: TimedSize) -> TimedSize:
+        own = variance / (variance + (size.error_s / size.seconds) ** 2)
+        return replace(size, seconds=own * size.seconds + (1 - own) * (fixed_s + sample_s * size.samples))
 
-def _average(size: TimedSize, on_line_s: float, variance: float) -> float:
-    own = variance / (variance + (size.error_s / size.seconds) ** 2)
-    return own * size.seconds + (1 - own) * on_line_s
+    return [steadied(size) if size.error_s else size for size in timed]
 
 
 def _line(timed: Sequence[TimedSize]) -> tuple[float, float] | None:

@@ -82,7 +82,11 @@ def rebuilt(old: Any, items: dict[Any, Any]) -> Any:
         read_only: Any = type(old)
         return read_only(items)
     if not isinstance(old, MutableMapping):
-        return _rebuilt_dataclass(old, items)
+        # Of a dataclass neither the constructor, which may want anything, nor copy.copy, which can't set frozen slots.
+        new = object.__new__(type(old))
+        for name, item in {**getattr(old, "__dict__", {}), **items}.items():
+            object.__setattr__(new, name, item)
+        return new
     # Encodings and defaultdicts have constructors of their own: a shallow copy, refilled, needs none.
     new = copy.copy(old)
     if isinstance(new, UserDict):
@@ -90,14 +94,6 @@ def rebuilt(old: Any, items: dict[Any, Any]) -> Any:
     else:
         for key, item in items.items():
             new[key] = item
-    return new
-
-
-def _rebuilt_dataclass(old: Any, items: dict[str, Any]) -> Any:
-    # Neither its constructor, which may want anything, nor copy.copy, which can't set slots that are frozen.
-    new = object.__new__(type(old))
-    for name, item in {**getattr(old, "__dict__", {}), **items}.items():
-        object.__setattr__(new, name, item)
     return new
 
 
@@ -138,12 +134,13 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
             yield leaf
 
 
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Rebuild a tree with `function` applied to each tensor; a `Whole` is unwrapped."""
+def map_tensors(function: Callable[[Tensor], Any], tree: Any, *, keeps_marks: bool = False) -> Any:
+    """Rebuild a tree with `function` applied to each tensor; a `Whole` is unwrapped, unless marks are kept."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Whole):
-            return map_tensors(function, value.value)
+            inner = map_tensors(function, value.value)
+            return Whole(inner) if keeps_marks else inner
         return function(value) if isinstance(value, Tensor) else value
 
     return map_leaves(leaf, tree)
@@ -223,13 +220,8 @@ def _is_cut(leaf: Any, size: int, dim: int) -> bool:
 
 def _other_sizes(tensors: list[Tensor], size: int, dim: int) -> set[int]:
     """Return the sizes that the tensors with `size` at `dim` have in their other dimensions."""
-    return {
-        other
-        for tensor in tensors
-        if tensor.size(dim) == size
-        for position, other in enumerate(tensor.shape)
-        if position != dim
-    }
+    held = [tensor.shape for tensor in tensors if tensor.size(dim) == size]
+    return {other for shape in held for other in (*shape[:dim], *shape[dim + 1 :])}
 
 
 def is_batched(tensor: Tensor, size: int, dim: int, other_sizes: set[int]) -> bool | None:
@@ -255,7 +247,7 @@ def unmarked(tree: Any) -> Any:
 
 
 def _map_batched(
-    function: Callable[[Tensor], Tensor], tree: Any, size: int, dim: int, shared: Callable[[Any], Any]
+    function: Callable[[Tensor], Tensor], tree: Any, size: int, dim: int, shared: Callable[[Any], Any] = lambda it: it
 ) -> Any:
     """Apply `function` to the tensors that hold samples, and `shared` to those that hold none."""
 
@@ -275,20 +267,15 @@ def chunk(tree: Any, sizes: tuple[int, ...], dim: int = 0, size: int | None = No
     assert sum(sizes) == size, (sizes, size)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [
-        _map_batched(lambda tensor, a=start, n=n: tensor.narrow(dim, a, n), tree, size, dim, _as_it_is)  # type: ignore[misc]
+        _map_batched(lambda tensor, a=start, n=n: tensor.narrow(dim, a, n), tree, size, dim)  # type: ignore[misc]
         for start, n in zip(starts, sizes, strict=True)
     ]
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
     """Make a batch of `n` samples by repeating those of a sample batch in order.
 
     Args:
-        n: At least 1.
         mark: Put what holds no samples into a `Whole`: at another size, a ``(T, T)`` mask may look like a batch.
 
     Returns:
@@ -300,4 +287,4 @@ def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
         index = torch.arange(n, device=tensor.device).remainder_(size)
         return tensor.detach().index_select(dim, index)
 
-    return _map_batched(repeat, tree, size, dim, Whole if mark else _as_it_is)
+    return _map_batched(repeat, tree, size, dim, *([Whole] if mark else []))

@@ -93,7 +93,10 @@ def checkpointing_list(value: Any) -> tuple[Checkpointing | None, ...]:
     given = value.split(",") if isinstance(value, str) else value
     kinds = tuple(given) if isinstance(given, Sequence) else (given,)
     kinds = tuple(kind.strip() if isinstance(kind, str) else kind for kind in kinds)
-    of_layers = all((isinstance(kind, type) and issubclass(kind, nn.Module)) or _is_name(kind) for kind in kinds)
+    of_layers = all(
+        kind.isidentifier() if isinstance(kind, str) else isinstance(kind, type) and issubclass(kind, nn.Module)
+        for kind in kinds
+    )
     if not kinds or not of_layers or (AUTO in kinds and len(kinds) > 1):
         raise WorkloadError(
             f"checkpointing is {shown(value)}; expected 'auto' for a model of transformers, or the class of the layers "
@@ -105,10 +108,6 @@ def checkpointing_list(value: Any) -> tuple[Checkpointing | None, ...]:
 def is_transformers_layer(module: nn.Module) -> bool:
     """Tell whether a module is one of those that transformers checkpoints itself."""
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
-
-
-def _is_name(kind: Any) -> bool:
-    return isinstance(kind, str) and kind.isidentifier()
 
 
 def _outermost(model: nn.Module, wanted: Any, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -123,7 +123,10 @@ class Describer:
             return [name, {field.name: self.of(getattr(value, field.name, None), depth) for field in fields(value)}]
         if isinstance(value, ModuleType):
             return value.__name__
-        described = [name, *_torch_text(value), qualified_name(value), self.of(kind, depth), _plain_attributes(value)]
+        described: list[Any] = [name]
+        if kind.__module__ == "torch":  # a dtype, a layout; of a device its kind, for its number changes nothing
+            described.append(str(value.type) if kind.__name__ == "device" else str(value))
+        described += [qualified_name(value), self.of(kind, depth), _plain_attributes(value)]
         others = self._other_attributes(value, depth)
         return [*described, others] if others else described
 
@@ -254,24 +257,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 
 def _members(values: Any) -> str | None:
     """Return a digest of a set's members, whose order changes from process to process; None of a large one."""
-    return None if len(values) > _VALUES else digest_of(sorted(map(_member, values)))
-
-
-def _member(value: Any) -> str:
-    if value is None or isinstance(value, (*_PLAIN, bytes)):
-        return repr(value)
-    if isinstance(value, tuple):
-        return str([_member(item) for item in value])
-    if isinstance(value, frozenset):
-        return str(_members(value))
-    return qualified_name(value if isinstance(value, type) else type(value))
-
-
-def _torch_text(value: Any) -> list[str]:
-    """Return what torch's small values are: a dtype, a layout; of a device its kind, for its number changes nothing."""
-    if type(value).__module__ != "torch":
-        return []
-    return [str(value.type) if type(value).__name__ == "device" else str(value)]
+    return None if len(values) > _VALUES else digest_of(sorted(map(_text, values)))
 
 
 @functools.lru_cache(maxsize=1)
@@ -285,17 +271,20 @@ def _modules_own() -> frozenset[str]:
 def _code(code: CodeType) -> str:
     """Return a digest of compiled code, without where it stands."""
     parts = [code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_argcount]
-    return digest_of([*parts, *(_constant(constant) for constant in code.co_consts)])
+    return digest_of([*parts, *(_text(constant) for constant in code.co_consts)])
 
 
-def _constant(constant: Any) -> str:
-    if isinstance(constant, CodeType):
-        return _code(constant)
-    if isinstance(constant, frozenset):  # its order changes from process to process
-        return str(sorted(map(_constant, constant)))
-    if isinstance(constant, tuple):
-        return str([_constant(item) for item in constant])
-    return repr(constant)
+def _text(value: Any) -> str:
+    """Return what a constant of code is, or a member of a set."""
+    if isinstance(value, CodeType):
+        return _code(value)
+    if isinstance(value, frozenset):  # its order changes from process to process
+        return str(sorted(map(_text, value)))
+    if isinstance(value, tuple):
+        return str([_text(item) for item in value])
+    if value is None or isinstance(value, (*_PLAIN, bytes, complex, slice, type(...))):
+        return repr(value)
+    return qualified_name(value if isinstance(value, type) else type(value))
 
 
 def _names(code: CodeType) -> set[str]:

@@ -9,14 +9,13 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autosplit.errors import AutosplitError, InputError, UserCodeError, from_user_code
+from autosplit.errors import InputError, UserCodeError, users_errors
 
 if TYPE_CHECKING:
     from autosplit.workload.workload import Workload
@@ -136,7 +135,7 @@ def load_loader(spec: str) -> Any:
             f"or write {place}:NAME"
         )
     value = getattr(module, name)
-    with _users_errors(spec):
+    with users_errors(spec):
         return value() if inspect.isfunction(value) else value
 
 
@@ -171,7 +170,7 @@ def _run_file(path: Path) -> ModuleType:
     # Before it runs: dataclasses and pickle look their module up there.
     sys.modules[name] = module
     try:
-        with _users_errors(str(path)):
+        with users_errors(str(path)):
             loader_spec.loader.exec_module(module)
     except BaseException:
         sys.modules.pop(name, None)
@@ -218,7 +217,7 @@ def _import_module(dotted: str) -> ModuleType:
     if found is not None and found.submodule_search_locations is None:
         raise neither  # of train.txt, say, beside a train.py, which is not to run for that
     try:
-        with _users_errors(dotted):
+        with users_errors(dotted):
             return importlib.import_module(dotted)
     except UserCodeError as error:
         missing = error.__cause__
@@ -230,22 +229,6 @@ def _import_module(dotted: str) -> ModuleType:
 def _put_on_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-
-
-@contextmanager
-def _users_errors(what: str) -> Iterator[None]:
-    """Turn what running the user's file raises into an error with their own frames; ours pass as they are."""
-    try:
-        yield
-    except AutosplitError:
-        raise
-    except SyntaxError as error:
-        wrapped = from_user_code(error, what)
-        # The compiler has no frame in the file that it could not read.
-        at = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
-        raise UserCodeError(str(wrapped), (*wrapped.frames, at)) from error
-    except (Exception, SystemExit) as error:
-        raise from_user_code(error, what) from error
 
 
 def _named(module: ModuleType, name: str, place: str) -> Workload | Loaded:
@@ -282,8 +265,7 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature: calling will tell
         return []
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in optional]
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _candidates(module: ModuleType) -> list[str]:

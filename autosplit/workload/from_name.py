@@ -53,12 +53,7 @@ TASKS = tuple(CLASSES_OF_TASKS)
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A model with random weights, and what trains it.
-
-    Attributes:
-        loss_fn: None where the model returns its loss.
-        assumed: A sentence for each thing that the name left open.
-    """
+    """A model with random weights, and what trains it."""
 
     model: nn.Module
     sample_batch: Any

@@ -64,10 +64,8 @@ def native_ones(
     """Leave out of several precisions those that some device has no units for, with a sentence for each."""
     if not lacking:
         return tuple(precisions), ()
-    names = ", ".join(sorted(set(lacking)))
-    said = (
-        f"precision bf16 was not searched: {names} has no native bfloat16; precision='bf16' alone plans for it anyway"
-    )
+    who = f"{', '.join(sorted(set(lacking)))} has no native bfloat16"
+    said = f"precision bf16 was not searched: {who}; precision='bf16' alone plans for it anyway"
     return tuple(name for name in precisions if name != "bf16"), (said,)
 
 

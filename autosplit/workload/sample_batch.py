@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from autosplit.errors import WorkloadError
 from autosplit.rng import kept_rng
-from autosplit.workload.batch import Whole, batch_size_of, leaves_of, map_leaves, map_tensors
+from autosplit.workload.batch import batch_size_of, leaves_of, map_tensors
 
 __all__ = ["generators_of", "largest_batch"]
 
@@ -31,7 +31,6 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     Args:
         loader: A DataLoader, or anything else that yields batches; no more of it is drawn, and of two alike the one
             with more samples is kept. Random states and the loader itself are as they were; its workers are ended.
-        batches: How many to draw, at least 1; fewer if it ends before.
 
     Raises:
         WorkloadError: No batch with samples in it was drawn, or one whose batch size can't be found.
@@ -45,7 +44,9 @@ def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
         for batch in itertools.islice(iterator, batches):
             size = _extent(batch, drawn, dim)
             if size > most:
-                largest, most = _copied(batch), size  # some loaders fill the same buffer again
+                # A copy: the tensors may lie in memory that workers share, and some loaders fill the same buffer again.
+                largest = map_tensors(lambda tensor: tensor.detach().clone(), batch, keeps_marks=True)
+                most = size
             drawn += 1
     if most == (0, 0):
         raise WorkloadError(
@@ -112,17 +113,3 @@ def _ragged(tree: Any) -> str | None:
     else:
         return None
     return next((kind for kind in map(_ragged, items) if kind is not None), None)
-
-
-def _copied(batch: Any) -> Any:
-    """Copy the tensors of a batch, which may lie in memory that workers share, or the loader's own."""
-
-    def clone(tensor: Tensor) -> Tensor:
-        return tensor.detach().clone()
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, Whole):
-            return Whole(map_tensors(clone, value.value))
-        return clone(value) if isinstance(value, Tensor) else value
-
-    return map_leaves(leaf, batch)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autosplit.errors import WorkloadError, from_user_code
+from autosplit.errors import WorkloadError, users_errors
 from autosplit.workload.batch import Whole, leaves_of, map_leaves, map_tensors, tensors_of
 from autosplit.workload.workload import Workload
 
@@ -64,21 +64,15 @@ def _made_at_length(workload: Workload, given: Any, length: int) -> Workload:
             "of that length; add the keyword"
         )
     size, make_batch = workload.sample_batch_size, functools.partial(given, length=length)
-    batch, shorter = _made(make_batch, size), max(1, length // 2)
-    other = _made(functools.partial(given, length=shorter), size)
+    shorter = max(1, length // 2)
+    with users_errors("make_batch"):
+        batch, other = make_batch(size), given(size, length=shorter)
     if shorter < length and [one.shape for one in tensors_of(batch)] == [one.shape for one in tensors_of(other)]:
         raise WorkloadError(
             f"make_batch({size}, length={shorter}) returned the shapes of length {length}; expected samples of that "
             "length; let it use the keyword"
         )
     return replace(workload, sample_batch=batch, make_batch=make_batch)
-
-
-def _made(make_batch: Callable[[int], Any], size: int) -> Any:
-    try:
-        return make_batch(size)
-    except Exception as error:
-        raise from_user_code(error, "make_batch") from error
 
 
 def _length_of(batch: Any, size: int, dim: int) -> int | None:

@@ -247,9 +247,7 @@ class Workload:
         Raises:
             WorkloadError: `make_batch` returned a batch of another size.
         """
-        if self.make_batch is None:
-            return resize(self.sample_batch, n, self.batch_dim)
-        return self.made_batch(n)
+        return resize(self.sample_batch, n, self.batch_dim) if self.make_batch is None else self.made_batch(n)
 
     def made_batch(self, n: int) -> Any:
         """Return what `make_batch` makes of `n`, checked."""
@@ -369,23 +367,17 @@ def _loss_of(outputs: Any) -> Tensor:
             "gradient; expected one of them; pass loss_fn=(outputs, targets) -> loss, "
             "or compute_loss=(model, batch) -> loss"
         )
-    means = [tensor.float().mean() for tensor in floating]
-    total = means[0]
-    for mean in means[1:]:
-        total = total + mean
-    return total / len(means)
+    first, *others = (tensor.float().mean() for tensor in floating)
+    return sum(others, first) / len(floating)
 
 
 def _beside(outputs: Any, targets: Any) -> Any:
     """Move the targets to where the outputs are; like all that reaches a user's own code, without marks."""
     targets = unmarked(targets)
-    first = next(tensors_of(outputs), None)
-    if first is None:
-        return targets
-    placement = active_placement()
-    if placement is None:
+    first, placement = next(tensors_of(outputs), None), active_placement()
+    if first is not None and placement is None:
         return map_tensors(lambda tensor: tensor.to(first.device), targets)
-    home = placement.device_of(first)
+    home = HOST if first is None or placement is None else placement.device_of(first)
     return targets if home == HOST else _placed_on(home, targets)
 
 
@@ -433,7 +425,7 @@ def map_modules(function: Callable[[nn.Module], Any], models: Any) -> Any:
         return function(models)
     if isinstance(models, Mapping):
         return {name: function(model) for name, model in models.items()}
-    return type(models)(function(model) for model in models)
+    return type(models)(map(function, models))
 
 
 def device_type_of(models: Any) -> str:

@@ -230,7 +230,7 @@ class TestEqualDevices:
         prober = Prober(runtime, tracer, 4096)
         found = [prober.ceiling(index, "rank") for index in range(3)]
         assert [ceiling.batch_size for ceiling in found] == [found[0].batch_size] * 3
-        assert [ceiling.steps for ceiling in found] == [4, 1, 1]
+        assert [ceiling.steps for ceiling in found] == [3, 1, 1]
         assert all(ceiling.confirmed for ceiling in found)
 
     def test_one_that_turns_out_otherwise_is_searched(self, tracer):
@@ -246,7 +246,7 @@ class TestEqualDevices:
     def test_others_are_not_taken_for_equal(self, tracer):
         runtime = StandIn(tracer, [capacity_for(tracer, 300), capacity_for(tracer, 260)])
         prober = Prober(runtime, tracer, 4096)
-        assert [prober.ceiling(index, "rank").steps for index in range(2)] == [4, 3]
+        assert [prober.ceiling(index, "rank").steps for index in range(2)] == [3, 2]
 
 
 class TestUnfakeable:

@@ -65,13 +65,7 @@ LARGE = {
     "drawn": lambda: torch.randn(HUGE, HUGE),
     "a layer": lambda: nn.Linear(HUGE, HUGE),
     "filled": lambda: torch.full((HUGE, HUGE), 2.0),
-    "an identity": lambda: torch.eye(HUGE),
     "like another": lambda: torch.ones(1).new_zeros((HUGE, HUGE)),
-    "a mask": lambda: mask(HUGE),
-    "a graph made dense": lambda: torch.zeros(HUGE, HUGE, layout=torch.sparse_coo).to_dense(),
-    "many edges": lambda: graph(torch.zeros(2, MIB // 16), torch.ones(MIB // 16)),
-    "a view that is computed with": lambda: torch.ones(1).expand(HUGE, HUGE) + 1,
-    "a view that is copied": lambda: torch.ones(1).expand(HUGE, HUGE).contiguous(),
     "many": lambda: [torch.ones(MIB // 16) for _ in range(5)],
     "many that are dropped": lambda: sum(torch.ones(MIB // 16).sum() for _ in range(5)),
 }

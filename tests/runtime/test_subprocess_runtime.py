@@ -283,31 +283,18 @@ def test_after_one_that_hangs_others_are_given_less(runtime):
         apart.peaks(rank(64))
     apart.peaks(rank(32))
     apart.peaks(StepShape(((8, 0),), compiled=True))
-    assert limits(child) == [600, 600, 3, 120]
-
-
-def test_a_new_process_may_start_its_devices_and_copy_the_model_there(runtime):
-    """After a hang the next process had 3 s for its first call: less than CUDA's start and a large model's copy."""
-    apart, child = runtime()
-    apart.devices = tuple(replace(device, kind="cuda") for device in apart.devices)
-    child.takes_s, child.answers = 0.01, [(1,), hung()]
-    apart.peaks(rank(4))
-    with pytest.raises(StepLostError):
-        apart.peaks(rank(64))
-    apart.peaks(rank(32))
-    apart.peaks(rank(33))
-    assert limits(child) == [600, 600, 10, 3]
+    assert limits(child) == [600, 600, 10, 120]
 
 
 def test_what_a_process_set_of_torch_holds_in_the_other():
     """torch refuses its old switch of a float32's precision once a new one was used: no process could be started."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        settings = isolated._Settings.of_this_process()
+        settings = isolated._settings()
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
     try:
-        settings.take_over()
+        isolated._take_over(settings)
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
@@ -336,10 +323,10 @@ def test_what_a_process_set_of_torch_holds_in_the_other():
 def test_switches_of_kernels_hold_in_the_other_process(change, undo, seen):
     try:
         change()
-        settings = isolated._Settings.of_this_process()
+        settings = isolated._settings()
         undo()
         assert not seen()
-        settings.take_over()
+        isolated._take_over(settings)
         assert seen()
     finally:
         undo()
@@ -383,7 +370,7 @@ def served(monkeypatch, *errors, is_lost=False):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    return isolated._Served(partial(Failing, *errors), isolated._Settings.of_this_process())
+    return isolated._Served(partial(Failing, *errors), isolated._settings())
 
 
 def test_an_error_after_which_cuda_answers_no_more_costs_the_process(monkeypatch):
@@ -419,17 +406,17 @@ def test_what_may_mean_memory_means_it_after_a_step_that_ran(monkeypatch):
 
 
 def test_settings_of_torch_are_taken_over():
-    before = isolated._Settings.of_this_process()
+    before = isolated._settings()
     try:
         torch.set_num_threads(2)
         torch.backends.cudnn.benchmark = True
-        changed = isolated._Settings.of_this_process()
-        before.take_over()
-        assert isolated._Settings.of_this_process() == before
-        changed.take_over()
-        assert isolated._Settings.of_this_process() == changed != before
+        changed = isolated._settings()
+        isolated._take_over(before)
+        assert isolated._settings() == before
+        isolated._take_over(changed)
+        assert isolated._settings() == changed != before
     finally:
-        before.take_over()
+        isolated._take_over(before)
 
 
 @pytest.mark.gpu
