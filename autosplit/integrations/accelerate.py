@@ -52,7 +52,7 @@ from autosplit.integrations.process_share import (
     tell_of_no_plan,
 )
 from autosplit.integrations.run_norms import RunNorms
-from autosplit.integrations.share_loader import loader_options, order_of
+from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward
 from autosplit.parallel.oom_cuts import CutWarning, OnOom
@@ -256,10 +256,10 @@ class Accelerator(accelerate.Accelerator):
         return self._count is None and self.share is not None and self.share.plan.loss_reduction == "mean"
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader: one that shuffles hands out shares."""
+        """Prepare a loader: one that shuffles hands out shares; of others `shares_of` makes one that does."""
         if isinstance(data_loader, SharesLoader):
             return data_loader
-        if self.share is None or not order_of(data_loader):
+        if self.share is None or not is_shuffled(data_loader):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         return self.shares_of(data_loader)
 

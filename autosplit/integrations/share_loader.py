@@ -7,8 +7,9 @@ mark travels with the samples: through the workers, and past what skips batches 
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share, Uncounted
 from autosplit.rng import kept_rng
 
-__all__ = ["loader_options", "order_of", "taken_mark"]
+__all__ = ["is_shuffled", "loader_options", "taken_mark"]
 
 MARK = "autosplit_uncounted"
 """A key of a batch, there where it counts for nothing."""
@@ -86,55 +87,96 @@ def taken_mark(batch: Any) -> bool:
 class SampledOrder:
     """The order of an epoch, drawn by a sampler of the user's own: one that groups by length, for instance.
 
-    Whatever the sampler draws by is seeded, so that every process has the same order, and put back afterwards.
+    The generators of torch, Python and NumPy are seeded for it, and those of torch that it has itself, so that every
+    process has the same order; afterwards they are as they were.
 
     Args:
         sampler: Yields samples, or batches of them.
+        num_samples: Of the data set.
         seed: The order depends on it and the epoch.
     """
 
-    def __init__(self, sampler: Any, seed: int) -> None:
-        self._sampler, self._seed = sampler, seed
+    def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:
+        self._sampler, self._num_samples, self._seed = sampler, num_samples, seed
 
     def __call__(self, epoch: int) -> list[int]:
-        """Draw the order of an epoch."""
-        own = [one for one in (getattr(self._sampler, "generator", None),) if isinstance(one, torch.Generator)]
+        """Draw the order of an epoch.
+
+        Raises:
+            InputError: Samples are left out or repeated in it.
+        """
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        order = self._drawn(epoch)
+        if order is None:
+            raise InputError(
+                f"{type(self._sampler).__name__} leaves samples out, or repeats some, in epoch {epoch}; expected each "
+                f"of {self._num_samples} once, because a plan's shares are parts of that; leave the sampler out"
+            )
+        return order
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is of every sample once, and the same whenever it is drawn."""
+        order = None if isinstance(self._sampler, Iterator) else self._drawn(0)
+        return order is not None and order == self._drawn(0)
+
+    def _drawn(self, epoch: int) -> list[int] | None:
+        own = [*_generators_of(self._sampler)]
         with kept_rng(own):
             for generator in (torch.default_generator, *own):
                 generator.manual_seed(self._seed + epoch)
             random.seed(self._seed + epoch)
             np.random.seed((self._seed + epoch) % 2**32)  # noqa: NPY002  # which is what a sampler draws by
-            if hasattr(self._sampler, "set_epoch"):
-                self._sampler.set_epoch(epoch)
-            drawn = [*self._sampler]
-        return [int(one) for part in drawn for one in (part if isinstance(part, (list, tuple)) else [part])]
-
-    def is_of(self, num_samples: int) -> bool:
-        """Tell whether it is of every sample of a data set, once each."""
-        return sorted(self(0)) == [*range(num_samples)]
+            parts = itertools.islice(self._sampler, self._num_samples + 1)  # there are endless ones
+            try:
+                order = [index for part in parts for index in np.atleast_1d(np.asarray(part)).tolist()]
+            except (TypeError, ValueError):  # no numbers
+                return None
+        return order if sorted(order, key=str) == sorted(range(self._num_samples), key=str) else None
 
 
-def order_of(loader: Any, seed: int = 0) -> bool | SampledOrder | None:
-    """Tell whether a loader draws every sample once in a new order, or in the data set's own.
+def _generators_of(sampler: Any) -> Iterator[torch.Generator]:
+    """Yield a sampler's own generators, and those of samplers within it."""
+    while sampler is not None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
 
-    Returns:
-        True, False, or the order where a sampler of the user's own draws it; None where samples are left out or
-        repeated.
-    """
-    drawn = getattr(loader, "batch_sampler", None)
-    while (inner := getattr(drawn, "batch_sampler", None)) is not None:
-        drawn = inner  # accelerate's own deal the batches of this one out
-    sampler = drawn.sampler if type(drawn) is BatchSampler else drawn
+
+def is_shuffled(loader: Any) -> bool | None:
+    """Tell whether a loader draws every sample once in a new order, or in the data set's own; None where neither."""
+    sampler = _sampler_of(loader)
+    if type(sampler).__module__.partition(".")[0] not in ("torch", "accelerate"):
+        return None  # somebody's own, which may be derived from one of these
     if isinstance(sampler, DistributedSampler):  # it deals out, which the shares do in its place
         return bool(sampler.shuffle)
     if isinstance(sampler, RandomSampler):
         return None if sampler.replacement or sampler.num_samples != len(loader.dataset) else True
-    if isinstance(sampler, SequentialSampler):
-        return False
-    if sampler is None or getattr(sampler, "replacement", False):
-        return None
-    order = SampledOrder(sampler, seed)
-    return order if order.is_of(len(loader.dataset)) else None
+    return False if isinstance(sampler, SequentialSampler) else None
+
+
+def _sampler_of(loader: Any) -> Any:
+    """Return what draws a loader's samples, or batches of them."""
+    drawn = getattr(loader, "batch_sampler", None)
+    while (inner := getattr(drawn, "batch_sampler", None)) is not None:
+        drawn = inner  # accelerate's own deal the batches of this one out
+    return drawn.sampler if type(drawn) is BatchSampler else drawn
+
+
+def order_of(loader: Any, seed: int) -> bool | SampledOrder | None:
+    """Return how a loader orders its samples.
+
+    Returns:
+        As `is_shuffled`; or the order, where somebody's own sampler draws one in which every sample comes once, the
+        same whenever it is drawn.
+    """
+    shuffled, sampler = is_shuffled(loader), _sampler_of(loader)
+    if shuffled is not None or sampler is None or getattr(sampler, "replacement", False):
+        return shuffled
+    order = SampledOrder(sampler, len(loader.dataset), seed)
+    return order if order.is_sound else None
 
 
 def loader_options(
@@ -176,9 +218,9 @@ def loader_options(
     order = order_of(loader, seed)
     if order is None:
         raise InputError(
-            f"the training loader draws by a {_drawn_by(loader)}; expected every sample once an epoch, in any "
-            "order, because a plan's shares are parts of that; leave the sampler out, or train with autosplit.ddp, "
-            "whose steps take any loader"
+            f"the training loader draws by a {_drawn_by(loader)}; expected every sample once an epoch, in an "
+            "order that is the same on every process, because a plan's shares are parts of that; leave the sampler "
+            "out, or train with autosplit.ddp, whose steps take any loader"
         )
     workers = loader.num_workers
     collate = loader.collate_fn or default_collate

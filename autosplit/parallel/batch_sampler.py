@@ -146,7 +146,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                 f"{self.rank_slice.batch_size}; expected the same; pass their sum"
             )
         self.epoch = 0
-        self._has_ended = False
+        self._is_chosen = False
         self.samples_consumed = 0
         self._start_step = 0
 
@@ -192,9 +192,12 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         Raises:
             InputError: `epoch` is negative or not a whole number.
         """
-        before, self.epoch = self.epoch, whole_number("epoch", epoch)
-        self._has_ended = False
-        if self.epoch != before:
+        self._go_to(whole_number("epoch", epoch))
+        self._is_chosen = True
+
+    def _go_to(self, epoch: int) -> None:
+        before, self.epoch = self.epoch, epoch
+        if epoch != before:
             self.samples_consumed = self._start_step = 0
 
     def resume(self, samples_consumed: int) -> None:
@@ -224,7 +227,7 @@ class ScheduledBatchSampler(Sampler[list[int]]):
             InputError: The state is of another order of samples, or ends within an optimizer step.
         """
         self.check_state_dict(state)
-        self.set_epoch(state["epoch"])
+        self._go_to(state["epoch"])
         self.resume(state["samples_consumed"])
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -249,13 +252,10 @@ class ScheduledBatchSampler(Sampler[list[int]]):
         self._step_after(state["samples_consumed"], whole_number("epoch", state["epoch"]))
 
     def begin_epoch(self) -> None:
-        """Go on to the next epoch where the last one was walked to its end and none was chosen since."""
-        if self._has_ended:
-            self.set_epoch(self.epoch + 1)
-
-    def end_epoch(self) -> None:
-        """Note that the epoch was walked to its end; `steps` does it."""
-        self._has_ended = True
+        """Go on to the next epoch where this one is consumed, and none was chosen since; `steps` does it."""
+        if not self._is_chosen and 0 < sum(step.num_samples for step in self.schedule) <= self.samples_consumed:
+            self._go_to(self.epoch + 1)
+        self._is_chosen = False
 
     def consume(self, num_samples: int) -> None:
         """Count what an optimizer step has consumed; `steps` does it."""

@@ -411,7 +411,6 @@ def _scheduled_steps(
             "the loader gave more batches than its sampler's schedule; expected one per micro-batch; pass a loader "
             "that doesn't repeat or add batches"
         )
-    sampler.end_epoch()
 
 
 def _held_steps(

@@ -295,7 +295,7 @@ class StepRunner:
                 beside = role == "replica" and self.runtime.simulated and index > 0
                 return balanced((n, *split[1:]) if beside else split, accumulates=accumulates)
             if role == "eval":
-                return StepShape((split,), "eval")
+                return StepShape((split,), "eval", num_ranks=self.num_ranks or count)
             return StepShape((split,) * micro_steps, "rank", num_ranks=self.num_ranks or count)
 
         return shape

@@ -272,7 +272,7 @@ class _Whole:
         active = _active(shape.splits[0])
         self._place = active if alone else sorted({0, *active})
         # Where real tensors are followed, a trace costs a step: one for all roles, and the buckets beside it.
-        self._in_buckets = views_buckets(shape) and tracer.trainee.fake_mode is not None
+        self._in_buckets = shape.arrangement == "rank" and views_buckets(shape) and tracer.trainee.fake_mode is not None
 
     def peaks(self) -> tuple[int, ...]:
         buckets = self._untraced_buckets()

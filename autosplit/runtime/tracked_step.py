@@ -125,13 +125,12 @@ def run_placed(
                 if held and shape.arrangement == "balanced":
                     mark("broadcast")
                     _hold(models, shape.splits[0], held)
-                if evaluates:
-                    outputs = trainee.evaluate(models, batches[0])
-                    del outputs
-                else:
-                    # Of a step of many only one may be followed, and weights its loss as all of them do.
-                    total = 2 * sum(sizes) if shape.accumulates else None
-                    with _buckets(shape, trainee, tracker):
+                # Of a step of many only one may be followed, and weights its loss as all of them do.
+                total = 2 * sum(sizes) if shape.accumulates else None
+                with _buckets(shape, trainee, tracker):
+                    if evaluates:
+                        trainee.evaluate(models, batches[0])
+                    else:
                         trainee.step(
                             models, batches, sizes, mark, updates=shape.updates, update=update, num_samples=total
                         )

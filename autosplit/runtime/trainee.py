@@ -107,8 +107,10 @@ class Trainee:
         for module in modules_of(self.models):
             adopt_module(placement, module, 0)
         if with_state:
-            for value in (*self._state(), *itertools.chain(*self.copies)):
-                if value.dim() > 0:
+            for value in self.copies[0]:
+                placement.adopt(value, 0)
+            for value in (*self._state(), *self.copies[1]):
+                if value.dim() > 0:  # others are on the host
                     placement.adopt(value, 0)
 
     def _state(self) -> list[Tensor]:
@@ -216,9 +218,11 @@ class Trainee:
         if "eval" not in self.workload.fits or any(optimizer.state for optimizer in optimizers):
             return
         with self.fake_mode or nullcontext():
-            for parameter in self.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             for optimizer in optimizers:
+                for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+                    nothing = torch.zeros_like(parameter)
+                    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # which takes no dense ones
+                    parameter.grad = nothing.to_sparse(1) if is_sparse else nothing
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         self._copy_what_has_to_fit()

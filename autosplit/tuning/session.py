@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -305,14 +304,18 @@ class Session(ABC):
             real_steps=self.prober.counts.steps,
             real_ooms=self.prober.counts.ooms,
         )
-        roles, copies = self.subject.workload.fits, [*itertools.chain(*self.prober.tracer.trainee.copies)]
-        copies_bytes = sum(rounded(copy.nbytes) for copy in copies if copy.dim() > 0)
-        return replace(plan, fits=Fits(tuple(roles), copies_bytes)) if roles else plan
+        weights, state = self.prober.tracer.trainee.copies
+        copies = [*weights, *(copy for copy in state if copy.dim() > 0)]
+        roles = tuple(role for role in self.subject.workload.fits if role != "eval")
+        return replace(plan, fits=Fits(roles, sum(rounded(copy.nbytes) for copy in copies))) if roles else plan
 
     @staticmethod
     def _with_evaluation(plan: Plan, found: Sequence[Ceiling | None]) -> Plan:
         evaluation = tuple(ceiling for ceiling in found if ceiling is not None)
-        return plan if plan.fits is None else replace(plan, fits=replace(plan.fits, evaluation=evaluation))
+        if not evaluation:
+            return plan
+        fits = plan.fits or Fits(())
+        return replace(plan, fits=replace(fits, roles=(*fits.roles, "eval"), evaluation=evaluation))
 
     def _best_so_far(self) -> Plan | None:
         """Return the best plan that the trials so far make, without running anything more."""

@@ -118,8 +118,11 @@ class Workload:
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
             raise WorkloadError(f"batch_dim is {self.batch_dim!r}; expected a dimension, 0 or more")
         object.__setattr__(self, "fits", checked_fits(self.fits))
-        if self.evaluate is not None and self.step is not None:
-            raise WorkloadError("evaluate is given beside step=; expected one model to evaluate; leave one of them out")
+        if self.step is not None and (self.evaluate is not None or "eval" in self.fits):
+            raise WorkloadError(
+                "evaluation is to fit beside step=, a whole optimizer step; expected one model and its loss; leave "
+                "evaluate= and fits='eval' out"
+            )
         object.__setattr__(self, "modules", self._checked_modules())
         if self.checkpointing is not None and self.modules:
             self.checkpointing.check(self.modules)

@@ -394,6 +394,22 @@ class ByLength(Sampler[int]):
         return iter([one for begin in range(0, 50, 10) for one in sorted(drawn[begin : begin + 10])])
 
 
+class Endless:
+    def __iter__(self):
+        while True:
+            yield from range(50)
+
+
+class ByChance:
+    """Draws by a generator that no seed reaches, so that each process would have an order of its own."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng()
+
+    def __iter__(self):
+        return iter(self.rng.permutation(50))
+
+
 class TestOrder:
     """A loader's own order was ignored: a weighted sampler's samples came as if there were none."""
 
@@ -420,6 +436,10 @@ class TestOrder:
             ({"sampler": RandomSampler(range(50), replacement=True)}, "RandomSampler"),
             ({"sampler": RandomSampler(range(50), num_samples=9)}, "RandomSampler"),
             ({"sampler": [*range(49), 48]}, "list"),
+            ({"sampler": ["a"] * 50}, "list"),
+            ({"sampler": iter(range(50))}, "range_iterator"),
+            ({"sampler": Endless()}, "Endless"),
+            ({"sampler": ByChance()}, "ByChance"),
             ({"batch_sampler": Twice()}, "Twice"),
         ],
     )
@@ -450,6 +470,42 @@ class TestOrder:
         together = [sample for pair in zip(*ranks, strict=True) for part in pair for sample in part]
         assert sorted(together) == [*range(50)]
         assert together[:10] == sorted(together[:10]), "they are cut in the sampler's order"
+
+    def test_a_sampler_is_left_as_it_was(self):
+        sampler, inner = ByLength("torch"), torch.Generator()
+        sampler.sampler = RandomSampler(range(50), generator=inner)  # what it may draw by
+        before = inner.get_state()
+        loader_options(DataLoader(Rows(), batch_size=4, sampler=sampler), made_share(0, (8,), 16), seed=0)
+        assert torch.equal(inner.get_state(), before)
+
+    def test_an_epoch_that_repeats_samples_is_refused_when_it_is_drawn(self):
+        """The first was looked at, and a later one trained on the same sample again and again."""
+
+        class Later(ByLength):
+            epoch = 0
+
+            def set_epoch(self, epoch):
+                self.epoch = epoch
+
+            def __iter__(self):
+                return iter([0] * 50) if self.epoch else super().__iter__()
+
+        loader = DataLoader(Rows(), batch_size=4, sampler=Later("torch"))
+        sampler = loader_options(loader, made_share(0, (8,), 16), seed=0)["batch_sampler"]
+        assert sorted(one for batch in sampler for one in batch) == [*range(50)]
+        sampler.set_epoch(1)
+        with pytest.raises(
+            InputError, match="Later leaves samples out, or repeats some, in epoch 1; expected each of 50"
+        ):
+            list(sampler)
+
+    @pytest.mark.parametrize("kind", ["arrays", "tensors"])
+    def test_batches_may_be_arrays(self, kind):
+        parts = torch.arange(50).split(7)
+        batches = [part.numpy() for part in parts] if kind == "arrays" else [*parts]
+        loader = DataLoader(Rows(), batch_sampler=batches)
+        sampler = loader_options(loader, made_share(0, (8,), 16), seed=0)["batch_sampler"]
+        assert [one for batch in sampler for one in batch] == [*range(50)]
 
     def test_batches_of_like_length_are_taken_in_their_order(self):
         buckets = [[*range(begin, min(begin + 6, 50))] for begin in range(0, 50, 6)][::-1]

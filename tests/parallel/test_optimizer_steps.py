@@ -220,8 +220,29 @@ class TestEpochs:
         loader, resumed = self.loader(), self.loader()
         self.walked(loader)
         resumed.batch_sampler.load_state_dict(loader.batch_sampler.state_dict())  # type: ignore[union-attr]
-        assert self.walked(resumed) == []
         assert self.walked(resumed) == self.walked(loader)
+
+    def test_one_that_is_left_after_its_last_step_has_ended(self) -> None:
+        loader, chosen = self.loader(), self.loader()
+        assert len(self.walked(loader, NUM_SAMPLES)) == NUM_SAMPLES
+        chosen.batch_sampler.set_epoch(1)  # type: ignore[union-attr]
+        assert self.walked(loader) == self.walked(chosen)
+
+    def test_a_position_that_is_chosen_behind_the_end_is_kept(self) -> None:
+        loader = self.loader()
+        first = self.walked(loader)
+        loader.batch_sampler.resume(10)  # type: ignore[union-attr]
+        assert self.walked(loader) == first[10:]
+
+    def test_one_that_is_chosen_in_the_last_step_is_walked(self) -> None:
+        loader, chosen = self.loader(), self.loader()
+        for step in steps(loader, batch_size=4, effective_batch_size=10):
+            for _ in step:
+                step.backward(torch.zeros(1, requires_grad=True))
+            if step.index == 2:
+                loader.batch_sampler.set_epoch(1)  # type: ignore[union-attr]
+        chosen.batch_sampler.set_epoch(1)  # type: ignore[union-attr]
+        assert self.walked(loader) == self.walked(chosen)
 
 
 class TestGradients:

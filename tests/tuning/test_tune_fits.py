@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,13 +97,14 @@ def test_a_plan_leaves_room_for_what_it_is_asked_to():
     assert Plan.from_json(plan.to_json(), source="a test") == plan
 
 
-@pytest.mark.parametrize("devices", ["sim:RTX3090@4MiB+RTX3090@3MiB", "cpu:4MiB,cpu:3MiB"])
+@pytest.mark.parametrize("devices", ["sim:RTX3090@4MiB+RTX3090@3MiB", "sim:RTX3090@4MiB", "cpu:4MiB,cpu:3MiB"])
 def test_evaluation_fits_beside_what_training_keeps(devices):
     plan = tuned(devices=devices, effective_batch_size=8, fits=("eval",))
     assert plan.fits is not None
-    by_hand = [find_ceiling(workload(2), spec, role="eval") for spec in _each(devices)]
+    copies = 3 if len(plan.devices) > 1 else 2  # AdamW's state, and the buckets in which ranks' gradients meet
+    by_hand = [find_ceiling(workload(copies), spec, role="eval") for spec in _each(devices)]
     found = [ceiling.batch_size for ceiling in plan.fits.evaluation]
-    assert found == [ceiling.batch_size for ceiling in by_hand], "AdamW's state is there between steps"
+    assert found == [ceiling.batch_size for ceiling in by_hand]
     assert plan.fits.eval_batch_size == min(found) > 8
     assert f"up to {found[0]:,} on {plan.devices[0].label}" in str(plan.explain())
 
@@ -141,8 +143,9 @@ def test_what_it_does_not_know_is_refused(fits):
 
 
 def test_evaluation_of_a_custom_step_is_refused():
-    with pytest.raises(WorkloadError, match="evaluate is given beside step="):
-        Workload(Net(), torch.randn(4, WIDTH), step=lambda *_: None, evaluate=lambda *_: None)
+    for asked in ({"evaluate": lambda *_: None}, {"fits": "eval"}):
+        with pytest.raises(WorkloadError, match="evaluation is to fit beside step="):
+            Workload(Net(), torch.randn(4, WIDTH), step=lambda *_: None, **asked)
 
 
 WIDE = 512
@@ -218,3 +221,17 @@ def test_a_transformer_that_generates():
     assert found[0].evaluation[0].confirmed
     assert found[0].eval_batch_size == found[1].eval_batch_size
     assert 1 < (found[0].eval_batch_size or 0) < 256
+
+
+def test_evaluation_beside_sparse_state():
+    """It was given dense gradients of zero, which SparseAdam does not take."""
+    given = Workload(
+        nn.EmbeddingBag(512, 8, sparse=True),
+        torch.randint(512, (4, 16)),
+        compute_loss=lambda model, ids: model(ids).pow(2).mean(),
+        optimizer=torch.optim.SparseAdam,
+    )
+    alone = find_ceiling(given, "cpu:1MiB", role="eval")
+    beside = find_ceiling(replace(given, fits="eval"), "cpu:1MiB", role="eval")
+    assert beside.confirmed
+    assert beside.fixed_bytes - alone.fixed_bytes == pytest.approx(2 * 512 * 8 * 4, abs=1024)
