@@ -40,7 +40,7 @@ from autosplit.devices.transfer import (
 )
 from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
-from autosplit.runtime.fused_rnn_memory import as_real
+from autosplit.runtime.real_outputs import as_real
 
 __all__ = ["BLOCK_BYTES", "Entry", "Kind", "Left", "Observer", "Tracker", "rounded", "tensors_among"]
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from autosplit import find_ceiling
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError
-from autosplit.runtime import fused_rnn_memory as workspaces
+from autosplit.runtime import real_outputs as workspaces
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks

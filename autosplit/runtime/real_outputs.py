@@ -1,9 +1,12 @@
-"""The memory of oneDNN's fused LSTM layer, which a fake op returns less of.
+"""The memory of real ops' outputs, where fake ones return less: oneDNN's fused LSTM layer, and four losses.
 
-Its workspace for the backward has a size that only the library knows, and torch's fake op returns an empty one: a
-traced LSTM's memory would be several times too small. So the real op is asked once for each shape. In its backward
-the two biases' gradients are one tensor where it is fake, and two where it is real (torch _meta_registrations.py,
-meta_mkldnn_rnn_layer; aten/src/ATen/native/mkldnn/RNN.cpp).
+The layer's workspace for the backward has a size that only the library knows, and torch's fake op returns an empty
+one: a traced LSTM's memory would be several times too small. So the real op is asked once for each shape. In its
+backward the two biases' gradients are one tensor where it is fake, and two where it is real (torch
+_meta_registrations.py, meta_mkldnn_rnn_layer; aten/src/ATen/native/mkldnn/RNN.cpp).
+
+The losses make what they return as large as their input, and then a number of it, which keeps the memory of all
+elements for as long as it lives (aten/src/ATen/native/Loss.cpp and cuda/Loss.cu).
 """
 
 from __future__ import annotations
@@ -26,9 +29,15 @@ _SECOND_BIAS = 4
 """Index of the second bias's gradient among the backward's outputs."""
 
 
+_aten = torch.ops.aten
+_KEEPING_LOSSES = {_aten.mse_loss, _aten.smooth_l1_loss, _aten.binary_cross_entropy, _aten.soft_margin_loss}
+
+
 def as_real(func: Any, args: Sequence[Any], outputs: Any) -> Any:
-    """Return an op's outputs with the memory of real ones; only a fused recurrent layer's fake outputs are replaced."""
+    """Return an op's outputs with the memory of real ones; only fake outputs of these ops are replaced."""
     packet = getattr(func, "_overloadpacket", None)
+    if packet in _KEEPING_LOSSES and isinstance(outputs, FakeTensor) and outputs.dim() == 0:
+        return outputs.new_empty(args[0].numel()).as_strided((), ())
     if packet is None or packet not in (_RNN_LAYER, _RNN_LAYER_BACKWARD) or not isinstance(outputs[0], FakeTensor):
         return outputs
     real = list(outputs)
