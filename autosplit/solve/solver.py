@@ -71,7 +71,7 @@ class Solver:
                 splits = self.splits_of(configuration_of(trial), trial.split)
                 measured.append((splits, sum(map(sum, splits)) / trial.samples_per_s))
         solver = Solver(self.space, self.step_time.refitted(measured), tells_apart=self.tells_apart)
-        solver._splits = self._splits  # the very same class
+        solver._unfitted, solver._splits, solver._rests = self._unfitted, self._splits, self._rests  # the same class
         return solver
 
     def split_of(self, configuration: Configuration) -> tuple[int, ...]:
