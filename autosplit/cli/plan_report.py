@@ -19,6 +19,7 @@ from autosplit.cli.tables import (
     plain_table,
     print_plain,
     rates_text,
+    shares_text,
     short_name,
     tuple_text,
 )
@@ -159,7 +160,7 @@ def _faster_with_ddp(explanation: Explanation) -> str:
     if explanation.fastest != "ddp" or gain <= 1 + BINDING_SHARE:
         return ""
     how = "measured" if explanation.ddp_measured else "predicted"
-    return f"{rate_text(explanation.ddp_samples_per_s)} ({how}), {gain:.2f} times as fast"
+    return f"{rate_text(explanation.ddp_samples_per_s)} ({how}), {gain:.2f} times: --strategy ddp"
 
 
 def _unused_lines(plan: Plan) -> list[str]:
@@ -300,8 +301,10 @@ def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
 def _device_table(plan: Plan) -> Table:
     headings = device_columns(plan)
     table = plain_table(*headings, figures={*headings} - {"device", "ceiling"})
-    for cells in device_cells(plan):
-        add_row(table, *cells)
+    for alike, rows in itertools.groupby(device_cells(plan), lambda cells: (cells[0].partition(" ")[2], *cells[1:])):
+        labels = [cells[0].partition(" ")[0] for cells in rows]
+        through = f" to {labels[-1].rpartition(':')[2]}" if len(labels) > 1 else ""
+        add_row(table, f"{labels[0]}{through} {alike[0]}".rstrip(), *alike[1:])
     return table
 
 
@@ -358,7 +361,7 @@ def _short_numbers(plan: Plan) -> Iterable[tuple[str, str]]:
     """Return the same with the samples of a forward beside the split."""
     numbers = dict(_numbers(plan))
     if "split" in numbers:
-        numbers["split"] += f", {numbers.pop('batch_size')} samples per forward"
+        numbers["split"] = f"{shares_text(plan.split)}, {numbers.pop('batch_size')} samples per forward"
     return numbers.items()
 
 
@@ -389,12 +392,12 @@ def _gain_text(plan: Plan) -> str:
     if plan.split == even:
         return "none: the even split is the fastest"
     if plan.even_samples_per_s is not None:
-        return f"{plan.samples_per_s / plan.even_samples_per_s:.2f} times the even split {tuple_text(even)}"
+        return f"{plan.samples_per_s / plan.even_samples_per_s:.2f} times the even split {shares_text(even)}"
     pairs = zip(plan.devices, even, plan.ceilings, strict=True)
     over = [f"{device.label} holds {most}" for device, share, most in pairs if share > most]
     if over:
-        return f"the even split {tuple_text(even)} does not fit: {', '.join(over)}"
-    return f"the even split {tuple_text(even)} was not run"
+        return f"the even split {shares_text(even)} does not fit: {', '.join(over)}"
+    return f"the even split {shares_text(even)} was not run"
 
 
 def _effort_text(plan: Plan) -> str:

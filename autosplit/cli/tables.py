@@ -6,6 +6,7 @@ and what others wrote passes `text.printable`, so that it shows itself and does 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ __all__ = [
     "print_bullets",
     "print_plain",
     "rates_text",
+    "shares_text",
     "short_bytes_text",
     "short_name",
     "tuple_text",
@@ -95,6 +97,13 @@ def short_name(name: str) -> str:
 def tuple_text(split: Sequence[int]) -> str:
     """Write a split: ``(4, 6, 6)``."""
     return f"({', '.join(map(str, split))})"
+
+
+def shares_text(split: Sequence[int]) -> str:
+    """Write a split for reading: of more than four devices by runs, ``3 x 1024, 5 x 512``."""
+    if len(split) <= 4:
+        return tuple_text(split)
+    return ", ".join(f"{len([*run])} x {share}" for share, run in itertools.groupby(split))
 
 
 def rates_text(labels: Sequence[str], rates: Sequence[str]) -> str:

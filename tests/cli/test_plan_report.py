@@ -195,11 +195,19 @@ def test_the_lines_to_paste_follow_where_nothing_was_saved():
     assert short(made_plan(kind="sim"), origin=None).rstrip().endswith(f"next  {line}")
 
 
+def test_alike_devices_share_a_row():
+    """Eight cards took eight rows, and the line that says what they are for scrolled away."""
+    told = short(made_plan((100, 156, 156, 156, 156), kind="sim"))
+    assert "sim:1 to 4" in told
+    assert "sim:2" not in told
+    assert "split               1 x 100, 4 x 156, 724 samples per forward" in told
+
+
 def test_ddp_is_named_where_it_is_faster():
     plan = made_plan((100, 156))
     region = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)
     faster = replace(plan, region=region, ddp=replace(plan.ddp, samples_per_s=20469.0))
-    assert row_of(short(faster), "with DDP").endswith("20,469 samples/s (predicted), 2.00 times as fast")
+    assert row_of(short(faster), "with DDP").endswith("20,469 samples/s (predicted), 2.00 times: --strategy ddp")
     assert "with DDP" not in short(replace(faster, ddp=replace(plan.ddp, samples_per_s=5000.0)))
 
 
