@@ -10,6 +10,7 @@ model         a small one, tuned, then trained by the plan: predicted beside mea
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import permutations
@@ -30,7 +31,7 @@ from autosplit.devices.peer_copy_check import check_links
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import AutosplitError, DeviceError, first_line
 from autosplit.text import size_text
-from autosplit.tuning.tune import tune
+from autosplit.tuning.tune import DoubtfulTimesWarning, tune
 
 __all__ = ["examine"]
 
@@ -250,18 +251,20 @@ def _trained(devices: Sequence[Device], problems: list[Problem]) -> Training | N
     began_s = time.perf_counter()
     batch = torch.randn(64, _FEATURES), torch.randint(_CLASSES, (64,))
     try:
-        plan = tune(
-            _small_model(),
-            batch,
-            loss_fn=nn.functional.cross_entropy,
-            optimizer=torch.optim.AdamW,
-            devices=tuple(devices),
-            strategy="balanced",
-            effective_batch_size=_EFFECTIVE,
-            n_trials=4,
-            time_limit_s=20,
-            profile="off",
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DoubtfulTimesWarning)  # what was predicted is held against a step below
+            plan = tune(
+                _small_model(),
+                batch,
+                loss_fn=nn.functional.cross_entropy,
+                optimizer=torch.optim.AdamW,
+                devices=tuple(devices),
+                strategy="balanced",
+                effective_batch_size=_EFFECTIVE,
+                n_trials=4,
+                time_limit_s=20,
+                profile="off",
+            )
         took_s = time.perf_counter() - began_s
         measured_s, peaks = _by_the_plan(plan)
     except (AutosplitError, RuntimeError) as error:
