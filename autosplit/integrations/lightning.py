@@ -30,6 +30,7 @@ from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.loader_steps import gathered
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, PlanError
+from autosplit.integrations.lightning_cuts import CutMixin, CutSteps, refuse_no_mixin
 from autosplit.integrations.lightning_workload import PRECISIONS, asked_loss, workload
 from autosplit.integrations.process_share import (
     MarkingBatchSampler,
@@ -41,6 +42,7 @@ from autosplit.integrations.process_share import (
 from autosplit.integrations.run_norms import RunNorms, refuse_sum
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
+from autosplit.parallel.oom_cuts import CutWarning, OnOom, cuts_for
 from autosplit.plan.other_model import parameters_in
 from autosplit.plan.plan import Plan
 from autosplit.probe.loss_mean import (
@@ -53,7 +55,7 @@ from autosplit.probe.loss_mean import (
     tell_of_uneven_loss,
 )
 
-__all__ = ["NoPlanWarning", "Shares", "SharesLoader", "UnevenLossWarning", "workload"]
+__all__ = ["CutMixin", "CutWarning", "NoPlanWarning", "Shares", "SharesLoader", "UnevenLossWarning", "workload"]
 
 
 class _EpochTeller(SequentialSampler):
@@ -171,6 +173,8 @@ class Shares(lightning.pytorch.Callback):
         count: ``count(batch) -> int``: what the mean loss of a batch is over, where asking it does not tell. Where that
             is not samples, an optimizer step's micro-batches are held back until all are counted.
         noise_scale: The same in every process: estimate the gradient noise scale, see `Plan.steps`.
+        on_oom: ``"cut"`` runs a micro-batch that runs out of memory in parts, see `Plan.steps`; the module is then to
+            have `CutMixin` among its bases.
 
     Attributes:
         share: What this process does of the plan; None without one.
@@ -193,6 +197,7 @@ class Shares(lightning.pytorch.Callback):
         model: nn.Module | None = None,
         count: Callable[[Any], int] | None = None,
         noise_scale: bool = False,
+        on_oom: OnOom = "raise",
     ) -> None:
         self.share = find_share(plan, parameters=parameters_in(model))
         self._norms = RunNorms.of_share(self.share, noise_scale)
@@ -202,6 +207,8 @@ class Shares(lightning.pytorch.Callback):
         self._rule: str | None = None
         self._at: Weighed | None = None
         self._backward = ExitStack()
+        cuts = None if self.share is None else cuts_for(self, on_oom, **self.share.cut_options)
+        self._cut = None if cuts is None else CutSteps(cuts, sums=False)
         if self.share is None:
             tell_of_no_plan()
         elif self.share.wraps:
@@ -244,6 +251,8 @@ class Shares(lightning.pytorch.Callback):
         """Set what the plan decides, once the processes know each other."""
         if self.share is None or stage != "fit":
             return
+        if self._cut is not None:
+            refuse_no_mixin(pl_module)
         self.share.tell_of_other_model(pl_module)
         wanted = next(named for named, ours in PRECISIONS.items() if ours == self.share.plan.precision)
         if trainer.precision in PRECISIONS:  # of others the module is converted itself
@@ -272,6 +281,11 @@ class Shares(lightning.pytorch.Callback):
             if self._norms is not None:
                 refuse_sum(self._rule == SUM)
             self._find_loader(trainer)
+        if self._cut is not None:
+            rule = "samples" if self._rule is None or self._rule == SUM else self._rule
+            self._cut.cuts.count = self._count or partial(count_by, rule)
+            self._cut.sums = self._rule == SUM
+            pl_module.autosplit_cuts = self._cut
 
     def on_train_epoch_start(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
         """Find the loader again, which may be another one in each epoch."""
@@ -293,6 +307,23 @@ class Shares(lightning.pytorch.Callback):
         self._at = self._loader.walked[batch_idx]
         if self._norms is not None and self._at.position == 0:
             self._norms.begin()
+        if self._cut is not None:
+            self._cut.begin(trainer.strategy.model, self._at)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Let a wrapped model meet again in what else is run with it."""
+        if self._cut is not None:
+            self._cut.end()
+
+    def on_exception(self, *_: Any) -> None:
+        """End what was begun."""
+        self.on_train_batch_end()
+
+    def on_fit_end(self, trainer: lightning.pytorch.Trainer, pl_module: Any) -> None:
+        """Let the module go."""
+        del trainer
+        if self._cut is not None:
+            pl_module.autosplit_cuts = None
 
     def _find_loader(self, trainer: lightning.pytorch.Trainer) -> None:
         loader = trainer.train_dataloader
@@ -321,7 +352,7 @@ class Shares(lightning.pytorch.Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: nn.Module, loss: torch.Tensor) -> None:
         """Weight the gradient; Lightning has divided the loss by the micro-batches of a full step."""
-        if self._loader is None or self._at is None:
+        if self._loader is None or self._at is None or (self._cut is not None and self._cut.has_run):
             return
         weight = self._at.weight * trainer.accumulate_grad_batches
         loss.register_hook(lambda gradient: gradient * weight)
@@ -337,5 +368,9 @@ class Shares(lightning.pytorch.Callback):
         """Let gradients through again."""
         del trainer, pl_module
         self._backward.close()
-        if self._norms is not None and self._at is not None and self._at.ends_step:
+        if self._norms is None or self._at is None or (self._cut is not None and self._cut.is_running):
+            return
+        if self._cut is not None and self._cut.was_cut:
+            self._norms.spoil()
+        if self._at.ends_step:
             self._norms.finish(self._at.total)

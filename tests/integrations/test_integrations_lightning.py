@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ pytest.importorskip("transformers", reason="needs transformers (the extra `integ
 import lightning.pytorch as pl
 import shared_training as shared
 import torch
+from faults import Faults, runs_out
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plans import simulated_plan
 from ranks import found_by, run_ranks
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autosplit import tune
 from autosplit.errors import DeviceError, InputError, PlanError
-from autosplit.integrations.lightning import NoPlanWarning, Shares, UnevenLossWarning, workload
+from autosplit.integrations.lightning import CutMixin, CutWarning, NoPlanWarning, Shares, UnevenLossWarning, workload
 from autosplit.plan.other_model import OtherModelWarning
 
 pytestmark = [
@@ -124,6 +126,28 @@ def trained(
     return found
 
 
+class Cutting(CutMixin, Module):
+    """The same module, whose training step runs in parts where it has to."""
+
+
+def cut(job: tuple[str, tuple[int, ...], int], faults: Faults, steps: int = STEPS) -> dict[str, Any]:
+    """Train, while the first process runs out of memory."""
+    kind, sizes, effective = job
+    if len(sizes) > 1:
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    shares = Shares(shared.shares_plan(sizes, effective), count=COUNT[kind], on_oom="cut")
+    watch, module = Watch(), Cutting(kind)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        runs_out(module.model, faults)
+    strategy = "ddp" if len(sizes) > 1 else "auto"
+    trainer = make_trainer(shares, watch, devices=len(sizes), strategy=strategy, max_steps=steps)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CutWarning)
+        trainer.fit(module, shares.data(Data(kind), seed=shared.SEED))
+    warned = [str(one.message) for one in caught if one.category is CutWarning]
+    return {"weights": shared.weights_of(module), "seen": watch.seen, "warned": warned, "runs": faults.runs}
+
+
 def unlike_plans() -> None:
     rank = torch.distributed.get_rank()
     shares = Shares(shared.shares_plan((2, 2), 8 if rank else 16))
@@ -178,11 +202,15 @@ def added_up_by_two() -> torch.Tensor:
     return added_up((7, 1))
 
 
+CUT = {"bert": ((7, 1), 20), "gpt": ((6, 2), 16)}
+
 TWO = {
     **{name: partial(trained, *job, resumes="3 forwards" in name) for name, job in JOBS[2].items()},
     "with workers": partial(trained, "bert", (7, 1), 20, resumes=True, workers=1),
     "unweighted": partial(trained, "gpt", (6, 2), 16, weighted=False),
     "example": partial(shared.run_example_as_rank, "train_lightning.py"),
+    **{f"cut, {kind}": partial(cut, (kind, *job), Faults(above=4)) for kind, job in CUT.items()},
+    "cut where it is large": partial(cut, ("bert", (7, 1), 20), Faults(above=3, place="forward")),
     "unlike plans": unlike_plans,
     "another loader": refused_in_training,
     "batchnorms": with_batchnorms,
@@ -209,6 +237,17 @@ class TestTwoRanks:
     @pytest.mark.parametrize("name", RESUMED)
     def test_a_checkpoint_of_the_middle_of_an_epoch_goes_on(self, two, name):
         check_resumed(found_by(two, name), RESUMED[name])
+
+    @pytest.mark.parametrize("name", ["cut, bert", "cut, gpt", "cut where it is large"])
+    def test_what_runs_out_of_memory_in_one_runs_in_parts(self, two, name):
+        kind = "gpt" if "gpt" in name else "bert"
+        _, effective = CUT[kind]
+        expected = shared.by_hand(kind, effective)["weights"][-1]
+        first, second = found_by(two, name)
+        for found in (first, second):
+            assert float((found["weights"] - expected).abs().max()) < 1e-9
+        assert len(first["warned"]) == 1
+        assert not second["warned"]
 
     def test_evaluation_is_that_of_one_process(self, two):
         for name, (kind, _, effective) in JOBS[2].items():
@@ -283,6 +322,27 @@ def fitted(shares: Any, data: Any, *, steps: int = 6, **options: Any) -> tuple[t
 
 
 class TestOneProcess:
+    @pytest.mark.parametrize(
+        ("kind", "faults"),
+        [("bert", Faults(every=7)), ("gpt", Faults(every=5, place="forward")), ("bert", Faults(above=2))],
+    )
+    def test_what_runs_out_of_memory_runs_in_parts(self, kind, faults):
+        found = cut((kind, (8,), 40), faults, steps=6)
+        assert found["runs"] > 24, "micro-batches"
+        assert len(found["warned"]) == 1
+        assert float((found["weights"] - shared.by_hand(kind, 40)["weights"][5]).abs().max()) < 1e-9
+
+    def test_a_module_that_can_not_run_in_parts_is_refused(self):
+        shares = Shares(shared.shares_plan((8,), 16), on_oom="cut")
+        with pytest.raises(InputError, match=r"the module is a Module; expected .* class Module\(CutMixin, lightning"):
+            make_trainer(shares, max_steps=1).fit(Module("bert"), shares.data(Data("bert")))
+
+    def test_a_module_with_parts_trains_as_ever_without(self):
+        module = Cutting("bert")
+        shares = Shares(shared.shares_plan((8,), 16))
+        make_trainer(shares, max_steps=2).fit(module, shares.data(Data("bert"), seed=shared.SEED))
+        assert float((shared.weights_of(module) - shared.by_hand("bert", 16)["weights"][1]).abs().max()) < 1e-9
+
     def test_without_a_plan_it_is_lightnings_own(self):
         with pytest.warns(NoPlanWarning, match="which goes on as without it") as caught:
             shares = Shares()

@@ -1,0 +1,131 @@
+"""Run a LightningModule's training step in parts where it runs out of memory.
+
+    class Model(CutMixin, lightning.LightningModule): ...
+    trainer = lightning.Trainer(callbacks=[Shares(on_oom="cut")], ...)
+
+Lightning calls a step and then its backward, with no place between the two to begin again. So the step here runs its
+backward, too, in parts where it has to, and hands Lightning a number whose backward does nothing; between processes the
+gradients meet after an optimizer step's last micro-batch. Gradients are dropped when a step begins, because Lightning
+drops them behind the training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import lightning.pytorch
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
+from autosplit.errors import InputError
+from autosplit.integrations.weighted_backward import Weighed
+from autosplit.parallel.oom_cuts import Attempt, Cuts, Part, run_in_parts
+from autosplit.parallel.optimizer_steps import count_samples, counted
+
+__all__ = ["CutMixin", "CutSteps", "refuse_no_mixin"]
+
+
+class CutSteps:
+    """The training steps of a LightningModule, of which some run out of memory.
+
+    Args:
+        sums: The loss is a sum, of which each part counts whole.
+
+    Attributes:
+        has_run: The micro-batch's backward has run: the one that Lightning runs is of a number alone.
+        is_running: It runs now.
+    """
+
+    def __init__(self, cuts: Cuts, *, sums: bool) -> None:
+        self.cuts, self.sums = cuts, sums
+        self.at: Weighed | None = None
+        self.has_run = self.is_running = False
+        self.was_cut = False
+        self._wrapped: DistributedDataParallel | None = None
+        self._apart = ExitStack()
+
+    def begin(self, model: nn.Module, at: Weighed) -> None:
+        """Begin a micro-batch; nothing of a wrapped model meets in its forward or backward.
+
+        Raises:
+            InputError: The processes meet in more than gradients.
+        """
+        self.at, self.has_run, self.was_cut = at, False, False
+        self._wrapped = model if isinstance(model, DistributedDataParallel) else None
+        if self._wrapped is not None:
+            refuse_meeting(self._wrapped)
+            self._apart.enter_context(apart(self._wrapped))
+
+    def end(self) -> None:
+        """End a micro-batch."""
+        self._apart.close()
+
+    def run(self, module: Any, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a training step with its backward, and what runs out of memory of it in two parts."""
+        at, trainer = self.at, module.trainer
+        assert at is not None, "the micro-batch has begun"
+        if at.position == 0:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        size = counted(self.cuts.count or count_samples, batch) if at.weight else 0
+
+        def run(part: Part, attempt: Attempt) -> Tensor:
+            loss = _loss_of(step(part.batch, *args, **kwargs))
+            share = part.size / size if size and not self.sums else 1.0
+            scaled = loss * share / trainer.accumulate_grad_batches
+            with torch.autocast(loss.device.type, enabled=False):  # which Lightning has around the step alone
+                attempt.backward(partial(trainer.strategy.backward, scaled, None), loss)
+            return loss.detach() * share
+
+        self.is_running = True
+        try:
+            losses = run_in_parts(self.cuts, batch, size, run)
+        finally:
+            self.is_running = False
+        self.has_run, self.was_cut = True, len(losses) > 1
+        if self._wrapped is not None and at.ends_step:
+            average_gradients(self._wrapped)
+        return torch.stack(losses).sum().requires_grad_()
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    loss: Any = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, Tensor):
+        raise InputError(
+            f"training_step returned a {type(outputs).__name__}; expected its loss, or a dict with it: on_oom='cut' "
+            "runs every micro-batch; return one, or leave on_oom out"
+        )
+    return loss
+
+
+class CutMixin:
+    """Lets a LightningModule's training step run in parts, with `Shares(on_oom="cut")`; first among its bases."""
+
+    autosplit_cuts: CutSteps | None = None
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own training step."""
+        step = super().training_step  # type: ignore[misc]
+        if self.autosplit_cuts is None:
+            return step(batch, *args, **kwargs)
+        return self.autosplit_cuts.run(self, step, batch, *args, **kwargs)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Keep the gradients, which are there before Lightning would drop those of the step before."""
+        if self.autosplit_cuts is None:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)  # type: ignore[misc]
+
+
+def refuse_no_mixin(module: lightning.pytorch.LightningModule) -> None:
+    """Refuse a module whose training step can't be run in parts; raise InputError."""
+    if not isinstance(module, CutMixin):
+        name = type(module).__name__
+        raise InputError(
+            f"on_oom is 'cut', and the module is a {name}; expected one whose training step runs in parts; derive it "
+            f"as class {name}(CutMixin, lightning.LightningModule), or leave on_oom out"
+        )
