@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import lightning.pytorch
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -121,7 +120,7 @@ class CutMixin:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)  # type: ignore[misc]
 
 
-def refuse_no_mixin(module: lightning.pytorch.LightningModule) -> None:
+def refuse_no_mixin(module: Any) -> None:
     """Refuse a module whose training step can't be run in parts; raise InputError."""
     if not isinstance(module, CutMixin):
         name = type(module).__name__
