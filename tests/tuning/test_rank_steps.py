@@ -9,6 +9,7 @@ import torch
 from gpus import KIND, card
 from workloads import small
 
+from autosplit.runtime.training_copy import training_copy
 from autosplit.tuning.peers import Interrupts, Peers
 from autosplit.tuning.rank_steps import RankSteps
 
@@ -21,7 +22,7 @@ def test_a_dry_pass_peaks_at_its_own_batch():
     """
     runtime = SimpleNamespace(devices=(SimpleNamespace(label=f"{KIND}:0"),))
     steps = RankSteps(small(), runtime, card(0), Peers(0, 1, None, Interrupts()), backend="gloo", options={})
-    steps._copy()
+    steps._trainee = training_copy(steps.workload, device=steps.device)
     steps._models = steps._trainee.models
     try:
         large, few = steps._dry((2**16,)), steps._dry((8,))
