@@ -43,6 +43,9 @@ ASKED_LIMIT_S = 30.0
 COMPILED_LIMIT_S = 120.0
 """Least limit for a compiled step, which is compiled in it."""
 
+ALERT_LIMIT_S = 3.0
+"""Least limit for a call once one has hung: others may, too."""
+
 SLOWER_BY = 20.0
 """Factor by which a call may exceed the longest that was answered: steps grow from 1/8 of a ceiling to all of it."""
 
@@ -83,6 +86,7 @@ class IsolatedRuntime:
         self._longest_s = 0.0
         self._answered = False
         self._hung = 0
+        self._is_new = True
         self._capacities_bytes: tuple[int, ...] | None = None
         self._deadly: dict[tuple[str, StepShape], str] = {}
         self._child = Child(partial(_Served, make, _settings()))
@@ -155,11 +159,12 @@ class IsolatedRuntime:
         except ChildLostError as lost:
             self._deadly[name, shape] = cause = lost.cause
             self._hung += lost.hung
+            self._is_new = True
         except AutosplitError:
             self._answered = True
             raise
         else:
-            self._answered = True
+            self._answered, self._is_new = True, False
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)
             return answer
         self._refuse_to_go_on(cause)
@@ -205,8 +210,11 @@ class IsolatedRuntime:
 
     def _limit_s(self, shape: StepShape) -> float:
         """Return how long a call may take before it is taken to hang."""
-        least_s = max(COMPILED_LIMIT_S if shape.compiled else CALL_LIMIT_S, SLOWER_BY * self._longest_s)
-        if self._hung:  # others may, too
+        # A new process starts its devices and copies the model there, however alert the others have made us.
+        is_alert = self._hung and not (self._is_new and is_accelerator(self.devices[0].kind))
+        least_s = COMPILED_LIMIT_S if shape.compiled else ALERT_LIMIT_S if is_alert else CALL_LIMIT_S
+        least_s = max(least_s, SLOWER_BY * self._longest_s)
+        if self._hung:
             return least_s
         return max(least_s, UNHURRIED_S if self._deadline_s is None else (self._deadline_s - time.monotonic()) / 2)
 

@@ -283,7 +283,20 @@ def test_after_one_that_hangs_others_are_given_less(runtime):
         apart.peaks(rank(64))
     apart.peaks(rank(32))
     apart.peaks(StepShape(((8, 0),), compiled=True))
-    assert limits(child) == [600, 600, 10, 120]
+    assert limits(child) == [600, 600, 3, 120]
+
+
+def test_a_new_process_may_start_its_devices_and_copy_the_model_there(runtime):
+    """After a hang the next process had 3 s for its first call: less than CUDA's start and a large model's copy."""
+    apart, child = runtime()
+    apart.devices = tuple(replace(device, kind="cuda") for device in apart.devices)
+    child.takes_s, child.answers = 0.01, [(1,), hung()]
+    apart.peaks(rank(4))
+    with pytest.raises(StepLostError):
+        apart.peaks(rank(64))
+    apart.peaks(rank(32))
+    apart.peaks(rank(33))
+    assert limits(child) == [600, 600, 10, 3]
 
 
 def test_what_a_process_set_of_torch_holds_in_the_other():
