@@ -16,6 +16,7 @@ from autosplit.probe.request import checked_request
 from autosplit.rng import kept_rng
 from autosplit.runtime.prepare import build, follow, isolated_runtime, runtime_for, workload_source
 from autosplit.solve.memory import Ceiling, Role
+from autosplit.workload.fits import COPYING
 
 __all__ = ["find_ceiling"]
 
@@ -63,7 +64,7 @@ def find_ceiling(
         raise InputError(f"role is {role!r}; expected one of {', '.join(get_args(Role))}; choose one of them")
     if len(request.devices) != 1:
         raise InputError(f"{len(request.devices)} devices are given; expected one; call find_ceiling for each")
-    asked, held = role, {"fits": (role,)} if role in ("resume", "save") else {}
+    asked, held = role, {"fits": (role,)} if role in COPYING else {}
     role = "rank" if held else role
     source = workload_source(workload, None, held)
     devices: tuple[Device, ...] = request.devices

@@ -172,7 +172,7 @@ class StepRunner:
         if not self.decides_by_steps:
             evaluates = shape.arrangement == "eval"
             # In the first of all the optimizer's state appears, in the second copies of it that have to fit.
-            first = 3 if {"resume", "save"} & {*self.tracer.workload.fits} else 2
+            first = 3 if self.tracer.workload.copies else 2
             self.count(1 if self._has_state or evaluates else first)
             self._has_state = self._has_state or not evaluates
             return self.runtime.peaks(shape)

@@ -111,7 +111,7 @@ def run_placed(
     evaluates = shape.arrangement == "eval"
     if evaluates:
         trainee.begin_state()
-    with_state = shape.updates and not (evaluates and "eval" not in trainee.workload.fits)
+    with_state = shape.updates and (not evaluates or "eval" in trainee.workload.fits)
     models = trainee.wrapped(wrapper_for(trainee.workload, shape.splits[0], [trainee.device]))
     try:
         with trainee.fake_mode or nullcontext():

@@ -118,8 +118,8 @@ class Trainee:
 
     def _copy_what_has_to_fit(self) -> None:
         """Copy what lies twice on the device while a checkpoint is there that was loaded, or is being saved."""
-        wanted = self.workload.fits
-        if self.copies[0] or not {"resume", "save"} & {*wanted}:
+        wanted = self.workload.copies
+        if self.copies[0] or not wanted:
             return
         held = self.held()
         state = held["optimizer"] if "save" in wanted else []

@@ -306,7 +306,7 @@ class Session(ABC):
         )
         weights, state = self.prober.tracer.trainee.copies
         copies = [*weights, *(copy for copy in state if copy.dim() > 0)]
-        roles = tuple(role for role in self.subject.workload.fits if role != "eval")
+        roles = self.subject.workload.copies
         return replace(plan, fits=Fits(roles, sum(rounded(copy.nbytes) for copy in copies))) if roles else plan
 
     @staticmethod

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 from autosplit.errors import WorkloadError
 
-__all__ = ["checked_fits"]
+__all__ = ["COPYING", "checked_fits"]
 
-FITS = ("resume", "save", "eval")
+COPYING = ("resume", "save")
+"""What is a copy on the device beside a training step; the roles of such ceilings are called so, too."""
+
+FITS = (*COPYING, "eval")
 
 
 def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:

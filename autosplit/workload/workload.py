@@ -28,7 +28,7 @@ from autosplit.workload.batch import (
     unmarked,
 )
 from autosplit.workload.checkpointing import Checkpointing
-from autosplit.workload.fits import checked_fits
+from autosplit.workload.fits import COPYING, checked_fits
 from autosplit.workload.from_name import model_by_name
 from autosplit.workload.sample_batch import largest_batch
 
@@ -229,6 +229,11 @@ class Workload:
                 "pass the model as the first argument"
             )
         return ()
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Which of `fits` are copies on the device beside a training step."""
+        return tuple(name for name in self.fits if name in COPYING)
 
     @property
     def sample_batch_size(self) -> int:
