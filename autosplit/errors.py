@@ -172,7 +172,7 @@ def advise(error: BaseException, advice: str) -> None:
 
 
 def _layer_text(trace: TracebackType | None) -> str:
-    """Name the innermost layer that a traceback passes: torch's own containers and layers have no frame of a user's."""
+    """Name the innermost layer or loss that a traceback passes: torch's own have no frame of a user's."""
     layers: list[Any] = []
     while trace is not None:
         layer = trace.tb_frame.f_locals.get("self")
@@ -183,7 +183,7 @@ def _layer_text(trace: TracebackType | None) -> str:
         return ""
     name = next((name for name, layer in layers[0].named_modules() if layer is layers[-1]), "")
     name = f"{name}.".removeprefix("module.").rstrip(".")  # of a wrapper, which is not the user's
-    return f" (in layer {name}, a {type(layers[-1]).__name__})" if name else ""
+    return f" (in {f'layer {name}, ' if name else ''}a {type(layers[-1]).__name__})"
 
 
 @contextmanager

@@ -366,18 +366,11 @@ def loader_command(
 
 @command(app, "show", "show.show", "autosplit show plan.json")
 def show_command(
-    which: Annotated[
-        Text,
-        typer.Argument(
-            metavar="[PLAN]",
-            help="A file that a plan was saved to, or the beginning of a profile's key. Default: list the profiles "
-            "and show the newest.",
-        ),
-    ] = None,
+    which: StoredPlan = None,
     details: Details = False,
     code: Code = False,
 ) -> None:
-    """Show a saved plan, or those remembered."""
+    """Show a saved plan, or one that is remembered."""
 
 
 @command(app, "report", "report.report", "autosplit report plan.json -o report.html")
@@ -444,7 +437,7 @@ def profiles_list_command() -> None:
 
 @command(profiles_app, "show", "show.show_profile", "autosplit profiles show 3f2a")
 def profiles_show_command(key: _Key = None, details: Details = False, code: Code = False) -> None:
-    """Show a remembered plan. Without a key, list them and show the newest."""
+    """Show a remembered plan; without a key the newest."""
 
 
 @command(profiles_app, "path", "profiles.show_path", "autosplit profiles path", "autosplit profiles path 3f2a")

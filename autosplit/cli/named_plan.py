@@ -19,12 +19,10 @@ __all__ = [
     "KEY_DIGITS",
     "Profile",
     "named_or_newest",
-    "newest_profile",
     "plan_file",
     "profile_at",
     "profile_path",
     "shown_by",
-    "stored_plan",
 ]
 
 
@@ -73,14 +71,8 @@ class Profile:
     complete: bool | None = None
 
 
-def stored_plan(which: str) -> tuple[Path, Plan]:
-    """Read a plan by its file or by the beginning of a profile's key, and return its file, too."""
-    path = plan_file(which)
-    return path, Plan.load(path) if _is_file(which) else read_profile(path)
-
-
 def plan_file(which: str) -> Path:
-    """Return the file of a plan that somebody named; see `stored_plan`. A file goes before a key."""
+    """Return the file of a plan that somebody named; see `named_or_newest`. A file goes before a key."""
     return Path(which) if _is_file(which) else profile_path(which)
 
 
@@ -108,16 +100,22 @@ def profile_path(key: str) -> Path:
 
 
 def named_or_newest(which: str | None, manner: Manner) -> tuple[Path, Plan]:
-    """Read the plan that somebody named as for `stored_plan`, or the newest profile, and say which; return its file."""
-    found = newest_profile() if which is None else stored_plan(which)
+    """Read a plan by its file or by the beginning of a profile's key; without either the newest, and say which it is.
+
+    Returns its file, too.
+    """
+    if which is not None:
+        path = plan_file(which)
+        return path, Plan.load(path) if _is_file(which) else read_profile(path)
+    found = _newest_profile()
     if found is None:
         raise InputError("no plan is remembered; expected one; make one with autosplit tune FILE, or name its file")
-    if which is None:
-        note(f"plan: {_told(*found)}", manner)
+    count = len(profile_paths())
+    note(f"plan: {_told(*found)}{f', of {count} in autosplit profiles' if count > 1 else ''}", manner)
     return found
 
 
-def newest_profile() -> tuple[Path, Plan] | None:
+def _newest_profile() -> tuple[Path, Plan] | None:
     """Return the newest profile that can be read; None where there is none.
 
     One of a search that was interrupted is taken only where there is no other.

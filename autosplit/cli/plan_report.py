@@ -301,11 +301,20 @@ def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
 def _device_table(plan: Plan) -> Table:
     headings = device_columns(plan)
     table = plain_table(*headings, figures={*headings} - {"device", "ceiling"})
-    for alike, rows in itertools.groupby(device_cells(plan), lambda cells: (cells[0].partition(" ")[2], *cells[1:])):
-        labels = [cells[0].partition(" ")[0] for cells in rows]
-        through = f" to {labels[-1].rpartition(':')[2]}" if len(labels) > 1 else ""
-        add_row(table, f"{labels[0]}{through} {alike[0]}".rstrip(), *alike[1:])
+    names, figures = [device.name for device in plan.devices], [cells[1:] for cells in device_cells(plan)]
+    for _, alike in itertools.groupby(range(len(names)), lambda place: (names[place], figures[place])):
+        first, *others = alike
+        add_row(table, _device_text(plan, first, (others or [first])[-1]), *figures[first])
     return table
+
+
+def _device_text(plan: Plan, first: int, last: int) -> str:
+    """Name a device or a run of them: ``cuda:0 to 3 RTX3090``; by ranks where two machines have equal labels."""
+    labels = [device.label for device in plan.devices]
+    if len({*labels}) < len(labels):
+        labels = [f"rank {rank}" for rank in range(len(labels))]
+    text = labels[first] if first == last else f"{labels[first]} to {labels[last].rpartition(':')[2]}"
+    return text if plan.devices[first].kind == "cpu" else f"{text} {short_name(plan.devices[first].name)}"
 
 
 def device_columns(plan: Plan) -> tuple[str, ...]:
@@ -318,10 +327,10 @@ def device_columns(plan: Plan) -> tuple[str, ...]:
 def device_cells(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield its row for each device."""
     several = len(plan.devices) > 1
-    for device, ceiling in zip(plan.devices, plan.ceilings, strict=True):
+    for place, (device, ceiling) in enumerate(zip(plan.devices, plan.ceilings, strict=True)):
         not_run = "" if plan.simulated or device.ceiling.confirmed else ", not run"
         yield (
-            device.label if device.kind == "cpu" else f"{device.label} {short_name(device.name)}",
+            _device_text(plan, place, place),
             *([f"{device.share:,}"] if several else []),
             memory_text(device.peak_bytes, device.capacity_bytes),
             f"{ceiling:,}{_LIMITS[device.ceiling.limited_by]}{not_run}",

@@ -158,7 +158,7 @@ class Session(ABC):
             notes = (not_checked(error),)
         for found in self.checks:
             _log.info("check: %s", found)
-        self.notes += notes
+        self.notes[:0] = notes  # first: of many, a report shows the first alone
 
     def _evaluation(self, index: int) -> Ceiling | None:
         """Find the largest forward without gradients of a device of this process, where it has to be known."""

@@ -203,6 +203,15 @@ def test_alike_devices_share_a_row():
     assert "split               1 x 100, 4 x 156, 724 samples per forward" in told
 
 
+def test_devices_of_two_machines_are_told_by_their_ranks():
+    """Two machines with a card each were cuda:0 to 0, as if it were one card."""
+    plan = made_plan((64, 64, 64))
+    first = plan.devices[0]
+    told = short(replace(plan, devices=(first, first, replace(plan.devices[2], label=first.label, name="T4"))))
+    assert re.search(r"rank 0 to rank 1 RTX.* 64 ", told)
+    assert "rank 2 T4" in told
+
+
 def test_ddp_is_named_where_it_is_faster():
     plan = made_plan((100, 156))
     region = Region(MemoryFit(0.0, 1.0), GIB, 400, (400,), 512)

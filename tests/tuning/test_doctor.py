@@ -204,3 +204,17 @@ class TestAccelerators:
             emulated.mend()
         assert "arrived as zeros" in problems[0].problem
         assert "IOMMU" in problems[0].problem + problems[0].cure
+
+
+def test_the_cards_are_read_on_80_columns(monkeypatch, capsys):
+    """One table held everything, and broke words: `float` above `64`, `memor` above `y`."""
+    rates = dict.fromkeys(("float64", "float32", "tf32", "bfloat16", "float16"), 123.4)
+    card = replace(CARD, name="NVIDIA H100 80GB HBM3", tflops=rates, tflops_of_catalogue=dict.fromkeys(rates, 0.75))
+    monkeypatch.setattr(doctor, "examine", lambda *_, **__: examined(card, replace(card, tflops={"float32": 1.0})))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any({"device", "memory", "free", "launch"} <= {*line.split()} for line in lines)
+    assert any({"TFLOP/s", *rates} <= {*line.split()} for line in lines)
+    assert sum("123 (75%)" in line for line in lines) == 1

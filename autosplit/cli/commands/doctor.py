@@ -50,6 +50,7 @@ def _print(found: Examination, console: Console) -> None:
     build = f"torch {found.torch}" + (f", CUDA {found.cuda}" if found.cuda else "")
     print_plain(pairs_table([("runs on", found.kind), ("build", build), ("driver", found.driver or "-")]), console)
     print_plain(_card_table(found), console)
+    print_plain(_product_table(found), console)
     rows = [
         (f"{one.source} to {one.destination}", f"{one.gb_per_s:.3g} GB/s{'' if one.arrives else ', and arrives wrong'}")
         for one in found.copies
@@ -77,20 +78,31 @@ def _print(found: Examination, console: Console) -> None:
 
 
 def _card_table(found: Examination) -> Table:
-    figures = ("memory", "free", *found.cards[0].tflops, "memory rate", "launch")
+    figures = ("memory", "free", "memory rate", "launch")
     table = plain_table("device", "name", *figures, figures=figures)
     for card in found.cards:
-        products = [_part_text(f"{rate:.3g} T", card.tflops_of_catalogue.get(n)) for n, rate in card.tflops.items()]
         add_row(
             table,
             card.device,
             short_name(card.name),
             size_text(card.memory_bytes),
             "?" if card.free_bytes is None else short_bytes_text(card.free_bytes),
-            *products,
             _part_text(f"{card.memory_gb_per_s:.3g} GB/s", card.memory_of_catalogue),
             f"{1e6 * card.launch_s:.1f} us",
         )
+    return table
+
+
+def _product_table(found: Examination) -> Table:
+    """Make the table of matrix products; one that holds the cards' other figures, too, is wider than 80 columns."""
+    dtypes = tuple(dict.fromkeys(dtype for card in found.cards for dtype in card.tflops))
+    table = plain_table("TFLOP/s", *dtypes, figures=dtypes)
+    for card in found.cards:
+        rates = (
+            _part_text(f"{card.tflops[n]:.3g}", card.tflops_of_catalogue.get(n)) if n in card.tflops else "-"
+            for n in dtypes
+        )
+        add_row(table, card.device, *rates)
     return table
 
 

@@ -20,7 +20,7 @@ from autosplit.text import rate_text
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["Profile", "list_profiles", "print_listed", "print_profiles", "remove_profiles", "show_path"]
+__all__ = ["Profile", "list_profiles", "print_profiles", "remove_profiles", "show_path"]
 
 LEAST_FOR_NOTES = 30
 """Columns in which a long note is still legible; with fewer there is no table."""
@@ -37,13 +37,8 @@ def list_profiles(manner: Manner) -> int:
 
         print_json(Profiles(str(profiles_folder()), _listed()))
     else:
-        print_listed()
+        print_profiles(_listed(), profiles_folder(), console_for(sys.stdout))
     return 0
-
-
-def print_listed() -> None:
-    """Print the list for reading."""
-    print_profiles(_listed(), profiles_folder(), console_for(sys.stdout))
 
 
 def _listed() -> tuple[Profile, ...]:
