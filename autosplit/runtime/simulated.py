@@ -368,10 +368,10 @@ class _Composed:
             if isinstance(event, Work):
                 if event.device == 0:
                     clocks.work(0, event)
-            elif 1 in (event.source, event.destination):
-                self._move_all(clocks, event, replicas, len(_stand_ins(split)))
-            elif 2 not in (event.source, event.destination):  # the second stand-in's were played with the first's
+            elif {1, 2}.isdisjoint((event.source, event.destination)):
                 _play(clocks, [event], (0,))
+            else:
+                _move_all(clocks, event, replicas, len(_stand_ins(split)))
         for replica in replicas.values():
             next(replica, None)
 
@@ -386,22 +386,6 @@ class _Composed:
             ]
         return self._events[key]
 
-    def _move_all(self, clocks: _Clocks, event: Move, replicas: dict[int, Iterator[Move]], num_stand_ins: int) -> None:
-        """Play a transfer between device 0 and the first stand-in once for each device of the rest."""
-        order = list(enumerate(replicas.items()))
-        if event.purpose == "scalar" and event.source == 0:
-            order.reverse()  # autograd takes a sum of losses apart from its end
-        for position, (device, replica) in order:
-            nbytes = next(replica).nbytes
-            if event.purpose == "buffer" and event.destination == 0 and position > 0:
-                continue  # only the first of them brings back what it moved
-            ends = [device if end == 1 else end for end in (event.source, event.destination)]
-            clocks.move(ends[0], ends[1], nbytes, event.purpose)
-            if position >= num_stand_ins:
-                joining = _joining(event.purpose, event.destination == 0, nbytes)
-                if joining is not None:
-                    clocks.work(0, joining)
-
     def _primary(self, split: tuple[int, ...]) -> Trace:
         short = (split[0], *_stand_ins(split))
         return self._tracer.trace(_followed(self._shape, short))
@@ -409,6 +393,29 @@ class _Composed:
     def _replica(self, split: tuple[int, ...], samples: int) -> Trace:
         """Return a trace of two devices: what the second does depends only on whether the first has samples, too."""
         return self._tracer.trace(_followed(self._shape, (samples if split[0] else 0, samples)))
+
+
+def _move_all(clocks: _Clocks, event: Move, replicas: dict[int, Iterator[Move]], num_stand_ins: int) -> None:
+    """Play a transfer between device 0 and a stand-in: with one device, and at the last stand-in's with all the rest.
+
+    What is added up on device 0 joins the sum before the next of it comes; the last one's joining was traced.
+    """
+    order, arrives = list(replicas.items()), event.destination == 0
+    turn = event.source if arrives else event.destination
+    if event.purpose == "scalar" and not arrives:
+        order.reverse()  # autograd takes a sum of losses apart from its end
+        turn = num_stand_ins + 1 - turn
+    own = order[turn - 1 :] if turn == num_stand_ins else order[turn - 1 : turn]
+    if event.purpose == "buffer" and arrives:  # only the first device brings back what it moved
+        own, rest = order[:1], order[1:]
+        for _, replica in rest:
+            next(replica)
+    for device, replica in own:
+        nbytes = next(replica).nbytes
+        clocks.move(device if arrives else event.source, 0 if arrives else device, nbytes, event.purpose)
+        joining = None if device == own[-1][0] else _joining(event.purpose, arrives, nbytes)
+        if joining is not None:
+            clocks.work(0, joining)
 
 
 def _played(clocks: _Clocks, device: int, events: Sequence[Event]) -> Iterator[Move]:

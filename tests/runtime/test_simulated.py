@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import UserCodeError
 from autosplit.oom import OutOfMemoryError
+from autosplit.runtime import simulated
 from autosplit.runtime.kernel_time import kernel_rates
 from autosplit.runtime.memory_tracker import BLOCK_BYTES, rounded
 from autosplit.runtime.op_cost import Move, OpCost, Work
@@ -60,7 +62,13 @@ def with_loss() -> Workload:
     return Workload(WithLoss(), {"x": torch.randn(4, 64), "y": torch.randn(4, 64)}, precision="bf16")
 
 
-WORKLOADS = {"char_gpt": char_gpt, "cnn": cnn, "with_loss": with_loss}
+def mlp() -> Workload:
+    """Make a model whose gradients take longer to send home and to add up than to compute."""
+    model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
+    return Workload(model, (torch.randn(4, 256), torch.randint(0, 10, (4,))), loss_fn=F.cross_entropy)
+
+
+WORKLOADS = {"char_gpt": char_gpt, "cnn": cnn, "with_loss": with_loss, "mlp": mlp}
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +93,9 @@ def runtime(tracer: Tracer, spec: str, *, capacities=None, kind: type = Simulate
 class Whole(SimulatedRuntime):
     """Follows every step over all its devices, by which steps that are put together are judged."""
 
-    def _source(self, shape):
-        return _Whole(self.tracer, shape)
+    def measure(self, shape, *, budget_s=0.0):
+        with mock.patch.object(simulated, "_source_of", _Whole):
+            return super().measure(shape, budget_s=budget_s)
 
 
 MACHINES = {
@@ -98,18 +107,19 @@ MACHINES = {
 
 
 class TestComposition:
-    @pytest.mark.parametrize("name", ["cnn", slow("char_gpt"), slow("with_loss")])
+    @pytest.mark.parametrize("name", ["cnn", "mlp", slow("char_gpt"), slow("with_loss")])
     @pytest.mark.parametrize("machine", MACHINES)
     def test_is_the_whole_step(self, name, machine, tracers):
+        """Sums of gradients stood behind all their copies: up to 13 % less time than they wait for one another."""
         tracer = tracers(name)
         composed, whole = runtime(tracer, machine), runtime(tracer, machine, kind=Whole)
         for splits in MACHINES[machine]:
             shape = StepShape(splits)
             ours, theirs = composed.measure(shape), whole.measure(shape)
             assert ours.peak_bytes == theirs.peak_bytes, splits
-            assert ours.seconds == pytest.approx(theirs.seconds, rel=0.01), splits
-            assert ours.update_s == pytest.approx(theirs.update_s, rel=0.01), splits
-            assert ours.busy_s == pytest.approx(theirs.busy_s, rel=0.02), splits
+            assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-3), splits
+            assert ours.update_s == pytest.approx(theirs.update_s, rel=1e-3), splits
+            assert ours.busy_s == pytest.approx(theirs.busy_s, rel=1e-3), splits
             assert composed.peaks(shape) == ours.peak_bytes
 
     def test_traces_once(self, tracers):
