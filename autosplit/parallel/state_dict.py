@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,30 +42,39 @@ def matching_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str
     _check(module, state)
     wanted = {_bare(name) for name in module.state_dict(keep_vars=True)}
     shift = _best_shift(wanted, {_bare(name) for name in state})
-    places = _places(module)
-    renamed = {name: _compiled(new, places) for name, new in _renamed(list(state), wanted, shift).items()}
-    result: OrderedDict[str, Any] = OrderedDict((renamed[name], value) for name, value in state.items())
-    metadata = getattr(state, "_metadata", None)
-    if metadata is not None:  # the versions of the layers, by which load_state_dict knows what an older torch saved
-        # An attribute, as Module.state_dict leaves it and load_state_dict looks for it.
-        layers = {_layer(old): _layer(new) for old, new in renamed.items()}
-        result._metadata = OrderedDict(  # type: ignore[attr-defined]  # noqa: SLF001
-            (layers[path] if path in layers else _moved_layer(path, shift, places), known)
-            for path, known in metadata.items()  # a wrapper comes before what is in it, which takes its place
+    # Of two layers with one bare path the inner one, which comes later, has the tensors.
+    places = {_bare(path): path for path, _ in module.named_modules(remove_duplicate=False)}
+    renamed = {name: _compiled(_shifted(_bare(name), shift), places) for name in state}
+    often = Counter(renamed.values())
+    twins = [name for name, new in renamed.items() if often[new] > 1]
+    if twins:
+        raise InputError(
+            f"the state dict has {shown(twins)}, which are names of one tensor; expected each tensor once; "
+            "take out the names that are left from another state"
         )
-    return result
+
+    def layer(path: str) -> str:
+        moved = _shifted(_bare(path), shift)
+        return places[moved] if moved in places else _compiled(moved, places)
+
+    return _with_names(state, renamed, layer)
 
 
 def plain_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return a module's state dict under the names that it has before it, or a part of it, is compiled."""
     state = module.state_dict()
-    plain: OrderedDict[str, Any] = OrderedDict((_bare(name), value) for name, value in state.items())
+    return _with_names(state, {name: _bare(name) for name in state}, _bare)
+
+
+def _with_names(state: Mapping[str, Any], names: Mapping[str, str], layer: Callable[[str], str]) -> dict[str, Any]:
+    """Rename the tensors of a state, and the layers whose versions it tells: what an older torch saved is known so."""
+    result: OrderedDict[str, Any] = OrderedDict((names[name], value) for name, value in state.items())
     metadata = getattr(state, "_metadata", None)
-    if metadata is not None:  # as above
-        plain._metadata = OrderedDict(  # type: ignore[attr-defined]  # noqa: SLF001
-            (_bare(path), known) for path, known in metadata.items()
-        )
-    return plain
+    if metadata is not None:
+        # An attribute, as Module.state_dict leaves it. A wrapper comes before what is in it, which takes its place.
+        moved = OrderedDict((layer(path), known) for path, known in metadata.items())
+        result._metadata = moved  # type: ignore[attr-defined]  # noqa: SLF001
+    return result
 
 
 # Names
@@ -89,25 +98,6 @@ def _shifted(name: str, shift: int) -> str:
     return ".".join(name.split(".")[-shift:]) if _depth(name) >= -shift else name
 
 
-def _unwrapped(name: str) -> str:
-    """Return a name without any wrappers, also those of single layers."""
-    return ".".join(part for part in name.split(".") if part != _WRAPPED)
-
-
-def _renamed(theirs: list[str], wanted: set[str], shift: int) -> dict[str, str]:
-    """Map the names of a state to those of a module, apart from what torch.compile put into these."""
-    renamed = {name: _shifted(_bare(name), shift) for name in theirs}
-    # What is left may be in wrappers of single layers, as in checkpoints of models that wrapped their `features` only.
-    matched = wanted & set(renamed.values())
-    lost = _by_unwrapped(name for name in theirs if renamed[name] not in matched)
-    free = _by_unwrapped(wanted - matched)
-    for key, names in lost.items():
-        if len(names) == 1 and len(free.get(key, ())) == 1:
-            renamed[names[0]] = free[key][0]
-    _refuse_twins(renamed)
-    return renamed
-
-
 def _best_shift(wanted: set[str], given: set[str]) -> int:
     """Return how many more wrappers the module is in than the state was: where most names meet, the least change."""
     out, into = (max((_depth(name) for name in names), default=0) for names in (given, wanted))
@@ -119,29 +109,6 @@ def _best_shift(wanted: set[str], given: set[str]) -> int:
     return max(range(-out, into + 1), key=meeting)
 
 
-def _by_unwrapped(names: Iterable[str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_unwrapped(_bare(name)), []).append(name)
-    return groups
-
-
-def _refuse_twins(renamed: Mapping[str, str]) -> None:
-    often = Counter(renamed.values())
-    twins = [name for name, new in renamed.items() if often[new] > 1]
-    if twins:
-        raise InputError(
-            f"the state dict has {shown(twins)}, which are names of one tensor; expected each tensor once; "
-            "take out the names that are left from another state"
-        )
-
-
-def _places(module: nn.Module) -> dict[str, str]:
-    """Map each layer's path, apart from what torch.compile put into it, to its path."""
-    # Of two with one bare path the inner one, which comes later, has the tensors.
-    return {_bare(path): path for path, _ in module.named_modules(remove_duplicate=False)}
-
-
 def _compiled(name: str, places: Mapping[str, str]) -> str:
     """Put into a name what torch.compile put into those of the layer that it belongs to."""
     parts = name.split(".")
@@ -150,16 +117,6 @@ def _compiled(name: str, places: Mapping[str, str]) -> str:
         if place is not None:
             return ".".join([*([place] if place else []), *parts[end:]])
     raise AssertionError("the module itself has the path ''")
-
-
-def _moved_layer(path: str, shift: int, places: Mapping[str, str]) -> str:
-    """Return where a layer without tensors of its own went."""
-    moved = _shifted(_bare(path), shift)
-    return places[moved] if moved in places else _compiled(moved, places)
-
-
-def _layer(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 # Refusing what is no state dict

@@ -159,17 +159,6 @@ def test_an_averaged_model():
     assert loaded == (["n_averaged"], [])
 
 
-@pytest.mark.parametrize("outside", [[], ["DataParallel"], ["compiled", "balanced"]])
-def test_single_layers_in_wrappers_of_their_own(outside):
-    """The ImageNet example wrapped the features of AlexNet and VGG, and nothing else."""
-
-    def model(wrap=lambda module: module):
-        return nn.Sequential(OrderedDict(features=wrap(MODELS["norm"]()), classifier=nn.Linear(3, 2)))
-
-    check_round_trip(model(nn.DataParallel), wrapped(model(), outside))
-    check_round_trip(wrapped(model(), outside), model(nn.DataParallel))
-
-
 @pytest.mark.parametrize("wrappers", [["DataParallel"], ["balanced", "compiled"], ["compiled", "DataParallel"]])
 def test_versions_go_along(wrappers):
     old = Versioned().state_dict()
