@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,13 +14,11 @@ from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.workload.compiled import is_compiled, scripted_part
 
 __all__ = [
-    "checked_sizes",
     "devices_from",
     "output_device_from",
     "refuse_compiled",
     "refuse_packed",
     "refuse_wrong_order",
-    "whole_size",
 ]
 
 
@@ -118,31 +115,3 @@ def _indexed(device: torch.device) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     return torch.device(device.type, backend(device.type).current_device()) if device.index is None else device
-
-
-def whole_size(size: Any) -> int | None:
-    """Return a number of samples as an int, also numpy's; None where it is none."""
-    try:
-        number = None if isinstance(size, bool) else operator.index(size)
-    except TypeError:
-        return None
-    return number if number is None or number >= 0 else None
-
-
-def checked_sizes(name: str, sizes: Sequence[int] | None, num_devices: int) -> tuple[int, ...] | None:
-    """Return a number of samples for each device, checked; None where none are given."""
-    if sizes is None:
-        return None
-    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
-        raise InputError(f"{name} is {sizes!r:.80}; expected a number of samples for each device; pass a list of them")
-    checked = tuple(whole_size(size) for size in sizes)
-    if any(size is None for size in checked):
-        raise InputError(
-            f"{name} is {tuple(sizes)}; expected a number of samples, 0 or more, for each device; pass ints"
-        )
-    if num_devices and len(checked) != num_devices:
-        raise InputError(
-            f"{name} has {len(checked)} entries, {checked}; expected one for each of {num_devices} devices; "
-            f"pass {num_devices}"
-        )
-    return tuple(size for size in checked if size is not None)

@@ -9,6 +9,7 @@ import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -22,20 +23,26 @@ from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.accumulation import current_accumulation
 from autosplit.parallel.arguments import (
-    checked_sizes,
     devices_from,
     output_device_from,
     refuse_compiled,
     refuse_packed,
     refuse_wrong_order,
-    whole_size,
 )
 from autosplit.parallel.gather import Gathering, Link, PlacedLink
 from autosplit.parallel.loss_weights import Reduce, checked_reduce, weights_of
 from autosplit.parallel.parallel_apply import run_in_turn, run_on_gpus, run_placed
 from autosplit.parallel.persistent_replicas import KeptReplicas
 from autosplit.parallel.tensor_copies import GpuCopies, PlacedCopies
-from autosplit.solve.split import cap_split, even_split, proportional_split, short_split, split_from_gpu0
+from autosplit.solve.split import (
+    cap_split,
+    even_split,
+    limits_of,
+    proportional_split,
+    short_split,
+    split_from_gpu0,
+    whole_number,
+)
 from autosplit.workload.batch import (
     batch_size_of,
     chunk,
@@ -135,7 +142,7 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
             if len(devices) == 1 and devices[0].type != "cpu" and any(one.device != devices[0] for one in tensors):
                 moved(self.module, devices[0])  # as nn.DataParallel does, and with one device only
         self.reduce = checked_reduce(reduce)
-        self.ceilings = checked_sizes("ceilings", ceilings, len(devices))
+        self.ceilings = self._checked_sizes("ceilings", ceilings)
         self._split: tuple[int, ...] | None = None
         self._gpu0_bsz: int | None = None
         self._set_shares(gpu0_bsz, split)
@@ -164,10 +171,8 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
         self._set_shares(value, None)
 
     def _set_shares(self, gpu0_bsz: int | None, split: Sequence[int] | None) -> None:
-        if gpu0_bsz is not None and whole_size(gpu0_bsz) is None:
-            raise InputError(f"gpu0_bsz is {gpu0_bsz!r}; expected a number of samples, 0 or more; pass an int, or None")
-        gpu0_bsz = whole_size(gpu0_bsz)
-        sizes = checked_sizes("split", split, len(self.devices))
+        gpu0_bsz = None if gpu0_bsz is None else whole_number("gpu0_bsz", gpu0_bsz)
+        sizes = self._checked_sizes("split", split)
         if sizes is not None and not any(sizes):
             raise InputError(f"split is {sizes}; expected at least one sample on one device; raise one")
         if sizes is not None and gpu0_bsz is not None and sizes and sizes[0] != gpu0_bsz:
@@ -181,6 +186,9 @@ class BalancedDataParallel(nn.DataParallel[nn.Module]):
                     )
         self._split = sizes
         self._gpu0_bsz = sizes[0] if sizes else gpu0_bsz
+
+    def _checked_sizes(self, name: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+        return None if sizes is None else tuple(limits_of(name, sizes, len(self.devices) or length_hint(sizes)))
 
     def split_of(self, batch_size: int, *, bounded: bool = True) -> tuple[int, ...]:
         """Return the samples each device gets of a batch.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -475,20 +476,10 @@ def _first_size(part: Any) -> int | None:
         return int(part.size(0)) if part.dim() else None
     if isinstance(part, PackedSequence):
         return int(part.batch_sizes[0])  # its data are all time steps of all samples, one after the other
-    sizes = (_first_size(item) for item in _items(part))
-    return next((size for size in sizes if size is not None), None)
-
-
-def _items(part: Any) -> Iterable[Any]:
-    """List what a container holds; nothing for what isn't one."""
-    if isinstance(part, (str, bytes)):
-        return ()
-    if isinstance(part, Mapping):
-        return part.values()
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        return [getattr(part, field.name) for field in dataclasses.fields(part)]
-    if isinstance(part, Sequence):
-        return part
-    if hasattr(part, "keys") and hasattr(part, "__getitem__"):  # an encoding that acts as a dict without being one
-        return [part[key] for key in part.keys()]  # noqa: SIM118 - iterating it may give something else
-    return ()
+    if isinstance(part, (Mapping, UserDict)):
+        part = part.values()
+    elif dataclasses.is_dataclass(part):
+        part = [getattr(part, field.name, None) for field in dataclasses.fields(part)]
+    elif not isinstance(part, (tuple, list)):
+        return None
+    return next((size for size in map(_first_size, part) if size is not None), None)

@@ -746,7 +746,7 @@ class TestShares:
 
     @pytest.mark.parametrize("bad", [-1, 1.0, True, "4"])
     def test_a_bad_gpu0_bsz(self, bad):
-        with pytest.raises(InputError, match=r"gpu0_bsz is .*expected a number of samples, 0 or more"):
+        with pytest.raises(InputError, match=r"gpu0_bsz is .*expected a whole number, 0 or more"):
             BalancedDataParallel(bad, Echo(), ["cpu", "cpu"])
 
     def test_a_contradiction(self):

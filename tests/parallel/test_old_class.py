@@ -200,7 +200,7 @@ class TestFourteenDefects:
         Half a sample is refused by name. The 0 can be read off the wrapper, and trains as it should.
         """
         gpu0_bsz, acc_grad = 1, 2
-        with pytest.raises(InputError, match=r"gpu0_bsz is 0\.5; expected a number of samples, 0 or more"):
+        with pytest.raises(InputError, match=r"gpu0_bsz is 0\.5; expected a whole number, 0 or more"):
             old_call(gpu0_bsz / acc_grad, nn.BatchNorm1d(2), 3)
         module = nn.BatchNorm1d(2)
         wrapped = old_call(gpu0_bsz // acc_grad, module, 2)

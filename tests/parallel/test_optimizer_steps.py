@@ -35,19 +35,6 @@ class Record:
     inputs: torch.Tensor
 
 
-class Encoding:
-    """Acts as a dict without being one."""
-
-    def __init__(self, **fields: Any) -> None:
-        self._fields = fields
-
-    def keys(self) -> Any:
-        return self._fields.keys()
-
-    def __getitem__(self, key: str) -> Any:
-        return self._fields[key]
-
-
 def make_model() -> torch.nn.Module:
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
@@ -338,7 +325,6 @@ class TestCounting:
             Pair("a", torch.zeros(3)),
             Record("a", torch.zeros(3)),
             collections.UserDict(inputs=torch.zeros(3)),
-            Encoding(length=7, inputs=torch.zeros(3)),
             pack_sequence([torch.zeros(5), torch.zeros(4), torch.zeros(2)]),
         ],
         ids=lambda batch: type(batch).__name__,

@@ -201,7 +201,10 @@ class TestArguments:
             (lambda: BalancedDataParallel(2, nn.Identity(), ["gpu0"]), "a device is 'gpu0'"),
             (lambda: BalancedDataParallel(2, nn.Identity(), [None]), "a device is None"),
             (lambda: BalancedDataParallel(2, nn.Identity(), ["cpu"], "banana"), "a device is 'banana'"),
-            (lambda: BalancedDataParallel(2, nn.Identity(), ["cpu"], split=4), "split is 4; expected a number .* list"),
+            (
+                lambda: BalancedDataParallel(2, nn.Identity(), ["cpu"], split=4),
+                "split is 4; expected one whole number .* list",
+            ),
         ],
     )
     def test_are_refused_by_name(self, make, said):
