@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._utils import _take_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.ddp.batchnorms import has_synchronised
@@ -61,7 +62,7 @@ def average_gradients(wrapped: DistributedDataParallel) -> None:
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=exchange_device(device))
     dist.all_reduce(used, dist.ReduceOp.MAX, group=wrapped.process_group)
     grads = [_gradient_of(p) for p, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
-    for bucket in _buckets(grads):
+    for bucket in _take_tensors(grads, BUCKET_BYTES):
         flat = torch.cat([grad.reshape(-1) for grad in bucket]).div_(dist.get_world_size(wrapped.process_group))
         dist.all_reduce(flat, group=wrapped.process_group)
         for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
@@ -77,16 +78,3 @@ def _gradient_of(parameter: Tensor) -> Tensor:
     elif parameter.grad.layout != torch.strided:
         parameter.grad = parameter.grad.to_dense()
     return parameter.grad
-
-
-def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Gather gradients of one dtype until they are `BUCKET_BYTES`; a larger one goes by itself."""
-    bucket: list[Tensor] = []
-    for grad in grads:
-        full = sum(held.nbytes for held in bucket) + grad.nbytes > BUCKET_BYTES
-        if bucket and (full or grad.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(grad)
-    if bucket:
-        yield bucket

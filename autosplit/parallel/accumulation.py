@@ -9,16 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any
 
-__all__ = ["Accumulation", "Keeper", "current_accumulation"]
-
-
-class Keeper(Protocol):
-    """A wrapper that keeps gradients on its devices until the last micro-step."""
-
-    def synchronize(self) -> None:
-        """Bring the gradients that are still elsewhere to the module's parameters."""
+__all__ = ["Accumulation", "current_accumulation"]
 
 
 class Accumulation:
@@ -32,12 +25,11 @@ class Accumulation:
     def __init__(self) -> None:
         self.is_last = False
         self.split: tuple[int, ...] | None = None
-        self._keepers: list[Keeper] = []
+        self._keepers: dict[Any, None] = {}
 
-    def join(self, keeper: Keeper) -> None:
-        """Let a wrapper be told when the step is over."""
-        if not any(known is keeper for known in self._keepers):
-            self._keepers.append(keeper)
+    def join(self, keeper: Any) -> None:
+        """Let a wrapper be told when the step is over, by its `synchronize`."""
+        self._keepers[keeper] = None
 
     def finish(self) -> None:
         """Bring home what the last micro-step left elsewhere: a wrapper need not have run, or not on every device."""
@@ -55,12 +47,7 @@ class Accumulation:
         finally:
             # Not by a token, and not whatever was there before: two walks side by side do not end in reverse order,
             # and a generator may be closed in another context than the one it was started in.
-            left = list(_running.get())
-            if self in left:
-                left.reverse()
-                left.remove(self)
-                left.reverse()
-            _running.set(tuple(left))
+            _running.set(tuple(other for other in _running.get() if other is not self))
 
 
 _running: ContextVar[tuple[Accumulation, ...]] = ContextVar("autosplit_accumulation", default=())
