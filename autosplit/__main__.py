@@ -8,8 +8,6 @@ from __future__ import annotations
 import signal
 from typing import NoReturn
 
-__all__ = ["main"]
-
 
 def main() -> NoReturn:
     """Run this process's command line, and exit."""

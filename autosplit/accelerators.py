@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = [
-    "PROCESSORS",
-    "accelerator_in_use",
-    "accelerator_kind",
-    "backend",
-    "bounded",
-    "is_accelerator",
-    "moved",
-    "own_limit_bytes",
-]
-
 PROCESSORS = frozenset({"cpu", "sim", "meta"})
 """The kinds of devices whose memory is this machine's own, or none."""
 

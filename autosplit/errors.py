@@ -10,28 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = [
-    "OWN_FOLDER",
-    "AutosplitError",
-    "CheckpointError",
-    "DeviceError",
-    "InputError",
-    "PlanError",
-    "PlanVersionError",
-    "ProfileError",
-    "RankFailedError",
-    "UserCodeError",
-    "WorkloadError",
-    "advise",
-    "first_line",
-    "from_user_code",
-    "is_installed",
-    "one_line",
-    "shown",
-    "user_frames",
-    "users_errors",
-]
-
 
 class AutosplitError(Exception):
     """The base of every error that autosplit raises on purpose.

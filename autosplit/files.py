@@ -9,17 +9,6 @@ from pathlib import Path
 
 from autosplit.text import size_text
 
-__all__ = [
-    "OWNER_ONLY",
-    "READ_BY_ALL",
-    "LargeFileError",
-    "make_private_folder",
-    "moved_aside",
-    "read_bounded",
-    "replace_file",
-    "what_stands_at",
-]
-
 OWNER_ONLY = 0o600
 """The mode of a file that concerns nobody else."""
 

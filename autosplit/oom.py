@@ -15,8 +15,6 @@ from autosplit.accelerators import accelerator_in_use
 from autosplit.errors import AutosplitError
 from autosplit.text import size_text
 
-__all__ = ["DoesNotFitError", "OutOfMemoryError", "is_kernel_limit", "is_oom", "scarcity"]
-
 
 class OutOfMemoryError(AutosplitError, torch.OutOfMemoryError):
     """A device ran out of memory; `except torch.OutOfMemoryError` catches it, as it catches CUDA's.

@@ -12,8 +12,6 @@ import torch
 
 from autosplit.accelerators import accelerator_in_use
 
-__all__ = ["ExtremeDraws", "RngState", "kept_rng"]
-
 HIGHEST, LOWEST = 1 - 2**-24, 0.0
 """The ends of what `torch.rand` draws in float32."""
 

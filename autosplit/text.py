@@ -15,24 +15,6 @@ from fractions import Fraction
 
 from autosplit.errors import InputError, shown
 
-__all__ = [
-    "LONGEST",
-    "ascii_json",
-    "bound_text",
-    "escaped",
-    "listed",
-    "ms_text",
-    "parse_bytes",
-    "printable",
-    "printable_json",
-    "rate_text",
-    "shortened",
-    "size_text",
-    "table_html",
-    "visible",
-    "without_passwords",
-]
-
 LONGEST = 4000
 """Characters of one text that are shown; of a longer one the middle is left out."""
 

@@ -12,8 +12,6 @@ from autosplit.probe.check_result import Check, error_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["check_lines", "dependence_line", "print_checks"]
-
 
 def print_checks(checks: Sequence[Check], console: Console) -> None:
     """Print a table of what was checked, and below it what to do."""

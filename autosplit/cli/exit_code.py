@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["OUTCOME_VARIABLE", "end_with_parent", "leaves_at_the_second", "reported"]
-
 OUTCOME_VARIABLE = "AUTOSPLIT_OUTCOME"
 """Names the file in which rank 0 leaves its exit code for who started it."""
 

@@ -16,22 +16,6 @@ from autosplit.probe.loader_result import MeasuredLoader
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning.compare import Misfit
 
-__all__ = [
-    "ANSWERS",
-    "Ceilings",
-    "Checks",
-    "Compared",
-    "ComparedMachine",
-    "ComparedPlan",
-    "Devices",
-    "Exported",
-    "LaunchCommand",
-    "Place",
-    "ProbedCeiling",
-    "Profiles",
-    "Removed",
-]
-
 
 @dataclass(frozen=True)
 class Devices:

@@ -40,8 +40,6 @@ from autosplit.cli.output import EXIT_INTERRUPTED, failed
 from autosplit.cli.terminal import bars_say_it_stops, restored_terminal, sent_nowhere, streams_made_fit
 from autosplit.errors import AutosplitError, UserCodeError, shown
 
-__all__ = ["main", "run"]
-
 EXIT_USAGE = 2
 TYPERS_INTERRUPTED = 130
 """What typer returns where Ctrl-C comes while it parses."""

@@ -15,16 +15,6 @@ from autosplit.errors import InputError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.profiles.store import KEY_DIGITS, profile_paths, profiles_folder, read_profile
 
-__all__ = [
-    "KEY_DIGITS",
-    "Profile",
-    "named_or_newest",
-    "plan_file",
-    "profile_at",
-    "profile_path",
-    "shown_by",
-]
-
 
 @dataclass(frozen=True)
 class Profile:

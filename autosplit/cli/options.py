@@ -16,25 +16,6 @@ import typer
 from autosplit.cli.output import Manner, logged
 from autosplit.errors import InputError, shown
 
-__all__ = [
-    "IMAGE_SIZE",
-    "RESERVE",
-    "SEQ_LEN",
-    "TASK",
-    "Code",
-    "Details",
-    "Isolate",
-    "SameWorkload",
-    "StoredPlan",
-    "Text",
-    "ToRun",
-    "command",
-    "example",
-    "option",
-    "parsed_by",
-    "price_given",
-]
-
 Text = str | None
 
 

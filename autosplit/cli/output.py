@@ -22,21 +22,6 @@ if TYPE_CHECKING:
     from autosplit.plan.plan import Plan
     from autosplit.tuning.progress import Progress
 
-__all__ = [
-    "EXIT_INTERRUPTED",
-    "Manner",
-    "failed",
-    "json_text",
-    "logged",
-    "note",
-    "print_answer",
-    "print_json",
-    "print_plan",
-    "progress",
-    "speaks",
-    "write_json",
-]
-
 EXIT_INTERRUPTED = 4
 
 

@@ -25,8 +25,6 @@ from autosplit.plan.redact import shareable
 from autosplit.probe.check_result import error_text
 from autosplit.text import size_text, visible
 
-__all__ = ["check_page", "page_of", "write_page"]
-
 _FOLDER = Path(__file__).parent / "templates"
 
 _MARK = '<meta name="generator" content="autosplit report">'

@@ -38,21 +38,6 @@ if TYPE_CHECKING:
 
     from autosplit.plan.explanation import Explanation
 
-__all__ = [
-    "Origin",
-    "all_numbers",
-    "ddp_heading",
-    "ddp_lines",
-    "device_cells",
-    "device_columns",
-    "explained_lines",
-    "full_report",
-    "paste_lines",
-    "print_plan",
-    "request_text",
-    "short_report",
-]
-
 MOST_REASONS = 2
 """Reasons in the short report: a limit takes a line of 80 columns, the times take two."""
 

@@ -17,22 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = [
-    "add_row",
-    "bullet_table",
-    "counted_text",
-    "memory_text",
-    "pairs_table",
-    "plain_table",
-    "print_bullets",
-    "print_plain",
-    "rates_text",
-    "shares_text",
-    "short_bytes_text",
-    "short_name",
-    "tuple_text",
-]
-
 
 def print_plain(what: RenderableType, console: Console) -> None:
     """Print uncropped (a line to paste may be longer than the terminal) and, in plain text, without trailing blanks."""

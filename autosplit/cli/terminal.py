@@ -18,19 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Task
 
-    from autosplit.tuning.tune import Progress
-
-__all__ = [
-    "PLAIN_WIDTH",
-    "bars_say_it_stops",
-    "console_for",
-    "progress_bar",
-    "restored_terminal",
-    "sent_nowhere",
-    "stdout_kept_clean",
-    "streams_made_fit",
-    "width_of",
-]
+    from autosplit.tuning.progress import Progress
 
 PLAIN_WIDTH = 100
 """Columns where there is no terminal, unless ``COLUMNS`` says otherwise."""

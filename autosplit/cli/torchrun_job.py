@@ -21,8 +21,6 @@ from autosplit.text import printable
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["Launch", "launch_of", "run_together"]
-
 
 @dataclass(frozen=True)
 class Launch(Command):

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
     from autosplit.devices.device import Device
     from autosplit.workload.workload import Workload
 
-__all__ = [
-    "as_rank",
-    "check_before_running",
-    "flags_of",
-    "isolates",
-    "lengths_in",
-    "loaded",
-    "one_of_several",
-    "quoted",
-    "ranks_to_start",
-    "sendable",
-    "users_errors",
-]
-
 
 def check_before_running(keywords: Mapping[str, Any], output: str | None) -> None:
     """Refuse bad flags before the user's file runs, which may take long."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autosplit.ddp.context import BatchNormWarning, Context
+from autosplit.ddp.batchnorms import BatchNormWarning
+from autosplit.ddp.context import Context
 from autosplit.ddp.failure import UnwatchedWarning
 from autosplit.ddp.loader_steps import LeftOverWarning
 from autosplit.ddp.setup import setup

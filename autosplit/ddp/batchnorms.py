@@ -19,8 +19,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.errors import InputError
 
-__all__ = ["BatchNormWarning", "doubt_batchnorms", "has_synchronised", "silenced", "uncounted"]
-
 
 class BatchNormWarning(UserWarning):
     """A model's running statistics come from a rank that sees fewer samples than another."""

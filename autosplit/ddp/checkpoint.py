@@ -28,8 +28,6 @@ from autosplit.ddp.failure import TOLD_AFTER_S, told_if_long
 from autosplit.ddp.fsdp import is_shard, part_of, room_for, whole
 from autosplit.errors import AutosplitError, CheckpointError, first_line, one_line
 
-__all__ = ["load_checkpoint", "load_sharded", "save_checkpoint", "save_sharded"]
-
 MODEL = "model"
 """What the state dict of a model is called in a file that holds more."""
 _VALUES = "(values)"

@@ -16,8 +16,6 @@ from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.state_dict import matching_state_dict, plain_state_dict
 from autosplit.text import listed
 
-__all__ = ["fitting", "is_shared_out", "placed", "state_of", "tensors_in", "with_tensors"]
-
 _SHOWN = 5
 """Of names that do not fit, so many are told."""
 _EXTRA_STATE = "_extra_state"

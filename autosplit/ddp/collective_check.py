@@ -15,8 +15,6 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.devices.examination import Meeting
 from autosplit.errors import first_line
 
-__all__ = ["met"]
-
 LIMIT_S = 40.0
 """For processes that start, meet and add up a few times; on a busy machine torch alone takes ten seconds to import."""
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from autosplit.accelerators import is_accelerator, moved
-from autosplit.ddp.batchnorms import BatchNormWarning, doubt_batchnorms, has_synchronised, silenced, uncounted
+from autosplit.ddp.batchnorms import doubt_batchnorms, has_synchronised, silenced, uncounted
 from autosplit.ddp.checkpoint import load_checkpoint, load_sharded, save_checkpoint, save_sharded
 from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, shard
 from autosplit.ddp.gradient_average import average_gradients, refuse_meeting
@@ -33,8 +33,6 @@ from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import RankSettings
 from autosplit.solve.split import accumulation_steps
-
-__all__ = ["BatchNormWarning", "Context"]
 
 
 class Context:

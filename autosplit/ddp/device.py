@@ -20,8 +20,6 @@ from autosplit.errors import DeviceError, PlanError
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import PlanDevice
 
-__all__ = ["agreed_backend", "backend_for", "card_of", "device_for", "exchange_device"]
-
 
 def device_for(plan: Plan, place: Place, visible: Sequence[Visible] | None = None) -> torch.device:
     """Return where this rank computes.

@@ -25,19 +25,6 @@ from autosplit.ddp.failure_channel import Line, Word
 from autosplit.errors import AutosplitError, RankFailedError, one_line, user_frames
 from autosplit.text import printable
 
-__all__ = [
-    "GRACE_S",
-    "TOLD_AFTER_S",
-    "UnwatchedWarning",
-    "Watch",
-    "abort_group",
-    "cut_off",
-    "end_process",
-    "group_sockets",
-    "open_sockets",
-    "told_if_long",
-]
-
 GRACE_S = 10.0
 """A rank that was told of another's failure has so long to leave `setup`; then its process is ended."""
 

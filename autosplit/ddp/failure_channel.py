@@ -23,8 +23,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Address", "Line", "Word"]
-
 JOIN_S = 10.0
 """A rank looks for rank 0 for so long."""
 

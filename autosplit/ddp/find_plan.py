@@ -13,8 +13,6 @@ from autosplit.profiles.store import KEY_DIGITS
 from autosplit.profiles.validity import usable_here
 from autosplit.text import listed, printable
 
-__all__ = ["PLAN_VARIABLE", "described", "plan_for_job"]
-
 _SHOWN = 5
 """Of several plans that could be meant, so many are listed."""
 

@@ -26,19 +26,6 @@ from autosplit.errors import InputError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "Layers",
-    "begin_step",
-    "is_shard",
-    "is_sharded",
-    "let_meet",
-    "part_of",
-    "refuse_options",
-    "room_for",
-    "shard",
-    "whole",
-]
-
 Layers = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 """Which modules are shared out one by one: those of a class, of one of several, or those that a function says."""
 

@@ -19,8 +19,6 @@ from autosplit.ddp.batchnorms import has_synchronised
 from autosplit.ddp.device import exchange_device
 from autosplit.errors import InputError
 
-__all__ = ["apart", "average_gradients", "refuse_meeting"]
-
 BUCKET_BYTES = 25 * 2**20
 """Of what is sent at a time: DistributedDataParallel's own `bucket_cap_mb`."""
 

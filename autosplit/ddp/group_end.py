@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import InputError
 
-__all__ = ["let_go_of_group_last", "part_from_group"]
-
 _outliving: WeakSet[DistributedDataParallel] = WeakSet()
 """Models whose group may end after them, or not at all before the interpreter does."""
 

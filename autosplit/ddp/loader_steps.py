@@ -17,8 +17,6 @@ from torch import distributed as dist
 from autosplit.ddp.device import exchange_device
 from autosplit.parallel.optimizer_steps import OptimizerStep, count_samples, counted
 
-__all__ = ["LeftOverWarning", "foreign_steps", "gathered"]
-
 
 class LeftOverWarning(UserWarning):
     """A rank's loader had batches left when another's had ended; they were not trained on."""

@@ -10,8 +10,6 @@ from autosplit.ddp.device import exchange_device
 from autosplit.errors import InputError
 from autosplit.parallel.noise_scale import Sums
 
-__all__ = ["refuse_hook", "sums_over_ranks"]
-
 
 def refuse_hook(wrapped: DistributedDataParallel) -> None:
     """Refuse a model whose gradient is not the average of the ranks'.

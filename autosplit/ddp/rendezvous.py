@@ -24,8 +24,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import InputError
 
-__all__ = ["Place", "explain_loopback", "explain_taken_port", "meeting_place", "place_here"]
-
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 """What srun says of all nodes of its step, and what was asked for of each node of the job."""
 

@@ -13,7 +13,7 @@ from autosplit.accelerators import backend, is_accelerator
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import agreed_backend, device_for
 from autosplit.ddp.failure import TOLD_AFTER_S, Watch, abort_group, group_sockets, open_sockets, told_if_long
-from autosplit.ddp.find_plan import PLAN_VARIABLE, plan_for_job
+from autosplit.ddp.find_plan import plan_for_job
 from autosplit.ddp.rendezvous import (
     Place,
     explain_loopback,
@@ -23,8 +23,7 @@ from autosplit.ddp.rendezvous import (
 )
 from autosplit.errors import PlanError
 from autosplit.plan.plan import Plan
-
-__all__ = ["setup"]
+from autosplit.plan.torchrun import PLAN_VARIABLE
 
 
 @contextmanager

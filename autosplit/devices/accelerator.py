@@ -14,18 +14,6 @@ from autosplit.devices.host_memory import available_host_bytes
 from autosplit.devices.nvml import driver_version, free_bytes_by_nvml, is_mig, mig_count, started_nvml
 from autosplit.errors import DeviceError, first_line
 
-__all__ = [
-    "DeviceWarning",
-    "Found",
-    "Visible",
-    "accelerator_at",
-    "device_uuid",
-    "devices_of",
-    "indices_here",
-    "visible_devices",
-    "why_unsupported",
-]
-
 
 class DeviceWarning(UserWarning):
     """A device that is there is not used."""

@@ -29,16 +29,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = [
-    "GPUS_VARIABLE",
-    "SIMULATED_ERRORS",
-    "GpuSpec",
-    "catalog_names_near",
-    "find_card",
-    "gpu_catalog",
-    "mentions_card",
-]
-
 GPUS_VARIABLE = "AUTOSPLIT_GPUS"
 """The environment variable that names a file with cards of the user's own."""
 

@@ -16,9 +16,6 @@ from autosplit.devices.catalog import GpuSpec
 from autosplit.errors import InputError, shown
 from autosplit.text import parse_bytes, size_text
 
-__all__ = ["MAX_DEVICES", "Device", "parse_reserve", "reserve_bytes"]
-
-
 MAX_DEVICES = 1024
 """More devices than this are a typing error, not a machine."""
 

@@ -13,8 +13,6 @@ from typing import Any
 from autosplit.accelerators import is_accelerator
 from autosplit.errors import DeviceError
 
-__all__ = ["Card", "Copy", "Examination", "Meeting", "Problem", "Training", "cards_table", "cards_toml"]
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -6,8 +6,6 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["available_host_bytes"]
-
 # Where neither /proc nor sysconf says how much memory there is (Windows): small, to be safe; `cpu:SIZE` overrides it.
 _UNKNOWN_HOST_BYTES = 4 * 2**30
 

@@ -16,8 +16,6 @@ from autosplit.devices.accelerator import Found, accelerator_at, device_uuid, wh
 from autosplit.devices.nvml import is_mig, memory_by_nvml, mig_count, nvml_text, started_nvml
 from autosplit.errors import first_line
 
-__all__ = ["DeviceReport", "survey_devices"]
-
 _T = TypeVar("_T")
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from autosplit.accelerators import backend, is_accelerator
 
-__all__ = ["copy_bytes_per_s", "launch_s", "matmul_flops", "memory_bytes_per_s", "synchronize"]
-
 _RUNS = 5
 _LEAST_S = 0.01
 """Least duration of a run: the clock and the wait for the device are a thousandth of it."""

@@ -9,16 +9,6 @@ from typing import Any
 
 from autosplit.errors import first_line
 
-__all__ = [
-    "driver_version",
-    "free_bytes_by_nvml",
-    "is_mig",
-    "memory_by_nvml",
-    "mig_count",
-    "nvml_text",
-    "started_nvml",
-]
-
 
 def is_mig(name: str) -> bool:
     """Tell whether CUDA's name is that of a slice of a GPU (``"NVIDIA A100-SXM4-40GB MIG 1g.5gb"``)."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from autosplit.errors import DeviceError
 
-__all__ = ["check_links"]
-
 _HOST = torch.device("cpu")
 _NUM_VALUES = 2**16  # 256 KiB: some links lose small copies, some large ones; this is neither
 

@@ -20,9 +20,6 @@ from autosplit.text import parse_bytes, size_text
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["list_devices", "parse_devices"]
-
-
 _CPU_SHARE = Fraction(80, 100)
 
 _EXPECTED = "expected 'auto', 'cuda', 'cuda:0,2', 'cpu', 'cpu:2GiB,cpu:1GiB' or 'sim:2xA100-40GB+1xRTX3090'"

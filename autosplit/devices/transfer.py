@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["HOST", "Placement", "active_placement", "adopt_module", "transfer", "transfer_into"]
-
 HOST = -1
 """The device index of memory that belongs to no device of the step."""
 

@@ -11,8 +11,6 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share
 
-__all__ = ["set_arguments", "tell_of_other_precision"]
-
 
 def set_arguments(share: Share, kwargs: dict[str, Any]) -> bool:
     """Put a plan's numbers into an Accelerator's arguments; tell whether it was given accumulation steps."""

@@ -16,8 +16,6 @@ from autosplit.integrations.weighted_backward import Weighed
 from autosplit.parallel.oom_cuts import Attempt, Cuts, OnOom, Part, cuts_for
 from autosplit.parallel.optimizer_steps import count_samples, counted
 
-__all__ = ["CutBatches", "refuse_gathering"]
-
 
 class CutBatches:
     """The micro-batches of a loop, of which some run out of memory.

@@ -16,8 +16,6 @@ from autosplit.errors import InputError
 from autosplit.oom import OutOfMemoryError, is_kernel_limit, is_oom
 from autosplit.solve.split import whole_number
 
-__all__ = ["find_executable_batch_size"]
-
 
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,

@@ -26,8 +26,6 @@ from autosplit.integrations.weighted_backward import Weighed
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part, run_in_parts
 from autosplit.parallel.optimizer_steps import count_samples, counted
 
-__all__ = ["CutMixin", "CutSteps", "refuse_no_mixin"]
-
 
 class CutSteps:
     """The training steps of a LightningModule, of which some run out of memory.

@@ -27,8 +27,6 @@ from autosplit.workload.compiled import eager_of
 from autosplit.workload.sample_batch import largest_batch
 from autosplit.workload.workload import Workload
 
-__all__ = ["TrainingStep", "asked_loss", "workload"]
-
 PRECISIONS = {"32-true": "none", "32": "none", "16-mixed": "fp16", "bf16-mixed": "bf16"}
 """A Trainer's precision, and ours."""
 

@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from autosplit.errors import InputError
 from autosplit.integrations.weighted_backward import Weighed
 
-__all__ = ["LoopPosition"]
-
 _CURE = (
     "write `with accelerator.accumulate(model):` around each micro-batch, with optimizer.step() in it every time, and "
     "divide no loss: accelerator.backward weights it"

@@ -13,8 +13,6 @@ from autosplit.errors import InputError
 from autosplit.probe.loss_mean import TOLERANCE, asked_rule, tell_of_uneven_loss
 from autosplit.rng import kept_rng
 
-__all__ = ["OwnLoss"]
-
 
 class OwnLoss:
     """Watches a model's forwards until the first backward."""

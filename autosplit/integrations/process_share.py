@@ -18,28 +18,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.ddp.context import Context
 from autosplit.ddp.device import device_for
-from autosplit.ddp.find_plan import PLAN_VARIABLE, described, plan_for_job
+from autosplit.ddp.find_plan import described, plan_for_job
 from autosplit.ddp.rendezvous import Place, place_here
 from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers
 from autosplit.plan.other_model import warn_of_other_model
 from autosplit.plan.plan import Plan
+from autosplit.plan.torchrun import PLAN_VARIABLE
 from autosplit.profiles.validity import usable_here
 from autosplit.solve.split import micro_batch_sizes, short_split
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "MarkingBatchSampler",
-    "NoPlanWarning",
-    "Share",
-    "Uncounted",
-    "find_share",
-    "share_of",
-    "tell_of_no_plan",
-]
 
 
 class NoPlanWarning(UserWarning):

@@ -16,8 +16,6 @@ from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share
 from autosplit.parallel.noise_scale import NoiseScale, StepNorms
 
-__all__ = ["RunNorms", "refuse_sum"]
-
 
 class RunNorms:
     """The gradient norms of a run's optimizer steps.

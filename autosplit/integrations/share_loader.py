@@ -28,8 +28,6 @@ from autosplit.errors import InputError
 from autosplit.integrations.process_share import Share, Uncounted
 from autosplit.rng import kept_rng
 
-__all__ = ["is_shuffled", "loader_options", "taken_mark"]
-
 MARK = "autosplit_uncounted"
 """A key of a batch, there where it counts for nothing."""
 
@@ -68,6 +66,7 @@ class MarkingCollate:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
+        """Return the batch of some samples, marked where they were."""
         if not isinstance(samples, _Fetched):
             return self.collate(samples)
         batch = self.collate(list(samples))

@@ -9,8 +9,6 @@ from accelerate.utils import gather, gather_object, recursively_apply
 
 from autosplit.errors import InputError, shown
 
-__all__ = ["gather_uneven", "without_rows"]
-
 
 def gather_uneven(data: Any) -> Any:
     """Concatenate every process's rows, in the order of the processes.

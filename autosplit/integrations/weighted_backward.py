@@ -14,8 +14,6 @@ from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import counted
 from autosplit.solve.split import micro_batch_sizes
 
-__all__ = ["Weighed", "batches_of", "weighed", "weighted_backward"]
-
 
 class Weighed(NamedTuple):
     """A micro-batch with its weight and place.

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["Accumulation", "current_accumulation"]
-
 
 class Accumulation:
     """One optimizer step as wrappers see it.

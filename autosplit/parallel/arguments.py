@@ -13,14 +13,6 @@ from autosplit.accelerators import accelerator_kind, backend
 from autosplit.errors import DeviceError, InputError, WorkloadError
 from autosplit.workload.compiled import is_compiled, scripted_part
 
-__all__ = [
-    "devices_from",
-    "output_device_from",
-    "refuse_compiled",
-    "refuse_packed",
-    "refuse_wrong_order",
-]
-
 
 def refuse_wrong_order(gpu0_bsz: Any, module: Any) -> None:
     """Refuse a module that was given first, as nn.DataParallel takes it, or none."""

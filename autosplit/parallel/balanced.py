@@ -56,8 +56,6 @@ from autosplit.workload.batch import (
     unmarked,
 )
 
-__all__ = ["AmbiguousBatchWarning", "BalancedDataParallel", "Reduce", "data_parallel"]
-
 _NORM_NEEDS_TWO = "Expected more than 1 value per channel"
 """What torch says of a BatchNorm that trains on one value (torch nn/functional.py, _verify_batch_size)."""
 

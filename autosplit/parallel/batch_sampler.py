@@ -14,8 +14,6 @@ from torch.utils.data import Sampler
 from autosplit.errors import InputError, shown
 from autosplit.solve.split import accumulation_steps, micro_batch_sizes, short_split, whole_number
 
-__all__ = ["RankSlice", "ScheduledBatchSampler", "StepSchedule"]
-
 
 @dataclass(frozen=True)
 class StepSchedule:

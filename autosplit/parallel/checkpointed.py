@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.errors import PlanError
 from autosplit.workload.checkpointing import is_transformers_layer
 
-__all__ = ["checkpoint_layer", "checkpoint_layers", "checkpointed_in"]
-
 
 def checkpoint_layers(model: nn.Module, names: Iterable[str]) -> None:
     """Checkpoint a plan's layers of a model; those that are already stay so.

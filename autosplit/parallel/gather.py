@@ -19,8 +19,6 @@ from autosplit.errors import WorkloadError
 from autosplit.parallel.loss_weights import DoubtfulWeights
 from autosplit.workload.batch import is_namedtuple, rebuilt
 
-__all__ = ["Gathering", "Link", "PlacedLink"]
-
 
 class _GatherPlaced(torch.autograd.Function):
     """Concatenate the devices' outputs on the first: one block of the whole size, filled chunk by chunk."""

@@ -19,16 +19,6 @@ from autosplit.errors import InputError, WorkloadError
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-__all__ = [
-    "IGNORED_LABEL",
-    "DoubtfulWeights",
-    "Reduce",
-    "ReduceWarning",
-    "checked_reduce",
-    "is_integer",
-    "weights_of",
-]
-
 Reduce = Literal["samples", "tokens", "next tokens", "sum"] | Callable[[Any], float]
 """Way to combine scalar outputs; a callable returns what a replica's counts for from its ``(args, kwargs)``: an amount,
 such as its tokens, of which all replicas' sum is the whole.

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from autosplit.errors import InputError
 from autosplit.parallel.oom_cuts import AddedGradients
 
-__all__ = ["NoiseScale", "StepNorms", "Sums", "noise_scale_for"]
-
 Sums = tuple[float, float, float]
 """Of a step: the sum of n_i |g_i|^2, the number of micro-batches, and |g|^2."""
 

@@ -31,8 +31,6 @@ from autosplit.oom import is_oom, scarcity
 from autosplit.rng import RngState
 from autosplit.workload.batch import batch_size_of, chunk
 
-__all__ = ["Attempt", "CutWarning", "Cuts", "OnOom", "Part", "cuts_for", "run_in_parts"]
-
 _log = logging.getLogger(__name__)
 
 OnOom = Literal["raise", "cut"]

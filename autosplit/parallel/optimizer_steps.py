@@ -26,9 +26,6 @@ from autosplit.parallel.noise_scale import NoiseScale, StepNorms, Sums
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
 from autosplit.solve.split import accumulation_steps, whole_number
 
-__all__ = ["OptimizerStep", "checked", "count_samples", "counted", "steps"]
-
-
 _MISSING = object()
 
 

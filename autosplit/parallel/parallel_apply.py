@@ -21,8 +21,6 @@ from autosplit.parallel.replicate import BufferCopies, carried, copy_buffers, mo
 from autosplit.parallel.tensor_copies import GpuCopies, PlacedCopies
 from autosplit.workload.batch import batch_size_of, map_tensors
 
-__all__ = ["run_in_turn", "run_on_gpus", "run_placed"]
-
 
 def run_in_turn(module: nn.Module, chunks: list[Any]) -> list[Any]:
     """Run chunks through the one module; its buffers keep what the first of them leaves, as on GPUs."""

@@ -22,8 +22,6 @@ from autosplit.errors import InputError
 from autosplit.parallel.replicate import here, may_have_gradient, replica_of, unique
 from autosplit.parallel.tensor_copies import Copies
 
-__all__ = ["KeptReplicas"]
-
 
 @dataclass
 class _Master:

@@ -15,18 +15,6 @@ from torch import Tensor, nn
 
 from autosplit.parallel.tensor_copies import Copies
 
-__all__ = [
-    "BufferCopies",
-    "carried",
-    "copy_buffers",
-    "here",
-    "may_have_gradient",
-    "moving_buffers",
-    "replica_of",
-    "replicate",
-    "unique",
-]
-
 
 def carried(replica: nn.Module, device: torch.device) -> Callable[..., Any]:
     """Carry into a replica's thread what torch leaves behind there.

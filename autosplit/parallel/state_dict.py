@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from autosplit.errors import InputError, shown
 
-__all__ = ["matching_state_dict", "plain_state_dict"]
-
 _WRAPPED = "module"
 """Name of the module inside nn.DataParallel, DistributedDataParallel and BalancedDataParallel."""
 _COMPILED = "_orig_mod"

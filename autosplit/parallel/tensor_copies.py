@@ -13,8 +13,6 @@ from torch.nn.parallel import comm
 
 from autosplit.devices.transfer import transfer, transfer_into
 
-__all__ = ["Copies", "GpuCopies", "PlacedCopies"]
-
 Grads = Sequence["Tensor | None"]
 
 BUCKET_BYTES = 10 * 2**20

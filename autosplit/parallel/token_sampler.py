@@ -13,8 +13,6 @@ from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler, StepSchedule
 from autosplit.solve.padded_length import Batches, LengthPlan, checked_lengths, cut_epoch, shares_of
 
-__all__ = ["TokenBatchSampler"]
-
 
 class TokenBatchSampler(ScheduledBatchSampler):
     """Hands out an epoch as batches of like length, each of as many samples as the devices hold at its length.

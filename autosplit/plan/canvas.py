@@ -17,19 +17,6 @@ from autosplit.text import visible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
-__all__ = [
-    "LEVELS",
-    "LIGHT",
-    "Canvas",
-    "Chart",
-    "check_drawing",
-    "check_installed",
-    "compact",
-    "drawn",
-    "side_by_side",
-    "whole_ticks",
-]
-
 WIDTH = 330
 """Width of the drawings in pixels, about what a phone of 360 leaves within its margins: wider pages scale them up."""
 

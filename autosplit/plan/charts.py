@@ -25,8 +25,6 @@ from autosplit.text import rate_text, size_text, visible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["MEMORY_PARTS", "charts_of", "figure_of", "known_parts"]
-
 SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 """Shares of the best throughput at which the landscape changes its colour: a search is about what is near the best."""
 

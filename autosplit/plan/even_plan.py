@@ -19,8 +19,6 @@ from autosplit.solve.memory import Ceiling
 from autosplit.solve.problem import MOST_WORK
 from autosplit.text import printable, rate_text
 
-__all__ = ["ACCELERATE", "LIGHTNING", "TRANSFORMERS", "even_plan", "first_notes", "tuple_text"]
-
 
 @dataclass(frozen=True)
 class Tool:

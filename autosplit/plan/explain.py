@@ -30,22 +30,6 @@ from autosplit.solve.problem import MOST_WORK, NO_LIMIT_BYTES, Problem
 from autosplit.solve.split import even_split
 from autosplit.solve.step_time import Fit
 
-__all__ = [
-    "FASTER",
-    "GIB",
-    "all_memory_relaxed",
-    "alone_of",
-    "base_of",
-    "explanation_of",
-    "fullest_of",
-    "kinds_of",
-    "memory_relaxed",
-    "problem_of",
-    "problem_with",
-    "required_problem",
-    "sizes_relaxed",
-]
-
 GIB = 2**30
 
 FASTER = 2.0

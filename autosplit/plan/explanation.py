@@ -14,24 +14,6 @@ from autosplit.solve.memory import Fits
 from autosplit.solve.padded_length import LengthPlan
 from autosplit.text import bound_text, rate_text, size_text
 
-__all__ = [
-    "BINDING_SHARE",
-    "LIMITS",
-    "Alternative",
-    "Bound",
-    "Change",
-    "Changed",
-    "Explained",
-    "Explanation",
-    "FitQuality",
-    "LearningRate",
-    "MoreMemory",
-    "TunedWay",
-    "What",
-    "lengths_text",
-    "time_text",
-]
-
 BINDING_SHARE = 0.005
 """A bound binds if the predicted rate rises by more than this share without it."""
 

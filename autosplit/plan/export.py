@@ -23,9 +23,6 @@ from autosplit.plan.torchrun import PLAN_VARIABLE, command_for
 from autosplit.solve.even_ranks import EvenRanks
 from autosplit.text import printable
 
-__all__ = ["FORMATS", "export"]
-
-
 SCRIPT = "train.py"
 """Stands in command lines for the user's own script."""
 

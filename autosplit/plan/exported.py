@@ -14,8 +14,6 @@ from autosplit.errors import InputError
 from autosplit.files import READ_BY_ALL, replace_file
 from autosplit.solve.even_ranks import EvenRanks
 
-__all__ = ["Code", "Export", "assignment_lines", "comment_lines", "filled", "write"]
-
 
 @dataclass(frozen=True)
 class Export:

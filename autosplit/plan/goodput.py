@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from autosplit.parallel.noise_scale import NoiseScale
     from autosplit.plan.record import PlanRecord
 
-__all__ = ["Goodput", "GoodputPoint", "goodput_of"]
-
 REACH = 16
 """Times the noise scale or the plan's batch, whichever is larger, up to which batches are looked at.
 

@@ -12,8 +12,6 @@ from autosplit.solve.memory import MemoryParts
 from autosplit.solve.split import limits_of
 from autosplit.text import ms_text, rate_text
 
-__all__ = ["MeasuredStep", "Without", "bounds_of", "checked_split", "faster_devices"]
-
 Without = tuple[What, "str | None", float]
 """What a step is without, of which device (None for all together), and the seconds that it then takes."""
 

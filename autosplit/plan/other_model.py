@@ -9,8 +9,6 @@ from autosplit.errors import InputError
 from autosplit.plan.record import PlanRecord
 from autosplit.text import printable
 
-__all__ = ["OtherModelWarning", "parameters_in", "refuse_wrapped", "warn_of_other_model"]
-
 
 class OtherModelWarning(UserWarning):
     """A model is not the one that the plan was made for."""

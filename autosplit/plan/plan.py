@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from autosplit.plan.split_comparison import SplitComparison
     from autosplit.runtime.memory_tracker import Tracker
 
-__all__ = ["Plan"]
-
 
 @dataclass(frozen=True)
 class Plan(PlanRecord):

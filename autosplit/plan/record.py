@@ -31,8 +31,6 @@ from autosplit.text import printable
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MAX_FILE_BYTES", "SCHEMA_VERSION", "DdpOptions", "DdpPlan", "PlanDevice", "PlanRecord", "RankSettings"]
-
 SCHEMA_VERSION = 1
 """Of the JSON; a file of another version is refused."""
 

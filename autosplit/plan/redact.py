@@ -13,8 +13,6 @@ from autosplit.plan.record import PlanRecord
 from autosplit.solve.memory import Ceiling
 from autosplit.solve.search_space import Trial
 
-__all__ = ["FAILED", "LEFT_OUT", "shareable"]
-
 AnyPlan = TypeVar("AnyPlan", bound=PlanRecord)
 
 LEFT_OUT = "the notes are left out of what is shared; autosplit show prints those of the saved plan"

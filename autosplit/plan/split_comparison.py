@@ -15,8 +15,6 @@ from autosplit.text import rate_text
 if TYPE_CHECKING:
     from autosplit.plan.record import PlanRecord
 
-__all__ = ["SplitComparison", "compared_split"]
-
 
 @dataclass(frozen=True)
 class SplitComparison:

@@ -12,8 +12,6 @@ from autosplit.errors import DeviceError, InputError, PlanError
 from autosplit.plan.record import PlanRecord
 from autosplit.text import printable
 
-__all__ = ["PLAN_VARIABLE", "Command", "command_for", "refuse_simulated", "refuse_unfit", "refuse_without_ranks"]
-
 PLAN_VARIABLE = "AUTOSPLIT_PROFILE"
 """Names the file of the plan that a job trains with."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["DEEPEST", "unsound_part"]
-
 DEEPEST = 32
 """Levels of what describes the machine and the workload; ours have about five."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Check", "error_text"]
-
 EXACT = 1e-6
 """A relative difference below this is shown as it is, a larger one in percent."""
 

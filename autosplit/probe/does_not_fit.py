@@ -9,8 +9,6 @@ from autosplit.runtime.subprocess_runtime import IsolatedRuntime
 from autosplit.runtime.training_copy import bytes_on_accelerators
 from autosplit.text import size_text
 
-__all__ = ["does_not_fit"]
-
 
 def does_not_fit(prober: StepRunner, index: int) -> DoesNotFitError:
     """Return the error for a workload that does not fit a device at one sample, with the bytes it needs and has."""

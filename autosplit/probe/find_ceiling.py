@@ -18,9 +18,6 @@ from autosplit.runtime.prepare import build, follow, isolated_runtime, runtime_f
 from autosplit.solve.memory import Ceiling, Role
 from autosplit.workload.fits import COPYING
 
-__all__ = ["find_ceiling"]
-
-
 _UNBOUNDED_BYTES = 2**62
 """More than any device has."""
 

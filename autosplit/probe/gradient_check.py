@@ -27,9 +27,6 @@ from autosplit.runtime.prepare import build, workload_source
 from autosplit.workload.batch import batch_size_of, chunk, tensors_of
 from autosplit.workload.workload import Workload, modules_of
 
-__all__ = ["check", "checks_for", "not_checked"]
-
-
 _log = logging.getLogger(__name__)
 
 MADE_SAMPLES = 8

@@ -20,9 +20,6 @@ from autosplit.probe.module_hooks import NormSeen, first_difference, freeze, pri
 from autosplit.workload.batch import batch_size_of, marked, named_leaves
 from autosplit.workload.workload import Workload
 
-__all__ = ["LEAST_SAMPLES", "Comparison", "begin"]
-
-
 LEAST_SAMPLES = 4
 """Fewest samples: fewer can't be cut unevenly, and repeated ones would hide what differs between them."""
 

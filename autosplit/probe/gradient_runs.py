@@ -28,8 +28,6 @@ from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import chunk, map_leaves, map_tensors
 from autosplit.workload.workload import Workload, modules_of, on_first_device, optimizers_of
 
-__all__ = ["GRADIENT", "Gradients", "QuietCopy", "TooDearError", "named_models", "relative"]
-
 Gradients = dict[str, tuple[Tensor | None, ...]]
 """The gradients that each optimizer sees at each of its steps, in order; of a plain workload only `GRADIENT`."""
 

@@ -24,8 +24,6 @@ from autosplit.probe.loader_result import LoaderSettings, MeasuredLoader, TimedL
 from autosplit.rng import kept_rng
 from autosplit.workload.sample_batch import generators_of
 
-__all__ = ["measure_loader"]
-
 GAIN = 1.05
 """Settings that need more of the machine have to load 5 % more: what differs less is within what runs differ by."""
 

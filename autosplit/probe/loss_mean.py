@@ -20,17 +20,6 @@ from autosplit.errors import WorkloadError
 from autosplit.text import printable
 from autosplit.workload.batch import batch_size_of, map_tensors
 
-__all__ = [
-    "IGNORED",
-    "RULES",
-    "SUM",
-    "UnevenLossWarning",
-    "asked_rule",
-    "count_by",
-    "fitting_rule",
-    "tell_of_uneven_loss",
-]
-
 
 class UnevenLossWarning(UserWarning):
     """A loss is no mean or sum over what a process can count of its own samples."""

@@ -15,8 +15,6 @@ from autosplit.probe.gradient_runs import GRADIENT, Gradients, QuietCopy, relati
 from autosplit.workload.batch import named_leaves
 from autosplit.workload.workload import Workload
 
-__all__ = ["Mixing", "Rule", "mixed", "reduction_of", "rule_of"]
-
 
 @dataclass(frozen=True)
 class Rule:

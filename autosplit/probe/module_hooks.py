@@ -21,9 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from autosplit.workload.batch import tensors_of
 
-__all__ = ["NormSeen", "Prints", "first_difference", "freeze", "printing", "watching_draws", "watching_norms"]
-
-
 # Norms over the batch
 
 

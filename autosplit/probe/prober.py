@@ -22,9 +22,6 @@ from autosplit.solve.memory import Ceiling, Limit, MemoryFit, Role, largest_fitt
 from autosplit.solve.split import proportional_split
 from autosplit.text import size_text
 
-__all__ = ["Prober"]
-
-
 _log = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError, shown
 from autosplit.solve.split import whole_number
 
-__all__ = ["LARGEST_LOOKED_AT", "PROFILES", "STRATEGIES", "Request", "checked_request", "effective_range"]
-
 LARGEST_LOOKED_AT = 65536
 """Samples up to which the search goes where neither `max_batch_size` nor an effective batch bounds it."""
 

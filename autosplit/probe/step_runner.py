@@ -24,9 +24,6 @@ from autosplit.runtime.trainee import ran_a_step
 from autosplit.solve.memory import MemoryParts, Role
 from autosplit.text import ms_text
 
-__all__ = ["StepRunner", "named_steps"]
-
-
 _log = logging.getLogger(__name__)
 
 

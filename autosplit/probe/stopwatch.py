@@ -13,9 +13,6 @@ from autosplit.solve.step_time import TimeCurve
 from autosplit.solve.timed_sizes import TimedSize
 from autosplit.text import size_text
 
-__all__ = ["Stopwatch"]
-
-
 _log = logging.getLogger(__name__)
 
 MANY = 32

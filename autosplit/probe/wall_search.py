@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from autosplit.solve.memory import largest_fitting
 
-__all__ = ["WallSearch"]
-
 LONGEST_LEAP = 16
 """Factor on the samples that ran, at most, where nothing was traced: a line of two small steps leads no further."""
 

@@ -14,8 +14,6 @@ from autosplit.errors import shown
 from autosplit.plan.plan import Plan
 from autosplit.text import listed, size_text
 
-__all__ = ["NOT_JUST_THIS", "differences", "nearest_told"]
-
 NOT_JUST_THIS = "no plan is remembered for just this"
 """How the note begins that names the nearest remembered plan."""
 

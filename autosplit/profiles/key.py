@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from autosplit.devices.device import Device
     from autosplit.workload.workload import Workload
 
-__all__ = ["MOST_DEVICES", "key_of", "machine_of", "workload_of"]
-
-
 MOST_DEVICES = 2**16
 """Of a plan; a file that says more is not believed."""
 

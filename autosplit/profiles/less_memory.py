@@ -17,8 +17,6 @@ from autosplit.solve.memory import Ceiling, Region, samples_within
 from autosplit.solve.problem import Problem, Solution
 from autosplit.solve.step_time import Fit
 
-__all__ = ["Lack", "solved_again"]
-
 LINE_ERROR = 0.01
 """Share of the memory that is left free, since a line passes over what an allocator rounds up to: by the line through
 32 and 64 samples a linear layer of 512 fitted 60 in 448265 bytes, and its step took 448512.

@@ -21,20 +21,6 @@ from autosplit.files import OWNER_ONLY, LargeFileError, make_private_folder, mov
 from autosplit.plan.plan import Plan
 from autosplit.plan.record import MAX_FILE_BYTES
 
-__all__ = [
-    "KEY_DIGITS",
-    "Found",
-    "find",
-    "profile_paths",
-    "profiles",
-    "profiles_folder",
-    "read_profile",
-    "remove_left_over",
-    "remove_profile",
-    "store",
-    "turn_path",
-]
-
 KEY_DIGITS = 12
 """So many of a key's 32 are shown: enough to tell profiles apart."""
 

@@ -26,8 +26,6 @@ from autosplit.files import make_private_folder
 if TYPE_CHECKING:
     import filelock
 
-__all__ = ["WAIT_LIMIT_S", "Turn", "WaitingWarning", "wait_limit_s"]
-
 WAIT_LIMIT_S = 1800.0
 """Without a time limit nobody waits longer for another's tuning: by then it hangs, or is of no use any more."""
 

@@ -18,8 +18,6 @@ from autosplit.text import size_text
 if TYPE_CHECKING:
     from autosplit.devices.device import Device
 
-__all__ = ["SLACK", "differing_facts", "memory_shortfall", "usable_here"]
-
 
 def usable_here() -> tuple[tuple[Path, Plan], ...]:
     """Return the remembered plans whose devices are on this machine, the newest first; simulated ones never are."""

@@ -35,8 +35,6 @@ from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import map_tensors, unmarked
 from autosplit.workload.workload import Workload, modules_of
 
-__all__ = ["AcceleratorRuntime", "pinned", "twinned"]
-
 T = TypeVar("T")
 
 _Step = Callable[[Callable[[str], None]], None]

@@ -19,16 +19,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autosplit.runtime.kernel_time import Codes
+from autosplit.runtime.kernel_time import Codes, Numbers
 from autosplit.runtime.memory_tracker import BLOCK_BYTES
 from autosplit.runtime.op_calls import odd_split
-from autosplit.runtime.op_cost import Move, Numbers, Work
+from autosplit.runtime.op_cost import Move, Work
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracer import Event, Phase, Trace, Tracer
 from autosplit.runtime.trainee import Trainee
 from autosplit.solve.memory import MemoryParts
-
-__all__ = ["AffineTraces"]
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["TooLarge", "built_within", "settings_kept_on_failure"]
-
 T = TypeVar("T")
 
 FACTORIES = frozenset(

@@ -24,8 +24,6 @@ from typing import Any, TypeVar
 
 from autosplit.errors import AutosplitError, InputError, one_line
 
-__all__ = ["Child", "ChildLostError", "LostCauseError"]
-
 T = TypeVar("T")
 
 UNHURRIED_S = 600.0

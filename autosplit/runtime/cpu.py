@@ -18,8 +18,6 @@ from autosplit.runtime.tracked_step import run_placed, run_until_settled, wrappe
 from autosplit.runtime.trainee import Trainee
 from autosplit.workload.workload import Workload, modules_of, optimizers_of
 
-__all__ = ["CpuRuntime"]
-
 
 class CpuRuntime:
     """A training step on CPU devices, which share one processor, so that their busy times add.

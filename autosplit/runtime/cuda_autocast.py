@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["CudaAutocast"]
-
 # "CUDA Ops that can autocast to float32" of torch's documentation (torch.amp), without those that training loops lack.
 _NAMES = (
     "cosine_embedding_loss cosine_similarity cross_entropy cumprod cumsum dist exp expm1 group_norm "

@@ -15,8 +15,6 @@ from autosplit.runtime.build_small import settings_kept_on_failure
 from autosplit.workload.batch import tensors_of
 from autosplit.workload.workload import Workload
 
-__all__ = ["built_without_memory", "fake_like", "fake_mode", "fake_scalar", "holds_fakes", "mode_of"]
-
 
 def fake_mode() -> FakeTensorMode:
     """Return a new mode for a fake trainee; real tensors that a model holds on the side are let in as fakes."""

@@ -20,18 +20,6 @@ import numpy.typing as npt
 
 from autosplit.devices.catalog import GpuSpec
 
-__all__ = [
-    "Codes",
-    "HostRates",
-    "KernelRates",
-    "Numbers",
-    "Part",
-    "host_seconds",
-    "kernel_rates",
-    "kernel_seconds",
-    "work_codes",
-]
-
 Numbers = npt.NDArray[np.float64]
 
 Codes = npt.NDArray[np.int64]

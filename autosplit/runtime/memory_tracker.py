@@ -42,8 +42,6 @@ from autosplit.oom import OutOfMemoryError
 from autosplit.rng import ExtremeDraws
 from autosplit.runtime.real_outputs import as_real
 
-__all__ = ["BLOCK_BYTES", "Entry", "Kind", "Left", "Observer", "Tracker", "rounded", "tensors_among"]
-
 BLOCK_BYTES = 512
 
 NUMBER_BYTES = 16

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from autosplit.runtime.op_cost import OpCost, op_cost
 
-__all__ = ["OpCall", "odd_split", "resizer"]
-
 ODD_SIZES = (1031, 1051)
 """Primes for the samples of up to two devices, of which no common model has a multiple, nor of their sum.
 

@@ -17,8 +17,6 @@ from autosplit.devices.catalog import GpuSpec
 from autosplit.runtime.kernel_time import Codes, Numbers, Part, host_seconds, kernel_seconds, work_codes
 from autosplit.runtime.memory_tracker import tensors_among
 
-__all__ = ["Load", "Move", "Numbers", "OpCost", "Work", "loads_of", "op_cost"]
-
 aten = torch.ops.aten
 
 

@@ -35,18 +35,6 @@ from autosplit.text import size_text
 from autosplit.workload.sequence_length import at_length
 from autosplit.workload.workload import PRECISIONS, Workload, modules_of
 
-__all__ = [
-    "Built",
-    "Followed",
-    "Source",
-    "build",
-    "follow",
-    "followed_once",
-    "isolated_runtime",
-    "runtime_for",
-    "workload_source",
-]
-
 _log = logging.getLogger(__name__)
 
 Source = Workload | Callable[[], Workload]

@@ -7,8 +7,6 @@ from typing import Literal, Protocol
 
 from autosplit.devices.device import Device
 
-__all__ = ["Arrangement", "Measurement", "Runtime", "StepMemory", "StepShape"]
-
 Arrangement = Literal["balanced", "rank", "eval"]
 """``balanced``: BalancedDataParallel over the devices; ``rank``: one DDP process; ``eval``: a forward, no gradients."""
 

@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autosplit.errors import WorkloadError
 from autosplit.workload.workload import Workload, optimizers_of
 
-__all__ = ["refuse_quantized"]
-
 LAYERS = frozenset({"auto_gptq", "awq", "bitsandbytes", "gptqmodel", "hqq"})
 """Packages whose layers hold packed weights, and kernels for them that run on GPUs alone."""
 

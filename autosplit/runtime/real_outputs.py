@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-__all__ = ["as_real"]
-
 _RNN_LAYER: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
 _RNN_LAYER_BACKWARD: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer_backward", None)
 _WORKSPACE = 3

@@ -29,8 +29,6 @@ from autosplit.runtime.tracer import Event, Phase, Trace, Tracer
 from autosplit.runtime.tracked_step import bucket_bytes, views_buckets
 from autosplit.solve.memory import MemoryParts
 
-__all__ = ["SimulatedRuntime", "Traces", "traced_parts", "traced_peaks"]
-
 Traces = Tracer | AffineTraces
 """A source of traces: each step followed, or told of a few."""
 

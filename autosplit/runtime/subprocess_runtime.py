@@ -25,8 +25,6 @@ from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.runtime.trainee import ran_a_step
 from autosplit.workload.workload import Workload
 
-__all__ = ["IsolatedRuntime", "StepLostError"]
-
 T = TypeVar("T")
 
 RealRuntime = CpuRuntime | AcceleratorRuntime

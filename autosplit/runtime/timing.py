@@ -15,8 +15,6 @@ from collections.abc import Callable
 
 from autosplit.runtime.protocol import Measurement
 
-__all__ = ["MIN_REPEATS", "TARGET_ERROR", "is_enough", "median_error", "timed"]
-
 TARGET_ERROR = 0.01
 """Repeat until the standard error of the median is under this share of it."""
 

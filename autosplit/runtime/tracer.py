@@ -33,9 +33,6 @@ from autosplit.solve.memory import MemoryParts
 from autosplit.text import size_text
 from autosplit.workload.workload import Workload, modules_of
 
-__all__ = ["Event", "Phase", "Trace", "Tracer", "make_device_tracer", "make_tracer"]
-
-
 _log = logging.getLogger(__name__)
 
 aten = torch.ops.aten

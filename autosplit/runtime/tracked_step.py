@@ -21,17 +21,6 @@ from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.workload.batch import tensors_of
 from autosplit.workload.workload import Workload, modules_of, optimizers_of
 
-__all__ = [
-    "adopting_optimizers",
-    "bucket_bytes",
-    "gradients_in",
-    "run_placed",
-    "run_until_settled",
-    "views_buckets",
-    "wrapper_for",
-]
-
-
 T = TypeVar("T")
 
 MOST_TO_SETTLE = 4

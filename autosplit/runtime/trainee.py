@@ -31,9 +31,6 @@ from autosplit.workload.workload import (
     optimizers_of,
 )
 
-__all__ = ["CPU", "LOSS_SCALE", "Trainee", "ran_a_step", "state_tensors"]
-
-
 CPU = torch.device("cpu")
 
 LOSS_SCALE = 1.0

@@ -28,8 +28,6 @@ from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
 from autosplit.workload.workload import Workload, device_type_of, map_modules, modules_of, optimizers_of
 
-__all__ = ["bytes_on_accelerators", "training_copy"]
-
 
 def training_copy(
     workload: Workload,

@@ -17,8 +17,6 @@ from optuna.trial import FrozenTrial, TrialState
 from autosplit.solve.proposals import Proposal
 from autosplit.solve.search_space import Configuration, Space, Trial
 
-__all__ = ["CostModelSampler"]
-
 _ANY_NUMBER = IntDistribution(0, 2**31 - 1)
 """The bounds of a proposal; those that a trial suggests within are the search space's own."""
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from autosplit.solve.solver import MOST_STEPS, WITHIN_REACH
 from autosplit.solve.step_time import Fit
 
-__all__ = ["EvenProblem", "EvenRanks"]
-
 MOST_FORWARDS = 20_000
 """Most forwards of an optimizer step, where no fewer give it exactly the samples wanted: with more nobody trains."""
 

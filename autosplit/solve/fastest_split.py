@@ -11,9 +11,6 @@ from autosplit.errors import InputError
 from autosplit.solve.memory import largest_size
 from autosplit.solve.split import as_text, even_split, limits_of, require_room, whole_number
 
-__all__ = ["fastest_split"]
-
-
 Times = Sequence[Callable[[int], float]]
 """For each device, seconds by its samples."""
 

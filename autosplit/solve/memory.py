@@ -17,9 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-__all__ = ["Ceiling", "Fits", "MemoryFit", "MemoryParts", "Region", "largest_fitting", "largest_size", "samples_within"]
-
-
 Role = Literal["primary", "replica", "rank", "eval", "resume", "save"]
 """What a device does: device 0 of BalancedDataParallel, another of it, a DDP process, a forward without gradients, or a
 DDP process beside copies on its device: of the parameters and buffers, as a loaded checkpoint leaves them there

@@ -24,8 +24,6 @@ from autosplit.solve.proposals import Proposal
 from autosplit.solve.search_space import Configuration, Space, Trial, configuration_of
 from autosplit.text import rate_text, without_passwords
 
-__all__ = ["CeilingStore", "search"]
-
 _log = logging.getLogger(__name__)
 
 Evaluate = Callable[[int, Configuration], Trial]

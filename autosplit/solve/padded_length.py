@@ -20,17 +20,6 @@ from msgspec import Meta
 from autosplit.errors import InputError, shown
 from autosplit.solve.split import proportional_split
 
-__all__ = [
-    "LengthPlan",
-    "LengthPoint",
-    "checked_lengths",
-    "cut_epoch",
-    "foretold",
-    "lengths_to_tune",
-    "scaled",
-    "shares_of",
-]
-
 MOST_POINTS = 6
 """Lengths that are looked at: halves of the longest."""
 

@@ -18,8 +18,6 @@ from autosplit.solve.solver import MOST_STEPS, Solver, geometric, spread
 from autosplit.solve.split import accumulation_steps, even_split, micro_batch_sizes, proportional_split, short_split
 from autosplit.solve.step_time import Fit, StepTime, TimeCurve
 
-__all__ = ["MOST_WORK", "NO_LIMIT_BYTES", "Overhead", "Problem", "Solution"]
-
 NO_LIMIT_BYTES = 2**60
 """More memory than any step takes: an exbibyte."""
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from autosplit.solve.search_space import KNEE_SHARE, Configuration, Trial, best_trial, configuration_of
 from autosplit.solve.solver import Solver
 
-__all__ = ["PATIENCE", "Proposal", "Proposer", "error_of", "steadied"]
-
 PATIENCE = 8
 """Trials in a row that may bring nothing beyond noise before the search ends, where the model is off."""
 

@@ -12,16 +12,6 @@ from msgspec import Meta
 from autosplit.solve.memory import Region
 from autosplit.solve.split import accumulation_steps
 
-__all__ = [
-    "KNEE_SHARE",
-    "Configuration",
-    "Space",
-    "Trial",
-    "best_trial",
-    "configuration_of",
-    "told_apart",
-]
-
 KNEE_SHARE = 0.97
 """Share of the best throughput that the smallest batch reaches to be the answer, with no effective batch asked for."""
 

@@ -15,8 +15,6 @@ from autosplit.solve.search_space import KNEE_SHARE, LEAST_DIFFERENCE, Configura
 from autosplit.solve.split import even_split, micro_batch_sizes, proportional_split
 from autosplit.solve.step_time import StepTime
 
-__all__ = ["MOST_STEPS", "WITHIN_REACH", "Solver", "geometric", "spread"]
-
 MOST_STEPS = 64
 """Accumulation steps beyond the fewest that are worth a look: each costs a copy and brings nothing but memory."""
 

@@ -12,20 +12,6 @@ from typing import SupportsIndex
 
 from autosplit.errors import InputError
 
-__all__ = [
-    "accumulation_steps",
-    "as_text",
-    "cap_split",
-    "even_split",
-    "limits_of",
-    "micro_batch_sizes",
-    "proportional_split",
-    "require_room",
-    "short_split",
-    "split_from_gpu0",
-    "whole_number",
-]
-
 
 def even_split(batch_size: int, num_devices: int) -> tuple[int, ...]:
     """Split a batch as evenly as whole samples allow: shares differ by at most 1, the larger ones first.

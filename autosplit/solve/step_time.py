@@ -19,17 +19,6 @@ from dataclasses import dataclass, replace
 from itertools import compress, islice
 from typing import ClassVar
 
-__all__ = [
-    "BACKWARD_SHARE",
-    "PRIOR_WEIGHT",
-    "Fit",
-    "RankStepTime",
-    "Residual",
-    "StepTime",
-    "TimeCurve",
-    "overlapped_seconds",
-]
-
 
 @dataclass(frozen=True)
 class TimeCurve:

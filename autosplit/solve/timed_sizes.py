@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 
 from autosplit.solve.step_time import TimeCurve
 
-__all__ = ["TimedSize", "curve_of", "pooled"]
-
 LEAST_LINE_ERROR = 0.01
 """Least error of a line through the sizes that is assumed, as a share of its time."""
 

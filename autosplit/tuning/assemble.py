@@ -17,17 +17,6 @@ from autosplit.solve.step_time import Fit, Residual, StepTime, TimeCurve
 from autosplit.tuning.recall import Wanted
 from autosplit.workload.workload import Workload
 
-__all__ = [
-    "Answer",
-    "Subject",
-    "assembled",
-    "measured_ranks",
-    "rank_answer",
-    "residuals_of",
-    "solved_ranks",
-    "why_no_ranks",
-]
-
 DDP_NOTE = (
     "strategy 'ddp': samples/s and memory are predicted from measurements of each device alone; the ranks ran no step "
     "together; the split lists the ranks' batch sizes, and autosplit.ddp.setup() loads them"

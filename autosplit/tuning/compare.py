@@ -22,17 +22,6 @@ from autosplit.tuning.progress import Progress, heard_by, part_of
 if TYPE_CHECKING:
     from autosplit.plan.record import PlanDevice
 
-__all__ = [
-    "AskedMachine",
-    "ComparedMachine",
-    "Comparison",
-    "ComparisonInterrupted",
-    "Misfit",
-    "asked_machines",
-    "compare",
-    "compared",
-]
-
 SCHEMA_VERSION = 1
 """Of a comparison's JSON."""
 

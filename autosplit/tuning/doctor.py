@@ -33,8 +33,6 @@ from autosplit.errors import AutosplitError, DeviceError, first_line
 from autosplit.text import size_text
 from autosplit.tuning.tune import DoubtfulTimesWarning, tune
 
-__all__ = ["examine"]
-
 WITHOUT_GPU = "cpu:256MiB"
 """The device of a machine that has no accelerator: its budget is counted to the byte, so the memory can be compared."""
 

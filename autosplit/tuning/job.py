@@ -20,8 +20,6 @@ from autosplit.workload.workload import Workload
 if TYPE_CHECKING:  # a torch without torch.distributed tunes alone
     from autosplit.ddp.rendezvous import Place
 
-__all__ = ["Job", "alone", "refuse_differing", "refuse_waiting", "torch_device"]
-
 T = TypeVar("T")
 
 _CODE = ("model_tree", "model_factory", "loss_fn", "compute_loss", "step", "make_batch")

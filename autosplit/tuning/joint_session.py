@@ -29,8 +29,6 @@ from autosplit.tuning.peers import Failure
 from autosplit.tuning.rank_steps import RankSteps
 from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session, most_steps
 
-__all__ = ["JointSession"]
-
 _log = logging.getLogger(__name__)
 
 TOGETHER_NOTE = "strategy 'ddp': every throughput is of steps that {} ranks ran together"

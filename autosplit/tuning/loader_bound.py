@@ -10,8 +10,6 @@ from autosplit.probe.loader_result import MeasuredLoader
 from autosplit.profiles.less_memory import Lack, solved_again
 from autosplit.text import rate_text
 
-__all__ = ["bounded_by_loader"]
-
 
 def bounded_by_loader(plan: Plan, found: Sequence[MeasuredLoader]) -> Plan:
     """Return the plan with what its loader loads; of one forward of any size, the smallest that takes as much."""

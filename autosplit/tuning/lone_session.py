@@ -31,8 +31,6 @@ from autosplit.tuning.sensitivity import simulated_changes
 from autosplit.tuning.session import POINT_BUDGET_S, TRIAL_BUDGET_S, Session
 from autosplit.workload.compiled import has_compiled_parts
 
-__all__ = ["CONTRADICTION", "LoneSession"]
-
 DOUBTFUL_ERROR = 0.3
 """Times that miss the model, fitted to themselves, by so much are not to be trusted."""
 

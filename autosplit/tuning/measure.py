@@ -41,8 +41,6 @@ from autosplit.workload.workload import Workload
 if TYPE_CHECKING:  # a torch without torch.distributed measures alone
     from autosplit.tuning.joint_session import JointSession
 
-__all__ = ["measure"]
-
 PREDICTED_NOTE = (
     "strategy 'ddp' in one process: the time is computed from each device's own, and no step of all ranks together was "
     "run; call it on every rank (torchrun, or the command autosplit measure) to run them"

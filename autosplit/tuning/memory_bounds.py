@@ -18,8 +18,6 @@ from autosplit.solve.step_time import StepTime, TimeCurve
 from autosplit.tuning.assemble import Subject
 from autosplit.tuning.session import most_steps
 
-__all__ = ["MemoryBounds"]
-
 
 class MemoryBounds:
     """Finds ceilings, and the space of the splits that fit.

@@ -15,8 +15,6 @@ from autosplit.tuning.progress import Progress
 from autosplit.tuning.recall import Wanted
 from autosplit.tuning.session import Session
 
-__all__ = ["isolated_for", "losses_of", "open_session", "session_of"]
-
 
 def open_session(
     job: Job, built: Built, closing: ExitStack, tell: Callable[[Progress], None], *, isolate: bool

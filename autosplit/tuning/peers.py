@@ -26,8 +26,6 @@ from autosplit.runtime.trainee import ran_a_step
 if TYPE_CHECKING:  # a torch without torch.distributed tunes alone
     from autosplit.ddp.failure import Watch
 
-__all__ = ["Failure", "Interrupts", "Peers", "has_waited"]
-
 T = TypeVar("T")
 
 SAME_KEYPRESS_S = 1.0

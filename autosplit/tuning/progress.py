@@ -13,8 +13,6 @@ from typing import Any
 
 from autosplit.text import escaped, printable, rate_text
 
-__all__ = ["SHORTEST_S", "Progress", "fraction_of", "heard_by", "onward", "part_of", "searched_share"]
-
 _SHARES = {
     "building": 0.06,
     "tracing": 0.08,

@@ -25,8 +25,6 @@ from autosplit.profiles.key import machine_of
 from autosplit.tuning.job import Job, refuse_differing, torch_device
 from autosplit.tuning.peers import Interrupts, Peers, has_waited
 
-__all__ = ["Job", "in_a_job", "joined", "own_part"]
-
 
 def own_part(devices: Any) -> Any:
     """Return the part of this machine's device spec that this process computes on: the others' cards are not asked.

@@ -36,8 +36,6 @@ from autosplit.tuning.peers import Failure, Peers
 from autosplit.workload.batch import map_tensors
 from autosplit.workload.workload import Workload, modules_of
 
-__all__ = ["RankSteps"]
-
 BLOCK_S = 0.1
 """Steps are timed in blocks of about so long: what the ranks tell each other between blocks is outside."""
 

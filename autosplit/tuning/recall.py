@@ -26,8 +26,6 @@ from autosplit.solve.split import micro_batch_sizes, proportional_split
 from autosplit.tuning.job import Job
 from autosplit.tuning.peers import Failure
 
-__all__ = ["NOT_REMEMBERED", "Recalled", "Wanted", "amended", "tried_again"]
-
 REFRESH_HINT = "--profile refresh (profile='refresh') tunes anew"
 
 NOT_REMEMBERED = "the plan is not remembered: "

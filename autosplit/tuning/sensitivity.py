@@ -33,8 +33,6 @@ from autosplit.solve.problem import NO_LIMIT_BYTES, Problem
 from autosplit.solve.search_space import Configuration, Trial, configuration_of
 from autosplit.solve.solver import Solver
 
-__all__ = ["simulated_changes", "simulated_without"]
-
 MOST_NEW = 2
 """Splits that are simulated anew on a changed machine, at most: each takes traces of its own."""
 

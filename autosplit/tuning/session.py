@@ -29,8 +29,6 @@ from autosplit.tuning.assemble import Answer, Subject, assembled
 from autosplit.tuning.job import Job
 from autosplit.tuning.progress import Progress, fraction_of, searched_share
 
-__all__ = ["INTERRUPTED_NOTE", "POINT_BUDGET_S", "TRIAL_BUDGET_S", "Session", "most_steps"]
-
 _log = logging.getLogger(__name__)
 
 POINT_BUDGET_S = 0.5

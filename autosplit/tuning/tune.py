@@ -38,19 +38,6 @@ from autosplit.workload.checkpointing import Checkpointing, checkpointing_list
 from autosplit.workload.fits import checked_fits
 from autosplit.workload.precision import native_ones, precision_list, without_bf16
 
-__all__ = [
-    "NO_GPU_NOTE",
-    "ChangedTrainingWarning",
-    "DoubtfulTimesWarning",
-    "Progress",
-    "TuningInterrupted",
-    "job_for",
-    "quiet",
-    "tune",
-    "users_code_named",
-]
-
-
 _log = logging.getLogger(__name__)
 
 INTERRUPTED_NOTE = "tuning was interrupted before every way was tuned for: this is the best plan of those that were"

@@ -28,8 +28,6 @@ from autosplit.tuning.progress import Progress
 from autosplit.tuning.recall import amended
 from autosplit.tuning.session import TRIAL_BUDGET_S
 
-__all__ = ["with_lengths", "without_lengths"]
-
 STEP_DOWN = 0.05
 """After a step that ran out of memory, the next has this share of its samples less."""
 

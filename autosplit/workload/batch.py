@@ -19,19 +19,6 @@ from torch import Tensor
 
 from autosplit.errors import AutosplitError, WorkloadError, advise
 
-__all__ = [
-    "Whole",
-    "batch_size_of",
-    "chunk",
-    "doubt_of",
-    "doubting",
-    "map_tensors",
-    "marked",
-    "named_leaves",
-    "resize",
-    "tensors_of",
-]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from torch import nn
 
 from autosplit.errors import WorkloadError, shown
 
-__all__ = ["EVERY", "Checkpointing", "checkpointing_list", "is_transformers_layer"]
-
 EVERY = (None, 2, 1)
 """The ways that are tuned for: none of the layers, every second, and all. Of equal ones the first is taken."""
 

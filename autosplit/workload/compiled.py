@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["compiled_like", "eager_of", "has_compiled_parts", "is_compiled", "scripted_part", "with_eager_parts"]
-
 
 def is_compiled(module: nn.Module) -> bool:
     """Tell whether a module itself is compiled: the whole, in place, or its own ``forward``."""

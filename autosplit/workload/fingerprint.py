@@ -21,8 +21,6 @@ from typing import Any
 
 from autosplit.errors import is_installed
 
-__all__ = ["Describer", "digest_of", "qualified_name", "shape_of"]
-
 _DEPTH = 16
 _VALUES = 20_000  # in all, so that a function beside a large data set is described at once
 _ITEMS = 256  # of a container; its length counts in full

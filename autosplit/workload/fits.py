@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from autosplit.errors import WorkloadError
 
-__all__ = ["COPYING", "checked_fits"]
-
 COPYING = ("resume", "save")
 """What is a copy on the device beside a training step; the roles of such ceilings are called so, too."""
 

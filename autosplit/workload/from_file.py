@@ -20,8 +20,6 @@ from autosplit.errors import InputError, UserCodeError, users_errors
 if TYPE_CHECKING:
     from autosplit.workload.workload import Workload
 
-__all__ = ["DEFAULT_NAME", "Loaded", "is_model_name", "load_loader", "load_workload", "loaded_workload", "split_spec"]
-
 DEFAULT_NAME = "workload"
 """The name that is looked for where the spec has none."""
 

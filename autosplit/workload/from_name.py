@@ -22,8 +22,6 @@ from torch.nn import functional as F
 
 from autosplit.errors import AutosplitError, InputError, WorkloadError, one_line, shown
 
-__all__ = ["TASKS", "ModelParts", "model_by_name"]
-
 SAMPLES = 4
 """Samples in the batch: as few as the gradient check can cut."""
 

@@ -12,8 +12,6 @@ from autosplit.devices.device import Device
 from autosplit.errors import WorkloadError
 from autosplit.workload.workload import PRECISIONS
 
-__all__ = ["native_ones", "precision_list", "without_bf16"]
-
 BF16_CAPABILITY = (8, 0)
 """Compute capability of the first GPUs with bfloat16 units (CUDA C++ Programming Guide, arithmetic instructions)."""
 

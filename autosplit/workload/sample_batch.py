@@ -22,8 +22,6 @@ from autosplit.errors import WorkloadError
 from autosplit.rng import kept_rng
 from autosplit.workload.batch import batch_size_of, leaves_of, map_tensors
 
-__all__ = ["generators_of", "largest_batch"]
-
 
 def largest_batch(loader: Iterable[Any], batches: int, dim: int = 0) -> Any:
     """Draw batches from a loader and return the one with the most elements per sample.

@@ -16,8 +16,6 @@ from autosplit.errors import WorkloadError, users_errors
 from autosplit.workload.batch import Whole, leaves_of, map_leaves, map_tensors, tensors_of
 from autosplit.workload.workload import Workload
 
-__all__ = ["at_length"]
-
 
 def at_length(workload: Workload, length: int) -> Workload:
     """Return the workload with samples of another length.

@@ -32,8 +32,6 @@ from autosplit.workload.fits import COPYING, checked_fits
 from autosplit.workload.from_name import model_by_name
 from autosplit.workload.sample_batch import largest_batch
 
-__all__ = ["PRECISIONS", "Workload", "device_type_of", "map_modules", "modules_of", "optimizers_of"]
-
 PRECISIONS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Each precision and the dtype of its autocast; `fp16` has a GradScaler as well."""
 

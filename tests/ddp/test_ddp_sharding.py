@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit import ddp
-from autosplit.ddp.context import BatchNormWarning
+from autosplit.ddp.batchnorms import BatchNormWarning
 from autosplit.errors import CheckpointError, InputError
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.optimizer_steps import OptimizerStep

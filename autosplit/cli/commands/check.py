@@ -11,8 +11,6 @@ from autosplit.cli.output import Manner, print_answer, progress
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.cli.workload_arguments import users_errors
 
-__all__ = ["check"]
-
 
 def check(manner: Manner, *, spec: str, model_options: Mapping[str, Any]) -> int:
     """Check a workload, and print what was found."""

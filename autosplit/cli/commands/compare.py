@@ -22,8 +22,6 @@ from autosplit.plan.plan import Plan
 from autosplit.text import printable, rate_text, size_text
 from autosplit.tuning.compare import ComparedMachine, Comparison
 
-__all__ = ["compare", "print_comparison"]
-
 EXIT_MISFIT = 3
 
 NARROW = 100

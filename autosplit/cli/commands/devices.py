@@ -14,8 +14,6 @@ from autosplit.cli.tables import add_row, plain_table, print_bullets, print_plai
 from autosplit.cli.terminal import stdout_kept_clean
 from autosplit.devices.inventory import DeviceReport
 
-__all__ = ["devices", "print_devices"]
-
 
 def devices(manner: Manner) -> int:
     """Print what there is to tune for."""

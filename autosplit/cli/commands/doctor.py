@@ -25,8 +25,6 @@ from autosplit.errors import shown
 from autosplit.plan.exported import write
 from autosplit.text import rate_text, size_text
 
-__all__ = ["doctor"]
-
 
 def doctor(manner: Manner, *, devices: str | None = None, save: str | None = None) -> int:
     """Examine this machine, print what was found, and `save` the rates of its cards to a file where one is named."""

@@ -13,8 +13,6 @@ from autosplit.cli.output import Manner, json_text, note, write_json
 from autosplit.errors import InputError
 from autosplit.files import what_stands_at
 
-__all__ = ["export"]
-
 
 def export(
     manner: Manner, *, which: str | None = None, to: str | None = None, output: str | None = None, force: bool

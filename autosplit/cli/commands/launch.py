@@ -11,8 +11,6 @@ from autosplit.cli.named_plan import plan_file
 from autosplit.cli.output import Manner, note, print_json
 from autosplit.errors import InputError
 
-__all__ = ["launch"]
-
 
 def launch(manner: Manner, *, arguments: Sequence[str], plan: str | None = None, print_only: bool) -> int:
     """Become torchrun; or print its command, as a line for a shell or as JSON."""

@@ -13,8 +13,6 @@ from autosplit.cli.workload_arguments import users_errors
 from autosplit.probe.loader_result import MeasuredLoader
 from autosplit.text import ms_text, rate_text
 
-__all__ = ["loader"]
-
 
 def loader(manner: Manner, *, spec: str, **keywords: Any) -> int:
     """Measure the loader of a file, and print what was found."""

@@ -36,8 +36,6 @@ from autosplit.cli.workload_arguments import (
 from autosplit.plan.measured_step import MeasuredStep
 from autosplit.text import ms_text, rate_text
 
-__all__ = ["measure"]
-
 _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "untraced")
 
 

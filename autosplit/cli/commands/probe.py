@@ -28,8 +28,6 @@ from autosplit.tuning.progress import Progress
 if TYPE_CHECKING:
     from autosplit.oom import DoesNotFitError
 
-__all__ = ["Probing", "probe"]
-
 _REASONS = {"memory": "memory", "max_batch_size": "max_batch_size", "kernel": "a kernel", "time": "time"}
 
 

@@ -8,19 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autosplit.cli.named_plan import KEY_DIGITS, Profile, profile_at, profile_path
+from autosplit.cli.named_plan import Profile, profile_at, profile_path
 from autosplit.cli.output import Manner, print_json
 from autosplit.cli.plan_report import request_text
 from autosplit.cli.tables import add_row, counted_text, pairs_table, plain_table, print_plain, short_name, tuple_text
 from autosplit.cli.terminal import console_for
 from autosplit.errors import InputError, ProfileError
-from autosplit.profiles.store import profile_paths, profiles_folder, remove_left_over, remove_profile
+from autosplit.profiles.store import KEY_DIGITS, profile_paths, profiles_folder, remove_left_over, remove_profile
 from autosplit.text import rate_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-__all__ = ["Profile", "list_profiles", "print_profiles", "remove_profiles", "show_path"]
 
 LEAST_FOR_NOTES = 30
 """Columns in which a long note is still legible; with fewer there is no table."""

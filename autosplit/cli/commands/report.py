@@ -9,8 +9,6 @@ from autosplit.cli.named_plan import named_or_newest
 from autosplit.cli.output import Manner, note, print_json
 from autosplit.errors import InputError
 
-__all__ = ["report"]
-
 
 def report(manner: Manner, *, which: str | None = None, output: str, force: bool) -> int:
     """Write a plan's page."""

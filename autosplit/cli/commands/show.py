@@ -11,8 +11,6 @@ from autosplit.plan.plan import Plan
 from autosplit.plan.redact import shareable
 from autosplit.profiles.store import read_profile
 
-__all__ = ["show", "show_profile"]
-
 
 def show(manner: Manner, *, which: str | None = None) -> int:
     """Print the plan of a file or of a key's beginning; without either the newest profile's."""

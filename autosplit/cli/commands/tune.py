@@ -31,8 +31,6 @@ from autosplit.plan.plan import Plan
 from autosplit.text import without_passwords
 from autosplit.tuning.progress import Progress
 
-__all__ = ["tune"]
-
 
 def tune(
     manner: Manner,
