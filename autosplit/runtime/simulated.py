@@ -12,6 +12,7 @@ and all others' together, each other device from a trace of its share on two.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -233,13 +234,27 @@ def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = Fa
     return StepShape((split,), arrangement, accumulates=accumulates, updates=shape.updates)
 
 
-def _events(trace: Trace, phase: _Played) -> tuple[Event, ...]:
+def _events(trace: Trace, phase: _Played) -> Sequence[Event]:
     """Return the events to play; parameters are sent once the first inputs are: their launches hide behind these."""
-    if phase != "first":
-        return trace.events(phase)
-    from_host = (isinstance(event, Move) and event.source == HOST for event in trace.micro)
-    inputs = next((index for index, is_input in enumerate(from_host) if not is_input), len(trace.micro))
-    return (*trace.micro[:inputs], *trace.broadcast, *trace.micro[inputs:])
+    events = trace.events("micro" if phase == "first" else phase)
+    if phase == "first":
+        from_host = (isinstance(event, Move) and event.source == HOST for event in events)
+        inputs = next((index for index, is_input in enumerate(from_host) if not is_input), len(events))
+        events = (*events[:inputs], *trace.broadcast, *events[inputs:])
+    return _reduced(events) if len(trace.peak_bytes) > 2 else events
+
+
+def _reduced(events: Sequence[Event]) -> list[Event]:
+    """Leave out all sums of gradients but each one's last: a reduce adds up as it sends, whatever the devices."""
+    kept: list[Event] = []
+    for event, following in itertools.zip_longest(events, events[1:]):
+        sources = [
+            end.source if isinstance(end, Move) and end.purpose == "gradient" else HOST
+            for end in (kept[-1] if kept else None, following)
+        ]
+        if not (isinstance(event, Work) and HOST < sources[0] < sources[1]):
+            kept.append(event)
+    return kept
 
 
 def _works(events: Sequence[Event], device: int) -> Iterator[Work]:
@@ -299,16 +314,11 @@ class _Whole:
         return self._tracer.trace(_followed(self._shape, own, in_buckets=self._in_buckets))
 
 
-@functools.lru_cache(maxsize=1024)
-def _joining(purpose: str, arrives: bool, nbytes: int) -> Work | None:
-    """Return what device 0 does with a transfer of one more device; what it does with the stand-ins' is traced."""
-    part: Part = "forward" if purpose == "scalar" and arrives else "backward"
-    add = OpCost(0, 3 * nbytes, "float32", part=part)  # two tensors read, one written
-    if purpose == "gradient":
-        return Work.of(0, [add])
-    if purpose == "scalar":  # weighted and added; its gradient is weighted
-        return Work.of(0, [add, add] if arrives else [add])
-    return None
+@functools.lru_cache(maxsize=16)
+def _joining(arrives: bool, nbytes: int) -> Work:
+    """Return what device 0 does with one more device's loss: it is weighted and added; its gradient is weighted."""
+    part: Part = "forward" if arrives else "backward"
+    return Work.of(0, [OpCost(0, 3 * nbytes, "float32", part=part)] * (2 if arrives else 1))
 
 
 def _stand_ins(split: tuple[int, ...]) -> tuple[int, ...]:
@@ -396,7 +406,7 @@ class _Composed:
 def _move_all(clocks: _Clocks, event: Move, replicas: dict[int, Iterator[Move]], num_stand_ins: int) -> None:
     """Play a transfer between device 0 and a stand-in: with one device, and at the last stand-in's with all the rest.
 
-    What is added up on device 0 joins the sum before the next of it comes; the last one's joining was traced.
+    A loss is added to the sum before the next one comes; the last one's joining was traced.
     """
     order, arrives = list(replicas.items()), event.destination == 0
     turn = event.source if arrives else event.destination
@@ -411,9 +421,8 @@ def _move_all(clocks: _Clocks, event: Move, replicas: dict[int, Iterator[Move]],
     for device, replica in own:
         nbytes = next(replica).nbytes
         clocks.move(device if arrives else event.source, 0 if arrives else device, nbytes, event.purpose)
-        joining = None if device == own[-1][0] else _joining(event.purpose, arrives, nbytes)
-        if joining is not None:
-            clocks.work(0, joining)
+        if event.purpose == "scalar" and device != own[-1][0]:
+            clocks.work(0, _joining(arrives, nbytes))
 
 
 def _played(clocks: _Clocks, device: int, events: Sequence[Event]) -> Iterator[Move]:

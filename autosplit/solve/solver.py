@@ -193,17 +193,23 @@ class Solver:
             return Configuration(min(max(even, shares[0]), shares[1]), batch_size, steps)
 
         def of_team(team: tuple[int, ...]) -> tuple[float, Configuration] | None:
-            one = self._of_team(batch_size, steps, team)
-            return None if one is None else (self.samples_per_s(one), one)
+            beside = [self._of_team(batch_size, steps, team, with_first=with_first) for with_first in (True, False)]
+            rates = {one: self.samples_per_s(one) for one in beside if one is not None}
+            best = max(rates, key=lambda one: rates[one], default=None)
+            return None if best is None else (rates[best], best)
 
         found = [_best_of(self._teams_of(ceilings), of_team), self._alone(batch_size, steps)]
         return max((c for c in found if c is not None), key=self.samples_per_s, default=None)
 
-    def _of_team(self, batch_size: int, steps: int, team: tuple[int, ...]) -> Configuration | None:
-        """Return the configuration of a batch that ends first with some devices left out."""
+    def _of_team(
+        self, batch_size: int, steps: int, team: tuple[int, ...], *, with_first: bool = True
+    ) -> Configuration | None:
+        """Return the configuration of a batch that ends first with some devices left out, device 0 maybe among them."""
         shares = self.space.region_of(steps).gpu0_bounds(batch_size)
         assert shares is not None, "it was asked before"
-        split = self._fastest(batch_size, (shares[1], *team))
+        if not with_first and (shares[0] or not self._unfitted.host_s):
+            return None  # by itself it costs nothing to take part
+        split = self._fastest(batch_size, (shares[1] if with_first else 0, *team))
         found = None if split is None else Configuration(max(split[0], shares[0]), batch_size, steps)
         return found if found is not None and self.holds(found) else None
 
@@ -280,6 +286,7 @@ class Solver:
             shares = shares[:1]
         tried = [Configuration(share, best.batch_size, best.accumulation_steps) for share in shares]
         tried += self._another_team(best)
+        tried += self._without_first(best)
         any_steps = self.space.effective_batch_sizes is None
         others = (c for c in answers[1:] if any_steps or c.accumulation_steps != best.accumulation_steps)
         tried += itertools.islice(others, 1)
@@ -305,6 +312,19 @@ class Solver:
         others = [c for c in dict.fromkeys((*found, self._alone(batch_size, steps))) if c is not None]
         others = [c for c in others if team(c) != team(best) and self.samples_per_s(c) >= within_reach]
         return sorted(others, key=lambda c: (sum(team(c)), -self.samples_per_s(c)))[:1]
+
+    def _without_first(self, best: Configuration) -> list[Configuration]:
+        """Return the fastest that leaves device 0 to gather: how much that is in its way, no time of its own tells."""
+        if self.step_time.adds_up or not self._unfitted.host_s or not best.gpu0_bsz:
+            return []
+        found = []
+        for steps in range(best.accumulation_steps, min(best.accumulation_steps + 1, self.space.max_steps) + 1):
+            bounds, held = self.space.batch_bounds(steps), sum(self._ceilings(steps))
+            if bounds is not None and bounds[0] <= held:
+                found.append(Configuration(0, min(bounds[1], held), steps))
+        within_reach = WITHIN_REACH * self.samples_per_s(best)
+        found = [one for one in found if self.holds(one) and self.samples_per_s(one) >= within_reach]
+        return sorted(found, key=self.samples_per_s)[-1:]
 
     def neighbours(self, configuration: Configuration) -> list[Configuration]:
         """Return what is next to a configuration, in the space: other shares of the batch, other batches, both."""

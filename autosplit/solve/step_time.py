@@ -2,7 +2,7 @@
 
 Seconds of a step of k micro-steps, whose replicas are kept from the first to the last, over those that take part::
 
-    sum of copies_i + k * (sum of gather_i * n_i + contention * slowest device) + update
+    slowest copies_i + k * (sum of gather_i * n_i + contention * slowest device, with R replicas' turns) + update
 
 Seconds of a DDP step::
 
@@ -12,6 +12,7 @@ Seconds of a DDP step::
 from __future__ import annotations
 
 import bisect
+import math
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -91,7 +92,7 @@ class StepTime:
     Attributes:
         curves: For each device, its time on its share, alone.
         copies_s: For each device, its parameters' broadcast and its gradients' way home: once a step, or in every
-            micro-step without `keeps`. The first device's is 0.
+            micro-step without `keeps`; they go over all links at once. The first device's is 0.
         gather_s_per_sample: For each device, what each of its samples adds to a micro-step where several take part:
             scatter, gather, the loss over gathered outputs. The first device's is 0.
         update_s: The optimizer, once a step.
@@ -99,6 +100,7 @@ class StepTime:
         contention: Devices that work at once take so many times what the slowest takes alone: more than 1 where they
             share a bus, a processor or a power supply; less where copies hide behind work.
         keeps: Replicas are kept from the first micro-step of a step to its last.
+        host_s: What the host takes to start a micro-step of one device. R replicas take turns with it.
         leaves_out: A device without samples costs nothing, so that some may be better left out.
     """
 
@@ -111,6 +113,7 @@ class StepTime:
     adds_up: bool
     contention: float = 1.0
     keeps: bool = True
+    host_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Let devices that are alike share their curve, so that what is known of one is known of all."""
@@ -123,12 +126,12 @@ class StepTime:
         return cls(curves, (0.0,) * len(curves), (0.0,) * len(curves), update_s, adds_up)
 
     def micro_seconds(self, split: Sequence[int]) -> float:
-        """Return ``contention * max_i t_i(n_i) + sum_i gather_i * n_i``, without copies.
+        """Return ``hypot(contention * max_i t_i(n_i), sqrt(R^2 - 1) * host) + sum_i gather_i * n_i``, without copies.
 
         The sum of the times where they add; nothing is gathered, and nobody in the way, where device 0 works alone.
         """
-        busy_s, gather_s, alone_s = self._amounts(split)
-        return alone_s + self.contention * busy_s + gather_s
+        busy_s, gather_s, known_s = self._amounts(split)
+        return known_s + self.contention * busy_s + gather_s
 
     def seconds(self, splits: Sequence[Sequence[int]]) -> float:
         """Return the time of an optimizer step of these micro-steps."""
@@ -145,8 +148,8 @@ class StepTime:
 
     def _counted_copying_s(self, counted: Mapping[tuple[int, ...], int]) -> float:
         if self.keeps:
-            return sum(compress(self.copies_s[1:], islice(map(any, zip(*counted, strict=True)), 1, None)))
-        return sum(count * sum(compress(self.copies_s[1:], split[1:])) for split, count in counted.items())
+            return max(compress(self.copies_s[1:], islice(map(any, zip(*counted, strict=True)), 1, None)), default=0.0)
+        return sum(count * max(compress(self.copies_s[1:], split[1:]), default=0.0) for split, count in counted.items())
 
     def with_overhead(self, index: int, measured: Sequence[tuple[Sequence[int], float]]) -> StepTime:
         """Fit the copies and the gather of one device to steps that it makes with the first device alone.
@@ -168,14 +171,14 @@ class StepTime:
         return replace(self, copies_s=tuple(copies), gather_s_per_sample=tuple(gathers))
 
     def with_copies(self, split: Sequence[int], seconds: float) -> StepTime:
-        """Charge what a step of one micro-step took beyond its slowest device to the copies of all others, evenly.
+        """Charge what a step of one micro-step took beyond its slowest device to the copies of all others alike.
 
         Args:
             seconds: Without the optimizer.
         """
         count = len(self.curves)
         left_s = max(0.0, seconds - replace(self, copies_s=(0.0,) * count).micro_seconds(split))
-        return replace(self, copies_s=(0.0, *(left_s / (count - 1),) * (count - 1)))
+        return replace(self, copies_s=(0.0, *(left_s,) * (count - 1)))
 
     def refitted(self, measured: Sequence[tuple[Sequence[Sequence[int]], float]]) -> StepTime:
         """Fit copies, gather and contention, each by one factor, to whole optimizer steps: non-negative least squares.
@@ -189,8 +192,8 @@ class StepTime:
         for splits, seconds in measured:
             counted = Counter(tuple(split) for split in splits)
             amounts = [(count, *self._amounts(split)) for split, count in counted.items()]
-            busy_s, gather_s, alone_s = (sum(a[0] * a[part] for a in amounts) for part in (1, 2, 3))
-            known_s = alone_s + self.update_s
+            busy_s, gather_s, known_s = (sum(a[0] * a[part] for a in amounts) for part in (1, 2, 3))
+            known_s += self.update_s
             columns = (self._counted_copying_s(counted), gather_s, self.contention * busy_s)
             if any(columns):
                 rows.append(([column / seconds for column in columns], (seconds - known_s) / seconds))
@@ -205,7 +208,7 @@ class StepTime:
         )
 
     def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
-        """Return what contention multiplies, the gathers, and the time of device 0 alone, in seconds."""
+        """Return what contention multiplies, the gathers, and what is known: device 0 alone, waits for the host."""
         if not any(split[1:]):
             return 0.0, 0.0, self.curves[0](split[0])
         pairs = list(zip(self.curves, split, strict=True))
@@ -213,7 +216,20 @@ class StepTime:
             pairs = list({(id(curve), samples): (curve, samples) for curve, samples in pairs}.values())
         times = [curve(samples) for curve, samples in pairs]
         gather_s = sum(map(operator.mul, self.gather_s_per_sample, split))
-        return (sum(times) if self.adds_up else max(times)), gather_s, 0.0
+        busy_s = sum(times) if self.adds_up else max(times)
+        return busy_s, gather_s, self._waits_s(self.contention * busy_s, sum(map(bool, split)))
+
+    def _waits_s(self, busy_s: float, replicas: int) -> float:
+        """Return how much longer than alone devices take that wait for their turns with the host.
+
+        Some ops are bound by the host and some by their device: squares add up.
+        """
+        return math.hypot(busy_s, self.host_s * math.sqrt(replicas**2 - 1)) - busy_s if self.host_s else 0.0
+
+    def with_host(self, split: Sequence[int], micro_s: float) -> StepTime:
+        """Fit what the host takes to a micro-step of several devices, copies left out."""
+        busy_s, replicas = max(curve(n) for curve, n in zip(self.curves, split, strict=True)), sum(map(bool, split))
+        return replace(self, host_s=math.sqrt(max(0.0, micro_s**2 - busy_s**2) / (replicas**2 - 1)))
 
 
 @dataclass(frozen=True)

@@ -204,15 +204,31 @@ class LoneSession(Session):
         fitted = StepTime.bare(curves, update_s, adds_up=self.runtime.shares_processor)
         if not self.memory.replicas or self.runtime.shares_processor:
             return fitted
-        known: dict[tuple[str, int], tuple[float, float]] = {}
-        for index in range(1, len(curves)):
-            kind = self.request.devices[index].name, self.runtime.capacities_bytes[index]
-            if kind not in known:
-                measured = self._steps_of_two(space, index)
-                one = fitted.with_overhead(index, measured) if measured else fitted
-                known[kind] = one.copies_s[index], one.gather_s_per_sample[index]
-            fitted = fitted.with_costs_of(index, *known[kind])
+        kinds = [
+            (device.name, most)
+            for device, most in zip(self.request.devices, self.runtime.capacities_bytes, strict=True)
+        ]
+        firsts = {kind: index for index, kind in reversed([*enumerate(kinds)][1:])}
+        measured = {kind: self._steps_of_two(space, index) for kind, index in firsts.items()}
+        fitted = self._with_host(fitted)
+        for index, kind in enumerate(kinds[1:], 1):
+            one = fitted.with_overhead(firsts[kind], measured[kind]) if measured[kind] else fitted
+            fitted = fitted.with_costs_of(index, one.copies_s[firsts[kind]], one.gather_s_per_sample[firsts[kind]])
         return fitted
+
+    def _with_host(self, fitted: StepTime) -> StepTime:
+        """Fit what the host takes: a second micro-step of all devices takes what their turns with it make it take."""
+        if not self.subject.may_accumulate:
+            return fitted
+        split = (max(2, self.prober.least_batch()),) * len(self.request.devices)
+        self._report(f"timing the split {split}")
+        try:
+            once_s, twice_s = (
+                self.prober.micro_seconds(StepShape((split,) * steps), budget_s=POINT_BUDGET_S) for steps in (1, 2)
+            )
+        except OutOfMemoryError:
+            return fitted
+        return fitted.with_host(split, twice_s - once_s)
 
     def _steps_of_two(self, space: Space, index: int) -> list[tuple[tuple[int, ...], float]]:
         """Time two steps that device 0 and another make together, equally: a small one and one as large as fits."""

@@ -23,7 +23,7 @@ from autosplit.runtime.kernel_time import kernel_rates
 from autosplit.runtime.memory_tracker import BLOCK_BYTES, rounded
 from autosplit.runtime.op_cost import Move, OpCost, Work
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, _Whole, traced_parts, traced_peaks
+from autosplit.runtime.simulated import SimulatedRuntime, _Clocks, _play, _reduced, _Whole, traced_parts, traced_peaks
 from autosplit.runtime.tracer import Tracer, make_tracer
 from autosplit.workload.workload import Workload
 
@@ -110,7 +110,7 @@ class TestComposition:
     @pytest.mark.parametrize("name", ["cnn", "mlp", slow("char_gpt"), slow("with_loss")])
     @pytest.mark.parametrize("machine", MACHINES)
     def test_is_the_whole_step(self, name, machine, tracers):
-        """Sums of gradients stood behind all their copies: up to 13 % less time than they wait for one another."""
+        """It was held against itself, and sums of gradients waited for copies in one of the two alone."""
         tracer = tracers(name)
         composed, whole = runtime(tracer, machine), runtime(tracer, machine, kind=Whole)
         for splits in MACHINES[machine]:
@@ -144,7 +144,7 @@ class TestKeptReplicas:
         shape = StepShape((split, split, split, tuple(n // 2 for n in split)))
         followed = tracer._run(shape)
         clocks = _Clocks(machine._specs, replicas=sum(map(bool, split)))
-        _play(clocks, followed.micro, (0, 1, 2))
+        _play(clocks, _reduced(followed.micro), (0, 1, 2))
         clocks.meet()
         _play(clocks, followed.update, (0, 1, 2))
         found = machine.measure(shape)

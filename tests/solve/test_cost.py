@@ -236,9 +236,27 @@ class TestStepTime:
         fitted = StepTime.bare(self.CURVES, 0.0, adds_up=False).with_overhead(1, [((2, 1), 0.5)])
         assert (fitted.copies_s, fitted.gather_s_per_sample) == ((0.0, 0.0), (0.0, 0.0))
 
-    def test_copies_of_a_whole_step_are_shared_by_all_but_the_first(self):
+    def test_copies_of_a_whole_step_go_over_all_links_at_once(self):
+        """They were added up, and seven cards took seven times what a ring takes of one."""
         three = StepTime.bare((*self.CURVES, self.CURVES[1]), 0.0, adds_up=False)
-        assert three.with_copies((1, 1, 1), 3.0).copies_s == pytest.approx((0.0, 0.5, 0.5))
+        fitted = three.with_copies((1, 1, 1), 3.0)
+        assert fitted.copies_s == pytest.approx((0.0, 1.0, 1.0))
+        assert fitted.seconds([(1, 1, 1)]) == pytest.approx(3.0)
+        assert fitted.seconds([(1, 1, 0)] * 2) == pytest.approx(5.0)
+
+    @given(st.floats(0.001, 10), st.lists(st.integers(1, 20), min_size=2, max_size=2))
+    def test_recovers_what_the_host_takes(self, host_s, split):
+        bare = StepTime.bare(self.CURVES, 0.0, adds_up=False)
+        micro_s = replace(bare, host_s=host_s).micro_seconds(split)
+        assert micro_s >= bare.micro_seconds(split)
+        assert bare.with_host(split, micro_s).micro_seconds(split) == pytest.approx(micro_s)
+
+    def test_the_host_delays_each_micro_step_of_several_devices_and_none_of_one(self):
+        """Of steps of many small ops it is all that counts, and was known of one micro-step alone."""
+        bound = replace(StepTime.bare(self.CURVES, 0.0, adds_up=False), host_s=100.0)
+        assert bound.micro_seconds((4, 0)) == pytest.approx(4.0)
+        assert bound.seconds([(4, 1)] * 3) == pytest.approx(3 * bound.micro_seconds((4, 1)))
+        assert bound.micro_seconds((4, 1)) == pytest.approx(100 * 3**0.5, rel=0.01)
 
     @given(st.floats(0.5, 2), st.floats(0.0, 3), st.floats(0.0, 3))
     def test_a_refit_comes_near_to_what_was_measured(self, contention, copies, gather):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -165,6 +166,24 @@ def test_devices_behind_links_that_cost_more_than_they_bring_are_left_out():
     split = unlike((0.1, 50.0, 50.0)).split_of(best)
     assert split[2:] == (0, 0)
     assert min(split[:2]) > 0
+
+
+def test_device_0_is_left_out_where_each_device_waits_for_its_turn_with_the_host():
+    """Three of four cards held the batch, and were 22 % faster than all four; device 0 was never left out."""
+    region = Region(MemoryFit(0.0, 1.0), 1000, 8, (8, 8, 8), 1000)
+    step_time = StepTime.bare((line(0.9, 0.2), *(line(0.5, 0.1),) * 3), 0.0, adds_up=False)
+    in_turn = Solver(Space(region, (48, 48), 4), replace(step_time, host_s=1.0))
+    at_once = Solver(Space(region, (48, 48), 4), step_time)
+    assert in_turn.split_of(in_turn.answers()[0]) == (0, 8, 8, 8)
+    assert 0 not in at_once.split_of(at_once.answers()[0])
+
+
+def test_how_much_gathering_is_in_device_0s_way_is_tried():
+    region = Region(MemoryFit(0.0, 1.0), 1000, 8, (8, 8, 8), 1000)
+    step_time = replace(StepTime.bare((line(0.5, 0.1),) * 4, 0.0, adds_up=False), host_s=0.1)
+    solver = Solver(Space(region, (48, 48), 4), step_time)
+    assert solver.answers()[0].gpu0_bsz > 0
+    assert [solver.split_of(one) for one in solver.first_trials() if not one.gpu0_bsz] == [(0, 8, 8, 8)]
 
 
 def test_of_many_unlike_devices_the_dearest_are_left_out_first():
