@@ -105,6 +105,8 @@ class _Clocks:
         end_s = max(self.now_s[device] for device in ends) + takes_s
         for device in ends:
             self.now_s[device] = end_s
+        # What is done with a copy is started after what was copied: one interpreter starts both.
+        self._host_s[ends[-1]] = max(self._host_s[device] for device in ends)
 
     def _wait(self, device: int) -> None:
         self.now_s[device] = max(self.now_s[device], self._arrived_s[device])

@@ -198,7 +198,7 @@ class Solver:
             best = max(rates, key=lambda one: rates[one], default=None)
             return None if best is None else (rates[best], best)
 
-        found = [_best_of(self._teams_of(ceilings), of_team), self._alone(batch_size, steps)]
+        found = [self._alone(batch_size, steps), _best_of(self._teams_of(ceilings), of_team)]  # alone, where they tie
         return max((c for c in found if c is not None), key=self.samples_per_s, default=None)
 
     def _of_team(

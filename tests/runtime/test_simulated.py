@@ -117,7 +117,8 @@ class TestComposition:
             shape = StepShape(splits)
             ours, theirs = composed.measure(shape), whole.measure(shape)
             assert ours.peak_bytes == theirs.peak_bytes, splits
-            assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-3), splits
+            # Where device 0 adds up losses that replicas take themselves, their host work is not traced one by one.
+            assert ours.seconds == pytest.approx(theirs.seconds, rel=3e-3), splits
             assert ours.update_s == pytest.approx(theirs.update_s, rel=1e-3), splits
             assert ours.busy_s == pytest.approx(theirs.busy_s, rel=1e-3), splits
             assert composed.peaks(shape) == ours.peak_bytes
@@ -131,6 +132,13 @@ class TestComposition:
         machine.measure(shape)
         machine.measure(StepShape(((2, 4, 4, 4, 4, 4, 4, 4),) * 5))
         assert tracer.runs - runs <= 2
+
+
+def test_what_device_0_does_with_outputs_is_started_after_they_were_made(tracers):
+    """Device 0 without samples started the loss at once, beside a forward: such steps were 48 % faster than alone."""
+    machine = runtime(tracers("cnn"), "sim:2xRTX3090")
+    alone, elsewhere = (machine.measure(StepShape((split,) * 26)).seconds for split in [(2, 0), (0, 2)])
+    assert elsewhere > alone
 
 
 class TestKeptReplicas:
@@ -153,7 +161,7 @@ class TestKeptReplicas:
         assert found.peak_bytes == (followed.peak_bytes[0] - block_bytes, *followed.peak_bytes[1:])
         # What the host does for sums of gradients that the first micro-step does not have is taken back as a whole.
         assert found.seconds == pytest.approx(clocks.meet(), rel=0.001)
-        assert found.busy_s == pytest.approx(clocks.busy_s, rel=0.005)
+        assert found.busy_s == pytest.approx(clocks.busy_s, rel=0.01)
 
     def test_parameters_travel_once_a_step(self, tracers):
         trace = tracers("char_gpt").trace(StepShape(((4, 4),), accumulates=True))
