@@ -161,7 +161,10 @@ def _layer_text(trace: TracebackType | None) -> str:
         return ""
     name = next((name for name, layer in layers[0].named_modules() if layer is layers[-1]), "")
     name = f"{name}.".removeprefix("module.").rstrip(".")  # of a wrapper, which is not the user's
-    return f" (in {f'layer {name}, ' if name else ''}a {type(layers[-1]).__name__})"
+    kind = type(layers[-1])
+    if not name and not kind.__module__.startswith("torch."):
+        return ""  # the user's own model has a frame
+    return f" (in {f'layer {name}, ' if name else ''}a {kind.__name__})"
 
 
 @contextmanager

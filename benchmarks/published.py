@@ -346,8 +346,10 @@ def main() -> None:
     if options.cached_only:
         known = [row for row in known if kept_at(row, row.batch, options.cache).exists()]
     bracketed = [r for r in known if not options.cached_only or kept_at(r, r.failed, options.cache).exists()]
+    today = datetime.now(timezone.utc).date().isoformat()
     report = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": today,
+        "gain date": today,
         "torch": str(torch.__version__),
         "seed": options.seed,
         "step times": step_times(known, options.seed, options.cache),

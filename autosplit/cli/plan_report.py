@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -164,7 +165,8 @@ def _unused_lines(plan: Plan) -> list[str]:
 
 def _notes_to_act_on(plan: Plan) -> list[str]:
     """Return what may ask for an action: checks that depend on the split, and notes that are more than a remark."""
-    depends = dependence_line(plan.checks)
+    is_cut = sum(map(bool, plan.split)) > 1 or plan.accumulation_steps > 1
+    depends = dependence_line(plan.checks) if is_cut else ""
     notes = [*([depends] if depends else []), *(note for note in plan.notes if not note.startswith(NOT_JUST_THIS))]
     ends = list(itertools.accumulate(len(textwrap.wrap(note, 78)) for note in notes))
     if not ends or ends[-1] <= MOST_NOTE_LINES:
@@ -203,13 +205,21 @@ def paste_lines(plan: Plan, origin: Origin | None = None) -> tuple[str, ...]:
         f"plan = {origin.expression}",
         "model = plan.wrap(model)",
         *_loader_lines(plan, "plan"),
-        *_loop_lines(plan, "plan.steps(loader)", "loss_fn(model(inputs), targets.to(model.output_device))"),
+        *_loop_lines(plan, "plan"),
     )
 
 
 def _given(plan: Plan) -> str:
     more = " and dataset" if plan.lengths is None else ", dataset, lengths and pad"
-    return f"# model, optimizer, loss_fn{more} are your script's"
+    loss = {"loss_fn": ", loss_fn", "compute_loss": ", compute_loss", "output": ""}[_loss_from(plan)]
+    return f"# model, optimizer{loss}{more} are your script's"
+
+
+def _loss_from(plan: Plan) -> str:
+    """Say where a workload's loss comes from; by a function of the inputs' outputs where a plan does not know."""
+    if plan.workload.get("compute_loss") is not None:
+        return "compute_loss"
+    return "output" if plan.workload.get("loss_fn", "unknown") is None else "loss_fn"
 
 
 def _loader_lines(plan: Plan, of: str) -> tuple[str, ...]:
@@ -228,13 +238,20 @@ def _imports(plan: Plan) -> tuple[str, ...]:
     return (*(["import torch"] if plan.precision != "none" else []), "from torch.utils.data import DataLoader")
 
 
-def _loop_lines(plan: Plan, steps: str, loss: str) -> Iterator[str]:
-    """Yield the loop over an epoch's steps, in the precision that the plan's memory and time are of."""
+def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
+    """Yield the loop over an epoch's steps, in the precision that the plan's memory and time are of.
+
+    The loss is weighted by what the gradient check found; what it could not mend stands above the loop.
+    """
     kind, scaled = plan.devices[0].kind, plan.precision == "fp16"
+    batch, loss = _batch_and_loss(plan, "ctx.device" if of == "ctx" else "")
+    advice = [check.advice for check in plan.checks if check.depends and check.subject == "loss"]
+    counted = next(filter(None, (re.search(r"count=(lambda batch: .+?)\) \(under DDP", said) for said in advice)), None)
+    yield from (f"# {printable(said)}" for said in advice if not counted or said.startswith("split: "))
     if scaled:
         yield f'scaler = torch.amp.GradScaler("{kind}")'
-    yield f"for step in {steps}:"
-    yield "    for inputs, targets in step:"
+    yield f"for step in {of}.steps(loader{f', count={counted[1]}' if counted else ''}):"
+    yield f"    for {batch} in step:"
     if plan.precision == "none":
         yield f"        step.backward({loss})"
     else:
@@ -243,6 +260,24 @@ def _loop_lines(plan: Plan, steps: str, loss: str) -> Iterator[str]:
         yield f"        step.backward(loss{', scaler' * scaled})"
     yield from ["    scaler.step(optimizer)", "    scaler.update()"] if scaled else ["    optimizer.step()"]
     yield "    optimizer.zero_grad()"
+
+
+def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
+    """Return what a loader's batch is taken apart into, and its loss; on a rank's device, where it has one."""
+    loss_from = _loss_from(plan)
+    name = "inputs" if loss_from == "loss_fn" else "batch"
+    passed = {
+        "tensor": f"{name}.to({device})" if device else name,
+        "arguments": f"*(part.to({device}) for part in {name})" if device else f"*{name}",
+        "keywords": f"**{{key: part.to({device}) for key, part in {name}.items()}}" if device else f"**{name}",
+    }[plan.called_with]
+    if loss_from == "compute_loss":
+        batch, loss = "batch", "compute_loss(model, batch)"
+    elif loss_from == "output":
+        batch, loss = "batch", f"model({passed}).loss"
+    else:
+        batch, loss = "inputs, targets", f"loss_fn(model({passed}), targets.to({device or 'model.output_device'}))"
+    return batch, f"{loss} / step.weight" if plan.loss_reduction == "sum" else loss
 
 
 def _command_again(plan: Plan) -> str:
@@ -268,7 +303,6 @@ def _command_again(plan: Plan) -> str:
 
 def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
     """Return the lines that use a plan of DDP's ranks alone."""
-    loss = "loss_fn(model(inputs.to(ctx.device)), targets.to(ctx.device))"
     given = "" if origin.path is None else f" --plan {shlex.quote(origin.path)}"
     return (
         _given(plan),
@@ -279,7 +313,7 @@ def _ranks_lines(plan: Plan, origin: Origin) -> tuple[str, ...]:
         "with autosplit.ddp.setup() as ctx:",
         "    model = ctx.wrap(model)",
         *(f"    {line}" for line in _loader_lines(plan, "ctx")),
-        *(f"    {line}" for line in _loop_lines(plan, "ctx.steps(loader)", loss)),
+        *(f"    {line}" for line in _loop_lines(plan, "ctx")),
     )
 
 

@@ -181,6 +181,7 @@ class PlanRecord:
         precision: Of the workload.
         batch_dim: The batch dimension.
         loss_reduction: Of the workload: how scalar outputs of the replicas are combined.
+        called_with: How the model takes its inputs: as one ``"tensor"``, as ``"arguments"`` or as ``"keywords"``.
         simulated: The devices are not there: the plan can't be used on this machine, only read.
         complete: False where the search was interrupted and this is the best so far.
         machine: The kind of machine it holds for.
@@ -225,6 +226,7 @@ class PlanRecord:
     checks: tuple[Check, ...] = ()
     batch_dim: Annotated[int, Meta(lt=64)] = 0  # torch has no tensor of more dimensions
     loss_reduction: str = "mean"
+    called_with: Literal["tensor", "arguments", "keywords"] = "tensor"
     complete: bool = True
     machine: dict[str, Any] = field(default_factory=dict)
     workload: dict[str, Any] = field(default_factory=dict)

@@ -103,6 +103,7 @@ def assembled(subject: Subject, answer: Answer, **more: Any) -> Plan:
         simulated=request.simulated,
         batch_dim=workload.batch_dim,
         loss_reduction=workload.loss_reduction,
+        called_with=workload.called_with,
         machine=subject.wanted.machine,
         workload=subject.wanted.described,
         request=subject.wanted.asked,

@@ -10,14 +10,14 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from autosplit.devices.transfer import HOST, active_placement, transfer
-from autosplit.errors import WorkloadError
+from autosplit.errors import WorkloadError, advise
 from autosplit.workload.batch import (
     batch_size_of,
     doubting,
@@ -297,7 +297,16 @@ class Workload:
                 self._refuse_unlike_arguments()
                 raise
         inputs, targets = batch
-        outputs = call_model(model, inputs)
+        try:
+            outputs = call_model(model, inputs)
+        except TypeError as error:
+            if self.called_with == "keywords" and "argument" in str(error):
+                advise(
+                    error,
+                    "a mapping is passed as keywords; where the model takes it as one, pass "
+                    "compute_loss=lambda model, batch: loss_fn(model(batch[0]), batch[1])",
+                )
+            raise
         return self.loss_fn(outputs, _beside(outputs, targets))
 
     def _refuse_unlike_arguments(self) -> None:
@@ -317,6 +326,14 @@ class Workload:
             return
 
     @property
+    def called_with(self) -> Literal["tensor", "arguments", "keywords"]:
+        """How the model takes its inputs, see `call_model`."""
+        inputs = self.sample_batch if self.loss_fn is None else self.sample_batch[0]
+        if isinstance(inputs, (Mapping, UserDict)):
+            return "keywords"
+        return "arguments" if isinstance(inputs, (tuple, list)) else "tensor"
+
+    @property
     def takes_loss_itself(self) -> bool:
         """Whether the loss comes from the outputs by the rules of the class, no function being given."""
         return self.loss_fn is None and self.compute_loss is None and self.step is None
@@ -324,10 +341,10 @@ class Workload:
     def assumptions(self, outputs: Any = None) -> tuple[str, ...]:
         """Return what was taken for granted because it was not given, one sentence each."""
         said = [*self.assumed]
-        if self.optimizer is None and self.step is None:
-            said.append("no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer=")
         if self.takes_loss_itself and _loss_rule(outputs) == "mean":
             said.append("no loss given: the mean of the model's floating-point outputs is used; pass loss_fn=")
+        if self.optimizer is None and self.step is None:
+            said.append("no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer=")
         return tuple(said)
 
 

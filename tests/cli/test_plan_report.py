@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import copy
 import io
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
+import torch
 from ddp_jobs import make_plan as ranks_plan
 from handmade import GIB, made_ceiling, made_device, made_plan, solved_plan
 from rich.console import Console
+from torch import nn
 
+import autosplit
 from autosplit.cli.commands.devices import print_devices
 from autosplit.cli.main import main
 from autosplit.cli.plan_report import Origin, paste_lines, print_plan
@@ -19,6 +24,8 @@ from autosplit.probe.check_result import Check
 from autosplit.probe.loader_result import LoaderSettings
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.padded_length import LengthPlan, LengthPoint
+from autosplit.workload.batch import chunk, map_tensors
+from autosplit.workload.workload import Workload
 
 
 def printed(plan, *, width=100, terminal=False, origin=None, details=True):
@@ -360,6 +367,78 @@ def test_the_lines_to_paste_train_exactly_and_in_the_plans_precision(tmp_path, p
     assert {*seen} == {{"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
     for trained, exact in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(trained, exact, rtol=0, atol=off_by)
+
+
+class Tokens(nn.Module):
+    """A model of token sequences, of which inputs come as keywords where there is a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, ids, mask=None):
+        found = self.embedding(ids)
+        return self.head(found if mask is None else found * mask.unsqueeze(-1)).transpose(1, 2)
+
+
+def tokens(count):
+    ids = torch.arange(count * 6).view(count, 6).remainder(20)
+    labels = torch.where(torch.arange(6) <= torch.arange(count).unsqueeze(1) % 5 + 1, ids, -100)
+    return ids, labels
+
+
+@pytest.mark.parametrize("kind", ["mean over tokens", "sum", "keywords", "output"])
+def test_the_lines_to_paste_train_as_the_workload_does(kind):
+    """They passed a mapping as one argument, and weighed by samples what the check had found to be of tokens."""
+    ids, labels = tokens(24)
+    reduction = "sum" if kind == "sum" else "mean"
+    loss_fn = nn.CrossEntropyLoss(reduction=reduction)
+    whole: Any = (ids, labels)
+    if kind == "keywords":
+        whole = ({"ids": ids, "mask": (labels > 5).float()}, labels.clamp(min=0))
+    torch.manual_seed(0)
+    model = Tokens()
+    given: dict[str, Any] = {"loss_fn": loss_fn, "loss_reduction": reduction}
+    if kind == "output":
+        whole, given = {"ids": ids, "labels": labels.clamp(min=0)}, {}
+        model = WithLoss(model)
+    exact = copy.deepcopy(model)
+    workload = Workload(model, chunk(whole, (6, 18))[0], optimizer=torch.optim.SGD, **given)
+    options = {"effective_batch_size": 24, "max_batch_size": 10, "n_trials": 1, "profile": "off"}
+    plan = autosplit.tune(workload, devices="cpu:8MiB,cpu:8MiB", **options)
+    samples = [chunk(whole, (n, 1, 23 - n))[1] for n in range(24)]
+    names = {
+        "plan_of": plan,
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "dataset": [map_tensors(lambda part: part[0], sample) for sample in samples],
+    }
+    exec("\n".join(paste_lines(plan, Origin("plan_of"))), names)
+    workload.loss(exact, whole).backward()
+    torch.optim.SGD(exact.parameters(), lr=0.1).step()
+    for trained, wanted in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(trained, wanted, rtol=1e-5, atol=1e-6)
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, labels):
+        return Output(nn.functional.cross_entropy(self.model(ids), labels))
+
+
+def test_what_the_check_could_not_mend_stands_above_the_loop():
+    check = Check("loss", 0.4, 0.4, depends=True, advice="it is a sum: pass loss_reduction='sum'")
+    lines = paste_lines(made_plan(checks=(check,)))
+    assert lines[lines.index("for step in plan.steps(loader):") - 1] == f"# {check.advice}"
 
 
 def test_the_lines_of_ranks_have_the_plans_precision():

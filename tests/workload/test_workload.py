@@ -460,3 +460,16 @@ def test_targets_without_a_loss_are_named():
     workload = Workload(model, (torch.zeros(4, 4), torch.zeros(4, 2)))
     with pytest.raises(WorkloadError, match=r"tuple of 2, and Linear.forward can't be called .* pass loss_fn= where"):
         workload.loss(model, workload.batch(4))
+
+
+def test_a_model_that_takes_a_mapping_as_one_argument_is_told_how_to_pass_it():
+    """The message blamed the model, and nothing said that a mapping is passed as keywords."""
+
+    class One(nn.Module):
+        def forward(self, batch):
+            return batch["x"]
+
+    workload = Workload(One(), ({"x": torch.randn(4, 2)}, torch.zeros(4, 2)), loss_fn=nn.MSELoss())
+    with pytest.raises(TypeError, match="unexpected keyword") as caught:
+        workload.loss(workload.model, workload.sample_batch)
+    assert "compute_loss=lambda model, batch" in caught.value.autosplit_advice
