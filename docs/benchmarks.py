@@ -123,7 +123,8 @@ def _simulation() -> list[str]:
         f"{_percent(largest['above'])} are predicted too large.\n"
     )
     opened = _opened("Simulated cards", said, "published", found)
-    gains = [f"What several cards gain by nn.DataParallel over one ({found['gain date']}):\n", *_errors(found["gain of DataParallel"])]
+    gained = f"What several cards gain by nn.DataParallel over one ({found['gain date']}):\n"
+    gains = [gained, *_errors(found["gain of DataParallel"])]
     return [*opened, *_errors(found["step times"]), batches, *gains]
 
 
