@@ -259,6 +259,9 @@ def chunk(tree: Any, sizes: tuple[int, ...], dim: int = 0, size: int | None = No
     ]
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
 def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
     """Make a batch of `n` samples by repeating those of a sample batch in order.
 
@@ -272,6 +275,10 @@ def resize(tree: Any, n: int, dim: int = 0, *, mark: bool = False) -> Any:
 
     def repeat(tensor: Tensor) -> Tensor:
         index = torch.arange(n, device=tensor.device).remainder_(size)
-        return tensor.detach().index_select(dim, index)
+        repeated = tensor.detach().index_select(dim, index)
+        layout = _CHANNELS_LAST.get(tensor.dim()) if tensor.layout is torch.strided else None
+        if layout is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=layout):
+            return repeated
+        return repeated.contiguous(memory_format=layout)  # kernels go by how images lie
 
     return _map_batched(repeat, tree, size, dim, *([Whole] if mark else []))

@@ -251,6 +251,19 @@ def test_chunks_put_together_are_the_batch(sizes, dim, width):
     assert torch.equal(torch.cat([part["twin"][0] for part in parts], dim), batch["twin"][0])
 
 
+@pytest.mark.parametrize(
+    ("shape", "layout"), [((4, 3, 8, 8), torch.channels_last), ((4, 3, 2, 8, 8), torch.channels_last_3d)]
+)
+def test_images_lie_as_they_lay(shape, layout):
+    """Their channels came to lie apart, and a model was timed by kernels that its training does not run."""
+    images = torch.randn(shape).to(memory_format=layout)
+    resized = resize(images, 7)
+    assert resized.is_contiguous(memory_format=layout)
+    assert not resized.is_contiguous()
+    torch.testing.assert_close(resized[:4], images)
+    assert resize(torch.randn(shape), 7).is_contiguous()
+
+
 @given(size=st.integers(1, 6), n=st.integers(1, 20))
 def test_a_resized_batch_repeats_its_samples(size, n):
     made = resize([rows(size), torch.arange(size)], n)
