@@ -204,7 +204,7 @@ class StepTime:
             self,
             copies_s=tuple(copies * seconds for seconds in self.copies_s),
             gather_s_per_sample=tuple(gather * seconds for seconds in self.gather_s_per_sample),
-            contention=contention * self.contention,
+            contention=max(LEAST_CONTENTION, contention * self.contention),
         )
 
     def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
@@ -216,6 +216,8 @@ class StepTime:
             pairs = list({(id(curve), samples): (curve, samples) for curve, samples in pairs}.values())
         times = [curve(samples) for curve, samples in pairs]
         gather_s = sum(map(operator.mul, self.gather_s_per_sample, split))
+        if sum(map(bool, split)) == 1:  # nobody is in its way
+            return 0.0, gather_s, max(times)
         busy_s = sum(times) if self.adds_up else max(times)
         return busy_s, gather_s, self._waits_s(self.contention * busy_s, sum(map(bool, split)))
 
@@ -249,6 +251,9 @@ class RankStepTime(StepTime):
     def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
         return max(curve(max(1, samples)) for curve, samples in zip(self.curves, split, strict=True)), 0.0, 0.0
 
+
+LEAST_CONTENTION = 0.1
+"""Where copies or the host take nearly all the time, a fit may find that computing takes none, which can't be."""
 
 PRIOR_WEIGHT = 0.03
 """Number of measured steps that a parameter's earlier value counts as in a fit."""

@@ -36,9 +36,6 @@ TOGETHER_NOTE = "strategy 'ddp': every throughput is of steps that {} ranks ran 
 LEAST_SEEN = 0.05
 """Of an all-reduce: the first bucket's share or so is hidden by nothing."""
 
-LEAST_CONTENTION = 0.1
-"""Where the all-reduce takes nearly all the time, a fit may find that computing takes none, which can't be."""
-
 _Order = Sequence[Sequence[int]] | Failure | None
 """What rank 0 says comes next: a step of these shares; that it failed; or nothing."""
 
@@ -286,8 +283,7 @@ class JointSession(Session):
     def _fit(self, best: Trial) -> Fit:
         """Return the model as it was fitted to the trials, in the words in which `Problem` solves ranks again."""
         fitted = self.solver.refitted(self.trials).step_time
-        slower = max(LEAST_CONTENTION, fitted.contention)
-        curves = tuple(TimeCurve(tuple((n, slower * s) for n, s in curve.points)) for curve in fitted.curves)
+        curves = tuple(TimeCurve(tuple((n, fitted.contention * s) for n, s in curve.points)) for curve in fitted.curves)
         busy_s = max(curve(share) for curve, share in zip(curves, best.split, strict=True))
         # As much as a backward hides, and what was seen: `overlapped_seconds` takes the first off again.
         reduce_s = BACKWARD_SHARE * busy_s + sum(fitted.copies_s)

@@ -251,6 +251,15 @@ class TestStepTime:
         assert micro_s >= bare.micro_seconds(split)
         assert bare.with_host(split, micro_s).micro_seconds(split) == pytest.approx(micro_s)
 
+    def test_a_device_alone_has_nobody_in_its_way(self):
+        """A refit found that computing takes nothing, and so did a step of a single device other than the first."""
+        measured = [([(4, 1)], 1e-9), ([(20, 10)], 1e-9)]
+        refitted = replace(self.STEP, update_s=0.0, copies_s=(0.0, 0.0), gather_s_per_sample=(0.0, 0.0)).refitted(
+            measured
+        )
+        assert refitted.seconds([(0, 4)]) == pytest.approx(self.CURVES[1](4))
+        assert refitted.seconds([(4, 4)]) > 0
+
     def test_the_host_delays_each_micro_step_of_several_devices_and_none_of_one(self):
         """Of steps of many small ops it is all that counts, and was known of one micro-step alone."""
         bound = replace(StepTime.bare(self.CURVES, 0.0, adds_up=False), host_s=100.0)
