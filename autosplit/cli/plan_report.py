@@ -272,7 +272,12 @@ def _batch_and_loss(plan: Plan, device: str) -> tuple[str, str]:
         "keywords": f"**{{key: part.to({device}) for key, part in {name}.items()}}" if device else f"**{name}",
     }[plan.called_with]
     if loss_from == "compute_loss":
-        batch, loss = "batch", "compute_loss(model, batch)"
+        moved = {
+            "tensor": f"batch.to({device})",
+            "arguments": f"[part.to({device}) for part in batch]",
+            "keywords": f"{{key: part.to({device}) for key, part in batch.items()}}",
+        }[plan.called_with]
+        batch, loss = "batch", f"compute_loss(model, {moved if device else 'batch'})"
     elif loss_from == "output":
         batch, loss = "batch", f"model({passed}).loss"
     else:
