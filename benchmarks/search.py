@@ -943,11 +943,8 @@ class _Stopwatch:
 
 
 def overhead_here() -> dict[str, Any]:
-    """Tune the char GPT on the processor, for real, and tell where the time went; imports are `startup.py`'s."""
+    """Tune the char GPT on the processor, for real, and tell where the time went."""
     import char_gpt
-    import torch._dynamo  # by torch itself, in the first backward
-
-    from autosplit.solve import optuna_search  # noqa: F401
 
     torch.set_num_threads(1)
     workload = char_gpt.workload()
@@ -976,11 +973,11 @@ CPU_DEVICES = "cpu:256MiB,cpu:192MiB"
 
 
 def overhead_figures() -> dict[str, Any]:
-    """Do so in a new process."""
+    """Do so in a new process, in which Optuna is imported by the tuning."""
     command = [sys.executable, str(Path(__file__)), "--overhead"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 (it is this file)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    said = "share of a real tuning's wall time, after imports, that is neither in steps nor in traces"
+    said = "share of a real tuning's wall time that is neither in steps nor in traces"
     return {**figures, "claims": [claim(said, figures["share"], OVERHEAD)]}
 
 
