@@ -130,18 +130,22 @@ def kernel_seconds(numbers: Numbers, codes: Codes, spec: GpuSpec, rates: KernelR
     used[grouped] = np.minimum(1.0, numbers[3, grouped] / rates.group_channels) ** rates.group_exponent
     arithmetic_s = numbers[0] / (peaks * reached * used)
     memory_s = numbers[1] * passes / spec.memory_bytes_per_s
+    by_channel = _masks()[3][codes[0]]  # a block of threads for each channel
+    memory_s[by_channel] /= np.minimum(1.0, numbers[2, by_channel] / (spec.multiprocessors or 1))
     return np.asarray(rates.start_s + np.maximum(arithmetic_s, memory_s))
 
 
 @functools.cache
 def _masks() -> tuple[npt.NDArray[np.bool_], ...]:
-    """Return which kinds are cut into tiles, which are products by groups of channels, and which dense windows."""
+    """Return which kinds are cut into tiles, which are by groups of channels, dense windows, and norms of planes."""
     kinds = list(kernel_rates().kinds)
-    tiled = ("matmul", "batched", "pointwise", "pointwise_weight", "convolution", "convolution_weight")
+    dense = ("pointwise", "convolution", "unaligned")
+    tiled = ("matmul", "batched", *dense, *(f"{kind}_weight" for kind in dense))
     return (
         np.array([kind in tiled for kind in kinds]),
         np.array([kind.startswith("grouped") for kind in kinds]),
         np.array([kind.startswith("convolution") for kind in kinds]),
+        np.array([kind in ("batch_norm", "batch_norm_backward") for kind in kinds]),
     )
 
 

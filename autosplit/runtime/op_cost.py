@@ -186,10 +186,24 @@ def op_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: 
 def _kernels(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Iterator[OpCost]:
     if packet in _CONVOLUTIONS:
         yield from _convolution(args, outputs)
+        yield from _made_dense(args[:2])
     elif packet is aten.convolution_backward:
         yield from _convolution_backward(args, outputs)
+        yield from _made_dense(args[1:3], args[0])
     else:
         yield _kernel(packet, args, kwargs, outputs)
+        if _KIND_OF.get(packet) == "batch_norm":
+            yield from _made_dense(args[:1])
+        elif _KIND_OF.get(packet) == "batch_norm_backward":
+            yield from _made_dense(args[1:2], args[0])
+
+
+def _made_dense(ordering: Sequence[Tensor], *others: Tensor) -> Iterator[OpCost]:
+    """Yield the copies of images that are slices, or in another order than the first ones: cuDNN takes neither."""
+    wanted = torch.channels_last if any(map(_in_channels, ordering)) else torch.contiguous_format
+    for tensor in (*ordering, *others):
+        if tensor.dim() == 4 and not tensor.is_contiguous(memory_format=wanted):
+            yield OpCost(0, 2 * _nbytes(tensor), _rate([tensor]), "copy")
 
 
 def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCost:
@@ -214,8 +228,12 @@ def _kernel(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs
         kind = "batched" if batch else "matmul"
         return OpCost(flops, nbytes, rate, kind, (rows, columns, inner, count))
     kind = _KIND_OF.get(packet, "elementwise")
+    if kind == "copy" and len({tensor.stride() for tensor in tensors}) == 1:
+        kind = "elementwise"  # nothing changes its place
     if kind in _BY_LAYOUT and any(_in_channels(tensor) for tensor in tensors):
         kind += "_channels"
+    if kind in ("batch_norm", "batch_norm_backward"):  # planes: a block of threads for each channel
+        return OpCost(flops, nbytes, rate, kind, (args[kind == "batch_norm_backward"].shape[1], 0, 0, 0))
     return OpCost(flops, nbytes, rate, kind)
 
 
@@ -275,13 +293,21 @@ def _one_convolution(
         return OpCost(2 * macs, nbytes, "float64" if rate == "float64" else "float32", kind, product)
     # cuDNN convolutions take TF32 by default, matrix products don't (torch.backends.cuda.matmul.allow_tf32).
     rate = "tf32" if rate == "float32" else rate
-    size = "grouped" if groups > 1 else "pointwise" if math.prod(weight.shape[2:]) == 1 else "convolution"
-    return OpCost(2 * macs, nbytes, rate, size + suffix + (layout if groups > 1 else ""), product)
+    if groups > 1:
+        width = weight.shape[1]
+        # cuDNN packs narrow groups into its tiles where there are enough of them.
+        packed = layout and not suffix and width in (4, 8, 16, 32) and groups % 32 == 0
+        return OpCost(2 * macs, nbytes, rate, "packed" if packed else f"grouped{suffix}{layout}", product)
+    size = "pointwise" if math.prod(weight.shape[2:]) == 1 else "convolution"
+    # Tensor cores want eight channels at a time; images of up to four have kernels of their own.
+    if rate in ("float16", "bfloat16") and weight.shape[1] > 4 and (weight.shape[0] % 8 or weight.shape[1] % 8):
+        size = "unaligned"
+    return OpCost(2 * macs, nbytes, rate, size + suffix, product)
 
 
 def _in_channels(tensor: Tensor) -> bool:
-    """Tell whether the channels of images lie beside each other (``torch.channels_last``)."""
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    """Tell whether the channels of images, whole ones or slices, lie beside each other (``torch.channels_last``)."""
+    return tensor.dim() == 4 and tensor.stride(1) == 1 < tensor.stride(3)
 
 
 def _layout(*tensors: Tensor) -> Iterator[OpCost]:
