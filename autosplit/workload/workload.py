@@ -98,7 +98,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", self.precision or "none")
-        _expect("precision", self.precision, tuple(PRECISIONS))
+        _expect("precision", self.precision, tuple(PRECISIONS), "'none' is fp32, or what the model is in")
         _expect("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _expect("loss_scope", self.loss_scope, ("sample", "batch"))
         given = [name for name in ("loss_fn", "compute_loss", "step") if getattr(self, name) is not None]
@@ -348,9 +348,9 @@ class Workload:
         return tuple(said)
 
 
-def _expect(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _expect(name: str, value: Any, allowed: tuple[str, ...], advice: str = "choose one of them") -> None:
     if value not in allowed:
-        raise WorkloadError(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}")
+        raise WorkloadError(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}; {advice}")
 
 
 def call_model(model: Any, inputs: Any) -> Any:

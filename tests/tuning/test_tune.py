@@ -995,6 +995,12 @@ BAD = {
         "effective_batch_size is 0",
         lambda: quick(small(), SIM, effective_batch_size=0),
     ),
+    "effective batch from its end": (
+        InputError,
+        "effective_batch_size is 1024:256; expected the smaller end first; write 256:1024",
+        lambda: quick(small(), SIM, effective_batch_size="1024:256"),
+    ),
+    "fp32": (WorkloadError, "'none' is fp32, or what the model is in", lambda: quick(small(), SIM, precision="fp32")),
     "max batch of 0": (InputError, "max_batch_size is 0", lambda: quick(small(), SIM, max_batch_size=0)),
     "negative reserve": (InputError, "reserve", lambda: quick(small(), SIM, reserve=-1)),
     "unknown strategy": (InputError, "strategy is 'fsdp'", lambda: quick(small(), SIM, strategy="fsdp")),
