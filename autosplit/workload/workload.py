@@ -19,8 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 from autosplit.devices.transfer import HOST, active_placement, transfer
 from autosplit.errors import WorkloadError, advise
 from autosplit.workload.batch import (
+    COLLATED,
     batch_size_of,
     doubting,
+    is_list_of_samples,
     map_tensors,
     named_leaves,
     resize,
@@ -132,8 +134,9 @@ class Workload:
         is_pair = isinstance(self.sample_batch, (tuple, list)) and len(self.sample_batch) == 2
         if self.loss_fn is not None and not is_pair:
             raise WorkloadError(
-                f"loss_fn is given and the sample batch is a {type(self.sample_batch).__name__}; "
-                "expected a pair (inputs, targets); pass such a pair, or compute_loss=(model, batch) -> loss"
+                f"loss_fn is given and the sample batch is a {type(self.sample_batch).__name__}; expected a pair "
+                f"(inputs, targets); pass {COLLATED if is_list_of_samples(self.sample_batch) else 'such a pair'}, or "
+                "compute_loss=(model, batch) -> loss"
             )
         _ = self.sample_batch_size  # an empty or inconsistent batch is an error here, not in a probe
 
@@ -226,6 +229,8 @@ class Workload:
                 f"model is {self.model!r:.80}; expected an nn.Module, or a function that returns one; "
                 "pass the model as the first argument"
             )
+        if isinstance(self.model, type):
+            _refuse_arguments_of(self.model)
         return ()
 
     @property
@@ -276,8 +281,13 @@ class Workload:
         Raises:
             WorkloadError: There is nothing to take a loss of, or it depends on no trainable parameter.
         """
-        with doubting(named_leaves(self.sample_batch, "sample_batch"), self.sample_batch_size, self.batch_dim):
-            loss = self._loss(model, batch)
+        try:
+            with doubting(named_leaves(self.sample_batch, "sample_batch"), self.sample_batch_size, self.batch_dim):
+                loss = self._loss(model, batch)
+        except (TypeError, RuntimeError, LookupError) as error:
+            if is_list_of_samples(self.sample_batch) and not isinstance(error, torch.OutOfMemoryError):
+                advise(error, f"if the sample batch is a list of samples, pass {COLLATED}")
+            raise
         if not isinstance(loss, Tensor):
             raise WorkloadError(f"the loss is a {type(loss).__name__}; expected a tensor; return the tensor itself")
         if not loss.requires_grad:
@@ -320,7 +330,7 @@ class Workload:
             raise WorkloadError(
                 f"the sample batch is a {type(self.sample_batch).__name__} of {count}, and {name}.forward can't be "
                 f"called with it ({error}); expected its arguments; pass loss_fn= where the last part is the targets, "
-                "or a batch of the inputs alone"
+                f"a batch of the inputs alone, or {COLLATED} where it is a list of samples"
             ) from None
         except ValueError:  # it has no signature
             return
@@ -346,6 +356,19 @@ class Workload:
         if self.optimizer is None and self.step is None:
             said.append("no optimizer given: AdamW is assumed, with its two states per parameter; pass optimizer=")
         return tuple(said)
+
+
+def _refuse_arguments_of(model: type) -> None:
+    """Refuse a class in place of a model where a call without arguments would not make one."""
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        raise WorkloadError(
+            f"model is the class {model.__name__}, which can't be made without arguments ({error}); expected an "
+            f"nn.Module; pass one that is made, {model.__name__}(...)"
+        ) from None
+    except ValueError:  # it has no signature
+        return
 
 
 def _expect(name: str, value: Any, allowed: tuple[str, ...], advice: str = "choose one of them") -> None:
