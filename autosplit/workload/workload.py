@@ -54,7 +54,7 @@ class Workload:
         model: A module; a function that returns one (for ``sim:`` it is built without its memory); or, with
             `step`, several in a tuple, list or mapping. It is never changed: a copy of it runs.
         sample_batch: One batch as training sees it; batches of other sizes repeat its samples.
-        loss_fn: ``loss_fn(outputs, targets) -> Tensor``.
+        loss_fn: ``loss_fn(outputs, targets) -> Tensor``, of one number.
         compute_loss: ``compute_loss(model, batch) -> Tensor``, in place of all the rules above. It gets the
             batch on the first device.
         step: ``step(models, optimizers, batch) -> None``, in place of the whole optimizer step, for several
@@ -279,7 +279,8 @@ class Workload:
         """Run the model, or a wrapper around it, on a batch and return the scalar loss by the rules of the class.
 
         Raises:
-            WorkloadError: There is nothing to take a loss of, or it depends on no trainable parameter.
+            WorkloadError: There is nothing to take a loss of, or it is not one number, or depends on no trainable
+                parameter.
         """
         try:
             with doubting(named_leaves(self.sample_batch, "sample_batch"), self.sample_batch_size, self.batch_dim):
@@ -295,7 +296,12 @@ class Workload:
                 "the loss depends on no trainable parameter; expected one with a gradient; "
                 "check requires_grad, and that the loss is taken outside torch.no_grad()"
             )
-        return loss if loss.dim() == 0 else loss.mean()
+        if loss.numel() != 1:
+            raise WorkloadError(
+                f"the loss is of shape {tuple(loss.shape)}; expected a tensor of one number, as training takes it; "
+                "return its mean, with reduction='mean' or loss.mean()"
+            )
+        return loss.reshape(())
 
     def _loss(self, model: Any, batch: Any) -> Any:
         if self.compute_loss is not None:

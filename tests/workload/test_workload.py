@@ -140,8 +140,11 @@ class TestLossRules:
         assert self.loss_of(lambda x: (x, {"other": x + 1, "codes": torch.arange(3)}, "text")) == 4.0
         assert self.loss_of(Output) == 3.5
 
-    def test_a_loss_per_sample_is_averaged(self):
-        assert self.loss_of(lambda x: Output(x, x.sum(1))) == 7
+    def test_a_loss_per_sample_is_refused(self):
+        """It was averaged here, and refused by `step.backward` when it came to train."""
+        assert self.loss_of(lambda x: Output(x, x.sum().reshape(1))) == 28
+        with pytest.raises(WorkloadError, match=r"loss is of shape \(4,\); expected a tensor of one number"):
+            self.loss_of(lambda x: Output(x, x.sum(1)))
 
     def test_the_mean_is_said_and_nothing_else_is(self):
         model = nn.Linear(2, 2)
