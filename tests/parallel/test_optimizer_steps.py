@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit.errors import InputError
+from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler, StepSchedule
 from autosplit.parallel.optimizer_steps import OptimizerStep, steps
 from autosplit.solve.split import micro_batch_sizes
@@ -386,6 +387,25 @@ class TestMistakes:
             for step in self.make():
                 for _ in step:
                     pass
+
+    @pytest.mark.parametrize("split", [None, (3, 1)])
+    def test_an_update_between_two_micro_batches(self, split: tuple[int, int] | None) -> None:
+        """On cards it is seen by the gradients that wait there; on one device it went by unseen."""
+        module = make_model()
+        model = module if split is None else BalancedDataParallel(None, module, ["cpu", "cpu"], split=split)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+        def train(*, within: bool) -> None:
+            for step in self.make():
+                for _, inputs, targets in step:
+                    step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                    if within:
+                        optimizer.step()
+                optimizer.step()
+
+        train(within=False)
+        with pytest.raises(InputError, match=r"changed after micro-batch 1 of 3 .*; call optimizer.step\(\)"):
+            train(within=True)
 
     def test_no_backward_for_the_last(self) -> None:
         step = next(self.make())
