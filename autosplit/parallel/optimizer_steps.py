@@ -344,6 +344,7 @@ def steps(
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):
         _check_sizes(sampler, batch_size, effective_batch_size)
+        sampler.check_dataset(getattr(loader, "dataset", None))
         if count is not None and over_ranks is None and sampler.rank_slice.num_ranks > 1:
             raise InputError(
                 f"count is given, but the loader's batch sampler is one of {sampler.rank_slice.num_ranks} ranks'; "

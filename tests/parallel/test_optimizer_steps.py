@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit.errors import InputError
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.parallel.batch_sampler import ScheduledBatchSampler, StepSchedule
+from autosplit.parallel.batch_sampler import LeftOutWarning, ScheduledBatchSampler, StepSchedule
 from autosplit.parallel.optimizer_steps import OptimizerStep, steps
 from autosplit.solve.split import micro_batch_sizes
 
@@ -450,6 +450,15 @@ class TestMistakes:
     def test_a_sampler_of_other_sizes(self, batch_size: int, effective_batch_size: int) -> None:
         with pytest.raises(InputError, match=r"but the loader's batch sampler was made for (4|10)"):
             steps(sampled_loader(4, 10), batch_size=batch_size, effective_batch_size=effective_batch_size)
+
+    @pytest.mark.parametrize("samples", [3, NUM_SAMPLES + 1])
+    def test_a_sampler_of_another_data_set(self, samples: int) -> None:
+        """Too many ended in an IndexError of the loader's; too few left samples out without a word."""
+        sampler = ScheduledBatchSampler(samples, 4, 10)
+        loader = DataLoader(TensorDataset(INPUTS), batch_sampler=sampler)
+        said = f"made for {samples} samples, and the data set has {NUM_SAMPLES}; .* pass batch_sampler\\(len"
+        with pytest.warns(LeftOutWarning, match=said) if samples < 23 else pytest.raises(InputError, match=said):
+            steps(loader, batch_size=4, effective_batch_size=10)
 
     def test_bad_numbers_are_refused_before_the_first_step(self) -> None:
         with pytest.raises(InputError, match="batch_size is 0"):
