@@ -934,6 +934,7 @@ def test_show_without_any_profile(capsys, fails):
         ("ab", "these begin so: "),
         ("ef", "the newest keys are: "),
         ("plan.json", "check the path"),
+        ("m1.py:work", "m1.py:work is a Python file; expected a plan; make one with autosplit tune m1.py:work"),
         ("", "''"),
     ],
 )
