@@ -283,7 +283,7 @@ class OptimizerStep:
             )
 
     def _check_parameters(self) -> None:
-        """Refuse an update before all of the step's gradient is there; it is seen in one parameter."""
+        """Refuse an update before all of the step's gradient is there, seen in one parameter; a fused one is not."""
         watched, self._watched = self._watched, None
         if watched is not None and watched[0]._version != watched[1]:  # noqa: SLF001
             raise InputError(
