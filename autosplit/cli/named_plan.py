@@ -63,6 +63,8 @@ class Profile:
 
 def plan_file(which: str) -> Path:
     """Return the file of a plan that somebody named; see `named_or_newest`. A file goes before a key."""
+    if which.endswith(".py") or ".py:" in which:
+        raise InputError(f"{which} is a Python file; expected a plan; make one with autosplit tune {which}")
     return Path(which) if _is_file(which) else profile_path(which)
 
 

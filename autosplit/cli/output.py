@@ -94,8 +94,8 @@ def _fitted(line: str) -> list[str]:
     return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def progress(manner: Manner) -> AbstractContextManager[Callable[[Progress], None] | None]:
-    """Draw a bar while something runs, where there is a terminal and it is not to be quiet."""
+def progress(manner: Manner) -> AbstractContextManager[Callable[[Progress], None]]:
+    """Draw a bar while something runs, or without a terminal write a line a stage, unless it is to be quiet."""
     return progress_bar() if speaks() and not manner.quiet else nullcontext(lambda _progress: None)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -31,6 +32,9 @@ BAR_WIDTH = 12
 
 KEYS_SHOWN = 4
 """Columns that a bar leaves free: a terminal writes ``^C`` there, in two lines that no one would clear otherwise."""
+
+SILENT_S = 10.0
+"""What is over so soon says nothing on a stderr that is no terminal: scripts read what does."""
 
 STOPPING = "stopping with the best so far, if any; Ctrl-C again ends at once"
 """What a bar says from the first Ctrl-C on: it may take as long as the step that runs."""
@@ -120,14 +124,32 @@ def stdout_kept_clean() -> Iterator[None]:
         yield
 
 
+def _stage_lines() -> Callable[[Progress], None]:
+    """Return what writes a line to stderr for each stage of what takes long."""
+    last, begun_s = "", time.monotonic()
+
+    def tell(progress: Progress) -> None:
+        nonlocal last
+        waits = progress.stage == "waiting"
+        if progress.stage in (last, "done") or (not waits and time.monotonic() < begun_s + SILENT_S):
+            return
+        last, hint = progress.stage, "; --profile off waits for nobody" if waits else ""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{progress.fraction:4.0%}  {printable(progress.message)}{hint}\n")
+            sys.stderr.flush()
+
+    return tell
+
+
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
+def progress_bar() -> Iterator[Callable[[Progress], None]]:
     """Draw a bar on stderr if that is a terminal: what is being done, steps and OOMs so far, the best so far.
 
-    It begins with what every command does first, to build the model. Elsewhere nothing is drawn: a log would keep it.
+    It begins with what every command does first, to build the model. Elsewhere, as in a log, each stage of what takes
+    long is a line.
     """
     if not sys.stderr.isatty():
-        yield None
+        yield _stage_lines()
         return
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar

@@ -174,8 +174,9 @@ def _budget(item: str, text: str) -> int:
         n_bytes = parse_bytes(text)
     except InputError as error:
         raise DeviceError(f"{what}: expected a size such as 2GiB or 600MiB; correct it") from error
-    if n_bytes and re.fullmatch(r"[0-9.]+", text):
-        raise DeviceError(f"{what} has no unit: expected a size such as 2GiB; add the unit")
+    if re.fullmatch(r"[0-9.]+", text):
+        hint = "write 'cpu:2GiB,cpu:2GiB' for two devices" if item.startswith("cpu") else "add the unit"
+        raise DeviceError(f"{what} has no unit: expected a size such as 2GiB; {hint}")
     if n_bytes < 1:
         raise DeviceError(f"{what}: expected at least one byte; write a size such as 2GiB")
     return n_bytes
@@ -202,6 +203,10 @@ def _sim_item(item: str, spec: str) -> tuple[int, Device]:
     count_text, name = match[1] or "1", match[2]
     if not name:
         raise DeviceError(f"device spec {shown(spec)} has an item without a card: {_EXPECTED}; name a card")
+    askew = None if match[1] else re.fullmatch(r"([0-9]+)([A-Za-z].*)|(.*)[xX*]([0-9]+)", name)
+    if askew is not None and mentions_card(askew[2] or askew[3]):
+        meant = f"{askew[1] or askew[4]}x{(askew[2] or askew[3]).strip()}"
+        raise DeviceError(f"card {shown(name)} holds a count: expected it in front, with an x; write 'sim:{meant}'")
     if not re.fullmatch(r"[0-9]+", count_text) or not count_text.strip("0"):
         raise DeviceError(
             f"count {shown(count_text)} in {shown(spec)}: expected a whole number of 1 or more; correct it"

@@ -6,10 +6,14 @@ exception or a `break` in it ends the naming, too.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Accumulation:
@@ -55,3 +59,13 @@ def current_accumulation() -> Accumulation | None:
     """Return the optimizer step whose micro-step runs now; None outside of one."""
     running = _running.get()
     return running[-1] if running else None
+
+
+def nearest_parameter(loss: Tensor) -> Tensor | None:
+    """Return the parameter that is the fewest operations away from a loss; None where it is too far to look for."""
+    nodes: list[Any] = [loss.grad_fn]
+    for node in itertools.islice(nodes, 200):  # it grows on the way: breadth first
+        if type(node).__name__ == "AccumulateGrad":
+            return node.variable  # type: ignore[no-any-return]
+        nodes += [other for other, _ in getattr(node, "next_functions", ())]
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,10 @@ from torch.utils.data import Sampler
 
 from autosplit.errors import InputError, shown
 from autosplit.solve.split import accumulation_steps, micro_batch_sizes, short_split, whole_number
+
+
+class LeftOutWarning(UserWarning):
+    """A batch sampler was made for fewer samples than the data set has: the last of them are never trained on."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,26 @@ class ScheduledBatchSampler(Sampler[list[int]]):
                     f"expected none or {least} and more on each device, since the plan's BatchNorms train on no fewer; "
                     "pass drop_last=True, or take another number of samples"
                 )
+
+    def check_dataset(self, dataset: Any) -> None:
+        """Compare the samples that are handed out with those that there are; `steps` does it.
+
+        Raises:
+            InputError: The data set has fewer.
+
+        Warns:
+            LeftOutWarning: It has more: the others never come.
+        """
+        if not hasattr(dataset, "__len__") or len(dataset) == self.num_samples:
+            return
+        said = (
+            f"the batch sampler was made for {self.num_samples} samples, and the data set has {len(dataset)}; expected "
+            "as many; pass batch_sampler(len(dataset))"
+        )
+        if len(dataset) < self.num_samples:
+            raise InputError(said)
+        said += f", or a Subset where the other {len(dataset) - self.num_samples} are not to be trained on"
+        warnings.warn(said, LeftOutWarning, stacklevel=4)  # at whoever called plan.steps or ctx.steps
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, 0 or more, and with it the order that the next iteration draws, if it shuffles.

@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from autosplit.errors import InputError
-from autosplit.parallel.accumulation import Accumulation
+from autosplit.parallel.accumulation import Accumulation, nearest_parameter
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.noise_scale import NoiseScale, StepNorms, Sums
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
@@ -89,6 +89,7 @@ class OptimizerStep:
         self._iterated = False
         self._meets = False
         self._loss: torch.Tensor | None = None
+        self._watched: tuple[torch.Tensor, int] | None = None
         self._part: Part | None = None
         self._attempt: Attempt | None = None
         self._failed: Attempt | None = None
@@ -172,6 +173,8 @@ class OptimizerStep:
             scaled = weighted if scaler is None else scaler.scale(weighted)
             with self._recorded(scaled, weight, scaler):
                 scaled.backward() if self._attempt is None else self._attempt.backward(scaled.backward, loss)
+        if self._drawn < len(self) and (parameter := nearest_parameter(loss)) is not None:
+            self._watched = parameter, parameter._version  # noqa: SLF001  # torch has no public one
         if weight:
             # Added up in the first one's place: a block kept for each is not in a plan's memory.
             own = weighted.detach().reshape(())
@@ -264,6 +267,7 @@ class OptimizerStep:
                 if failed is not None:
                     parts[:0] = failed.halves()
                 self._check_backward()
+                self._check_parameters()
                 del part, failed
         accumulation.finish()
         if self.on_end is not None:
@@ -276,6 +280,15 @@ class OptimizerStep:
             raise InputError(
                 f"{self._place()} had no backward; expected one for each, or the gradient lacks its part; call "
                 "step.backward(loss) once in the loop"
+            )
+
+    def _check_parameters(self) -> None:
+        """Refuse an update before all of the step's gradient is there, seen in one parameter; a fused one is not."""
+        watched, self._watched = self._watched, None
+        if watched is not None and watched[0]._version != watched[1]:  # noqa: SLF001
+            raise InputError(
+                f"parameters were changed after {self._place()}; expected one update behind the last, of the whole "
+                "step's gradient; call optimizer.step() and optimizer.zero_grad() after the inner loop"
             )
 
     def _place(self) -> str:
@@ -331,6 +344,7 @@ def steps(
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ScheduledBatchSampler):
         _check_sizes(sampler, batch_size, effective_batch_size)
+        sampler.check_dataset(getattr(loader, "dataset", None))
         if count is not None and over_ranks is None and sampler.rank_slice.num_ranks > 1:
             raise InputError(
                 f"count is given, but the loader's batch sampler is one of {sampler.rank_slice.num_ranks} ranks'; "

@@ -185,7 +185,12 @@ def effective_range(value: Any) -> tuple[int, int] | None:
             least, most = (_whole_text(end) if isinstance(end, str) else end for end in ends)
             least = whole_number("effective_batch_size", least, minimum=1)
             name = "the end of effective_batch_size"
-            return least, _bounded(name, whole_number(name, most, minimum=least))
+            most = whole_number(name, most, minimum=1)
+            if most < least:
+                raise InputError(
+                    f"effective_batch_size is {least}:{most}; expected the smaller end first; write {most}:{least}"
+                )
+            return least, _bounded(name, most)
         if len(ends) != 1 or not isinstance(value, str):
             raise InputError(
                 f"effective_batch_size is {value!r}; expected a number, or a range such as (256, 1024) or '256:1024'; "

@@ -14,7 +14,7 @@ import torch
 
 from autosplit.accelerators import is_accelerator
 from autosplit.devices.host_memory import available_host_bytes
-from autosplit.errors import AutosplitError, from_user_code
+from autosplit.errors import AutosplitError, advise, from_user_code
 from autosplit.oom import OutOfMemoryError, is_kernel_limit
 from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.protocol import Measurement, Runtime, StepMemory, StepShape
@@ -320,5 +320,10 @@ def named_steps(shape: StepShape) -> Iterator[None]:
             raise
         samples, shares = sum(shape.splits[0]), [share for share in shape.splits[0] if share]
         cut = f", cut {tuple(shares)}" if len(shares) > 1 else ""
+        advise(
+            error,
+            "mend it and run again; if only the sample batch's own size runs, its batch_dim does not count samples: a "
+            "single sample is made a batch by sample.unsqueeze(0)",
+        )
         what = f"the workload, with a batch of {samples}{cut} (max_batch_size bounds what is run),"
         raise from_user_code(error, what) from error

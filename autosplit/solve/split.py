@@ -69,7 +69,7 @@ def proportional_split(batch_size: int, split: Sequence[int], ceilings: Sequence
     if ceilings is None:
         return tuple(_largest_remainder(batch_size, weights))
     limits = limits_of("ceilings", ceilings, len(weights))
-    require_room(batch_size, limits, "ceilings")
+    require_room(batch_size, limits, "ceilings", "; evaluate under torch.no_grad(), where none holds")
     return _fill(batch_size, weights, limits)
 
 
@@ -214,13 +214,13 @@ def limits_of(name: str, values: Sequence[int], num_devices: int) -> list[int]:
     return limits
 
 
-def require_room(batch_size: int, limits: Sequence[int], name: str) -> None:
+def require_room(batch_size: int, limits: Sequence[int], name: str, advice: str = "") -> None:
     """Refuse a batch that is larger than all limits together."""
     room = sum(limits)
     if room < batch_size:
         raise InputError(
             f"batch_size is {batch_size}, but the {name} {as_text(limits)} have room for {room}; expected a batch of "
-            f"at most {room}; lower the batch or raise the {name}"
+            f"at most {room}; lower the batch or raise the {name}{advice}"
         )
 
 

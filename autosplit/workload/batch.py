@@ -170,6 +170,17 @@ def batch_size_of(tree: Any, dim: int = 0, *, may_be_empty: bool = False) -> int
     )
 
 
+COLLATED = "torch.utils.data.default_collate(samples)"
+"""What a list of samples, which is no batch yet, is to be made."""
+
+
+def is_list_of_samples(batch: Any) -> bool:
+    """Tell whether a batch looks like what a dataset has, one after the other: a list of containers that are alike."""
+    if type(batch) is not list or len(batch) < 2 or any(isinstance(sample, Tensor) for sample in batch):
+        return False
+    return len({tuple((type(leaf), getattr(leaf, "ndim", 0)) for leaf in leaves_of(sample)) for sample in batch}) == 1
+
+
 def doubt_of(leaves: Iterable[tuple[str, Any]], size: int, dim: int = 0) -> str:
     """Say which tensors are cut that may hold no samples: that they have as many rows may be an accident.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 from autosplit.errors import WorkloadError
@@ -24,5 +25,7 @@ def checked_fits(given: str | Sequence[str]) -> tuple[str, ...]:
     names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
     wrong = [name for name in names if name not in FITS] if isinstance(names, (list, tuple)) else [given]
     if wrong:
-        raise WorkloadError(f"fits has {wrong[0]!r:.80}; expected some of {', '.join(FITS)}; leave the rest out")
+        near = difflib.get_close_matches(str(wrong[0])[:80], FITS, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "leave the rest out"
+        raise WorkloadError(f"fits has {wrong[0]!r:.80}; expected some of {', '.join(FITS)}; {hint}")
     return tuple(name for name in FITS if name in names)

@@ -40,7 +40,7 @@ def precision_list(value: Any) -> tuple[str | None, ...]:
         if not isinstance(name, str) or name not in PRECISIONS:
             raise WorkloadError(
                 f"precision is {value!r}; expected one of {', '.join(map(repr, PRECISIONS))}, or several of them as in "
-                "('none', 'bf16'); choose among them"
+                "('none', 'bf16'); choose among them ('none' is fp32, or what the model is in)"
             )
     return tuple(dict.fromkeys(known))
 

@@ -19,8 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 from autosplit.devices.transfer import HOST, active_placement, transfer
 from autosplit.errors import WorkloadError, advise
 from autosplit.workload.batch import (
+    COLLATED,
     batch_size_of,
     doubting,
+    is_list_of_samples,
     map_tensors,
     named_leaves,
     resize,
@@ -52,7 +54,7 @@ class Workload:
         model: A module; a function that returns one (for ``sim:`` it is built without its memory); or, with
             `step`, several in a tuple, list or mapping. It is never changed: a copy of it runs.
         sample_batch: One batch as training sees it; batches of other sizes repeat its samples.
-        loss_fn: ``loss_fn(outputs, targets) -> Tensor``.
+        loss_fn: ``loss_fn(outputs, targets) -> Tensor``, of one number.
         compute_loss: ``compute_loss(model, batch) -> Tensor``, in place of all the rules above. It gets the
             batch on the first device.
         step: ``step(models, optimizers, batch) -> None``, in place of the whole optimizer step, for several
@@ -98,7 +100,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", self.precision or "none")
-        _expect("precision", self.precision, tuple(PRECISIONS))
+        _expect("precision", self.precision, tuple(PRECISIONS), "'none' is fp32, or what the model is in")
         _expect("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _expect("loss_scope", self.loss_scope, ("sample", "batch"))
         given = [name for name in ("loss_fn", "compute_loss", "step") if getattr(self, name) is not None]
@@ -132,8 +134,9 @@ class Workload:
         is_pair = isinstance(self.sample_batch, (tuple, list)) and len(self.sample_batch) == 2
         if self.loss_fn is not None and not is_pair:
             raise WorkloadError(
-                f"loss_fn is given and the sample batch is a {type(self.sample_batch).__name__}; "
-                "expected a pair (inputs, targets); pass such a pair, or compute_loss=(model, batch) -> loss"
+                f"loss_fn is given and the sample batch is a {type(self.sample_batch).__name__}; expected a pair "
+                f"(inputs, targets); pass {COLLATED if is_list_of_samples(self.sample_batch) else 'such a pair'}, or "
+                "compute_loss=(model, batch) -> loss"
             )
         _ = self.sample_batch_size  # an empty or inconsistent batch is an error here, not in a probe
 
@@ -226,6 +229,8 @@ class Workload:
                 f"model is {self.model!r:.80}; expected an nn.Module, or a function that returns one; "
                 "pass the model as the first argument"
             )
+        if isinstance(self.model, type):
+            _refuse_arguments_of(self.model)
         return ()
 
     @property
@@ -274,10 +279,16 @@ class Workload:
         """Run the model, or a wrapper around it, on a batch and return the scalar loss by the rules of the class.
 
         Raises:
-            WorkloadError: There is nothing to take a loss of, or it depends on no trainable parameter.
+            WorkloadError: There is nothing to take a loss of, or it is not one number, or depends on no trainable
+                parameter.
         """
-        with doubting(named_leaves(self.sample_batch, "sample_batch"), self.sample_batch_size, self.batch_dim):
-            loss = self._loss(model, batch)
+        try:
+            with doubting(named_leaves(self.sample_batch, "sample_batch"), self.sample_batch_size, self.batch_dim):
+                loss = self._loss(model, batch)
+        except (TypeError, RuntimeError, LookupError) as error:
+            if is_list_of_samples(self.sample_batch) and not isinstance(error, torch.OutOfMemoryError):
+                advise(error, f"if the sample batch is a list of samples, pass {COLLATED}")
+            raise
         if not isinstance(loss, Tensor):
             raise WorkloadError(f"the loss is a {type(loss).__name__}; expected a tensor; return the tensor itself")
         if not loss.requires_grad:
@@ -285,7 +296,12 @@ class Workload:
                 "the loss depends on no trainable parameter; expected one with a gradient; "
                 "check requires_grad, and that the loss is taken outside torch.no_grad()"
             )
-        return loss if loss.dim() == 0 else loss.mean()
+        if loss.numel() != 1:
+            raise WorkloadError(
+                f"the loss is of shape {tuple(loss.shape)}; expected a tensor of one number, as training takes it; "
+                "return its mean, with reduction='mean' or loss.mean()"
+            )
+        return loss.reshape(())
 
     def _loss(self, model: Any, batch: Any) -> Any:
         if self.compute_loss is not None:
@@ -320,7 +336,7 @@ class Workload:
             raise WorkloadError(
                 f"the sample batch is a {type(self.sample_batch).__name__} of {count}, and {name}.forward can't be "
                 f"called with it ({error}); expected its arguments; pass loss_fn= where the last part is the targets, "
-                "or a batch of the inputs alone"
+                f"a batch of the inputs alone, or {COLLATED} where it is a list of samples"
             ) from None
         except ValueError:  # it has no signature
             return
@@ -348,9 +364,22 @@ class Workload:
         return tuple(said)
 
 
-def _expect(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _refuse_arguments_of(model: type) -> None:
+    """Refuse a class in place of a model where a call without arguments would not make one."""
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        raise WorkloadError(
+            f"model is the class {model.__name__}, which can't be made without arguments ({error}); expected an "
+            f"nn.Module; pass one that is made, {model.__name__}(...)"
+        ) from None
+    except ValueError:  # it has no signature
+        return
+
+
+def _expect(name: str, value: Any, allowed: tuple[str, ...], advice: str = "choose one of them") -> None:
     if value not in allowed:
-        raise WorkloadError(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}")
+        raise WorkloadError(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}; {advice}")
 
 
 def call_model(model: Any, inputs: Any) -> Any:

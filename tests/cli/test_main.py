@@ -18,7 +18,6 @@ from marks import slow
 
 import autosplit.devices.inventory
 from autosplit.__main__ import main as start
-from autosplit.cli.commands.tune import _say_if_waiting
 from autosplit.cli.main import app, main
 from autosplit.devices.device import Device
 from autosplit.devices.inventory import DeviceReport
@@ -265,7 +264,7 @@ def test_flags_become_keywords(script, tuned, capsys):
     assert main(["tune", script(), "--isolate", *[word for pair in flags.items() for word in pair]]) == 0
     ((workload, keywords),) = tuned.calls
     assert workload.spec == f"{Path.cwd()}/train.py:workload"  # for the process of its own
-    assert keywords.pop("progress").func is _say_if_waiting  # there is no bar to say it
+    assert callable(keywords.pop("progress"))
     assert keywords == {
         "devices": "sim:2xRTX3090",
         "strategy": "balanced",
@@ -934,6 +933,7 @@ def test_show_without_any_profile(capsys, fails):
         ("ab", "these begin so: "),
         ("ef", "the newest keys are: "),
         ("plan.json", "check the path"),
+        ("m1.py:work", "m1.py:work is a Python file; expected a plan; make one with autosplit tune m1.py:work"),
         ("", "''"),
     ],
 )

@@ -56,10 +56,17 @@ def test_no_color_is_respected(terminal, monkeypatch):
     assert not re.search(r"\x1b\[[0-9;]*3[0-9;]*m", text)
 
 
-def test_without_a_terminal_there_is_no_bar(capsys):
+def test_without_a_terminal_each_stage_of_a_long_run_is_a_line(capsys, monkeypatch):
+    """A log said nothing for minutes."""
     with progress_bar() as tell:
-        assert tell is None
-    assert capsys.readouterr() == ("", "")
+        tell(Progress("tracing", "tracing the model", 0.06))
+        tell(Progress("waiting", "another process tunes this", 0.0))
+        assert capsys.readouterr() == ("", "  0%  another process tunes this; --profile off waits for nobody\n")
+        monkeypatch.setattr(terminals, "SILENT_S", 0.0)
+        tell(Progress("search", "searching, trial 1", 0.624))
+        tell(Progress("search", "searching, trial 2", 0.7))
+        tell(Progress("done", "done", 1.0))
+    assert capsys.readouterr() == ("", " 62%  searching, trial 1\n")
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, 100), ("80", 80), ("x", 100), ("0", 100)])

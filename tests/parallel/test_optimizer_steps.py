@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from autosplit.errors import InputError
-from autosplit.parallel.batch_sampler import ScheduledBatchSampler, StepSchedule
+from autosplit.parallel.balanced import BalancedDataParallel
+from autosplit.parallel.batch_sampler import LeftOutWarning, ScheduledBatchSampler, StepSchedule
 from autosplit.parallel.optimizer_steps import OptimizerStep, steps
 from autosplit.solve.split import micro_batch_sizes
 
@@ -387,6 +388,25 @@ class TestMistakes:
                 for _ in step:
                     pass
 
+    @pytest.mark.parametrize("split", [None, (3, 1)])
+    def test_an_update_between_two_micro_batches(self, split: tuple[int, int] | None) -> None:
+        """On cards it is seen by the gradients that wait there; on one device it went by unseen."""
+        module = make_model()
+        model = module if split is None else BalancedDataParallel(None, module, ["cpu", "cpu"], split=split)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+        def train(*, within: bool) -> None:
+            for step in self.make():
+                for _, inputs, targets in step:
+                    step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                    if within:
+                        optimizer.step()
+                optimizer.step()
+
+        train(within=False)
+        with pytest.raises(InputError, match=r"changed after micro-batch 1 of 3 .*; call optimizer.step\(\)"):
+            train(within=True)
+
     def test_no_backward_for_the_last(self) -> None:
         step = next(self.make())
         with pytest.raises(InputError, match="micro-batch 3 of 3 in optimizer step 0 had no backward"):  # noqa: PT012
@@ -430,6 +450,15 @@ class TestMistakes:
     def test_a_sampler_of_other_sizes(self, batch_size: int, effective_batch_size: int) -> None:
         with pytest.raises(InputError, match=r"but the loader's batch sampler was made for (4|10)"):
             steps(sampled_loader(4, 10), batch_size=batch_size, effective_batch_size=effective_batch_size)
+
+    @pytest.mark.parametrize("samples", [3, NUM_SAMPLES + 1])
+    def test_a_sampler_of_another_data_set(self, samples: int) -> None:
+        """Too many ended in an IndexError of the loader's; too few left samples out without a word."""
+        sampler = ScheduledBatchSampler(samples, 4, 10)
+        loader = DataLoader(TensorDataset(INPUTS), batch_sampler=sampler)
+        said = f"made for {samples} samples, and the data set has {NUM_SAMPLES}; .* pass batch_sampler\\(len"
+        with pytest.warns(LeftOutWarning, match=said) if samples < 23 else pytest.raises(InputError, match=said):
+            steps(loader, batch_size=4, effective_batch_size=10)
 
     def test_bad_numbers_are_refused_before_the_first_step(self) -> None:
         with pytest.raises(InputError, match="batch_size is 0"):

@@ -160,9 +160,9 @@ def test_where_the_model_is_off_one_sample_more_and_less_is_tried():
 
 def test_where_fewer_devices_are_faster_than_the_model_says_they_are_found():
     """Four cards got in each other's way by more than was told, which no trial with all of them could tell."""
-    fast, slow = line(1, 0.1), line(1, 0.25)
+    fast, slow = line(1, 0.1), line(1, 0.3)
     copies_s, gathers = (0.0, 0.1, 0.1, 0.1), (0.0,) * 4
-    step_time = StepTime((fast, fast, slow, slow), copies_s, gathers, 0.1, adds_up=False, host_s=0.3)
+    step_time = StepTime((fast, fast, slow, slow), copies_s, gathers, 0.1, adds_up=False)
     space = Space(Region(MemoryFit(0.0, 1.0), 64, 64, (64, 64, 64), 64), (64, 64), 4)
     told = Solver(space, step_time)
 

@@ -354,6 +354,7 @@ ONE = linear(1, 1)
             "ceilings is (2,); expected one whole number per device",
         ),
         (lambda: splits.proportional_split(9, (2, 2), (4, 3)), "batch_size is 9, but the ceilings (4, 3) have room"),
+        (lambda: splits.proportional_split(9, (2, 2), (4, 3)), "evaluate under torch.no_grad(), where none holds"),
         (lambda: splits.cap_split((2, False), (4, 4)), "sizes[1] is False"),
         (lambda: fastest.fastest_split(4, [], []), "times is empty"),
         (lambda: fastest.fastest_split(9, [ONE, ONE], [4, 4]), "the caps (4, 4) have room for 8"),

@@ -995,6 +995,17 @@ BAD = {
         "effective_batch_size is 0",
         lambda: quick(small(), SIM, effective_batch_size=0),
     ),
+    "effective batch from its end": (
+        InputError,
+        "effective_batch_size is 1024:256; expected the smaller end first; write 256:1024",
+        lambda: quick(small(), SIM, effective_batch_size="1024:256"),
+    ),
+    "fp32": (WorkloadError, "'none' is fp32, or what the model is in", lambda: quick(small(), SIM, precision="fp32")),
+    "a single sample": (
+        UserCodeError,
+        r"mend it and run again; .* a single sample is made a batch by sample.unsqueeze\(0\)",
+        lambda: quick(lambda: Workload(nn.Conv2d(3, 4, 3), torch.zeros(3, 8, 8)), SIM),
+    ),
     "max batch of 0": (InputError, "max_batch_size is 0", lambda: quick(small(), SIM, max_batch_size=0)),
     "negative reserve": (InputError, "reserve", lambda: quick(small(), SIM, reserve=-1)),
     "unknown strategy": (InputError, "strategy is 'fsdp'", lambda: quick(small(), SIM, strategy="fsdp")),

@@ -140,8 +140,11 @@ class TestLossRules:
         assert self.loss_of(lambda x: (x, {"other": x + 1, "codes": torch.arange(3)}, "text")) == 4.0
         assert self.loss_of(Output) == 3.5
 
-    def test_a_loss_per_sample_is_averaged(self):
-        assert self.loss_of(lambda x: Output(x, x.sum(1))) == 7
+    def test_a_loss_per_sample_is_refused(self):
+        """It was averaged here, and refused by `step.backward` when it came to train."""
+        assert self.loss_of(lambda x: Output(x, x.sum().reshape(1))) == 28
+        with pytest.raises(WorkloadError, match=r"loss is of shape \(4,\); expected a tensor of one number"):
+            self.loss_of(lambda x: Output(x, x.sum(1)))
 
     def test_the_mean_is_said_and_nothing_else_is(self):
         model = nn.Linear(2, 2)
@@ -195,6 +198,8 @@ LINEAR = nn.Linear(2, 2)
     ("arguments", "message"),
     [
         ({"precision": "fp8"}, "precision is 'fp8'; expected one of 'none', 'bf16', 'fp16'"),
+        ({"precision": "fp32"}, "precision is 'fp32'; .*; 'none' is fp32, or what the model is in"),
+        ({"fits": "evaluation"}, "fits has 'evaluation'; expected some of resume, save, eval; did you mean 'eval'"),
         ({"loss_reduction": "max"}, "loss_reduction is 'max'; expected one of 'mean', 'sum'"),
         ({"loss_scope": "token"}, "loss_scope is 'token'; expected one of 'sample', 'batch'"),
         ({"loss_fn": len, "step": len}, "loss_fn and step are given; expected at most one of them; leave"),
@@ -203,12 +208,14 @@ LINEAR = nn.Linear(2, 2)
         ({"make_batch": "x"}, "make_batch is 'x'; expected a function; pass one, or leave it out"),
         ({"batch_dim": -1}, "batch_dim is -1; expected a dimension, 0 or more"),
         ({"batch_dim": True}, "batch_dim is True; expected a dimension, 0 or more"),
+        ({"model": nn.Linear}, r"model is the class Linear, .*'in_features'\); .* is made, Linear\(\.\.\.\)"),
         ({"model": 3}, "model is 3; expected an nn.Module, or a function that returns one; pass the model"),
         ({"model": None}, "model is None; expected an nn.Module"),
         ({"model": [LINEAR, LINEAR]}, "expected several nn.Modules only together with step="),
         ({"model": [], "step": len}, r"model is a list of \[\]; expected several nn.Modules"),
         ({"model": {"a": 3}, "step": len}, r"model is a dict of \['int'\]; expected several nn.Modules"),
         ({"loss_fn": len}, r"the sample batch is a Tensor; expected a pair \(inputs, targets\); pass such a pair"),
+        ({"sample_batch": [(X[0], 1)] * 3, "loss_fn": len}, r"is a list; .*; pass .*default_collate\(samples\), or"),
         ({"sample_batch": (X, torch.zeros(5, 7))}, "disagree on the batch size.*expected one size; mark"),
         ({"sample_batch": DataLoader([X])}, r"is a DataLoader; expected one batch .*; pass next\(iter\(loader\)\), or"),
         ({"sample_batch": torch.zeros(0, 2)}, "the batch is empty.*expected at least 1; pass"),
@@ -460,6 +467,16 @@ def test_targets_without_a_loss_are_named():
     workload = Workload(model, (torch.zeros(4, 4), torch.zeros(4, 2)))
     with pytest.raises(WorkloadError, match=r"tuple of 2, and Linear.forward can't be called .* pass loss_fn= where"):
         workload.loss(model, workload.batch(4))
+
+
+def test_a_list_of_samples_is_told_to_be_collated():
+    samples = [{"x": X[0], "y": 1}, {"x": X[1], "y": 2}]
+    workload = Workload(LINEAR, samples, compute_loss=lambda model, batch: model(batch["x"]).mean())
+    with pytest.raises(TypeError, match="list indices") as caught:
+        workload.loss(LINEAR, workload.sample_batch)
+    assert "pass torch.utils.data.default_collate(samples)" in caught.value.autosplit_advice
+    with pytest.raises(WorkloadError, match=r"list of 3, and Linear.forward .* or torch.*default_collate\(samples\)"):
+        Workload(LINEAR, [X[0]] * 3).loss(LINEAR, [X[0]] * 3)
 
 
 def test_a_model_that_takes_a_mapping_as_one_argument_is_told_how_to_pass_it():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def tune(
         workload, source = loaded(spec, model_options, together=together, isolate=isolate)
         called = {keyword: value for keyword, value in keywords.items() if keyword != "isolate"}
         called |= {**_loader(keywords.pop("loader", None)), **lengths, **({"isolate": True} if isolate else {})}
-        plan, interrupted = _tuned(source, spec, called, tell or partial(_say_if_waiting, manner))
+        plan, interrupted = _tuned(source, spec, called, tell)
     if together and not speaks():
         return 0 if interrupted is None else EXIT_INTERRUPTED
     _warn_if_not_remembered(plan, manner)
@@ -125,12 +124,6 @@ def _tuned(
         if best is None:
             raise
         return best, error
-
-
-def _say_if_waiting(manner: Manner, progress: Progress) -> None:
-    """Say what is waited for where there is no bar to say it: it may last for minutes."""
-    if progress.stage == "waiting":
-        note(f"{progress.message}; --profile off waits for nobody", manner)
 
 
 def _warn_if_not_remembered(plan: Plan, manner: Manner) -> None:
