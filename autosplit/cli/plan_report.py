@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -245,12 +244,12 @@ def _loop_lines(plan: Plan, of: str) -> Iterator[str]:
     """
     kind, scaled = plan.devices[0].kind, plan.precision == "fp16"
     batch, loss = _batch_and_loss(plan, "ctx.device" if of == "ctx" else "")
-    advice = [check.advice for check in plan.checks if check.depends and check.subject == "loss"]
-    counted = next(filter(None, (re.search(r"count=(lambda batch: .+?)\) \(under DDP", said) for said in advice)), None)
-    yield from (f"# {printable(said)}" for said in advice if not counted or said.startswith("split: "))
+    of_loss = [check for check in plan.checks if check.depends and check.subject == "loss"]
+    count = next((f", count=lambda batch: {printable(check.count)}" for check in of_loss if check.count), "")
+    yield from (f"# {printable(one.advice)}" for one in of_loss if not one.count or one.advice.startswith("split: "))
     if scaled:
         yield f'scaler = torch.amp.GradScaler("{kind}")'
-    yield f"for step in {of}.steps(loader{f', count={counted[1]}' if counted else ''}):"
+    yield f"for step in {of}.steps(loader{count}):"
     yield f"    for {batch} in step:"
     if plan.precision == "none":
         yield f"        step.backward({loss})"

@@ -28,6 +28,8 @@ class Check:
             sample batch's `labels` out, and how `plan.wrap` combines the devices' losses: by ``"samples"``, by
             ``"tokens"`` (labels that are not -100), or by ``"next tokens"`` (without the first of each sequence). None
             where none of them makes it exact, or there are no labels: then by samples.
+        count: Of ``"loss"``: what it is a mean over, as an expression of a micro-batch `batch`, where `plan.steps` has
+            to be told by ``count=lambda batch: ...``; None elsewhere.
     """
 
     subject: str
@@ -37,6 +39,7 @@ class Check:
     advice: str = ""
     remark: str = ""
     reduce: Literal["samples", "tokens", "next tokens"] | None = None
+    count: str | None = None
 
     def __str__(self) -> str:
         """Say it in one line."""

@@ -209,7 +209,9 @@ class Comparison:
                 f"it keeps state from one forward to the next ({', '.join(moved[:3])}), and a step of several forwards "
                 "changes it several times; update it once per optimizer step"
             )
-        return Check(subject, *figures, depends=True, advice=advice or self._loss_advice(whole, rest, rule))
+        count = rule.count if rule is not None and (accumulation or 0.0) > self.tolerance else None
+        advice = advice or self._loss_advice(whole, rest, rule)
+        return Check(subject, *figures, depends=True, advice=advice, count=count)
 
     def _table(self, whole: Gradients) -> str:
         """Name a tensor of the batch that was cut and holds no samples: one beside the inputs and the targets."""
