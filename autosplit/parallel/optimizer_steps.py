@@ -89,7 +89,7 @@ class OptimizerStep:
         self._iterated = False
         self._meets = False
         self._loss: torch.Tensor | None = None
-        self._watched: tuple[torch.Tensor, int] | None = None
+        self._watched: tuple[torch.Tensor, int, bool] | None = None
         self._part: Part | None = None
         self._attempt: Attempt | None = None
         self._failed: Attempt | None = None
@@ -158,6 +158,7 @@ class OptimizerStep:
                 f"backward was called twice for {self._place()}; expected once per micro-batch; add the losses up and "
                 "call it on their sum"
             )
+        self._check_parameters()
         _require_one_number(loss)
         if self.cuts is not None and self._attempt is None:
             raise InputError(
@@ -173,8 +174,10 @@ class OptimizerStep:
             scaled = weighted if scaler is None else scaler.scale(weighted)
             with self._recorded(scaled, weight, scaler):
                 scaled.backward() if self._attempt is None else self._attempt.backward(scaled.backward, loss)
+        self._watched = None
         if self._drawn < len(self) and (parameter := nearest_parameter(loss)) is not None:
-            self._watched = parameter, parameter._version  # noqa: SLF001  # torch has no public one
+            version = parameter._version  # noqa: SLF001  # torch has no public one
+            self._watched = parameter, version, parameter.grad is not None
         if weight:
             # Added up in the first one's place: a block kept for each is not in a plan's memory.
             own = weighted.detach().reshape(())
@@ -283,12 +286,17 @@ class OptimizerStep:
             )
 
     def _check_parameters(self) -> None:
-        """Refuse an update before all of the step's gradient is there, seen in one parameter; a fused one is not."""
-        watched, self._watched = self._watched, None
-        if watched is not None and watched[0]._version != watched[1]:  # noqa: SLF001
+        """Refuse an update or zero_grad() amid a step, seen in one parameter; a fused update is not."""
+        if self._watched is None:
+            return
+        parameter, version, had_gradient = self._watched
+        changed = parameter._version != version  # noqa: SLF001
+        if changed or (had_gradient and parameter.grad is None):
+            what = "parameters were changed" if changed else "gradients were thrown away"
             raise InputError(
-                f"parameters were changed after {self._place()}; expected one update behind the last, of the whole "
-                "step's gradient; call optimizer.step() and optimizer.zero_grad() after the inner loop"
+                f"{what} between the micro-batches of optimizer step {self.index} ({self._place()}); expected one "
+                "update behind the last, of the whole step's gradient; call optimizer.step() and "
+                "optimizer.zero_grad() after the inner loop"
             )
 
     def _place(self) -> str:

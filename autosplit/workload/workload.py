@@ -133,9 +133,10 @@ class Workload:
             )
         is_pair = isinstance(self.sample_batch, (tuple, list)) and len(self.sample_batch) == 2
         if self.loss_fn is not None and not is_pair:
+            pair = "such a pair, ((a, b), targets) where the model takes two inputs"
             raise WorkloadError(
                 f"loss_fn is given and the sample batch is a {type(self.sample_batch).__name__}; expected a pair "
-                f"(inputs, targets); pass {COLLATED if is_list_of_samples(self.sample_batch) else 'such a pair'}, or "
+                f"(inputs, targets); pass {COLLATED if is_list_of_samples(self.sample_batch) else pair}, or "
                 "compute_loss=(model, batch) -> loss"
             )
         _ = self.sample_batch_size  # an empty or inconsistent batch is an error here, not in a probe

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -395,17 +396,33 @@ class TestMistakes:
         model = module if split is None else BalancedDataParallel(None, module, ["cpu", "cpu"], split=split)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 
-        def train(*, within: bool) -> None:
+        def train(within: Callable[[], object]) -> None:
             for step in self.make():
                 for _, inputs, targets in step:
                     step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
-                    if within:
-                        optimizer.step()
+                    within()
                 optimizer.step()
 
-        train(within=False)
-        with pytest.raises(InputError, match=r"changed after micro-batch 1 of 3 .*; call optimizer.step\(\)"):
-            train(within=True)
+        train(lambda: None)
+        with pytest.raises(InputError, match=r"parameters were changed .* step 0 .*; call optimizer.step\(\)"):
+            train(optimizer.step)
+
+    @pytest.mark.parametrize("split", [None, (3, 1)])
+    @pytest.mark.parametrize("when", ["before the forward", "after the backward"])
+    def test_gradients_that_are_thrown_away_between_two_micro_batches(
+        self, split: tuple[int, int] | None, when: str
+    ) -> None:
+        """Who moved zero_grad() of an ordinary loop into the inner one trained on the last micro-batch alone."""
+        module = make_model()
+        model = module if split is None else BalancedDataParallel(None, module, ["cpu", "cpu"], split=split)
+        with pytest.raises(InputError, match=r"gradients were thrown away .* step 0 .*; call .*zero_grad\(\) after"):  # noqa: PT012
+            for step in self.make():
+                for _, inputs, targets in step:
+                    if when == "before the forward":
+                        module.zero_grad()
+                    step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                    if when == "after the backward":
+                        module.zero_grad()
 
     def test_no_backward_for_the_last(self) -> None:
         step = next(self.make())
