@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,11 +62,30 @@ def current_accumulation() -> Accumulation | None:
     return running[-1] if running else None
 
 
-def nearest_parameter(loss: Tensor) -> Tensor | None:
-    """Return the parameter that is the fewest operations away from a loss; None where it is too far to look for."""
-    nodes: list[Any] = [loss.grad_fn]
-    for node in itertools.islice(nodes, 200):  # it grows on the way: breadth first
-        if type(node).__name__ == "AccumulateGrad":
-            return node.variable  # type: ignore[no-any-return]
-        nodes += [other for other, _ in getattr(node, "next_functions", ())]
-    return None
+@dataclass(frozen=True, eq=False)
+class WatchedParameter:
+    """The parameter nearest to a loss as its backward left it: by it a change before the next one is seen.
+
+    A ``fused=True`` optimizer's update is not, since torch counts no version of what it changes.
+    """
+
+    parameter: Tensor
+    version: int
+    has_gradient: bool
+
+    @classmethod
+    def of(cls, loss: Tensor) -> WatchedParameter | None:
+        """Take note of the parameter that is the fewest operations away; None where it is too far to look for."""
+        nodes: list[Any] = [loss.grad_fn]
+        for node in itertools.islice(nodes, 200):  # it grows on the way: breadth first
+            if type(node).__name__ == "AccumulateGrad":
+                parameter = node.variable
+                return cls(parameter, parameter._version, parameter.grad is not None)  # noqa: SLF001  # none is public
+            nodes += [other for other, _ in getattr(node, "next_functions", ())]
+        return None
+
+    def change(self) -> str:
+        """Say what became of it since; empty for nothing."""
+        if self.parameter._version != self.version:  # noqa: SLF001
+            return "parameters were changed"
+        return "gradients were thrown away" if self.has_gradient and self.parameter.grad is None else ""

@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from autosplit.errors import InputError
-from autosplit.parallel.accumulation import Accumulation, nearest_parameter
+from autosplit.parallel.accumulation import Accumulation, WatchedParameter
 from autosplit.parallel.batch_sampler import ScheduledBatchSampler
 from autosplit.parallel.noise_scale import NoiseScale, StepNorms, Sums
 from autosplit.parallel.oom_cuts import Attempt, Cuts, Part
@@ -89,7 +89,7 @@ class OptimizerStep:
         self._iterated = False
         self._meets = False
         self._loss: torch.Tensor | None = None
-        self._watched: tuple[torch.Tensor, int, bool] | None = None
+        self._watched: WatchedParameter | None = None
         self._part: Part | None = None
         self._attempt: Attempt | None = None
         self._failed: Attempt | None = None
@@ -174,10 +174,7 @@ class OptimizerStep:
             scaled = weighted if scaler is None else scaler.scale(weighted)
             with self._recorded(scaled, weight, scaler):
                 scaled.backward() if self._attempt is None else self._attempt.backward(scaled.backward, loss)
-        self._watched = None
-        if self._drawn < len(self) and (parameter := nearest_parameter(loss)) is not None:
-            version = parameter._version  # noqa: SLF001  # torch has no public one
-            self._watched = parameter, version, parameter.grad is not None
+        self._watched = WatchedParameter.of(loss) if self._drawn < len(self) else None
         if weight:
             # Added up in the first one's place: a block kept for each is not in a plan's memory.
             own = weighted.detach().reshape(())
@@ -286,15 +283,11 @@ class OptimizerStep:
             )
 
     def _check_parameters(self) -> None:
-        """Refuse an update or zero_grad() amid a step, seen in one parameter; a fused update is not."""
-        if self._watched is None:
-            return
-        parameter, version, had_gradient = self._watched
-        changed = parameter._version != version  # noqa: SLF001
-        if changed or (had_gradient and parameter.grad is None):
-            what = "parameters were changed" if changed else "gradients were thrown away"
+        """Refuse an update or zero_grad() amid a step."""
+        change = self._watched.change() if self._watched is not None else ""
+        if change:
             raise InputError(
-                f"{what} between the micro-batches of optimizer step {self.index} ({self._place()}); expected one "
+                f"{change} between the micro-batches of optimizer step {self.index} ({self._place()}); expected one "
                 "update behind the last, of the whole step's gradient; call optimizer.step() and "
                 "optimizer.zero_grad() after the inner loop"
             )
