@@ -133,9 +133,10 @@ def _stage_lines() -> Callable[[Progress], None]:
         waits = progress.stage == "waiting"
         if progress.stage in (last, "done") or (not waits and time.monotonic() < begun_s + SILENT_S):
             return
-        last, hint = progress.stage, "; --profile off waits for nobody" if waits else ""
+        last, message = progress.stage, printable(progress.message)
+        line = f"{message}; --profile off waits for nobody" if waits else f"{progress.fraction:4.0%}  {message}"
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"{progress.fraction:4.0%}  {printable(progress.message)}{hint}\n")
+            sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
 
     return tell
