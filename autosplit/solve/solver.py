@@ -366,7 +366,7 @@ def _best_of(
                 found[index] = value
         if not found:
             return None
-        best = max(found, key=lambda index: (found[index][0], index))  # where they tie, fewer devices
+        best = max(found, key=lambda index: (found[index][0], -sum(map(bool, teams[index]))))  # they tie: fewer devices
         if looked_at == list(range(low, high + 1)):
             return found[best][1]
         low, high = (

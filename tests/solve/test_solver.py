@@ -280,3 +280,13 @@ def test_a_geometric_grid_ends_at_the_largest(largest):
     assert (sizes[0], sizes[-1]) == (1, largest)
     assert all(later <= earlier * 1.25 + 1 for earlier, later in itertools.pairwise(sizes))
     assert {2**k for k in range(17) if 2**k <= largest} <= set(sizes), "65535 was the answer where 65536 is plain"
+
+
+def test_where_two_teams_are_as_fast_the_one_of_fewer_devices_is_the_answer():
+    """A device was kept that brought nothing. Of two kinds, the order of teams is not that of their devices."""
+    flat = TimeCurve.of([(1, 1.0), (64, 1.0)])
+    region = Region(MemoryFit(0.0, 1.0), 64, 64, (64, 64, 32, 32), 64)
+    solver = Solver(Space(region, (64, 64), 1), StepTime.bare((flat,) * 5, 0.1, adds_up=False))
+    assert sum(map(bool, solver.split_of(Configuration(1, 33, 1))[1:])) == 1
+    assert sum(map(bool, solver.split_of(Configuration(1, 64, 1))[1:])) == 1
+    assert sum(map(bool, solver.split_of(Configuration(1, 100, 1))[1:])) == 2

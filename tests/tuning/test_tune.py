@@ -249,6 +249,14 @@ class TestOneMicroStepAndSeveral:
         assert plan.samples_per_s == max(trial.samples_per_s for trial in plan.trials)
 
     @pytest.mark.slow
+    def test_a_wide_range_is_answered_by_a_single_step_where_that_is_faster_than_a_vast_one(self):
+        devices = "sim:1xRTX3090@3MiB+1xRTX3060@2MiB"
+        plan, vast = (quick(mlp(), devices, effective_batch_size=sizes) for sizes in [(5, 10**6), (5 * 10**5, 10**6)])
+        assert (plan.accumulation_steps, plan.split[1]) == (1, 0)
+        assert plan.samples_per_s > vast.samples_per_s
+        assert plan.samples_per_s == max(trial.samples_per_s for trial in plan.trials)
+
+    @pytest.mark.slow
     def test_a_step_of_too_many_is_refused(self):
         with pytest.raises(InputError, match=r"takes 17123[0-9][0-9] forwards of what fits; expected at most 65536"):
             quick(mlp(), "sim:1xRTX3090@3MiB+1xRTX3060@2MiB", effective_batch_size=10**9)

@@ -86,6 +86,8 @@ def test_a_plan_leaves_room_for_what_it_is_asked_to():
     assert plan.fits.roles == ("resume", "save")
     assert plan.fits.copies_bytes == 3 * sum(-(-p.nbytes // 512) * 512 for p in Net().parameters())
     assert plan.batch_size == by_hand.batch_size
+    # What the model by hand holds are buffers, which are sent: a sample more or less on device 0 may be faster.
+    assert max(abs(ours - theirs) for ours, theirs in zip(plan.split, by_hand.split, strict=True)) <= 1
     assert plan.ceilings[1] == by_hand.ceilings[1]
     assert [rank.ceiling.batch_size for rank in plan.ddp.ranks] == [
         rank.ceiling.batch_size for rank in by_hand.ddp.ranks
