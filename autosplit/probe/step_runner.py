@@ -155,10 +155,13 @@ class StepRunner:
         return tuple(found)
 
     def line(self, predicted: Callable[[int], float], batch_size: int) -> tuple[int, int]:
-        """Return fixed bytes and bytes per sample, by the line through a ceiling and half of it."""
+        """Return fixed bytes and bytes per sample, by the line through a ceiling and half of it.
+
+        Half of 3 is 2: a single sample may take a way of its own.
+        """
         if batch_size < 2 * self.least_batch():
             return (int(predicted(batch_size)), 0) if batch_size else (0, 0)
-        half = batch_size // 2
+        half = 2 if batch_size == 3 else batch_size // 2
         slope = (predicted(batch_size) - predicted(half)) / (batch_size - half)
         return int(predicted(batch_size) - slope * batch_size), int(slope)
 

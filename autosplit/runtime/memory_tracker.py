@@ -47,6 +47,7 @@ BLOCK_BYTES = 512
 NUMBER_BYTES = 16
 """Size of the largest single number."""
 
+_DEVICE = torch.ops.prim.device.default
 _PROVISIONAL = -2
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 _SPARSE_PARTS = {
@@ -273,7 +274,9 @@ class Tracker(TorchDispatchMode, Placement):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a fake asks for its device at every turn: two of three dispatches
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # autograd asks at every turn: two of three dispatches
+            return args[0].device
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         if func is TRANSFER_OP:
             return self._transfer(func, args)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosplit.runtime.op_cost import OpCost, op_cost
+from autosplit.runtime.kernel_time import Part
+from autosplit.runtime.op_cost import OpCost, op_cost, running_part
 
 ODD_SIZES = (1031, 1051)
 """Primes for the samples of up to two devices, of which no common model has a multiple, nor of their sum.
@@ -59,36 +60,47 @@ class _Tensor:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class OpCall:
-    """A call of an op, of whose tensors only shapes are kept."""
+    """A call of an op, of whose tensors only shapes are kept; equal ones cost the same.
+
+    Attributes:
+        part: Where it was started from.
+    """
 
     func: Any
     args: Any
     kwargs: Any
     outputs: Any
+    part: Part
 
     @classmethod
     def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OpCall:
-        """Return a call that was made."""
-        return cls(func, _mapped(_shape_of, args), _mapped(_shape_of, kwargs), _mapped(_shape_of, outputs))
+        """Return a call that was made.
 
-    def costs(self, resized: Callable[[int], int]) -> tuple[OpCost, ...]:
-        """Return what the op would cost with dimensions of other sizes."""
+        Raises:
+            NotImplementedError: It took or made a sparse tensor, whose cost is not told by its shape.
+        """
+        named = tuple((name, _mapped(_shape_of, value)) for name, value in kwargs.items())
+        return cls(func, _mapped(_shape_of, args), named, _mapped(_shape_of, outputs), running_part())
+
+    def costs(self, resized: Callable[[int], int] = int) -> tuple[OpCost, ...]:
+        """Return what the op costs, or would cost with dimensions of other sizes."""
         make = functools.partial(_made, resized=resized)
-        return op_cost(self.func, _mapped(make, self.args), _mapped(make, self.kwargs), _mapped(make, self.outputs))
+        kwargs = {name: _mapped(make, value) for name, value in self.kwargs}
+        return op_cost(self.func, _mapped(make, self.args), kwargs, _mapped(make, self.outputs), self.part)
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_mapped(change, one) for one in value]
-    if isinstance(value, dict):
-        return {key: _mapped(change, one) for key, one in value.items()}
-    return change(value)
+    return tuple(_mapped(change, one) for one in value) if isinstance(value, (tuple, list)) else change(value)
 
 
 def _shape_of(value: Any) -> Any:
-    return _Tensor(tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    if value.layout is not torch.strided:
+        raise NotImplementedError(f"what an op on a tensor of {value.layout} costs is not told by its shape")
+    return _Tensor(tuple(value.shape), value.stride(), value.dtype)
 
 
 def _made(value: Any, resized: Callable[[int], int]) -> Any:

@@ -171,13 +171,28 @@ _BY_LAYOUT = {"batch_norm", "batch_norm_backward", "pooling"}
 """Kinds whose kernels are others where channels lie beside each other."""
 
 
-def op_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> tuple[OpCost, ...]:
-    """Return the kernels of an op; none for what costs nothing: views, allocations, questions (``prim.device``)."""
+def is_free(func: Any) -> bool:
+    """Tell whether an op costs nothing: views, allocations, questions (``prim.device``)."""
     packet = getattr(func, "_overloadpacket", None)
-    if packet in _ALLOCATIONS or getattr(func, "is_view", False) or getattr(func, "namespace", None) == "prim":
+    return packet in _ALLOCATIONS or getattr(func, "is_view", False) or getattr(func, "namespace", None) == "prim"
+
+
+def running_part() -> Part:
+    """Return where ops are started from now: by autograd, or by the model."""
+    return "forward" if torch._C._current_graph_task_id() < 0 else "backward"
+
+
+def op_cost(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, part: Part = "forward"
+) -> tuple[OpCost, ...]:
+    """Return the kernels of an op; none for what costs nothing.
+
+    Args:
+        part: Where it was started from, see `running_part`; an optimizer's is its own.
+    """
+    if is_free(func):
         return ()
-    kernels = list(_kernels(packet, args, kwargs, outputs))
-    part: Part = "forward" if torch._C._current_graph_task_id() < 0 else "backward"
+    kernels = list(_kernels(getattr(func, "_overloadpacket", None), args, kwargs, outputs))
     if kernels and kernels[0].kind == "optimizer":
         part = "update"
     return tuple(replace(kernel, part="none" if at else part) for at, kernel in enumerate(kernels))

@@ -162,11 +162,13 @@ class SimulatedRuntime:
     def measure(self, shape: StepShape, *, budget_s: float = 0.0) -> Measurement:  # noqa: ARG002  # the protocol's
         """Return the time and the peaks of one optimizer step; both are exact, so that no budget is needed.
 
+        Of a step without an optimizer, a replica's part, only the time is told: alone a device may hold more than that.
+
         Raises:
             OutOfMemoryError: A card would hold more than its capacity; it is named.
         """
         source = _source_of(self.tracer, shape)
-        peaks = source.peaks()
+        peaks = source.peaks() if shape.updates else ()
         self._refuse_overflow(peaks, shape)
         replicas = 1 if shape.alone else len(_active(shape.splits[0]))
         clocks = _Clocks(self._specs, self.free, replicas)
@@ -176,7 +178,8 @@ class SimulatedRuntime:
                 self._begin_gradients(clocks, shape)
         source.play(clocks, shape.splits[0], "reduce")
         before_s = clocks.meet()
-        source.play(clocks, shape.splits[0], "update")
+        if shape.updates:
+            source.play(clocks, shape.splits[0], "update")
         seconds = clocks.meet()
         return Measurement(seconds, 0.0, peaks, tuple(clocks.busy_s), seconds - before_s)
 
@@ -188,7 +191,7 @@ class SimulatedRuntime:
             clocks.work(0, Work.of(0, self.tracer.zeroing_costs()))
 
     def _refuse_overflow(self, peaks: tuple[int, ...], shape: StepShape) -> None:
-        for index, (device, peak_bytes) in enumerate(zip(self.devices, peaks, strict=True)):
+        for index, (device, peak_bytes) in enumerate(zip(self.devices, peaks, strict=False)):
             if peak_bytes > self.capacities_bytes[index]:
                 raise OutOfMemoryError(
                     f"{device.label} ({device.name}) is out of memory: {shape.splits[0][index]} samples need "
@@ -230,10 +233,10 @@ def _followed(shape: StepShape, split: tuple[int, ...], *, in_buckets: bool = Fa
     """Return the micro-step to trace for one of a step; of many, each adds to the gradients of those before."""
     accumulates = shape.accumulates or len(shape.splits) > 1
     if in_buckets:
-        return StepShape((split,), "rank", num_ranks=2, updates=shape.updates)  # 2 for any number of them
+        return StepShape((split,), "rank", num_ranks=2)  # 2 for any number of them
     # A rank is a model on one device; what its buckets hold is there all through, and is added to the peak.
     arrangement = "balanced" if shape.arrangement == "rank" else shape.arrangement
-    return StepShape((split,), arrangement, accumulates=accumulates, updates=shape.updates)
+    return StepShape((split,), arrangement, accumulates=accumulates)
 
 
 def _events(trace: Trace, phase: _Played) -> Sequence[Event]:

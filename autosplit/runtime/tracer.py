@@ -6,6 +6,7 @@ tensors are fake where the model allows it: no numbers, no memory, and the same 
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from autosplit.runtime.fake_tensors import fake_mode, holds_fakes, mode_of
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Entry, Kind, Tracker
 from autosplit.runtime.op_calls import OpCall, resizer
-from autosplit.runtime.op_cost import Move, OpCost, Work, op_cost
+from autosplit.runtime.op_cost import Move, OpCost, Work, is_free, op_cost, running_part
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import run_placed, run_until_settled
 from autosplit.runtime.trainee import CPU, Trainee
@@ -79,79 +80,93 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class _Update:
-    """An optimizer's update that was followed: of how many gradients, the storages it took, and its work."""
+class _Ops:
+    """What a device does between two transfers: calls, and the costs of those whose shapes do not tell them."""
 
-    num_gradients: int
-    count: Callable[[Tracker], None]
-    works: tuple[Event, ...]
+    device: int
+    ops: tuple[OpCall | tuple[OpCost, ...], ...]
+
+
+_Recorded = _Ops | Move
 
 
 class _Recorder:
-    """Gathers ops into work and keeps the transfers between; `norms_over_samples`: one may refuse a single sample."""
+    """Gathers ops between transfers; `norms_over_samples`: one of them may refuse a single sample."""
 
     def __init__(self, samples: int, *, keeps_calls: bool) -> None:
-        self.phases: list[tuple[str, list[Event]]] = []
         self.norms_over_samples = False
+        self._phases: list[tuple[str, list[_Recorded]]] = []
         self._samples = samples
         self._keeps_calls = keeps_calls
-        self._open: dict[int, list[tuple[tuple[OpCost, ...], OpCall | None]]] = {}
-        self._calls: list[list[OpCall] | None] = []  # of each work; None of one that is the same at any size
+        self._open: dict[int, list[OpCall | tuple[OpCost, ...]]] = {}
         self.mark("start")
 
     def mark(self, phase: str) -> None:
         self._close(*list(self._open))
-        self.phases.append((phase, []))
+        self._phases.append((phase, []))
 
     def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Add an op to its device's open work."""
+        """Add an op to what its device does."""
         if getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES:
             self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
-        costs = op_cost(func, args, kwargs, outputs)
-        if costs:
-            call = OpCall.of(func, args, kwargs, outputs) if self._keeps_calls else None
-            self._open.setdefault(device, []).append((costs, call))
+        if is_free(func):
+            return
+        op: OpCall | tuple[OpCost, ...]
+        try:
+            op = OpCall.of(func, args, kwargs, outputs)
+        except NotImplementedError:
+            if self._keeps_calls:
+                raise
+            op = op_cost(func, args, kwargs, outputs, running_part())
+        self._open.setdefault(device, []).append(op)
 
     def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
         """Close the work of both ends, and keep the transfer."""
         # Gradients come home when all devices are done: what they did until then comes before.
         self._close(*(list(self._open) if purpose == "gradient" else (source, destination)))
-        self.phases[-1][1].append(Move(source, destination, nbytes, purpose))
+        self._phases[-1][1].append(Move(source, destination, nbytes, purpose))
 
-    def phase(self) -> tuple[Event, ...]:
+    def phase(self) -> tuple[_Recorded, ...]:
         """Return what was done in the phase that has begun."""
         self._close(*list(self._open))
-        return tuple(self.phases[-1][1])
+        return tuple(self._phases[-1][1])
 
-    def repeat(self, works: Sequence[Event]) -> None:
-        """Keep work that was done before, in the phase that has begun, as what no size changes."""
+    def repeat(self, events: Sequence[_Recorded]) -> None:
+        """Add what was done before to the phase that has begun."""
         self._close(*list(self._open))
-        self.phases[-1][1].extend(works)
-        self._calls.extend(None for _ in works)
+        self._phases[-1][1].extend(events)
 
-    def resized(self, resized: Callable[[int], int]) -> list[tuple[str, list[Event]]]:
-        """Return the phases with other samples."""
-        calls = iter(self._calls)
-
-        def event(found: Event) -> Event:
-            if isinstance(found, Move):
-                return replace(found, nbytes=resized(found.nbytes))
-            made = next(calls)
-            if made is None:
-                return found
-            costs = [cost for call in made for cost in call.costs(resized)]
-            assert len(costs) == len(found.labels), "an op has as many kernels at any size"
-            # Where an op was started from is not to be seen afterwards.
-            return replace(Work.of(found.device, costs), labels=found.labels, codes=found.codes)
-
-        return [(name, [event(found) for found in events]) for name, events in self.phases]
+    def phases(self, resized: Callable[[int], int] = int) -> list[tuple[str, list[Event]]]:
+        """Return what was done, or would be done with other samples; an update is the same with any."""
+        self._close(*list(self._open))
+        found = []
+        for name, events in self._phases:
+            size = int if name == "update" else resized
+            costs = functools.cache(partial(OpCall.costs, resized=size))  # layers are alike
+            made = [_event(event, costs, size) for event in events]
+            found.append((name, [event for event in made if isinstance(event, Move) or event.labels]))
+        return found
 
     def _close(self, *devices: int) -> None:
         for device in devices:
             ops = self._open.pop(device, None)
             if ops:
-                self.phases[-1][1].append(Work.of(device, [cost for costs, _ in ops for cost in costs]))
-                self._calls.append([call for _, call in ops if call is not None])
+                self._phases[-1][1].append(_Ops(device, tuple(ops)))
+
+
+def _event(event: _Recorded, costs: Callable[[OpCall], tuple[OpCost, ...]], resized: Callable[[int], int]) -> Event:
+    if isinstance(event, Move):
+        return replace(event, nbytes=resized(event.nbytes))
+    return Work.of(event.device, [cost for op in event.ops for cost in (costs(op) if isinstance(op, OpCall) else op)])
+
+
+@dataclass(frozen=True)
+class _Update:
+    """An optimizer's update that was followed: of how many gradients, the storages it took, and its work."""
+
+    num_gradients: int
+    count: Callable[[Tracker], None]
+    events: tuple[_Recorded, ...]
 
 
 def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
@@ -256,14 +271,13 @@ class Tracer:
             self._autocasts = autocast.needed  # it is asked at every call of torch's functions
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
-        recorder.phase()  # what is open is closed
-        phases, entries = recorder.phases, tracker.entries()
+        entries = tracker.entries()
         parts = [_parts_of(tracker, device) for device in range(len(names))]
-        found = [_trace_of(shape, parts, entries, phases)]
+        found = [_trace_of(shape, parts, entries, recorder.phases())]
         for split in resized:
             size = resizer(shape.splits[0], split)
             others = tuple((kind, device, size(nbytes)) for kind, device, nbytes in entries)
-            found.append(_trace_of(shape, (), others, recorder.resized(size)))
+            found.append(_trace_of(shape, (), others, recorder.phases(size)))
         return found
 
     def _updated(self, tracker: Tracker, recorder: _Recorder) -> None:
@@ -271,7 +285,7 @@ class Tracer:
         count = sum(parameter.grad is not None for parameter in self.trainee.parameters())
         if self.fake and self._has_settled and self._update is not None and self._update.num_gradients == count:
             self._update.count(tracker)
-            recorder.repeat(self._update.works)
+            recorder.repeat(self._update.events)
             return
         counted = tracker.repeatable(self.trainee.update)
         self._update = None if counted is None else _Update(count, counted, recorder.phase())
