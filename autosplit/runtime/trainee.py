@@ -171,7 +171,7 @@ class Trainee:
                 with accumulation.running(is_last=position == len(batches) - 1):
                     with workload.autocast(device_type):
                         loss = workload.loss(models, batch)
-                    if workload.loss_reduction == "mean" and size < total:
+                    if workload.loss_reduction == "mean":  # as in `plan.steps`, whatever the weight
                         loss = loss * (size / total)
                     self._scaled(loss).backward()
             accumulation.finish()
