@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autosplit.runtime.gradient_arrivals import Way
 from autosplit.runtime.kernel_time import Codes, Numbers
 from autosplit.runtime.memory_tracker import BLOCK_BYTES
 from autosplit.runtime.op_calls import odd_split
 from autosplit.runtime.op_cost import Move, Work
+from autosplit.runtime.op_recorder import Event
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.tracer import Event, Phase, Trace, Tracer
+from autosplit.runtime.tracer import Phase, Trace, Tracer
 from autosplit.runtime.trainee import Trainee
 from autosplit.solve.memory import MemoryParts
 
@@ -52,7 +54,7 @@ class AffineTraces:
         self.given_up = False
         self._laws: dict[StepShape, _Law | None] = {}
         self._is_curved = False
-        self._held_to: dict[tuple[bool, bool], int] = {}
+        self._held_to: dict[bool, int] = {}
         self._ones: dict[bool, bool] = {}
         self._checks = False
         self._told: dict[StepShape, Trace] = {}
@@ -84,7 +86,7 @@ class AffineTraces:
     def _tell(self, shape: StepShape) -> Trace:
         law = self._law_of(shape)
         if law is not None and self.fake and 1 in shape.splits[0] and not self._tells_one(shape):
-            law = None if max(shape.splits[0]) == 1 else self._law_of(shape, ones_apart=True)
+            law = self._law_of(shape, ones_apart=True)
         return self.tracer.trace(shape) if law is None else law.at(shape.splits[0])
 
     def _tells_one(self, shape: StepShape) -> bool:
@@ -95,14 +97,17 @@ class AffineTraces:
         evaluates = shape.arrangement == "eval"
         if evaluates not in self._ones:
             one = StepShape(((1,),), "eval" if evaluates else "balanced")
-            law = self._law_of(one)
-            self._ones[evaluates] = law is not None and law.tells((1,), self.tracer.trace(one))
+            law, own = self._law_of(one), self._law_of(one, ones_apart=True)
+            self._ones[evaluates] = law is not None and own is not None and law.tells((1,), own.at((1,)))
         return self._ones[evaluates]
 
     def _checked(self, shape: StepShape) -> Trace:
-        law = self._law_of(shape)
-        if law is not None and sum(shape.splits[0]) > self._held_to[_way_of(shape)]:
-            self._hold(law, shape)
+        """Hold the law of the first share's lone step: beside others, however many, a device does as it does alone."""
+        share = next(filter(None, shape.splits[0]))
+        lone = StepShape(((share,),), "eval" if shape.arrangement == "eval" else "balanced")
+        law = self._law_of(shape) and self._law_of(lone)
+        if law is not None and lone.num_samples > self._held_to[lone.arrangement == "eval"]:
+            self._hold(law, lone)
         return self._tell(shape)
 
     def _law_of(self, shape: StepShape, *, ones_apart: bool = False) -> _Law | None:
@@ -120,35 +125,50 @@ class AffineTraces:
         """Follow a step of odd sizes, which tells all others; the first of its way is held against a small step."""
         active = [index for index, samples in enumerate(unit.splits[0]) if samples > 1]
         alone = StepShape(((self.tracer.workload.sample_batch_size,),))
+        likes = self._likes_of(unit)
         if unit != _unit_of(alone):
             self._law_of(alone)  # it tells whether anything is quadratic
         if len(active) > 1 and self._is_curved:
             return None  # samples of several devices may be multiplied by each other
+        if unit != likes["plain"]:
+            self._law_of(likes["plain"], ones_apart=True)
+            return self._laws.get(unit)
         odd = odd_split(unit.splits[0])
-        splits = [tuple(4 if place == index else n for place, n in enumerate(odd)) for index in active]
-        if len(active) == 1:
-            splits.append(tuple(min(16, samples) for samples in odd))
-        law = _Law()
-        shape = replace(unit, splits=(odd,))
-        for split, trace in zip([odd, *splits], self.tracer.trace_resized(shape, splits), strict=True):
-            law.add(split, trace)
-        if unit == _unit_of(alone):
-            self._is_curved = law.is_curved
-        if not self._is_curved:
-            law.straighten()
-        way = _way_of(unit)
-        if way not in self._held_to:
-            self._held_to[way] = sum(odd)
-            if len(active) == 1:  # beside others, each device takes a sample as it does alone
-                small = max(2, alone.splits[0][0]) if unit == _unit_of(alone) else 2
-                self._hold(law, replace(unit, splits=(tuple(small if samples else 0 for samples in odd),)))
+        self._follow(likes, odd, [tuple(4 if place == index else n for place, n in enumerate(odd)) for index in active])
+        law, evaluates = self._laws[unit], unit.arrangement == "eval"
+        if law is not None and len(odd) == len(active) == 1 and evaluates not in self._held_to:
+            small = 2 if evaluates else max(2, alone.num_samples)
+            self._hold(law, replace(unit, splits=((small,),)))
+            self._held_to[evaluates] = sum(odd)
         return law
+
+    def _follow(self, likes: dict[Way, StepShape], odd: tuple[int, ...], splits: list[tuple[int, ...]]) -> None:
+        """Follow a step of odd sizes, and keep its law and those of the ways that it tells, too."""
+        unit = likes["plain"]
+        if len(splits) == 1:
+            splits.append(tuple(min(16, samples) for samples in odd))
+        found = self.tracer.trace_resized(replace(unit, splits=(odd,)), splits, tuple(likes))
+        for like, traces in zip(likes.values(), found, strict=True):
+            self._laws[like] = law = _Law()
+            for split, trace in zip([odd, *splits], traces, strict=True):
+                law.add(split, trace)
+            if like == _unit_of(StepShape(((self.tracer.workload.sample_batch_size,),))):
+                self._is_curved = law.is_curved
+            if not self._is_curved:
+                law.straighten()
+
+    def _likes_of(self, unit: StepShape) -> dict[Way, StepShape]:
+        """Return the steps that one which is followed tells, by their way: a lone device's those of all its ways."""
+        if len(unit.splits[0]) > 1 or unit.arrangement == "eval" or self.tracer.workload.step is not None:
+            return {"plain": unit}
+        plain = replace(unit, arrangement="balanced", num_ranks=1, accumulates=False)
+        bucketed = replace(plain, arrangement="rank", num_ranks=2)
+        return {"plain": plain, "accumulating": replace(plain, accumulates=True), "bucketed": bucketed}
 
     def _hold(self, law: _Law, shape: StepShape) -> None:
         """Hold a law against a step that is followed; where it is off, there is none from now on."""
         if law.tells(shape.splits[0], self.tracer.trace(shape)):
-            way = _way_of(shape)
-            self._held_to[way] = max(self._held_to[way], sum(shape.splits[0]))
+            self._held_to[shape.arrangement == "eval"] = shape.num_samples
             return
         _log.info("steps of other sizes take another way than %s: each is followed", shape)
         self.given_up = True
@@ -169,11 +189,6 @@ def _unit_of(shape: StepShape, *, ones_apart: bool = False) -> StepShape:
     """Return a step's kind: 2 for any share, and 1 where a single sample is a kind of its own."""
     least = 1 if ones_apart else 2
     return replace(shape, splits=(tuple(min(2, max(least, n)) if n else 0 for n in shape.splits[0]),))
-
-
-def _way_of(shape: StepShape) -> tuple[bool, bool]:
-    """Tell steps in which a sample takes the same way: accumulating ones, replicas' and ranks' as a lone device's."""
-    return shape.arrangement == "eval", sum(samples > 0 for samples in shape.splits[0]) > 1
 
 
 @dataclass(frozen=True, eq=False)

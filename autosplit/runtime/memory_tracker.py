@@ -72,6 +72,9 @@ _DRAWS = frozenset(
     if "out" not in overload
 )
 
+_ARRIVALS = frozenset(getattr(torch.ops.aten, name).default for name in ("detach", "copy_", "clone"))
+"""Ops by which a gradient comes to a parameter that has none: what autograd made itself, or a copy of it."""
+
 _KINDS: dict[str, Kind] = {"parameter": "parameters", "buffer": "parameters", "gradient": "gradients"}
 """The kind of what a transfer is for."""
 
@@ -103,6 +106,28 @@ class _Held:
     finalizer: weakref.finalize[..., Any]
     storage: weakref.ref[torch.UntypedStorage]
     kind: Kind = "activations"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A gradient that came to a parameter which had none.
+
+    Attributes:
+        at: Entries before it.
+        is_copy: It is a copy, since what autograd made is needed elsewhere, too, or lies otherwise.
+    """
+
+    at: int
+    parameter: _Held
+    gradient: _Held
+    nbytes: int
+    is_copy: bool
+
+
+def arrives_by(func: Any) -> bool:
+    """Tell whether the op that is running brings a gradient to its parameter."""
+    node = torch._C._current_autograd_node() if func in _ARRIVALS else None
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -151,6 +176,7 @@ class Tracker(TorchDispatchMode, Placement):
     Attributes:
         live_bytes: Bytes held now, per device.
         peak_bytes: The most that was held since entering or `reset_peak`, per device.
+        arrivals: Gradients that came, in order; none where no accounts are kept.
 
     Raises:
         OutOfMemoryError: From the op whose output no longer fits, naming the device.
@@ -178,6 +204,7 @@ class Tracker(TorchDispatchMode, Placement):
         # What a storage is for may show later than its bytes do: a gradient is one when it is on its parameter. So the
         # peak is accounted for at the end, from what came and went until then.
         self._account: list[tuple[_Held, int, int, int]] | None = [] if accounts else None
+        self.arrivals: list[Arrival] = []
         self._entries_at_peak = [0] * len(labels)
 
     @property
@@ -214,9 +241,8 @@ class Tracker(TorchDispatchMode, Placement):
 
     def peak_account(self, device: int) -> dict[Kind, int]:
         """Return what a device held at its peak, in bytes for each kind of storage; it adds up to the peak."""
-        assert self._account is not None, "the tracker keeps no accounts"
         found: dict[Kind, int] = {}
-        for held, place, nbytes, _ in self._account[: self._entries_at_peak[device]]:
+        for held, place, nbytes, _ in self.account[: self._entries_at_peak[device]]:
             if place == device:
                 found[held.kind] = found.get(held.kind, 0) + nbytes
         return found
@@ -226,10 +252,9 @@ class Tracker(TorchDispatchMode, Placement):
 
         None where it touched gradients or parameters, which come and go by what else a step does.
         """
-        assert self._account is not None, "the tracker keeps no accounts"
-        begin = len(self._account)
+        begin = len(self.account)
         act()
-        account = self._account[begin:]
+        account = self.account[begin:]
 
         def repeat(tracker: Tracker) -> None:
             for held, _, nbytes, exact_bytes in account:
@@ -237,10 +262,15 @@ class Tracker(TorchDispatchMode, Placement):
 
         return None if any(held.kind in ("gradients", "parameters") for held, *_ in account) else repeat
 
+    @property
+    def account(self) -> list[tuple[_Held, int, int, int]]:
+        """Storages that came and went, in order: each with its device, and its bytes rounded and as they are."""
+        assert self._account is not None, "the tracker keeps no accounts"
+        return self._account
+
     def entries(self) -> tuple[Entry, ...]:
         """Return what came and went, in order."""
-        assert self._account is not None, "the tracker keeps no accounts"
-        return tuple((held.kind, device, exact_bytes) for held, device, _, exact_bytes in self._account)
+        return tuple((held.kind, device, exact_bytes) for held, device, _, exact_bytes in self.account)
 
     def adopt(self, tensor: Tensor, device: int) -> None:
         """Charge a tensor that exists already to a device; one that was adopted stays where it is."""
@@ -293,9 +323,19 @@ class Tracker(TorchDispatchMode, Placement):
                 if (record is None or record.device == _PROVISIONAL) and tensor.dim() > 0:
                     self.adopt(tensor, device)
         self._follow(inputs, tensors_among((outputs,)), device)
+        self._note_arrival(func, outputs)
         if self._observer is not None and device >= 0:
             self._observer.on_op(device, func, args, kwargs, outputs)
         return outputs
+
+    def _note_arrival(self, func: Any, gradient: Tensor) -> None:
+        if self._account is None or not arrives_by(func):
+            return
+        node: Any = torch._C._current_autograd_node()
+        parameter, held = self._held_of(node.variable), self._held_of(gradient)
+        if parameter is not None and held is not None:
+            nbytes, is_copy = gradient.numel() * gradient.element_size(), func is not torch.ops.aten.detach.default
+            self.arrivals.append(Arrival(len(self._account), parameter, held, nbytes, is_copy))
 
     def _drawn(self, draws: ExtremeDraws, func: Any, args: Sequence[Any], drawn: Tensor) -> None:
         """Replace what was drawn, where that is few numbers; of a fake, tell it so that it can be asked for."""

@@ -38,7 +38,7 @@ def odd_split(split: Sequence[int]) -> tuple[int, ...]:
 
 def resizer(before: tuple[int, ...], after: tuple[int, ...]) -> Callable[[int], int]:
     """Return what tells a dimension, or a number of bytes, of an odd split in another one."""
-    pairs = [(sum(before), sum(after)), *((b, a) for b, a in zip(before, after, strict=True) if b > 1)]
+    pairs = [(b, a) for b, a in ((sum(before), sum(after)), *zip(before, after, strict=True)) if b > 1]
 
     @functools.cache
     def resized(size: int) -> int:

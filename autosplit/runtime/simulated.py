@@ -25,8 +25,9 @@ from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.kernel_time import Part, kernel_rates
 from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.op_cost import Load, Move, OpCost, Work, loads_of
+from autosplit.runtime.op_recorder import Event
 from autosplit.runtime.protocol import Measurement, StepShape
-from autosplit.runtime.tracer import Event, Phase, Trace, Tracer
+from autosplit.runtime.tracer import Phase, Trace, Tracer
 from autosplit.runtime.tracked_step import bucket_bytes, views_buckets
 from autosplit.solve.memory import MemoryParts
 

@@ -6,7 +6,6 @@ tensors are fake where the model allows it: no numbers, no memory, and the same 
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +15,20 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autosplit.errors import AutosplitError, from_user_code, users_errors
 from autosplit.rng import kept_rng
 from autosplit.runtime.cuda_autocast import CudaAutocast
 from autosplit.runtime.fake_tensors import fake_mode, holds_fakes, mode_of
+from autosplit.runtime.gradient_arrivals import Way, entries_of
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Entry, Kind, Tracker
-from autosplit.runtime.op_calls import OpCall, resizer
-from autosplit.runtime.op_cost import Move, OpCost, Work, is_free, op_cost, running_part
+from autosplit.runtime.op_calls import resizer
+from autosplit.runtime.op_cost import Move, OpCost
+from autosplit.runtime.op_recorder import Event, OpRecorder, Recorded
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.tracked_step import run_placed, run_until_settled
+from autosplit.runtime.tracked_step import bucket_bytes, run_placed, run_until_settled
 from autosplit.runtime.trainee import CPU, Trainee
 from autosplit.runtime.training_copy import training_copy
 from autosplit.solve.memory import MemoryParts
@@ -37,20 +38,6 @@ from autosplit.workload.workload import Workload, modules_of
 _log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
-
-# Ops whose functions in torch.nn.functional refuse a single value per channel; an instance norm is a batch norm here.
-_NORMS_OVER_SAMPLES = {
-    aten.batch_norm,
-    aten.native_batch_norm,
-    aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_functional,
-    aten._batch_norm_with_update,
-    aten.cudnn_batch_norm,
-    aten.miopen_batch_norm,
-    aten.native_group_norm,
-}
-
-Event = Work | Move
 
 Phase = Literal["broadcast", "micro", "reduce", "update"]
 """The parts of an optimizer step, in order; ``micro`` comes once for each micro-step."""
@@ -80,100 +67,12 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class _Ops:
-    """What a device does between two transfers: calls, and the costs of those whose shapes do not tell them."""
-
-    device: int
-    ops: tuple[OpCall | tuple[OpCost, ...], ...]
-
-
-_Recorded = _Ops | Move
-
-
-class _Recorder:
-    """Gathers ops between transfers; `norms_over_samples`: one of them may refuse a single sample."""
-
-    def __init__(self, samples: int, *, keeps_calls: bool) -> None:
-        self.norms_over_samples = False
-        self._phases: list[tuple[str, list[_Recorded]]] = []
-        self._samples = samples
-        self._keeps_calls = keeps_calls
-        self._open: dict[int, list[OpCall | tuple[OpCost, ...]]] = {}
-        self.mark("start")
-
-    def mark(self, phase: str) -> None:
-        self._close(*list(self._open))
-        self._phases.append((phase, []))
-
-    def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Add an op to what its device does."""
-        if getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES:
-            self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
-        if is_free(func):
-            return
-        op: OpCall | tuple[OpCost, ...]
-        try:
-            op = OpCall.of(func, args, kwargs, outputs)
-        except NotImplementedError:
-            if self._keeps_calls:
-                raise
-            op = op_cost(func, args, kwargs, outputs, running_part())
-        self._open.setdefault(device, []).append(op)
-
-    def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
-        """Close the work of both ends, and keep the transfer."""
-        # Gradients come home when all devices are done: what they did until then comes before.
-        self._close(*(list(self._open) if purpose == "gradient" else (source, destination)))
-        self._phases[-1][1].append(Move(source, destination, nbytes, purpose))
-
-    def phase(self) -> tuple[_Recorded, ...]:
-        """Return what was done in the phase that has begun."""
-        self._close(*list(self._open))
-        return tuple(self._phases[-1][1])
-
-    def repeat(self, events: Sequence[_Recorded]) -> None:
-        """Add what was done before to the phase that has begun."""
-        self._close(*list(self._open))
-        self._phases[-1][1].extend(events)
-
-    def phases(self, resized: Callable[[int], int] = int) -> list[tuple[str, list[Event]]]:
-        """Return what was done, or would be done with other samples; an update is the same with any."""
-        self._close(*list(self._open))
-        found = []
-        for name, events in self._phases:
-            size = int if name == "update" else resized
-            costs = functools.cache(partial(OpCall.costs, resized=size))  # layers are alike
-            made = [_event(event, costs, size) for event in events]
-            found.append((name, [event for event in made if isinstance(event, Move) or event.labels]))
-        return found
-
-    def _close(self, *devices: int) -> None:
-        for device in devices:
-            ops = self._open.pop(device, None)
-            if ops:
-                self._phases[-1][1].append(_Ops(device, tuple(ops)))
-
-
-def _event(event: _Recorded, costs: Callable[[OpCall], tuple[OpCost, ...]], resized: Callable[[int], int]) -> Event:
-    if isinstance(event, Move):
-        return replace(event, nbytes=resized(event.nbytes))
-    return Work.of(event.device, [cost for op in event.ops for cost in (costs(op) if isinstance(op, OpCall) else op)])
-
-
-@dataclass(frozen=True)
 class _Update:
     """An optimizer's update that was followed: of how many gradients, the storages it took, and its work."""
 
     num_gradients: int
     count: Callable[[Tracker], None]
-    events: tuple[_Recorded, ...]
-
-
-def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
-    """Return the number of values a norm averages: with more than one of each sample, one sample will do, too."""
-    values: Tensor = args[0]
-    channels = args[6] if func._overloadpacket is aten.native_group_norm else values.shape[1]
-    return values.numel() // max(1, channels)
+    events: tuple[Recorded, ...]
 
 
 class Tracer:
@@ -221,10 +120,15 @@ class Tracer:
                 self._kept[shape] = self._run(shape)
         return self._kept[shape]
 
-    def trace_resized(self, shape: StepShape, splits: Sequence[tuple[int, ...]]) -> list[Trace]:
-        """Follow a step of an odd split, see `odd_split`, and return it and, without peaks, its like with others."""
+    def trace_resized(
+        self, shape: StepShape, splits: Sequence[tuple[int, ...]], ways: Sequence[Way] = ("plain",)
+    ) -> list[list[Trace]]:
+        """Follow a step of an odd split, see `odd_split`, and return it and its like with others, of each way.
+
+        Those that were not followed have no peaks.
+        """
         self._settle(shape)
-        return self._followed(shape, splits)
+        return self._followed(shape, splits, ways)
 
     def _settle(self, shape: StepShape) -> None:
         """Follow the first step, in which the optimizer's state appears that all others have."""
@@ -236,13 +140,18 @@ class Tracer:
         self._has_settled = True
 
     def _run(self, shape: StepShape) -> Trace:
-        return self._followed(shape)[0]
+        return self._followed(shape)[0][0]
 
-    def _followed(self, shape: StepShape, resized: Sequence[tuple[int, ...]] = ()) -> list[Trace]:
-        """Follow a step; return its trace, and those of the like with other splits."""
-        recorder = _Recorder(sum(shape.splits[0]), keeps_calls=bool(resized))
+    def _followed(
+        self, shape: StepShape, resized: Sequence[tuple[int, ...]] = (), ways: Sequence[Way] = ("plain",)
+    ) -> list[list[Trace]]:
+        """Follow a step; return its trace, and those of the like with other splits, of each way."""
+        recorder = OpRecorder(sum(shape.splits[0]), keeps_calls=bool(resized) or len(ways) > 1)
+        begun_at = 0
 
         def mark(phase: str) -> None:
+            nonlocal begun_at
+            begun_at = begun_at or len(tracker.account)
             recorder.mark(phase)
             for kind, tensors in self.trainee.held().items():
                 for tensor in tensors:
@@ -271,16 +180,20 @@ class Tracer:
             self._autocasts = autocast.needed  # it is asked at every call of torch's functions
         _log.debug("traced %s: %s", shape, ", ".join(map(size_text, peaks)))
         self.norms_over_samples |= recorder.norms_over_samples
-        entries = tracker.entries()
         parts = [_parts_of(tracker, device) for device in range(len(names))]
-        found = [_trace_of(shape, parts, entries, recorder.phases())]
-        for split in resized:
-            size = resizer(shape.splits[0], split)
-            others = tuple((kind, device, size(nbytes)) for kind, device, nbytes in entries)
-            found.append(_trace_of(shape, (), others, recorder.phases(size)))
+        buckets = bucket_bytes(self.trainee) if "bucketed" in ways else 0
+        found: list[list[Trace]] = []
+        for way in ways:
+            entries = entries_of(tracker, way, begun_at, buckets)
+            found.append([])
+            for split in (shape.splits[0], *resized):
+                size = resizer(shape.splits[0], split)
+                others = tuple((kind, device, size(nbytes)) for kind, device, nbytes in entries)
+                is_own = way == "plain" and split == shape.splits[0]
+                found[-1].append(_trace_of(shape, parts if is_own else (), others, recorder.phases(size, way)))
         return found
 
-    def _updated(self, tracker: Tracker, recorder: _Recorder) -> None:
+    def _updated(self, tracker: Tracker, recorder: OpRecorder) -> None:
         """Update the parameters; of fake ones once, and then count the same again: no batch makes it another."""
         count = sum(parameter.grad is not None for parameter in self.trainee.parameters())
         if self.fake and self._has_settled and self._update is not None and self._update.num_gradients == count:
@@ -398,7 +311,7 @@ def make_device_tracer(workload: Workload, device: torch.device) -> tuple[Tracer
             )
     tracer = Tracer(workload, fake=False, like_gpu=True)
     tracer.norms_over_samples = any(
-        isinstance(part, nn.modules.batchnorm._NormBase)  # what all of them have in common
+        isinstance(part, nn.modules.batchnorm._NormBase)  # noqa: SLF001  # what all of them have in common
         for module in modules_of(tracer.trainee.models)
         for part in module.modules()
     )

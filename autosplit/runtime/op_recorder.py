@@ -1,0 +1,134 @@
+"""Keep what is done in a step, op by op and copy by copy, and tell it with other samples, or of another way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosplit.runtime.gradient_arrivals import ArrivalCall, Way
+from autosplit.runtime.memory_tracker import arrives_by
+from autosplit.runtime.op_calls import OpCall
+from autosplit.runtime.op_cost import Move, OpCost, Work, is_free, op_cost, running_part
+
+aten = torch.ops.aten
+
+# Ops whose functions in torch.nn.functional refuse a single value per channel; an instance norm is a batch norm here.
+_NORMS_OVER_SAMPLES = {
+    aten.batch_norm,
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._batch_norm_with_update,
+    aten.cudnn_batch_norm,
+    aten.miopen_batch_norm,
+    aten.native_group_norm,
+}
+
+Event = Work | Move
+
+
+Op = OpCall | ArrivalCall | tuple[OpCost, ...]
+"""An op's call, or the costs of one whose shapes do not tell them."""
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The ops of a device between two transfers."""
+
+    device: int
+    ops: tuple[Op, ...]
+
+
+Recorded = Ops | Move
+
+
+class OpRecorder:
+    """Gathers ops between transfers; `norms_over_samples`: one of them may refuse a single sample."""
+
+    def __init__(self, samples: int, *, keeps_calls: bool) -> None:
+        self.norms_over_samples = False
+        self._phases: list[tuple[str, list[Recorded]]] = []
+        self._samples = samples
+        self._keeps_calls = keeps_calls
+        self._open: dict[int, list[Op]] = {}
+        self.mark("start")
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase."""
+        self._close(*list(self._open))
+        self._phases.append((phase, []))
+
+    def on_op(self, device: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Add an op to what its device does."""
+        if getattr(func, "_overloadpacket", None) in _NORMS_OVER_SAMPLES:
+            self.norms_over_samples |= _values_per_channel(func, args) <= self._samples
+        arrives = self._keeps_calls and arrives_by(func)
+        if is_free(func) and not arrives:
+            return
+        op: Op
+        try:
+            op = OpCall.of(func, args, kwargs, outputs)
+            op = ArrivalCall(op) if arrives else op
+        except NotImplementedError:
+            if self._keeps_calls:
+                raise
+            op = op_cost(func, args, kwargs, outputs, running_part())
+        self._open.setdefault(device, []).append(op)
+
+    def on_transfer(self, source: int, destination: int, nbytes: int, purpose: str) -> None:
+        """Close the work of both ends, and keep the transfer."""
+        # Gradients come home when all devices are done: what they did until then comes before.
+        self._close(*(list(self._open) if purpose == "gradient" else (source, destination)))
+        self._phases[-1][1].append(Move(source, destination, nbytes, purpose))
+
+    def phase(self) -> tuple[Recorded, ...]:
+        """Return what was done in the phase that has begun."""
+        self._close(*list(self._open))
+        return tuple(self._phases[-1][1])
+
+    def repeat(self, events: Sequence[Recorded]) -> None:
+        """Add what was done before to the phase that has begun."""
+        self._close(*list(self._open))
+        self._phases[-1][1].extend(events)
+
+    def phases(self, resized: Callable[[int], int] = int, way: Way = "plain") -> list[tuple[str, list[Event]]]:
+        """Return what was done, or would be with other samples, or in a step of another way; an update is the same."""
+        self._close(*list(self._open))
+        found = []
+        for name, events in self._phases:
+            size = int if name == "update" else resized
+            costs = functools.cache(functools.partial(_costs, way=way, resized=size))  # layers are alike
+            made = [_event(event, costs, size) for event in events]
+            found.append((name, [event for event in made if isinstance(event, Move) or event.labels]))
+        return found
+
+    def _close(self, *devices: int) -> None:
+        for device in devices:
+            ops = self._open.pop(device, None)
+            if ops:
+                self._phases[-1][1].append(Ops(device, tuple(ops)))
+
+
+def _event(event: Recorded, costs: Callable[[Op], tuple[OpCost, ...]], resized: Callable[[int], int]) -> Event:
+    if isinstance(event, Move):
+        return replace(event, nbytes=resized(event.nbytes))
+    return Work.of(event.device, [cost for op in event.ops for cost in costs(op)])
+
+
+def _costs(op: Op, *, way: Way, resized: Callable[[int], int]) -> tuple[OpCost, ...]:
+    if isinstance(op, tuple):
+        return op
+    calls = op.calls(way) if isinstance(op, ArrivalCall) else (op,)
+    return tuple(cost for call in calls for cost in call.costs(resized))
+
+
+def _values_per_channel(func: Any, args: Sequence[Any]) -> int:
+    """Return the number of values a norm averages: with more than one of each sample, one sample will do, too."""
+    values: Tensor = args[0]
+    channels = args[6] if func._overloadpacket is aten.native_group_norm else values.shape[1]
+    return values.numel() // max(1, channels)
