@@ -48,12 +48,12 @@ from autosplit.rng import kept_rng
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import make_tracer
 from autosplit.runtime.tracked_step import run_placed
 from autosplit.runtime.trainee import Trainee
-from autosplit.runtime.training_copy import training_copy
 from autosplit.solve.memory import largest_fitting
 
 THREADS = 1

@@ -43,10 +43,10 @@ from autosplit.oom import OutOfMemoryError
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime
 from autosplit.runtime.tracer import Tracer, make_tracer
-from autosplit.runtime.training_copy import training_copy
 from autosplit.solve.memory import largest_fitting
 from autosplit.workload.workload import Workload
 

@@ -56,7 +56,7 @@ WITHOUT_TORCH = (
     "cli.tables",
     "cli.plan_report",
     "cli.check_report",
-    "cli.page",
+    "cli.report_page",
     "plan.even_plan",
     "plan.export",
     "plan.canvas",

@@ -21,7 +21,7 @@ from autosplit.ddp.fsdp import Layers, begin_step, let_meet, refuse_options, sha
 from autosplit.ddp.gradient_average import average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last, part_from_group
 from autosplit.ddp.loader_steps import foreign_steps, gathered
-from autosplit.ddp.rank_norms import refuse_hook, sums_over_ranks
+from autosplit.ddp.rank_gradient_norms import refuse_hook, sums_over_ranks
 from autosplit.errors import InputError
 from autosplit.parallel.batch_sampler import RankSlice, ScheduledBatchSampler
 from autosplit.parallel.checkpointed import checkpoint_layers

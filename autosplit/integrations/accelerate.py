@@ -41,8 +41,9 @@ from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError
 from autosplit.integrations.accelerate_arguments import set_arguments, tell_of_other_precision
-from autosplit.integrations.cut_batches import CutBatches, refuse_gathering
+from autosplit.integrations.gradient_norms import RunNorms
 from autosplit.integrations.loop_position import LoopPosition
+from autosplit.integrations.oom_halves import CutBatches, refuse_gathering
 from autosplit.integrations.own_loss import OwnLoss
 from autosplit.integrations.process_share import (
     MarkingBatchSampler,
@@ -51,7 +52,6 @@ from autosplit.integrations.process_share import (
     find_share,
     tell_of_no_plan,
 )
-from autosplit.integrations.run_norms import RunNorms
 from autosplit.integrations.share_loader import is_shuffled, loader_options
 from autosplit.integrations.uneven_gather import gather_uneven, without_rows
 from autosplit.integrations.weighted_backward import weighed, weighted_backward

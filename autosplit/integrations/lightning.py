@@ -30,7 +30,8 @@ from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.ddp.loader_steps import gathered
 from autosplit.ddp.setup import agree_on
 from autosplit.errors import InputError, PlanError
-from autosplit.integrations.lightning_cuts import CutMixin, CutSteps, refuse_no_mixin
+from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
+from autosplit.integrations.lightning_oom_cuts import CutMixin, CutSteps, refuse_no_mixin
 from autosplit.integrations.lightning_workload import PRECISIONS, asked_loss, workload
 from autosplit.integrations.process_share import (
     MarkingBatchSampler,
@@ -39,7 +40,6 @@ from autosplit.integrations.process_share import (
     find_share,
     tell_of_no_plan,
 )
-from autosplit.integrations.run_norms import RunNorms, refuse_sum
 from autosplit.integrations.share_loader import loader_options
 from autosplit.integrations.weighted_backward import Weighed, batches_of, weighed
 from autosplit.parallel.oom_cuts import CutWarning, OnOom, cuts_for

@@ -33,8 +33,8 @@ from autosplit import ddp
 from autosplit.ddp.gradient_average import apart, average_gradients, refuse_meeting
 from autosplit.ddp.group_end import let_go_of_group_last
 from autosplit.errors import InputError
+from autosplit.integrations.gradient_norms import RunNorms, refuse_sum
 from autosplit.integrations.process_share import NoPlanWarning, Share, find_share, tell_of_no_plan
-from autosplit.integrations.run_norms import RunNorms, refuse_sum
 from autosplit.integrations.share_loader import loader_options, taken_mark
 from autosplit.integrations.weighted_backward import weighted_backward
 from autosplit.parallel.oom_cuts import Attempt, CutWarning, OnOom, Part, cuts_for, run_in_parts

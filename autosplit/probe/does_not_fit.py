@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from autosplit.oom import DoesNotFitError
 from autosplit.probe.step_runner import StepRunner
+from autosplit.runtime.model_copy import bytes_on_accelerators
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime
-from autosplit.runtime.training_copy import bytes_on_accelerators
 from autosplit.text import size_text
 
 

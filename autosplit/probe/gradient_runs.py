@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from autosplit.accelerators import accelerator_in_use
 from autosplit.parallel.loss_weights import Reduce
 from autosplit.parallel.replicate import BufferCopies, moving_buffers
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.tracked_step import wrapper_for
-from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import chunk, map_leaves, map_tensors
 from autosplit.workload.workload import Workload, modules_of, on_first_device, optimizers_of
 

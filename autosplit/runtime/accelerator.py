@@ -27,11 +27,11 @@ from autosplit.devices.device import Device
 from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import Measurement, StepMemory, StepShape
 from autosplit.runtime.timing import timed
 from autosplit.runtime.tracked_step import bucket_bytes, gradients_in, views_buckets, wrapper_for
 from autosplit.runtime.trainee import Trainee
-from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import map_tensors, unmarked
 from autosplit.workload.workload import Workload, modules_of
 

@@ -25,12 +25,12 @@ from autosplit.runtime.build_small import TooLarge, built_within
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.fake_tensors import built_without_memory, fake_mode
 from autosplit.runtime.interrupts import held_interrupts
+from autosplit.runtime.model_copy import bytes_on_accelerators, training_copy
 from autosplit.runtime.protocol import Runtime
 from autosplit.runtime.quantization import refuse_quantized
 from autosplit.runtime.simulated import SimulatedRuntime, Traces
 from autosplit.runtime.subprocess_runtime import IsolatedRuntime, RealRuntime
 from autosplit.runtime.tracer import Tracer, make_device_tracer, make_tracer
-from autosplit.runtime.training_copy import bytes_on_accelerators, training_copy
 from autosplit.text import size_text
 from autosplit.workload.sequence_length import at_length
 from autosplit.workload.workload import PRECISIONS, Workload, modules_of

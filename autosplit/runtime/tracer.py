@@ -24,13 +24,13 @@ from autosplit.runtime.fake_tensors import fake_mode, holds_fakes, mode_of
 from autosplit.runtime.gradient_arrivals import Way, entries_of
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Entry, Kind, Tracker
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.op_calls import resizer
 from autosplit.runtime.op_cost import Move, OpCost
 from autosplit.runtime.op_recorder import Event, OpRecorder, Recorded
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracked_step import bucket_bytes, run_placed, run_until_settled
 from autosplit.runtime.trainee import CPU, Trainee
-from autosplit.runtime.training_copy import training_copy
 from autosplit.solve.memory import MemoryParts
 from autosplit.text import size_text
 from autosplit.workload.workload import Workload, modules_of

@@ -28,10 +28,10 @@ from autosplit.ddp.failure import cut_off, end_process, group_sockets, open_sock
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.accelerator import pinned
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import Measurement, Runtime, StepShape
 from autosplit.runtime.timing import is_enough, median_error
 from autosplit.runtime.trainee import Trainee
-from autosplit.runtime.training_copy import training_copy
 from autosplit.tuning.peers import Failure, Peers
 from autosplit.workload.batch import map_tensors
 from autosplit.workload.workload import Workload, modules_of

@@ -15,9 +15,9 @@ from autosplit import Workload, find_ceiling
 from autosplit.errors import WorkloadError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.trainee import Trainee
-from autosplit.runtime.training_copy import training_copy
 
 MOST_STEPS = 8
 

@@ -17,8 +17,8 @@ from autosplit.errors import InputError, UserCodeError
 from autosplit.oom import DoesNotFitError, OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
 from autosplit.runtime.interrupts import held_interrupts
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
-from autosplit.runtime.training_copy import training_copy
 
 
 class Branching(nn.Module):

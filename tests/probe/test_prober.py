@@ -17,10 +17,10 @@ from autosplit.probe import stopwatch
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.probe.prober import Prober
 from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import make_tracer
-from autosplit.runtime.training_copy import training_copy
 from autosplit.tuning.tune import tune
 
 KIB = 2**10

@@ -23,10 +23,10 @@ from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.runtime.fake_tensors import fake_mode
 from autosplit.runtime.memory_tracker import BLOCK_BYTES, Tracker, rounded
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracer import Tracer
 from autosplit.runtime.tracked_step import run_placed
-from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.workload import Workload
 
 

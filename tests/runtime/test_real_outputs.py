@@ -12,10 +12,10 @@ from autosplit.devices.spec import parse_devices
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime import real_outputs as workspaces
 from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import traced_peaks
 from autosplit.runtime.tracer import make_tracer
-from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.workload import Workload
 
 ROOM = 2**40

@@ -15,9 +15,9 @@ from autosplit.devices.spec import parse_devices
 from autosplit.errors import InputError
 from autosplit.oom import OutOfMemoryError
 from autosplit.runtime.cpu import CpuRuntime
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.timing import MAX_REPEATS, MIN_REPEATS, median_error, timed
-from autosplit.runtime.training_copy import training_copy
 
 
 def runtime(spec: str, **options) -> CpuRuntime:

@@ -17,10 +17,10 @@ from autosplit.errors import AutosplitError, WorkloadError
 from autosplit.rng import kept_rng
 from autosplit.runtime.fake_tensors import built_without_memory, fake_mode
 from autosplit.runtime.memory_tracker import Tracker
+from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.tracer import make_tracer
 from autosplit.runtime.tracked_step import bucket_bytes, run_placed, wrapper_for
-from autosplit.runtime.training_copy import training_copy
 from autosplit.workload.batch import Whole, tensors_of
 from autosplit.workload.workload import Workload, modules_of, optimizers_of
 

@@ -44,7 +44,7 @@ from autosplit.profiles.key import key_of, machine_of, workload_of
 from autosplit.profiles.tuning_lock import Turn
 from autosplit.profiles.validity import usable_here
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.training_copy import training_copy
+from autosplit.runtime.model_copy import training_copy
 from autosplit.solve.memory import MemoryFit, Region
 from autosplit.solve.proposals import Proposer
 from autosplit.solve.search_space import Space, Trial

@@ -9,7 +9,7 @@ import torch
 from gpus import KIND, card
 from workloads import small
 
-from autosplit.runtime.training_copy import training_copy
+from autosplit.runtime.model_copy import training_copy
 from autosplit.tuning.peers import Interrupts, Peers
 from autosplit.tuning.rank_steps import RankSteps
 

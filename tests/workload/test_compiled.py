@@ -14,7 +14,7 @@ from autosplit import BalancedDataParallel, find_ceiling, tune
 from autosplit.errors import InputError, WorkloadError
 from autosplit.profiles.key import workload_of
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.training_copy import training_copy
+from autosplit.runtime.model_copy import training_copy
 from autosplit.workload.compiled import compiled_like, eager_of, has_compiled_parts, is_compiled, with_eager_parts
 from autosplit.workload.workload import Workload
 
