@@ -46,7 +46,7 @@ from autosplit import Workload, find_ceiling, parse_devices
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.rng import kept_rng
 from autosplit.runtime.accelerator import AcceleratorRuntime
-from autosplit.runtime.fake_tensors import fake_mode
+from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape

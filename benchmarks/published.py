@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.devices.spec import parse_devices
-from autosplit.runtime.fake_tensors import built_without_memory, fake_mode
+from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.runtime.op_cost import OpCost
 from autosplit.runtime.protocol import StepShape
 from autosplit.runtime.simulated import SimulatedRuntime

@@ -22,7 +22,7 @@ from autosplit.probe.check_result import Check
 from autosplit.probe.gradient_comparison import LEAST_SAMPLES, Comparison, begin
 from autosplit.probe.gradient_runs import TooDearError
 from autosplit.rng import kept_rng
-from autosplit.runtime.fake_tensors import built_without_memory, fake_mode, mode_of
+from autosplit.runtime.fake_copy import built_without_memory, fake_mode, mode_of
 from autosplit.runtime.prepare import build, workload_source
 from autosplit.workload.batch import batch_size_of, chunk, tensors_of
 from autosplit.workload.workload import Workload, modules_of

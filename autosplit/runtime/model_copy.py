@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from autosplit.accelerators import is_accelerator
 from autosplit.errors import WorkloadError
 from autosplit.parallel.checkpointed import checkpoint_layer
-from autosplit.runtime.fake_tensors import built_without_memory, fake_like, fake_scalar
+from autosplit.runtime.fake_copy import built_without_memory, fake_into
 from autosplit.runtime.trainee import CPU, LOSS_SCALE, Trainee, state_tensors
 from autosplit.workload.checkpointing import Checkpointing
 from autosplit.workload.compiled import eager_of, scripted_part, with_eager_parts
@@ -57,7 +55,7 @@ def training_copy(
     _refuse_unready(models)
     restore: Callable[[], None] = _nothing
     if mode is not None:
-        _fake_into(memo, models, workload, mode, device or CPU)
+        fake_into(memo, models, _live_optimizers(workload), mode, device or CPU)
         models = map_modules(with_eager_parts, copy.deepcopy(models, memo))
     else:
         _refuse_meta(models)
@@ -153,43 +151,6 @@ def _borrow(models: Any) -> Callable[[], None]:
             part.training = training
 
     return restore
-
-
-def _fake_into(
-    memo: dict[int, Any], models: Any, workload: Workload, mode: FakeTensorMode, device: torch.device
-) -> None:
-    """Put the fakes of all tensors that will be deep-copied where deepcopy looks for copies it has made."""
-    tensors = [t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())]
-    # Numbers that a model keeps on the side may be asked for; an average of its weights is not.
-    tensors += [t for t in _tensors_aside(models) if t.is_floating_point() and t.numel() != 1]
-    for optimizer in _live_optimizers(workload):
-        tensors += state_tensors(optimizer)
-    for tensor in tensors:
-        memo[id(tensor)] = fake_like(tensor, mode, device)
-    for optimizer in _live_optimizers(workload):
-        settings = [value for group in optimizer.param_groups for value in group.values() if isinstance(value, Tensor)]
-        for tensor in (*state_tensors(optimizer), *settings):
-            if tensor.dim() == 0 and not tensor.is_meta and not isinstance(tensor, FakeTensor):
-                memo[id(tensor)] = fake_scalar(tensor, mode)
-
-
-def _tensors_aside(models: Any) -> Iterator[Tensor]:
-    """Yield what modules hold in attributes, lists, dicts and hidden modules: deepcopy goes the same ways."""
-    todo: list[Any] = [part for module in modules_of(models) for part in module.modules()]
-    seen: set[int] = set()
-    while todo:
-        value = todo.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            todo += value.values()
-        elif isinstance(value, (list, tuple, set, deque)):
-            todo += value
-        elif not isinstance(value, (type, ModuleType, FunctionType)):
-            todo += getattr(value, "__dict__", {}).values()
 
 
 def _refuse_unready(models: Any) -> None:

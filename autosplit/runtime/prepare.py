@@ -23,7 +23,7 @@ from autosplit.runtime.accelerator import AcceleratorRuntime
 from autosplit.runtime.affine_traces import AffineTraces
 from autosplit.runtime.build_small import TooLarge, built_within
 from autosplit.runtime.cpu import CpuRuntime
-from autosplit.runtime.fake_tensors import built_without_memory, fake_mode
+from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.model_copy import bytes_on_accelerators, training_copy
 from autosplit.runtime.protocol import Runtime

@@ -20,7 +20,7 @@ from torch import nn
 from autosplit.errors import AutosplitError, from_user_code, users_errors
 from autosplit.rng import kept_rng
 from autosplit.runtime.cuda_autocast import CudaAutocast
-from autosplit.runtime.fake_tensors import fake_mode, holds_fakes, mode_of
+from autosplit.runtime.fake_copy import fake_mode, holds_fakes, mode_of
 from autosplit.runtime.gradient_arrivals import Way, entries_of
 from autosplit.runtime.interrupts import held_interrupts
 from autosplit.runtime.memory_tracker import Entry, Kind, Tracker

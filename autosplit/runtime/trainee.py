@@ -18,7 +18,7 @@ from autosplit.devices.transfer import Placement, adopt_module
 from autosplit.errors import OWN_FOLDER, WorkloadError
 from autosplit.parallel.accumulation import Accumulation
 from autosplit.rng import ExtremeDraws
-from autosplit.runtime.fake_tensors import fake_like
+from autosplit.runtime.fake_copy import fake_like
 from autosplit.workload.batch import map_tensors, resize, tensors_of
 from autosplit.workload.compiled import compiled_like, is_compiled
 from autosplit.workload.workload import (

@@ -21,7 +21,7 @@ from autosplit.parallel import loss_weights as reducing
 from autosplit.parallel.balanced import BalancedDataParallel
 from autosplit.parallel.loss_weights import DoubtfulWeights, ReduceWarning, checked_reduce, weights_of
 from autosplit.probe.gradient_check import check
-from autosplit.runtime.fake_tensors import fake_mode
+from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 
 SPLITS = [(4, 6, 6), (1, 2, 13)]

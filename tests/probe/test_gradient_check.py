@@ -33,7 +33,7 @@ from autosplit.probe import gradient_runs as quiet
 from autosplit.probe import loss_rule as rules
 from autosplit.probe.check_result import Check, error_text
 from autosplit.probe.gradient_check import check, checks_for
-from autosplit.runtime.fake_tensors import fake_mode
+from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.tracked_step import wrapper_for
 from autosplit.workload.batch import Whole, map_tensors
 from autosplit.workload.workload import Workload

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autosplit.runtime.cuda_autocast import CudaAutocast
-from autosplit.runtime.fake_tensors import fake_mode
+from autosplit.runtime.fake_copy import fake_mode
 
 
 def test_norms_and_sums_are_in_float32_inside_autocast_alone():

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.devices.transfer import HOST, adopt_module, transfer
 from autosplit.oom import OutOfMemoryError, is_oom
 from autosplit.parallel.balanced import BalancedDataParallel
-from autosplit.runtime.fake_tensors import fake_mode
+from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import BLOCK_BYTES, Tracker, rounded
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape

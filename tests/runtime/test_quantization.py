@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from autosplit.devices.spec import parse_devices
 from autosplit.errors import WorkloadError
-from autosplit.runtime.fake_tensors import fake_like, fake_mode
+from autosplit.runtime.fake_copy import fake_like, fake_mode
 from autosplit.runtime.memory_tracker import rounded
 from autosplit.runtime.prepare import build, follow
 from autosplit.runtime.protocol import StepShape

@@ -15,7 +15,7 @@ from workloads import small
 
 from autosplit.errors import AutosplitError, WorkloadError
 from autosplit.rng import kept_rng
-from autosplit.runtime.fake_tensors import built_without_memory, fake_mode
+from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.runtime.model_copy import training_copy
 from autosplit.runtime.protocol import StepShape

@@ -43,7 +43,7 @@ from autosplit.probe import stopwatch
 from autosplit.probe.find_ceiling import find_ceiling
 from autosplit.runtime import cpu
 from autosplit.runtime import tracer as tracing
-from autosplit.runtime.fake_tensors import fake_mode
+from autosplit.runtime.fake_copy import fake_mode
 from autosplit.runtime.memory_tracker import Tracker
 from autosplit.solve.memory import Ceiling
 from autosplit.tuning import lone_session

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autosplit.cli.main import main
 from autosplit.errors import InputError, WorkloadError
 from autosplit.profiles.key import workload_of
-from autosplit.runtime.fake_tensors import built_without_memory, fake_mode
+from autosplit.runtime.fake_copy import built_without_memory, fake_mode
 from autosplit.tuning import tune as tuning
 from autosplit.workload.from_file import load_workload, loaded_workload
 from autosplit.workload.workload import Workload

@@ -1,8 +1,10 @@
-"""Fake tensors: shapes and a device, and neither numbers nor memory."""
+"""Fake copies of a model, of fake tensors: shapes and a device, and neither numbers nor memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autosplit.accelerators import accelerator_kind
 from autosplit.runtime.build_small import settings_kept_on_failure
 from autosplit.workload.batch import tensors_of
-from autosplit.workload.workload import Workload
+from autosplit.workload.workload import Workload, modules_of
 
 
 def fake_mode() -> FakeTensorMode:
@@ -59,6 +61,47 @@ def holds_fakes(device: torch.device) -> bool:
     except Exception:  # noqa: BLE001  # whatever a back end lacks
         return False
     return True
+
+
+def fake_into(
+    memo: dict[int, Any],
+    models: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
+    mode: FakeTensorMode,
+    device: torch.device,
+) -> None:
+    """Put the fakes of all tensors that will be deep-copied where deepcopy looks for copies it has made."""
+    tensors = [t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())]
+    # Numbers that a model keeps on the side may be asked for; an average of its weights is not.
+    tensors += [t for t in _tensors_aside(models) if t.is_floating_point() and t.numel() != 1]
+    state = [(optimizer, tensors_of(list(optimizer.state.values()))) for optimizer in optimizers]
+    tensors += [tensor for _, held in state for tensor in held]
+    for tensor in tensors:
+        memo[id(tensor)] = fake_like(tensor, mode, device)
+    for optimizer, held in state:
+        settings = [value for group in optimizer.param_groups for value in group.values() if isinstance(value, Tensor)]
+        for tensor in (*held, *settings):
+            if tensor.dim() == 0 and not tensor.is_meta and not isinstance(tensor, FakeTensor):
+                memo[id(tensor)] = fake_scalar(tensor, mode)
+
+
+def _tensors_aside(models: Any) -> Iterator[Tensor]:
+    """Yield what modules hold in attributes, lists, dicts and hidden modules: deepcopy goes the same ways."""
+    todo: list[Any] = [part for module in modules_of(models) for part in module.modules()]
+    seen: set[int] = set()
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, (list, tuple, set, deque)):
+            todo += value
+        elif not isinstance(value, (type, ModuleType, FunctionType)):
+            todo += getattr(value, "__dict__", {}).values()
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
