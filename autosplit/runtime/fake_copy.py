@@ -74,7 +74,7 @@ def fake_into(
     tensors = [t for module in modules_of(models) for t in (*module.parameters(), *module.buffers())]
     # Numbers that a model keeps on the side may be asked for; an average of its weights is not.
     tensors += [t for t in _tensors_aside(models) if t.is_floating_point() and t.numel() != 1]
-    state = [(optimizer, tensors_of(list(optimizer.state.values()))) for optimizer in optimizers]
+    state = [(optimizer, [*tensors_of(list(optimizer.state.values()))]) for optimizer in optimizers]
     tensors += [tensor for _, held in state for tensor in held]
     for tensor in tensors:
         memo[id(tensor)] = fake_like(tensor, mode, device)
