@@ -2,7 +2,11 @@
 
 Seconds of a step of k micro-steps, whose replicas are kept from the first to the last, over those that take part::
 
-    slowest copies_i + k * (sum of gather_i * n_i + contention * slowest device, with R replicas' turns) + update
+    slowest copies_i + k * (sum of gather_i * n_i + contention * slowest device) + update
+
+or, where that is more, as long as the host takes to start the forwards of R replicas in turn, and what follows::
+
+    k * R * host + what the last micro-step gathers and its backward + gradients' way home + update
 
 Seconds of a DDP step::
 
@@ -12,7 +16,6 @@ Seconds of a DDP step::
 from __future__ import annotations
 
 import bisect
-import math
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -125,22 +128,37 @@ class StepTime:
         """Return the time of devices that have nothing to do with each other."""
         return cls(curves, (0.0,) * len(curves), (0.0,) * len(curves), update_s, adds_up)
 
-    def micro_seconds(self, split: Sequence[int]) -> float:
-        """Return ``hypot(contention * max_i t_i(n_i), sqrt(R^2 - 1) * host) + sum_i gather_i * n_i``, without copies.
-
-        The sum of the times where they add; nothing is gathered, and nobody in the way, where device 0 works alone.
-        """
-        busy_s, gather_s, known_s = self._amounts(split)
-        return known_s + self.contention * busy_s + gather_s
-
     def seconds(self, splits: Sequence[Sequence[int]]) -> float:
         """Return the time of an optimizer step of these micro-steps."""
         return self.counted_seconds(Counter(tuple(split) for split in splits))
 
     def counted_seconds(self, counted: Mapping[tuple[int, ...], int]) -> float:
-        """Return the time of an optimizer step of these splits, each with how many micro-steps have it."""
-        micro_s = sum(self.micro_seconds(split) * count for split, count in counted.items())
-        return self._counted_copying_s(counted) + micro_s + self.update_s
+        """Return the time of an optimizer step.
+
+        Args:
+            counted: Splits, each with how many micro-steps have it, the last micro-step's last.
+        """
+        return sum(self._longest(counted)) + self.update_s
+
+    def _longest(self, counted: Mapping[tuple[int, ...], int]) -> tuple[float, float, float, float]:
+        """Return copies, gathers, what contention multiplies, and what is known, along what a step waits for.
+
+        The host runs ahead. Devices end a micro-step a whole one after the last, or its backward after the host has
+        started its forwards in turn, whichever is later; of alike ones it is the first that waits so, or the last.
+        """
+        copies_s, started_s = self._counted_copying_s(counted), 0.0
+        path = copies_s / 2, 0.0, 0.0, 0.0
+        for split, count in counted.items():
+            gather_s, busy_s, alone_s, replicas = self._amounts(split)
+            busy_s *= self.contention
+            turns_s = replicas * self.host_s
+            paths = [(path[0], path[1] + count * gather_s, path[2] + count * busy_s, path[3] + count * alone_s)]
+            for after in {0, count - 1} if self.host_s else ():
+                known_s = started_s + (count - after) * turns_s + (after + 1) * alone_s
+                paths.append((0.0, (after + 1) * gather_s, (after + BACKWARD_SHARE) * busy_s, known_s))
+            path = max(paths, key=sum)
+            started_s += count * turns_s
+        return path[0] + copies_s / 2, *path[1:]
 
     def copying_s(self, splits: Sequence[Sequence[int]]) -> float:
         """Return the seconds that an optimizer step spends on copying parameters and gradients."""
@@ -151,18 +169,38 @@ class StepTime:
             return max(compress(self.copies_s[1:], islice(map(any, zip(*counted, strict=True)), 1, None)), default=0.0)
         return sum(count * max(compress(self.copies_s[1:], split[1:]), default=0.0) for split, count in counted.items())
 
-    def with_overhead(self, index: int, measured: Sequence[tuple[Sequence[int], float]]) -> StepTime:
+    def with_overhead(
+        self,
+        index: int,
+        measured: Sequence[tuple[Sequence[int], float]],
+        further: tuple[Sequence[int], float] | None = None,
+    ) -> StepTime:
         """Fit the copies and the gather of one device to steps that it makes with the first device alone.
 
         Args:
             measured: One or two ``(split, seconds without the optimizer)`` of one micro-step, with other shares where
-                there are two.
+                there are two, the larger last.
+            further: A split and what a further micro-step of it takes. It bounds the gather: of two first ones the
+                small one may hide its copies behind the host.
         """
-        bare = self.with_costs_of(index, 0.0, 0.0)
-        left = [(split[index], max(0.0, seconds - bare.micro_seconds(split))) for split, seconds in measured]
-        (n0, t0), (n1, t1) = min(left), max(left)
-        slope = max(0.0, (t1 - t0) / (n1 - n0)) if n1 > n0 else 0.0
-        return self.with_costs_of(index, max(0.0, t0 - slope * n0), slope)
+        bare, slope = self.with_costs_of(index, 0.0, 0.0), 0.0
+        (few, few_s), (many, many_s) = measured[0], measured[-1]
+        if many[index] > few[index]:
+            own = replace(bare, host_s=0.0)
+            more_s = many_s - few_s - own.seconds([many]) + own.seconds([few])
+            slope = max(0.0, more_s) / (many[index] - few[index])
+        if further is not None:
+            split, second_s = further
+            more_s = second_s - bare.seconds([split] * 2) + bare.seconds([split])
+            slope = min(slope, max(0.0, more_s) / split[index])
+        bare = self.with_costs_of(index, 0.0, slope)
+        return self.with_costs_of(index, bare.copies_of(many, many_s), slope)
+
+    def copies_of(self, split: Sequence[int], seconds: float) -> float:
+        """Return the copies of a step of one micro-step, by what it took without the optimizer."""
+        free = replace(self, copies_s=(0.0,) * len(self.curves), update_s=0.0)
+        by_devices = replace(free, host_s=0.0).seconds([split])
+        return max(0.0, min(seconds - by_devices, 2 * (seconds - free.seconds([split]))))
 
     def with_costs_of(self, index: int, copies_s: float, gather_s_per_sample: float) -> StepTime:
         """Return the same with what it costs that one device takes part."""
@@ -177,8 +215,7 @@ class StepTime:
             seconds: Without the optimizer.
         """
         count = len(self.curves)
-        left_s = max(0.0, seconds - replace(self, copies_s=(0.0,) * count).micro_seconds(split))
-        return replace(self, copies_s=(0.0, *(left_s,) * (count - 1)))
+        return replace(self, copies_s=(0.0, *(self.copies_of(split, seconds),) * (count - 1)))
 
     def refitted(self, measured: Sequence[tuple[Sequence[Sequence[int]], float]]) -> StepTime:
         """Fit copies, gather and contention, each by one factor, to whole optimizer steps: non-negative least squares.
@@ -190,11 +227,8 @@ class StepTime:
         """
         rows = []
         for splits, seconds in measured:
-            counted = Counter(tuple(split) for split in splits)
-            amounts = [(count, *self._amounts(split)) for split, count in counted.items()]
-            busy_s, gather_s, known_s = (sum(a[0] * a[part] for a in amounts) for part in (1, 2, 3))
+            *columns, known_s = self._longest(Counter(tuple(split) for split in splits))
             known_s += self.update_s
-            columns = (self._counted_copying_s(counted), gather_s, self.contention * busy_s)
             if any(columns):
                 rows.append(([column / seconds for column in columns], (seconds - known_s) / seconds))
         if not rows:
@@ -207,31 +241,28 @@ class StepTime:
             contention=max(LEAST_CONTENTION, contention * self.contention),
         )
 
-    def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
-        """Return what contention multiplies, the gathers, and what is known: device 0 alone, waits for the host."""
+    def _amounts(self, split: Sequence[int]) -> tuple[float, float, float, int]:
+        """Return the gathers, what contention multiplies, what nobody is in the way of, and the turns with the host."""
         if not any(split[1:]):
-            return 0.0, 0.0, self.curves[0](split[0])
+            return 0.0, 0.0, self.curves[0](split[0]), 0
         pairs = list(zip(self.curves, split, strict=True))
         if not self.adds_up:  # of many devices most are alike, and a split is timed for thousands of times
             pairs = list({(id(curve), samples): (curve, samples) for curve, samples in pairs}.values())
         times = [curve(samples) for curve, samples in pairs]
         gather_s = sum(map(operator.mul, self.gather_s_per_sample, split))
-        if sum(map(bool, split)) == 1:  # nobody is in its way
-            return 0.0, gather_s, max(times)
-        busy_s = sum(times) if self.adds_up else max(times)
-        return busy_s, gather_s, self._waits_s(self.contention * busy_s, sum(map(bool, split)))
+        replicas = sum(map(bool, split))
+        if replicas == 1:
+            return gather_s, 0.0, max(times), 0
+        return gather_s, sum(times) if self.adds_up else max(times), 0.0, replicas
 
-    def _waits_s(self, busy_s: float, replicas: int) -> float:
-        """Return how much longer than alone devices take that wait for their turns with the host.
+    def with_host(self, split: Sequence[int], once_s: float, twice_s: float) -> StepTime:
+        """Fit what the host takes to steps of one and of two micro-steps of several devices, without the optimizer.
 
-        Some ops are bound by the host and some by their device: squares add up.
+        Its turns are no longer than a further micro-step, nor than what the backward leaves of the first.
         """
-        return math.hypot(busy_s, self.host_s * math.sqrt(replicas**2 - 1)) - busy_s if self.host_s else 0.0
-
-    def with_host(self, split: Sequence[int], micro_s: float) -> StepTime:
-        """Fit what the host takes to a micro-step of several devices, copies left out."""
-        busy_s, replicas = max(curve(n) for curve, n in zip(self.curves, split, strict=True)), sum(map(bool, split))
-        return replace(self, host_s=math.sqrt(max(0.0, micro_s**2 - busy_s**2) / (replicas**2 - 1)))
+        _, busy_s, _, replicas = self._amounts(split)
+        turns_s = min(twice_s - once_s, once_s - BACKWARD_SHARE * self.contention * busy_s)
+        return replace(self, host_s=max(0.0, turns_s) / replicas)
 
 
 @dataclass(frozen=True)
@@ -248,8 +279,8 @@ class RankStepTime(StepTime):
     def _counted_copying_s(self, _counted: Mapping[tuple[int, ...], int]) -> float:
         return sum(self.copies_s)
 
-    def _amounts(self, split: Sequence[int]) -> tuple[float, float, float]:
-        return max(curve(max(1, samples)) for curve, samples in zip(self.curves, split, strict=True)), 0.0, 0.0
+    def _amounts(self, split: Sequence[int]) -> tuple[float, float, float, int]:
+        return 0.0, max(curve(max(1, samples)) for curve, samples in zip(self.curves, split, strict=True)), 0.0, 0
 
 
 LEAST_CONTENTION = 0.1

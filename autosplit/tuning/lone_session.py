@@ -212,44 +212,56 @@ class LoneSession(Session):
         measured = {kind: self._steps_of_two(space, index) for kind, index in firsts.items()}
         fitted = self._with_host(fitted)
         for index, kind in enumerate(kinds[1:], 1):
-            one = fitted.with_overhead(firsts[kind], measured[kind]) if measured[kind] else fitted
+            one = fitted.with_overhead(firsts[kind], *measured[kind]) if measured[kind][0] else fitted
             fitted = fitted.with_costs_of(index, one.copies_s[firsts[kind]], one.gather_s_per_sample[firsts[kind]])
         return fitted
 
     def _with_host(self, fitted: StepTime) -> StepTime:
-        """Fit what the host takes: a second micro-step of all devices takes what their turns with it make it take."""
+        """Fit what the host takes to a step and a further micro-step of all devices: they take turns with it."""
         if not self.subject.may_accumulate:
             return fitted
-        split = (max(2, self.prober.least_batch()),) * len(self.request.devices)
-        self._report(f"timing the split {split}")
-        try:
-            once_s, twice_s = (
-                self.prober.micro_seconds(StepShape((split,) * steps), budget_s=POINT_BUDGET_S) for steps in (1, 2)
-            )
-        except OutOfMemoryError:
-            return fitted
-        return fitted.with_host(split, twice_s - once_s)
+        least = self.prober.least_batch()
+        for samples in sorted({max(2, least), least}, reverse=True):
+            split = (samples,) * len(self.request.devices)
+            timed = self._timed(split, 1, 2)
+            if timed:
+                return fitted.with_host(split, *timed)
+        return fitted
 
-    def _steps_of_two(self, space: Space, index: int) -> list[tuple[tuple[int, ...], float]]:
-        """Time two steps that device 0 and another make together, equally: a small one and one as large as fits."""
+    def _steps_of_two(
+        self, space: Space, index: int
+    ) -> tuple[list[tuple[tuple[int, ...], float]], tuple[tuple[int, ...], float] | None]:
+        """Time two steps that device 0 and another make together, equally: a small one and one as large as fits.
+
+        Returns:
+            Both, and a further micro-step of the largest that fits.
+        """
         least = self.prober.least_batch()
         region = space.region
         most = min(region.primary_ceiling, region.replica_ceilings[index - 1], self.prober.max_batch_size // 2)
         while most > least and region.primary_most(2 * most) < most:
             most //= 2
-        measured = []
         few = max(least, 2) if most > 2 else least  # a step of one sample is on no line with others
-        for share in sorted({few, max(few, most)}):
-            split = tuple(share if place in (0, index) else 0 for place in range(len(self.request.devices)))
-            if share > most:
-                continue
-            self._report(f"timing the split {split}")
-            try:
-                seconds = self.prober.micro_seconds(StepShape((split,)), budget_s=POINT_BUDGET_S)
-            except OutOfMemoryError:
-                continue  # the plane was a little too good there; the trials will tell
-            measured.append((split, seconds))
-        return measured
+
+        def both(share: int) -> tuple[int, ...]:
+            return tuple(share if place in (0, index) else 0 for place in range(len(self.request.devices)))
+
+        splits = [both(share) for share in sorted({few, max(few, most)}) if share <= most]
+        measured = [(split, seconds) for split in splits for seconds in self._timed(split, 1)]
+        while measured and self.subject.may_accumulate and most >= few:
+            timed = self._timed(both(most), 1, 2)
+            if timed:
+                return measured, (both(most), timed[1] - timed[0])
+            most //= 2
+        return measured, None
+
+    def _timed(self, split: tuple[int, ...], *counts: int) -> list[float]:
+        """Time steps of so many micro-steps each, without the optimizer; none where one does not fit after all."""
+        self._report(f"timing the split {split}")
+        try:
+            return [self.prober.micro_seconds(StepShape((split,) * count), budget_s=POINT_BUDGET_S) for count in counts]
+        except OutOfMemoryError:
+            return []  # the plane was a little too good there; the trials will tell
 
     # The search
 
